@@ -1,0 +1,80 @@
+"""thinwire: train deep networks over thin wires.
+
+Names are loaded when first used, so that ``import thinwire`` and the command line start without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ACP": "methods.acp",
+    "Cast": "methods.cast",
+    "GradientSync": "engine.sync",
+    "LocalWorld": "program.local_world",
+    "Method": "program.method",
+    "Plan": "program.plan",
+    "PowerSGD": "methods.powersgd",
+    "SSGD": "methods.ssgd",
+    "SignSGD": "methods.sign",
+    "Stats": "engine.stats",
+    "TopK": "methods.topk",
+    "Topology": "program.topology",
+    "attach": "engine.attach",
+    "ddp_hook": "adapters.ddp",
+    "method": "methods.registry",
+}
+_ROOMS = ("bench", "checkpoint", "collectives", "engine", "kernels", "lab", "methods", "planner", "program")
+
+if TYPE_CHECKING:
+    from thinwire.adapters.ddp import ddp_hook
+    from thinwire.engine.attach import attach
+    from thinwire.engine.stats import Stats
+    from thinwire.engine.sync import GradientSync
+    from thinwire.methods.acp import ACP
+    from thinwire.methods.cast import Cast
+    from thinwire.methods.powersgd import PowerSGD
+    from thinwire.methods.registry import method
+    from thinwire.methods.sign import SignSGD
+    from thinwire.methods.ssgd import SSGD
+    from thinwire.methods.topk import TopK
+    from thinwire.program.local_world import LocalWorld
+    from thinwire.program.method import Method
+    from thinwire.program.plan import Plan
+    from thinwire.program.topology import Topology
+
+__all__ = [
+    "ACP",
+    "SSGD",
+    "Cast",
+    "GradientSync",
+    "LocalWorld",
+    "Method",
+    "Plan",
+    "PowerSGD",
+    "SignSGD",
+    "Stats",
+    "TopK",
+    "Topology",
+    "attach",
+    "ddp_hook",
+    "method",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"thinwire.{_HOME[name]}"), name)
+    elif name in _ROOMS:
+        value = importlib.import_module(f"thinwire.{name}")
+    else:
+        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -1,0 +1,37 @@
+"""S-SGD: the plain average, overlapped with backward. The baseline of everything else.
+
+Paper: wait-free backpropagation (Zhang et al., Poseidon, 2017) with tensor fusion (Shi et al., MG-WFBP, 1811.11141).
+
+Differences from the papers: buckets launch in plan order on every rank; 16-bit gradients are divided before the sum, so
+that it cannot overflow; ``ordered=True`` adds in rank order, so that bits do not depend on bucket boundaries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from thinwire.methods.base import average_flat, check_merge
+from thinwire.program import Bucket, Method, Program, State
+
+
+@dataclass(frozen=True)
+class SSGD(Method):
+    """Exact averaging.
+
+    Args:
+        merge: fusion: MiB, "none", "single" or "auto".
+        ordered: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
+    """
+
+    name: ClassVar[str] = "ssgd"
+    exact: ClassVar[bool] = True
+    merge: Any = "auto"
+    ordered: bool = False
+
+    def __post_init__(self) -> None:
+        check_merge(self.merge)
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """One all-reduce; the sum divided by the world size."""
+        yield from average_flat(bucket, state, ordered=self.ordered)

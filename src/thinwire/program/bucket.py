@@ -1,0 +1,144 @@
+"""One bucket of gradients as a program sees it.
+
+Two pairs of words. ``flat`` / ``write``: all gradients concatenated, in the dtype and the units that autograd left (a
+loss scale, if any, is still in them). ``gradient()`` / ``write_gradient``: fp32 (fp64 for fp64), the loss scale divided
+out on the way in and multiplied on the way out; methods with a residual use these, so that a residual never depends on
+the loss scale. The same pair exists per tensor on :class:`Slot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which residuals, factors and sums are kept: fp32, or fp64 for fp64 gradients."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.device.type != "meta" and a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
+
+
+class Slot:
+    """One parameter's gradient in a bucket.
+
+    Args:
+        name: the parameter's name; residuals are kept under it.
+        shape: its shape (logical, whatever the memory format).
+        value: the gradient; None where this rank did not use the parameter, which counts as zero.
+        dtype, device: of the gradient, needed where ``value`` is None.
+    """
+
+    __slots__ = ("device", "dtype", "name", "numel", "result", "scale", "shape", "value")
+
+    def __init__(
+        self, name: str, shape: Sequence[int], value: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.name = name
+        self.shape = torch.Size(shape)
+        self.numel = self.shape.numel()
+        self.value = value
+        self.dtype = dtype
+        self.device = device
+        self.scale: Tensor | None = None
+        self.result: Tensor | None = None
+
+    def raw(self) -> Tensor:
+        """The gradient as autograd left it; zeros where unused."""
+        if self.value is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self.value
+
+    def gradient(self) -> Tensor:
+        """The gradient in the working dtype, unscaled, contiguous. It may share memory with ``.grad``: do not edit it."""
+        x = self.raw().to(working_dtype(self.dtype)).contiguous()
+        return x if self.scale is None else x / self.scale
+
+    def matrix(self) -> Tensor:
+        """The gradient as a matrix ``[shape[0], numel / shape[0]]``."""
+        return self.gradient().reshape(self.shape[0], -1)
+
+    def write(self, x: Tensor) -> None:
+        """Deliver the averaged gradient (unscaled units, any shape with the right number of elements)."""
+        if self.scale is not None:
+            x = x * self.scale
+        if self.result is None:
+            self.result = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.value is None else self.value
+        self.result.copy_(x.reshape(self.shape))
+
+
+class Bucket:
+    """The gradients that share one message.
+
+    Args:
+        index: place in the plan.
+        slots: one per parameter; all of one dtype and device.
+        scale: 0-dim tensor, the loss scale that is in the gradients; None for 1.
+        buffer: memory for ``flat``, with at least ``numel`` elements; allocated when needed if None.
+    """
+
+    def __init__(
+        self, index: int, slots: Sequence[Slot], *, scale: Tensor | None = None, buffer: Tensor | None = None
+    ) -> None:
+        self.index = index
+        self.slots = list(slots)
+        self.numel = sum(slot.numel for slot in self.slots)
+        self.scale = scale
+        self.dtype = self.slots[0].dtype
+        self.device = self.slots[0].device
+        self._buffer = buffer
+        self._flat: Tensor | None = None
+        for slot in self.slots:
+            if slot.dtype != self.dtype:
+                raise ValueError(
+                    f"bucket {index} mixes dtypes: {self.slots[0].name} is {self.dtype}, {slot.name} is {slot.dtype}"
+                )
+            slot.scale = scale
+
+    @property
+    def flat(self) -> Tensor:
+        """All gradients concatenated, raw units, 1-D. The program may overwrite it."""
+        if self._flat is None:
+            buffer = self._buffer
+            if buffer is None:
+                buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            flat = buffer[: self.numel]
+            targets, sources, start = [], [], 0
+            for slot in self.slots:
+                view = flat[start : start + slot.numel].view(slot.shape)
+                start += slot.numel
+                if slot.value is None:
+                    view.zero_()
+                elif not _same_memory(slot.value, view):
+                    targets.append(view)
+                    sources.append(slot.value)
+                slot.result = view
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            self._flat = flat
+        return self._flat
+
+    def write(self, x: Tensor) -> None:
+        """Deliver all averaged gradients, raw units: the counterpart of ``flat``."""
+        flat = self.flat
+        if not _same_memory(x, flat):
+            flat.copy_(x.reshape(-1))
+
+    def gradient(self) -> Tensor:
+        """All gradients concatenated, working dtype, unscaled: a new tensor that the program may edit."""
+        x = torch.cat([slot.raw().reshape(-1).to(working_dtype(self.dtype)) for slot in self.slots])
+        return x if self.scale is None else x.div_(self.scale)
+
+    def write_gradient(self, x: Tensor) -> None:
+        """Deliver all averaged gradients, unscaled units: the counterpart of ``gradient()``."""
+        for slot, piece in zip(self.slots, self.split(x)):
+            slot.write(piece)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Cut a 1-D tensor of ``numel`` elements into the slots' shapes (views)."""
+        pieces = x.split([slot.numel for slot in self.slots])
+        return [piece.view(slot.shape) for slot, piece in zip(self.slots, pieces)]

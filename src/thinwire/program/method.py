@@ -1,0 +1,65 @@
+"""The base class of every method: one generator, and what planners need to know about it."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+from thinwire.program.bucket import Bucket
+from thinwire.program.ops import Program
+from thinwire.program.state import State
+from thinwire.program.topology import Topology
+
+
+class Method(abc.ABC):
+    """What happens to one bucket of gradients, as straight-line code.
+
+    A method is a frozen dataclass whose fields are its options. It keeps no state: whatever it remembers lives in the
+    :class:`State` under the parameter's name.
+
+    Attributes:
+        name: the registry name.
+        phases: number of fusion plans; step % phases chooses (ACP has two).
+        has_residual: whether something is held back for a later step.
+        exact: whether the result is the plain average.
+    """
+
+    name: ClassVar[str] = ""
+    phases: ClassVar[int] = 1
+    has_residual: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+    merge: Any = "auto"
+
+    @abc.abstractmethod
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """Exchange one bucket. It may not branch in Python on a tensor's values, only on shapes and ``state.step``."""
+
+    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+        """Whether ``attach(dense="auto")`` should keep this parameter in plain S-SGD buckets."""
+        return False
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        """Elements on the wire for each tensor of these shapes, in fp32 units: what fusion thresholds are scaled by."""
+        sizes = []
+        for shape in shapes:
+            size = 1
+            for n in shape:
+                size *= int(n)
+            sizes.append(size)
+        return sizes
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Any
+    ) -> list[float] | None:
+        """Seconds of each segment between yields (yields + 1 numbers) for the simulator; None: price it as free."""
+        return None
+
+    def options(self) -> Mapping[str, Any]:
+        """The options as plain data: compared over ranks at ``attach``, stored in checkpoints."""
+        if not dataclasses.is_dataclass(self):
+            return {}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,0 +1,81 @@
+"""A plan: which parameters share a bucket, in which order. Plain data: printed, hashed, compared over ranks, pinned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PlanBucket:
+    """Names of the parameters of one bucket; ``dense`` buckets run plain S-SGD whatever the method."""
+
+    names: tuple[str, ...]
+    dense: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buckets in launch order, one list per phase of the method.
+
+    Attributes:
+        phases: ``phases[step % len(phases)]`` is the list in force.
+        rule: how it was made, for people.
+    """
+
+    phases: tuple[tuple[PlanBucket, ...], ...]
+    rule: str = field(default="given", compare=False)
+
+    @classmethod
+    def of(cls, *phases: Iterable[Iterable[str]], rule: str = "given") -> Plan:
+        """A plan from plain lists of names."""
+        return cls(tuple(tuple(PlanBucket(tuple(names)) for names in phase) for phase in phases), rule)
+
+    def buckets(self, step: int = 0) -> tuple[PlanBucket, ...]:
+        """The buckets in force at a step."""
+        return self.phases[step % len(self.phases)]
+
+    def names(self) -> tuple[str, ...]:
+        """All parameter names, in launch order."""
+        return tuple(name for bucket in self.phases[0] for name in bucket.names)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise ``ValueError`` unless every phase covers exactly these names, each once."""
+        wanted = sorted(names)
+        for phase in self.phases:
+            have = sorted(name for bucket in phase for name in bucket.names)
+            if have != wanted:
+                missing, extra = sorted(set(wanted) - set(have))[:3], sorted(set(have) - set(wanted))[:3]
+                raise ValueError(
+                    f"the plan does not fit the model: missing {missing or 'nothing'}, unknown {extra or 'nothing'}"
+                    + ("" if missing or extra else ", some names appear twice")
+                )
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        phases = [[{"names": list(b.names), "dense": b.dense} for b in phase] for phase in self.phases]
+        return json.dumps({"phases": phases, "rule": self.rule})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read back what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text is not a plan.
+        """
+        try:
+            data: Any = json.loads(text)
+            phases = tuple(
+                tuple(PlanBucket(tuple(b["names"]), bool(b["dense"])) for b in phase) for phase in data["phases"]
+            )
+            return cls(phases, str(data.get("rule", "given")))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"this is not a thinwire plan: {error}") from error
+
+    @property
+    def hash(self) -> str:
+        """A short digest of what is run (the rule's text does not count)."""
+        return hashlib.blake2b(repr(self.phases).encode(), digest_size=8).hexdigest()

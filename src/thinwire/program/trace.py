@@ -1,0 +1,68 @@
+"""Run a program on shapes alone: which collectives it issues, without data and without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.program.bucket import Bucket, Slot
+from thinwire.program.method import Method
+from thinwire.program.ops import AllGather, Collective, NextForward, ReduceScatter, Scope
+from thinwire.program.state import State
+from thinwire.program.topology import Topology
+from thinwire.program.volume import sent_bytes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One yield of a program: the op's kind, scope, message bytes of this rank and bytes it sends; None for NextForward."""
+
+    kind: str
+    scope: Scope | None
+    message_bytes: int
+    sent_bytes: int
+
+
+def trace(
+    method: Method,
+    shapes: Sequence[tuple[str, Sequence[int]]],
+    topology: Topology,
+    *,
+    rank: int = 0,
+    step: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> list[Step]:
+    """The collectives that ``method`` issues for one bucket of (name, shape) pairs."""
+    meta = torch.device("meta")
+    slots = [Slot(name, shape, torch.empty(tuple(shape), dtype=dtype, device=meta), dtype, meta) for name, shape in shapes]
+    state = State(rank, topology)
+    state.step = step
+    program = method.reduce(Bucket(0, slots), state)
+    steps: list[Step] = []
+    value: Any = None
+    while True:
+        try:
+            op = program.send(value)
+        except StopIteration:
+            return steps
+        if isinstance(op, NextForward):
+            steps.append(Step("NextForward", None, 0, 0))
+            value = None
+            continue
+        members = len(topology.members(op.group, rank))
+        size = op.tensor.numel() * op.tensor.element_size()
+        steps.append(Step(type(op).__name__, op.group, size, sent_bytes(op, members)))
+        value = result_like(op, members)
+
+
+def result_like(op: Collective, members: int) -> Tensor:
+    """An uninitialised tensor of the shape that ``op`` returns."""
+    if isinstance(op, AllGather):
+        return op.tensor.new_empty((members, *op.tensor.shape))
+    if isinstance(op, ReduceScatter):
+        return op.tensor.new_empty(op.tensor.numel() // members)
+    return op.tensor
