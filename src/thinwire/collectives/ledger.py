@@ -1,0 +1,34 @@
+"""Counts collectives and bytes by kind, by the formulas of ``program/volume.py``."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from thinwire.program.ops import Collective
+from thinwire.program.volume import sent_bytes
+
+
+class Ledger:
+    """What this rank has issued.
+
+    Attributes:
+        issued: number of collectives by kind.
+        bytes: bytes sent by kind (one rank's share of a ring).
+    """
+
+    def __init__(self) -> None:
+        self.issued: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def record(self, op: Collective, members: int) -> int:
+        """Note an op as issued. Returns the bytes that this rank sends for it."""
+        size = sent_bytes(op, members)
+        kind = type(op).__name__
+        self.issued[kind] += 1
+        self.bytes[kind] += size
+        return size
+
+    @property
+    def total(self) -> int:
+        """All bytes sent."""
+        return sum(self.bytes.values())

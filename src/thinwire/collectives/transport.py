@@ -1,0 +1,132 @@
+"""Issue one op on a lane: from the words of the language to torch.distributed, asynchronously.
+
+On Gloo a reduce-scatter is an all-to-all and a sum in rank order: half the bytes of Gloo's own, which is a whole
+all-reduce and a slice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.lanes import Lane
+from thinwire.program.bucket import working_dtype
+from thinwire.program.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Exchange,
+    ReduceScatter,
+)
+
+
+# torch 2.13 gave it a shorter name and deprecates the old one, which is all that 2.9 has.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An op in flight."""
+
+    works: tuple[Any, ...]
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        """Block until it has completed (Gloo), or order the current stream after it (NCCL). Raises what the wire raised."""
+        for work in self.works:
+            work.wait()
+        return self.finish()
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call back from another thread when it has completed or failed; ``wait`` then returns or raises at once."""
+        if not self.works:
+            callback()
+            return
+        left, lock = [len(self.works)], threading.Lock()
+
+        def one(_: Any) -> None:
+            with lock:
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                callback()
+
+        for work in self.works:
+            try:
+                work.get_future().add_done_callback(one)
+            except RuntimeError:  # Gloo's point-to-point works have no future: a short-lived thread waits for it
+                threading.Thread(target=_wait_then, args=(work, one), daemon=True).start()
+
+
+def _wait_then(work: Any, callback: Callable[[Any], None]) -> None:
+    try:
+        work.wait()
+    except RuntimeError:
+        pass  # `Pending.wait` raises it where it can be told
+    callback(None)
+
+
+def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
+    """Start ``op``; ``tag`` tells the exchanges of one lane apart."""
+    x = op.tensor if op.tensor.is_contiguous() else op.tensor.contiguous()
+    group, size = lane.group, lane.size
+    if isinstance(op, AllReduce):
+        return Pending((dist.all_reduce(x, group=group, async_op=True),), lambda: x)
+    if isinstance(op, AllGather):
+        out = x.new_empty((size, *x.shape))
+        work = all_gather_flat(out.view(-1), x.view(-1), group=group, async_op=True)
+        return Pending((work,), lambda: out)
+    if isinstance(op, AllToAll):
+        if x.shape[0] != size:
+            raise ValueError(f"an all-to-all over {size} ranks needs that many chunks, not {x.shape[0]}")
+        out = torch.empty_like(x)
+        return Pending((dist.all_to_all_single(out, x, group=group, async_op=True),), lambda: out)
+    if isinstance(op, ReduceScatter):
+        return _reduce_scatter(x.view(-1), lane)
+    if isinstance(op, Broadcast):
+        return Pending((dist.broadcast(x, lane.ranks[op.source], group=group, async_op=True),), lambda: x)
+    if isinstance(op, Exchange):
+        return _exchange(op, x, lane, tag)
+    raise TypeError(f"{type(op).__name__} is not an op")
+
+
+def _reduce_scatter(x: Tensor, lane: Lane) -> Pending:
+    if x.numel() % lane.size:
+        raise ValueError(f"a reduce-scatter over {lane.size} ranks needs a multiple of it, not {x.numel()}")
+    if dist.get_backend(lane.group) != "gloo":
+        shard = x.new_empty(x.numel() // lane.size)
+        return Pending((reduce_scatter_flat(shard, x, group=lane.group, async_op=True),), lambda: shard)
+    received = torch.empty_like(x)
+    work = dist.all_to_all_single(received, x, group=lane.group, async_op=True)
+    return Pending((work,), lambda: ordered_sum(received.view(lane.size, -1)))
+
+
+def ordered_sum(parts: Tensor) -> Tensor:
+    """Sum ``[W, k]`` over W in rank order, 16-bit floats in fp32; result ``[k]`` in the input dtype."""
+    dtype = parts.dtype
+    wide = working_dtype(dtype) if dtype.is_floating_point else dtype
+    if wide == dtype:
+        total = parts[0].clone()
+    else:
+        total = parts[0].to(wide)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+def _exchange(op: Exchange, x: Tensor, lane: Lane, tag: int) -> Pending:
+    if op.peer is None:
+        return Pending((), lambda: x)
+    peer, out = lane.ranks[op.peer], torch.empty_like(x)
+    sending = dist.isend(x, peer, group=lane.group, tag=tag)
+    receiving = dist.irecv(out, peer, group=lane.group, tag=tag)
+    return Pending((sending, receiving), lambda: out)

@@ -1,0 +1,97 @@
+"""What all ranks must agree on before training: the same model, plan and method; then the same weights.
+
+Only bytes and tensors travel, never pickled objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.lanes import Lane
+from thinwire.collectives.transport import all_gather_flat
+
+_CHUNK_BYTES = 16 << 20
+
+
+def gather_bytes(message: bytes, lane: Lane, device: torch.device) -> list[bytes]:
+    """Every rank's message, in rank order."""
+    length = torch.tensor([len(message)], dtype=torch.int64, device=device)
+    lengths = torch.empty(lane.size, dtype=torch.int64, device=device)
+    all_gather_flat(lengths, length, group=lane.group)
+    counts = [int(n) for n in lengths.tolist()]
+    longest = max(counts)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
+    everyone = torch.empty(lane.size * longest, dtype=torch.uint8, device=device)
+    all_gather_flat(everyone, mine.to(device), group=lane.group)
+    rows = everyone.cpu().view(lane.size, longest)
+    return [bytes(rows[r, : counts[r]].tolist()) for r in range(lane.size)]
+
+
+def agree(facts: dict[str, Any], lane: Lane, device: torch.device) -> None:
+    """Raise ``ValueError`` on all ranks, naming the difference, unless all ranks bring the same facts."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    digests = gather_bytes(digest, lane, device)
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(raw) for raw in gather_bytes(text.encode(), lane, device)]
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise ValueError(f"rank {rank} differs from rank 0: {difference(everyone[0], other)}")
+
+
+def difference(ours: Any, theirs: Any, path: str = "") -> str:
+    """The first place where two plain structures differ, in words."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in [*ours, *(k for k in theirs if k not in ours)]:
+            if key not in ours or key not in theirs:
+                return f"{path}{key} is only on {'rank 0' if key in ours else 'the other rank'}"
+            if ours[key] != theirs[key]:
+                return difference(ours[key], theirs[key], f"{path}{key}: ")
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for index, (a, b) in enumerate(zip(ours, theirs)):
+            if a != b:
+                return difference(a, b, f"{path}[{index}] ")
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return f"{path}{len(ours)} entries against {len(theirs)}"
+    return f"{path}{_short(ours)} against {_short(theirs)}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], lane: Lane, source: int = 0) -> None:
+    """Overwrite the tensors with those of the source rank of the lane, in chunks of one dtype and device."""
+    chunk: list[Tensor] = []
+    size = 0
+    for x in tensors:
+        if x.numel() == 0:
+            continue
+        same = not chunk or (chunk[0].dtype == x.dtype and chunk[0].device == x.device)
+        if chunk and (not same or size >= _CHUNK_BYTES):
+            _broadcast_chunk(chunk, lane, source)
+            chunk, size = [], 0
+        chunk.append(x)
+        size += x.numel() * x.element_size()
+    if chunk:
+        _broadcast_chunk(chunk, lane, source)
+
+
+def _broadcast_chunk(chunk: Sequence[Tensor], lane: Lane, source: int) -> None:
+    with torch.no_grad():
+        flat = torch.cat([x.detach().reshape(-1) for x in chunk])
+        wire = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+        dist.broadcast(wire, lane.ranks[source], group=lane.group)
+        if lane.rank != source:
+            for x, piece in zip(chunk, flat.split([x.numel() for x in chunk])):
+                x.detach().copy_(piece.view(x.shape))

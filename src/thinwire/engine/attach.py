@@ -1,0 +1,112 @@
+"""``attach``: one line between a training script and a thin wire."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
+from thinwire.engine.sync import ATTACHED, GradientSync, Settings
+from thinwire.methods.registry import resolve
+from thinwire.methods.ssgd import SSGD
+from thinwire.program import Method, Plan, Topology
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    method: Method | str = "ssgd",
+    *,
+    plan: Plan | None = None,
+    group: dist.ProcessGroup | None = None,
+    topology: Topology | None = None,
+    scaler: Any = None,
+    dense: DenseRule = "auto",
+    unused: str = "zero",
+    timeout: timedelta | float | None = None,
+    check_order: bool = False,
+    _solo: bool = False,
+    **options: Any,
+) -> GradientSync:
+    """Average the model's gradients over all ranks during backward. In place: no wrapper, no other optimizer.
+
+    All ranks must call it. Parameters and buffers are taken over from rank 0.
+
+    Args:
+        model: on one device; frozen parameters are left alone.
+        optimizer: any ``torch.optim`` optimizer that owns the trainable parameters, or a list of several.
+        method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``).
+        plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive.
+        group: process group; None: the default one. Without any, or with one rank, nothing is exchanged.
+        topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
+        scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        dense: "auto" (the method says which parameters it does not compress), "none", or (name, parameter) -> bool.
+        unused: "zero": a parameter unused on every rank gets a zero gradient; "exact": it keeps None (one collective more).
+        timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
+        check_order: compare the sequence of issued collectives over ranks at every step (debugging).
+
+    Returns:
+        The handle: ``no_sync``, ``stats``, ``state_dict``, ``detach``, ...
+
+    Raises:
+        ValueError: bad options, ranks that differ (the message names what), an optimizer of another model.
+        RuntimeError: the model is attached already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach takes a torch.nn.Module first, not {type(model).__name__}")
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for o in optimizers:
+        if not isinstance(o, torch.optim.Optimizer):
+            raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
+    chosen = resolve(method, **options)
+    if getattr(model, ATTACHED, None) is not None:
+        raise RuntimeError("this model is attached already; call detach() on its GradientSync first")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "the model is wrapped in DistributedDataParallel: attach to the bare model, or keep DDP and use "
+            "model.register_comm_hook(*thinwire.ddp_hook(...))"
+        )
+    if unused not in ("zero", "exact"):
+        raise ValueError(f'unused={unused!r} must be "zero" or "exact"')
+    if plan is not None and not isinstance(plan, Plan):
+        raise ValueError(f"plan must be a thinwire.Plan or None, not {plan!r}")
+    world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if world < 1:
+        raise ValueError("this rank is not in the process group that was given to attach")
+    alone = world == 1 and not (_solo and dist.is_initialized())
+    note = ""
+    if alone:
+        if not chosen.exact:
+            note = f"one rank only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd"
+        chosen = SSGD(merge=chosen.merge)
+    managed = managed_parameters(model, chosen, dense)
+    check_optimizers(managed, optimizers)
+    topology = topology or _topology(world)
+    if topology.world_size != world:
+        raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
+    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    communicator = None
+    if not alone:
+        communicator = Communicator(group, topology, managed[0].parameter.device, limit)
+    settings = Settings(unused=unused, pinned=plan, timeout=limit, check_order=check_order, note=note)
+    plain = SSGD(ordered=bool(getattr(chosen, "ordered", False)))
+    try:
+        return GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings)
+    except BaseException:
+        if communicator is not None:
+            communicator.close(broken=False)
+        raise
+
+
+def _topology(world: int) -> Topology:
+    """From torchrun's variables where they fit the group; else every rank on a machine of its own."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    whole = dist.is_initialized() and world == dist.get_world_size() if dist.is_available() else False
+    return Topology(world, local if whole and local > 0 and world % local == 0 else 1)

@@ -1,0 +1,70 @@
+"""The parameters that a GradientSync manages: found, named, and checked against the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.program import Method
+
+
+@dataclass(frozen=True, eq=False)
+class Managed:
+    """One trainable parameter. ``dense``: kept out of the method's hands, in S-SGD buckets."""
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+    dense: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its logical shape."""
+        return tuple(self.parameter.shape)
+
+
+DenseRule = str | Callable[[str, nn.Parameter], bool]
+
+
+def managed_parameters(model: nn.Module, method: Method, dense: DenseRule) -> list[Managed]:
+    """All trainable parameters in order of registration; shared ones once.
+
+    Raises:
+        ValueError: there is none, or ``dense`` is not understood.
+        TypeError: a complex parameter.
+    """
+    if not (callable(dense) or dense in ("auto", "none")):
+        raise ValueError(f'dense={dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
+    owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    found = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.is_complex():
+            raise TypeError(f"{name} is complex; thinwire exchanges real floating-point gradients only")
+        if callable(dense):
+            keep = bool(dense(name, parameter))
+        else:
+            keep = dense == "auto" and method.dense(name, tuple(parameter.shape), owners.get(id(parameter)))
+        found.append(Managed(len(found), name, parameter, keep))
+    if not found:
+        raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")
+    devices = {m.parameter.device for m in found}
+    if len(devices) > 1:
+        raise ValueError(f"the model's parameters lie on several devices ({', '.join(map(str, devices))}); one is needed")
+    return found
+
+
+def check_optimizers(managed: Iterable[Managed], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise ``ValueError`` unless the optimizers own every managed parameter."""
+    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    missing = [m.name for m in managed if id(m.parameter) not in owned]
+    if missing:
+        raise ValueError(
+            f"the optimizer does not own {len(missing)} of the model's trainable parameters ({', '.join(missing[:3])}, ...): "
+            "build it from this model's parameters (after moving or copying the model), pass a list of all optimizers, "
+            "or freeze what is not trained"
+        )

@@ -1,0 +1,128 @@
+"""State of a GradientSync as a flat dict, and back, also on another number of ranks.
+
+Keys: ``residual/<rank>/<name>`` (ranks have different ones), ``shared/<field>/<name>`` (equal on all ranks), and plain
+values. Residuals are in unscaled gradient units, so neither a bucket plan nor a loss scale is in them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from thinwire.program import Plan
+
+if TYPE_CHECKING:
+    from thinwire.engine.sync import GradientSync
+
+VERSION = 1
+log = logging.getLogger("thinwire")
+
+
+def to_state_dict(sync: GradientSync) -> dict[str, Any]:
+    """The state of this rank."""
+    snapshot = sync.state.snapshot()
+    options = {key: str(value) for key, value in sync.method.options().items()}
+    flat: dict[str, Any] = {
+        "version": VERSION,
+        "method": sync.method.name,
+        "options": json.dumps(options, sort_keys=True),
+        "step": snapshot["step"],
+        "world_size": sync.topology.world_size,
+        "rank": sync.rank,
+        "plan": sync.plan.to_json(),
+    }
+    for name, value in snapshot["residual"].items():
+        flat[f"residual/{sync.rank}/{name}"] = value
+    for field, named in snapshot["shared"].items():
+        for name, value in named.items():
+            flat[f"shared/{field}/{name}"] = value
+    return flat
+
+
+def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
+    """Restore; see ``GradientSync.load_state_dict``."""
+    if state.get("version") != VERSION:
+        raise ValueError(f"this is not a thinwire state of version {VERSION}; it says {state.get('version')!r}")
+    if state["method"] != sync.method.name:
+        raise ValueError(
+            f"the state was saved by {state['method']!r} but {sync.method.name!r} is attached; attach with the same "
+            "method, or start without this state (what was owed to the model is then lost)"
+        )
+    residuals = _split(state, "residual/")
+    _check_names(sync, {name for named in residuals.values() for name in named})
+    old_size = int(state["world_size"])
+    if old_size == sync.topology.world_size:
+        mine = residuals.get(str(sync.rank), {})
+        if not mine and (residuals or sync.method.has_residual) and int(state["step"]) > 0 and residuals:
+            raise ValueError(
+                f"the state holds no residuals of rank {sync.rank}: save with thinwire.checkpoint.save, "
+                "which keeps those of every rank"
+            )
+    else:
+        mine = _resharded(residuals, old_size, sync)
+    device = sync._managed[0].parameter.device
+    shared: dict[str, dict[str, Tensor]] = {f: dict(v) for f, v in _split(state, "shared/").items()}
+    options = json.dumps({key: str(value) for key, value in sync.method.options().items()}, sort_keys=True)
+    if options != state["options"] and shared:
+        log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
+        shared = {}
+    snapshot = {
+        "step": state["step"],
+        "residual": {name: value.to(device) for name, value in mine.items()},
+        "shared": {f: {name: value.to(device) for name, value in named.items()} for f, named in shared.items()},
+    }
+    sync.state.restore(snapshot)
+    if sync._settings.pinned is None and options == state["options"] and state.get("plan"):
+        plan = Plan.from_json(state["plan"])
+        try:
+            plan.check(m.name for m in sync._managed)
+        except ValueError:
+            return  # another set of trainable parameters: the fresh plan stays
+        sync.adopt_plan(plan)
+
+
+def _split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
+    """``prefix<first>/<name>`` keys as {first: {name: tensor}}."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        if key.startswith(prefix):
+            first, _, name = key[len(prefix) :].partition("/")
+            found.setdefault(first, {})[name] = value
+    return found
+
+
+def _check_names(sync: GradientSync, names: set[str]) -> None:
+    unknown = sorted(names - set(sync._by_name))
+    if unknown:
+        raise ValueError(f"the state holds residuals of parameters that the model has not: {', '.join(unknown[:3])}")
+
+
+def _resharded(residuals: Mapping[str, Mapping[str, Tensor]], old_size: int, sync: GradientSync) -> dict[str, Tensor]:
+    if residuals and len(residuals) < old_size:
+        raise ValueError(
+            f"the state holds residuals of {len(residuals)} of {old_size} ranks, but now there are "
+            f"{sync.topology.world_size}: save with thinwire.checkpoint.save, which keeps those of every rank"
+        )
+    names = sorted({name for named in residuals.values() for name in named})
+    mine = {name: reshard([named[name] for named in residuals.values() if name in named], old_size) for name in names}
+    if mine:
+        before = sum(float(x.norm() ** 2) for named in residuals.values() for x in named.values()) ** 0.5
+        after = (sync.topology.world_size * sum(float(x.norm() ** 2) for x in mine.values())) ** 0.5
+        log.warning(
+            "thinwire: residuals of %d ranks taken over by %d: each gets their mean (norm over all ranks %.4g, now %.4g)",
+            old_size, sync.topology.world_size, before, after,
+        )  # fmt: skip
+    return mine
+
+
+def reshard(residuals: Sequence[Tensor], old_size: int) -> Tensor:
+    """The mean over the old ranks of one parameter's residual: the update still owed to the model is kept exactly."""
+    total = torch.zeros_like(residuals[0])
+    for x in residuals:
+        total += x
+    return total / old_size

@@ -1,0 +1,94 @@
+"""In which order programs advance and ops are issued: the heart of the engine, free of threads and of torch.distributed.
+
+Order is fixed by the plan, never by completion. The k-th collective that bucket b yields within a scope goes to lane
+(scope, k), and only when every earlier bucket has issued its own k-th there, or has ended with fewer. So every rank puts
+the same sequence on every process group, whatever arrives first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from thinwire.program.ops import Collective, NextForward, Program, Scope
+
+Issue = Callable[[Collective, Scope, int, int], None]
+"""(op, scope, round, bucket): start it; later call ``Runner.completed(bucket, result)``."""
+
+
+class Runner:
+    """The programs of one step.
+
+    Args:
+        size: number of buckets.
+        issue: starts an op on its lane.
+    """
+
+    def __init__(self, size: int, issue: Issue) -> None:
+        self._issue = issue
+        self._programs: list[Program | None] = [None] * size
+        self._ended = [False] * size
+        self._round: list[dict[Scope, int]] = [{} for _ in range(size)]
+        self._front: dict[tuple[Scope, int], int] = {}
+        self._held: dict[tuple[Scope, int], dict[int, Collective]] = {}
+        self._runnable: list[tuple[int, int, Any]] = []
+        self._count = 0
+        self.left = size
+
+    def start(self, bucket: int, program: Program) -> None:
+        """The bucket's gradients are there."""
+        self._programs[bucket] = program
+        self._push(bucket, None)
+
+    def completed(self, bucket: int, result: Any) -> None:
+        """The op that the bucket waited for is done."""
+        self._push(bucket, result)
+
+    def _push(self, bucket: int, value: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._runnable, (bucket, self._count, value))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some program can advance."""
+        return bool(self._runnable)
+
+    def pump(self) -> None:
+        """Advance one program by one segment, the oldest bucket first."""
+        bucket, _, value = heapq.heappop(self._runnable)
+        program = self._programs[bucket]
+        assert program is not None
+        try:
+            op = program.send(value)
+            while isinstance(op, NextForward):  # coupled schedule: the rest runs at once
+                op = program.send(None)
+        except StopIteration:
+            self._programs[bucket] = None
+            self._ended[bucket] = True
+            self.left -= 1
+            for lane in list(self._held):
+                self._flush(lane)
+            return
+        round_ = self._round[bucket].get(op.group, 0)
+        self._round[bucket][op.group] = round_ + 1
+        lane = (op.group, round_)
+        self._held.setdefault(lane, {})[bucket] = op
+        self._flush(lane)
+
+    def _flush(self, lane: tuple[Scope, int]) -> None:
+        """Issue what the plan's order allows on one lane."""
+        scope, round_ = lane
+        front, held = self._front.get(lane, 0), self._held[lane]
+        while front < len(self._ended):
+            if front in held:
+                op = held.pop(front)
+                front += 1
+                self._front[lane] = front
+                self._issue(op, scope, round_, front - 1)
+            elif self._ended[front]:
+                front += 1
+            else:
+                break
+        self._front[lane] = front
+

@@ -1,0 +1,52 @@
+"""What a GradientSync has done, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class BucketStats:
+    """One bucket of the plan in force.
+
+    Attributes:
+        names: its parameters. elements: their number of elements. dense: runs S-SGD whatever the method.
+        bytes_per_step: bytes this rank sends for it in this phase, by the ring formulas.
+    """
+
+    names: tuple[str, ...]
+    elements: int
+    dense: bool
+    bytes_per_step: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since ``attach``; bytes are one rank's share of a ring.
+
+    Attributes:
+        method: what runs. note: why that is not what was asked for, if so. world_size: ranks.
+        steps: synchronised backwards. rejected_steps: those with a non-finite value, whose state was not kept.
+        bytes_sent: on the wire by this rank. dense_bytes: what S-SGD in the gradients' dtype would have sent.
+        exposed_seconds: time that backward waited for communication. rebuilt: whether the plan follows arrival order.
+        collectives, bytes_by_kind: by kind of op. buckets: the plan in force.
+    """
+
+    method: str
+    note: str
+    world_size: int
+    steps: int = 0
+    rejected_steps: int = 0
+    bytes_sent: int = 0
+    dense_bytes: int = 0
+    exposed_seconds: float = 0.0
+    rebuilt: bool = False
+    collectives: dict[str, int] = field(default_factory=dict)
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    buckets: tuple[BucketStats, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return dataclasses.asdict(self)
