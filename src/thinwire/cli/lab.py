@@ -1,0 +1,81 @@
+"""``thinwire lab``: an emulated cluster on this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from thinwire import lab
+
+app = typer.Typer(
+    help="An emulated cluster on this machine: namespaces, shaped links, one process per rank.", no_args_is_help=True
+)
+
+
+def _refuse(error: lab.LabError) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(2)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="After --: what every rank runs, such as python train.py.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Ranks in all.")] = 4,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node and its link.")] = 1,
+    link: Annotated[
+        str, typer.Option(help="Rate of each node's link, or one per node: 1gbit,1gbit,100mbit,1gbit.")
+    ] = "unlimited",
+    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
+    grace: Annotated[float, typer.Option(help="Seconds that the others may go on after a rank failed.")] = 30.0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which the run is ended (exit code 124).")] = None,
+    master_port: Annotated[int | None, typer.Option(help="Port of rank 0; a free one by default.")] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Result as JSON on stdout; the ranks' lines go to stderr.")
+    ] = False,
+) -> None:
+    """Run a command as the ranks of an emulated cluster; the exit code is the worst of the ranks'."""
+    stream = sys.stderr if json else sys.stdout
+    try:
+        result = lab.run(
+            lab.Cluster.parse(workers, ranks_per_node, link, delay),
+            command or [],
+            on_line=lambda rank, line: print(f"[{rank}] {line}", file=stream, flush=True),
+            grace_seconds=grace,
+            timeout_seconds=timeout,
+            master_port=master_port,
+        )
+    except lab.LabError as error:
+        _refuse(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if json:
+        typer.echo(result.to_json())
+    elif result.emulated:
+        sent = ", ".join(f"{count / 1e6:.2f}" for count in result.sent_bytes)
+        typer.echo(f"{result.note}: {result.seconds:.1f} s, MB sent per node: {sent}", err=True)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def clean(
+    all: Annotated[bool, typer.Option("--all", help="Also what belongs to runs that are still alive.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The removed names as JSON on stdout.")] = False,
+) -> None:
+    """Remove what killed runs left behind."""
+    from json import dumps
+
+    try:
+        removed = lab.clean(all=all)
+    except lab.LabError as error:
+        _refuse(error)
+    if json:
+        typer.echo(dumps({"removed": removed}))
+        return
+    for name in removed:
+        typer.echo(f"removed {name}")
+    if not removed:
+        typer.echo("nothing to remove")

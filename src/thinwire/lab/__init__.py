@@ -1,0 +1,26 @@
+"""An emulated cluster on one Linux machine lives here: namespaces, token-bucket links, a process per rank, byte counts.
+
+What does not live here: training code, models, and what a measurement means (``bench``, ``report``); no torch either.
+"""
+
+from thinwire.lab.access import available
+from thinwire.lab.cluster import Cluster
+from thinwire.lab.errors import LabError
+from thinwire.lab.launch import run
+from thinwire.lab.leftovers import clean
+from thinwire.lab.link import LinkSpec
+from thinwire.lab.rates import format_rate, parse_delay, parse_rate
+from thinwire.lab.result import LabResult
+
+__all__ = [
+    "Cluster",
+    "LabError",
+    "LabResult",
+    "LinkSpec",
+    "available",
+    "clean",
+    "format_rate",
+    "parse_delay",
+    "parse_rate",
+    "run",
+]

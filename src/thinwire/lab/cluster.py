@@ -1,0 +1,85 @@
+"""The shape of an emulated cluster: how many workers, how many on a node, which links."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from thinwire.lab.errors import LabError
+from thinwire.lab.link import LinkSpec
+from thinwire.lab.rates import format_rate, parse_delay, parse_rate
+
+_MOST_NODES = 1000  # a Linux bridge has 1023 ports
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """An emulated cluster, valid by construction.
+
+    Attributes:
+        workers: ranks in all.
+        ranks_per_node: ranks that share a node, and so its link.
+        links: bits per second, one for all nodes or one per node; None is unlimited.
+        delay_seconds: one-way delay between any two nodes.
+    """
+
+    workers: int
+    ranks_per_node: int = 1
+    links: tuple[int | None, ...] = (None,)
+    delay_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.ranks_per_node < 1:
+            what = "workers" if self.workers < 1 else "ranks per node"
+            raise LabError(f"{what} must be at least 1: use for example --workers 4 --ranks-per-node 1")
+        if self.workers % self.ranks_per_node:
+            raise LabError(
+                f"{self.workers} workers are not a multiple of {self.ranks_per_node} ranks per node: "
+                f"use for example --workers {math.ceil(self.workers / self.ranks_per_node) * self.ranks_per_node}"
+            )
+        if self.nodes > _MOST_NODES:
+            raise LabError(
+                f"{self.nodes} nodes are more than the {_MOST_NODES} that one bridge carries: use --ranks-per-node"
+            )
+        if len(self.links) not in (1, self.nodes):
+            example = ",".join(["1gbit"] * min(self.nodes, 4)) + (",..." if self.nodes > 4 else "")
+            raise LabError(
+                f"{len(self.links)} links for {self.nodes} nodes: give one for all, or one per node such as {example}"
+            )
+        for node in range(len(self.links)):
+            self.link(node)  # refuses a rate or a delay that cannot be
+
+    @classmethod
+    def parse(
+        cls, workers: int, ranks_per_node: int = 1, link: str | None = None, delay: str | float | None = None
+    ) -> Cluster:
+        """Read a cluster from the words of the command line.
+
+        Args:
+            workers: ranks in all.
+            ranks_per_node: ranks that share a node.
+            link: ``1gbit``, or one such rate per node after commas; ``unlimited``, ``none`` or None for no limit.
+            delay: ``1ms``, or seconds as a number.
+
+        Raises:
+            LabError: with one sentence about what is wrong.
+        """
+        words = [word.strip() for word in (link or "unlimited").split(",")]
+        links = tuple(None if word.lower() in ("unlimited", "none") else parse_rate(word) for word in words)
+        seconds = parse_delay(delay) if isinstance(delay, str) else float(delay or 0.0)
+        return cls(workers, ranks_per_node, links, seconds)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the workers fill."""
+        return self.workers // self.ranks_per_node
+
+    def link(self, node: int) -> LinkSpec:
+        """The link between this node and the switch."""
+        return LinkSpec(self.links[node if len(self.links) > 1 else 0], self.delay_seconds)
+
+    def describe(self) -> str:
+        """A few words for people, such as ``4 workers on 2 nodes, 1gbit``."""
+        links = ",".join(map(format_rate, self.links))
+        delay = f", delay {self.delay_seconds * 1e3:g}ms" if self.delay_seconds else ""
+        return f"{self.workers} workers on {self.nodes} nodes, {links}{delay}"

@@ -1,0 +1,40 @@
+"""The environment variables of a rank: torchrun's words, and which interface Gloo and NCCL shall use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from thinwire.lab.cluster import Cluster
+
+_OF_ANOTHER_LAUNCHER = ("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+
+
+def rank_environment(
+    base: Mapping[str, str], cluster: Cluster, rank: int, *, master_address: str, master_port: int, interface: str
+) -> dict[str, str]:
+    """Build the environment of one rank.
+
+    Args:
+        base: where to start; what an outer torchrun left in it is dropped.
+        cluster: the shape of the run.
+        rank: which rank this is for.
+        master_address: where rank 0 listens.
+        master_port: on which port.
+        interface: the network interface that leads to the other nodes.
+    """
+    kept = {k: v for k, v in base.items() if not k.startswith("TORCHELASTIC_") and k not in _OF_ANOTHER_LAUNCHER}
+    node, local_rank = divmod(rank, cluster.ranks_per_node)
+    return {
+        "OMP_NUM_THREADS": "1",
+        **kept,
+        "PYTHONUNBUFFERED": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(node),
+        "WORLD_SIZE": str(cluster.workers),
+        "LOCAL_WORLD_SIZE": str(cluster.ranks_per_node),
+        "MASTER_ADDR": master_address,
+        "MASTER_PORT": str(master_port),
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+    }

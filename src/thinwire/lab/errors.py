@@ -1,0 +1,7 @@
+"""The one exception of this room."""
+
+from __future__ import annotations
+
+
+class LabError(ValueError):
+    """The lab cannot do what was asked; the message is one sentence for the person who asked."""

@@ -1,0 +1,90 @@
+"""Runs a command as the ranks of an emulated cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from thinwire.lab.access import find_mode, open_shell
+from thinwire.lab.cluster import Cluster
+from thinwire.lab.command import check_command, check_port, loopback_port
+from thinwire.lab.environment import rank_environment
+from thinwire.lab.errors import LabError
+from thinwire.lab.network import INTERFACE, Network
+from thinwire.lab.ranks import Ranks, tied
+from thinwire.lab.result import LabResult
+from thinwire.lab.signals import DeferredSignals
+from thinwire.lab.supervise import supervise
+
+_DEFAULT_PORT = 29500  # in a new namespace every port is free
+
+
+def run(
+    cluster: Cluster,
+    command: list[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[int, str], None] | None = None,
+    grace_seconds: float = 30.0,
+    timeout_seconds: float | None = None,
+    master_port: int | None = None,
+) -> LabResult:
+    """Run a command once per worker of an emulated cluster and wait for the end.
+
+    Each rank finds torchrun's environment variables. Whatever happens, what the lab made is removed: ctrl-C, SIGTERM
+    and SIGHUP are held back until then (in the main thread; Python cannot in another) and raised again.
+
+    Args:
+        cluster: the shape of the cluster.
+        command: what every rank runs; no shell.
+        env: variables to set on top of this process's own.
+        on_line: called with a rank and each of its lines, in the calling thread; None prints ``[rank] line``.
+        grace_seconds: how long the others may go on after a rank failed.
+        timeout_seconds: when to end the run; None is never.
+        master_port: where rank 0 listens; None picks a free one.
+
+    Raises:
+        LabError: the command, the port or the machine does not allow it; nothing was left behind.
+    """
+    environment = {**os.environ, **(env or {})}
+    check_command(command, environment)
+    check_port(master_port)
+    if grace_seconds < 0 or (timeout_seconds is not None and timeout_seconds <= 0):
+        raise LabError(
+            "grace must not be negative and the timeout must be positive: use for example --grace 30 --timeout 600"
+        )
+    with DeferredSignals() as signals, contextlib.ExitStack() as stack:
+        mode, reason = find_mode()
+        network: Network | None = None
+        if mode == "loopback":
+            note = f"ranks on plain loopback, links not emulated: neither root nor a user namespace here ({reason})"
+            print(f"note: {note}", file=sys.stderr, flush=True)
+            address, port, interface = "127.0.0.1", loopback_port(master_port), "lo"
+        else:
+            network = stack.enter_context(Network(stack.enter_context(open_shell(mode)), cluster))
+            note = f"{cluster.describe()}, in network namespaces ({mode})"
+            address, port, interface = network.address(0), master_port or _DEFAULT_PORT, INTERFACE
+        began = time.monotonic()
+        with Ranks(on_line or _print_line) as ranks:
+            for rank in range(cluster.workers):
+                if signals.received is not None:
+                    break
+                variables = rank_environment(
+                    environment, cluster, rank, master_address=address, master_port=port, interface=interface
+                )
+                ranks.start(
+                    network.on_node(rank // cluster.ranks_per_node, command) if network else tied(command), variables
+                )
+            code = supervise(ranks, signals, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
+        seconds = time.monotonic() - began
+        nothing = (0,) * cluster.nodes
+        sent, received = network.traffic() if network is not None else (nothing, nothing)
+        codes = tuple(code or 0 for code in ranks.exit_codes)
+    return LabResult(code, codes, seconds, network is not None, note, sent, received)
+
+
+def _print_line(rank: int, line: str) -> None:
+    print(f"[{rank}] {line}", flush=True)

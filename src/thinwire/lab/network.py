@@ -1,0 +1,110 @@
+"""The wires: one namespace per node, one for the switch, a shaped veth pair between each node and the switch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Sequence
+from types import TracebackType
+
+from thinwire.lab.cluster import Cluster
+from thinwire.lab.errors import LabError
+from thinwire.lab.leftovers import new_prefix, remove
+from thinwire.lab.ranks import tied
+from thinwire.lab.shell import Shell
+
+INTERFACE = "eth0"
+"""Name of a node's interface, in the namespace of that node."""
+
+
+class Network:
+    """The network of one run; a context manager that builds it and always takes it down.
+
+    Even the bridge has a namespace of its own, so the machine's network is never touched.
+    """
+
+    def __init__(self, shell: Shell, cluster: Cluster) -> None:
+        self.shell = shell
+        self.cluster = cluster
+        prefix = new_prefix()
+        self.switch = f"{prefix}switch"
+        self.nodes = [f"{prefix}node{node}" for node in range(cluster.nodes)]
+        self._made: list[str] = []
+        self._at_start: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Network:
+        try:
+            self._build()
+            self._at_start = self._counters()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @staticmethod
+    def address(node: int) -> str:
+        """IPv4 address of a node."""
+        return f"10.77.{(node + 1) // 256}.{(node + 1) % 256}"
+
+    def on_node(self, node: int, command: Sequence[str]) -> list[str]:
+        """The command line that becomes `command` on a node, where the nodes are called node0, node1, ..."""
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        for other in range(self.cluster.nodes):
+            alias = f" {socket.gethostname()}" if other == node else ""
+            lines.append(f"{self.address(other)} node{other}{alias}")
+            lines.append(f"::ffff:{self.address(other)} node{other}.mapped")  # torch's store asks for this name
+        return self.shell.inside(self.nodes[node], tied(command, "\n".join(lines) + "\n"))
+
+    def _build(self) -> None:
+        for name in [self.switch, *self.nodes]:
+            self._made.append(name)  # first, so that half a creation is removed too
+            self.shell.run("ip", "netns", "add", name)
+        # No automatic IPv6 addresses: their discovery messages would only blur the byte counts.
+        lines = ["link add switch type bridge", "link set switch addrgenmode none up"]
+        for node, name in enumerate(self.nodes):
+            lines.append(f"link add port{node} type veth peer name {INTERFACE} netns {name}")
+            lines.append(f"link set port{node} master switch addrgenmode none up")
+        self.shell.batch("ip", self.switch, lines)
+        shaping: list[str] = []
+        for node, name in enumerate(self.nodes):
+            link = self.cluster.link(node)
+            lines = [
+                "link set lo up",
+                f"link set {INTERFACE} addrgenmode none gso_max_size {link.packet_bytes}",
+                f"addr add {self.address(node)}/16 dev {INTERFACE}",
+                f"link set {INTERFACE} up",
+            ]
+            self.shell.batch("ip", name, lines)
+            try:
+                self.shell.batch("tc", name, link.egress_of_node(INTERFACE))
+            except LabError as error:
+                if not link.delay_seconds:
+                    raise
+                raise LabError(f"this kernel refuses a delay (is netem there?), leave out --delay: {error}") from None
+            shaping += link.egress_of_switch(f"port{node}")
+        self.shell.batch("tc", self.switch, shaping)
+
+    def _counters(self) -> list[tuple[int, int]]:
+        found = []
+        for name in self.nodes:
+            answer = json.loads(self.shell.run("ip", "-n", name, "-s", "-j", "link", "show", "dev", INTERFACE))
+            counts = answer[0]["stats64"]
+            found.append((int(counts["tx"]["bytes"]), int(counts["rx"]["bytes"])))
+        return found
+
+    def traffic(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes that each node's interface sent, and received, since the network was built."""
+        pairs = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(self._counters(), self._at_start)]
+        return tuple(sent for sent, _ in pairs), tuple(received for _, received in pairs)
+
+    def close(self) -> None:
+        """Take everything down; what is already gone is no error."""
+        while self._made:
+            with contextlib.suppress(LabError):
+                remove(self.shell, self._made.pop())

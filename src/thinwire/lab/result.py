@@ -1,0 +1,34 @@
+"""What a run of the lab leaves behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class LabResult:
+    """How the ranks ended and what went over the wires.
+
+    Attributes:
+        exit_code: the worst code of the ranks that ended before the lab ended the others; 124 if time ran out.
+        exit_codes: one per rank; 128 + signal for a rank that a signal ended.
+        seconds: from the start of the first rank to the end of the last.
+        emulated: False when the ranks ran on plain loopback, without links.
+        note: how it ran, in one sentence.
+        sent_bytes: per node, what its interface sent: payload and headers; an offloaded packet counts its headers once.
+            All zero on plain loopback.
+        received_bytes: per node, what its interface received.
+    """
+
+    exit_code: int
+    exit_codes: tuple[int, ...]
+    seconds: float
+    emulated: bool
+    note: str
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """The same as one line of JSON."""
+        return json.dumps(asdict(self))

@@ -1,0 +1,47 @@
+"""When a run ends: by itself, after a rank failed, when time is up, or when the lab is told to stop."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+
+from thinwire.lab.ranks import Ranks
+from thinwire.lab.signals import DeferredSignals
+
+TIMED_OUT = 124
+_TICK_SECONDS = 0.05
+_KILL_AFTER_SECONDS = 5.0
+
+
+def supervise(ranks: Ranks, signals: DeferredSignals, *, grace_seconds: float, timeout_seconds: float | None) -> int:
+    """Wait until all ranks have ended and see to it that they do.
+
+    When a rank fails the others have `grace_seconds` to notice, then get SIGTERM, and five seconds later SIGKILL. When
+    time is up or a signal came they get SIGTERM at once; at a second signal SIGKILL.
+
+    Returns:
+        The worst exit code among the ranks that ended by themselves; 124 if time was up.
+    """
+    began = time.monotonic()
+    terminate_at = kill_at = math.inf
+    by_itself: list[int | None] = []
+    timed_out = terminated = False
+    while ranks.running:
+        ranks.step(_TICK_SECONDS)
+        now = time.monotonic()
+        if any(ranks.exit_codes):
+            terminate_at = min(terminate_at, now + grace_seconds)
+        if signals.received is not None:
+            terminate_at = min(terminate_at, now)
+        if timeout_seconds is not None and now - began >= timeout_seconds and not terminated and ranks.running:
+            timed_out, terminate_at = True, now
+        if now >= terminate_at and not terminated:
+            terminated, kill_at = True, now + _KILL_AFTER_SECONDS
+            by_itself = list(ranks.exit_codes)
+            ranks.signal(signal.SIGTERM)
+        if now >= kill_at or signals.count > 1:
+            ranks.signal(signal.SIGKILL)
+    if timed_out:
+        return TIMED_OUT
+    return max((code or 0 for code in (by_itself if terminated else ranks.exit_codes)), default=0)

@@ -1,0 +1,151 @@
+"""Nothing is left behind, whatever ends a run."""
+
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+from conftest import CLI, collect, namespaces, runs, wait_until
+
+from thinwire import lab
+from thinwire.lab import leftovers
+from thinwire.lab.network import Network
+
+pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
+
+
+@pytest.fixture
+def running():
+    """Start the command line in a process of its own; hand over the process and the ids of its two ranks."""
+    started = []
+
+    def start():
+        process = subprocess.Popen(
+            [*CLI, "run", "--workers", "2", "--link", "1gbit", "--", "sh", "-c", "echo pid $$; exec sleep 120"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        lines = [process.stdout.readline() for _ in range(2)]
+        pids = [int(re.fullmatch(r"\[\d\] pid (\d+)\n", line)[1]) for line in lines]
+        assert all(map(runs, pids))
+        return process, pids
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def host_links():
+    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_machines_own_network_is_not_touched(mode):
+    before = host_links()
+    during = []
+    lab.run(lab.Cluster.parse(2, 1, "1gbit"), ["echo", "x"], on_line=lambda *_: during.append(host_links()))
+    assert {*during, host_links()} == {before}
+
+
+def test_worst_exit_code_and_nothing_left(mode):
+    result, _ = collect(lab.Cluster(3), ["sh", "-c", "[ $RANK = 1 ] && exit 5; [ $RANK = 0 ] || kill -SEGV $$"])
+    assert result.exit_codes == (0, 5, 128 + signal.SIGSEGV)
+    assert result.exit_code == 128 + signal.SIGSEGV
+
+
+def test_others_are_ended_after_the_grace_period(mode):
+    result, _ = collect(lab.Cluster(2), ["sh", "-c", "[ $RANK = 1 ] && exit 3; exec sleep 60"], grace_seconds=0.2)
+    assert result.exit_codes == (143, 3)
+    assert result.exit_code == 3
+
+
+def test_a_daemon_that_left_its_group_is_ended(mode):
+    _, lines = collect(lab.Cluster(1), ["sh", "-c", "setsid sh -c 'echo $$; exec sleep 60' & sleep 0.3"])
+    pid = int(lines[0][0])
+    if mode == "root":
+        assert not runs(pid)
+    else:
+        wait_until(lambda: not runs(pid))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_signals_clean_up_first(mode, running, number, code):
+    process, pids = running()
+    assert bool(namespaces(process.pid)) == (mode == "root")
+    process.send_signal(number)
+    assert process.wait(timeout=30) == code
+    assert namespaces(process.pid) == []
+    assert not any(map(runs, pids))
+
+
+def test_kill_9_ends_the_ranks_and_clean_removes_the_rest(mode, running):
+    process, pids = running()
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(runs, pids)))
+    left = namespaces(process.pid)
+    assert len(left) == (3 if mode == "root" else 0)
+    assert set(left) <= set(lab.clean())
+    assert namespaces(process.pid) == []
+
+
+@pytest.mark.parametrize("mode", ["root"], indirect=True)
+def test_clean_spares_the_living_unless_told(mode, running, monkeypatch):
+    process, pids = running()
+    before = namespaces(process.pid)
+    assert not set(before) & set(lab.clean())
+    assert namespaces(process.pid) == before
+    # Not those of other people's runs on this machine.
+    monkeypatch.setattr(leftovers, "_NAME", re.compile(rf"tw({process.pid})-(\d+)-\d+-\w+"))
+    assert sorted(lab.clean(all=True)) == sorted(before)
+    assert process.wait(timeout=30) != 0
+    assert not any(map(runs, pids))
+
+
+def test_clean_of_the_command_line(mode):
+    answer = subprocess.run([*CLI, "clean", "--json"], capture_output=True, text=True)
+    assert answer.returncode == 0
+    assert answer.stdout.startswith('{"removed": [')
+
+
+def test_a_failure_while_building_leaves_nothing(mode, monkeypatch):
+    def fail(self):
+        raise lab.LabError("broken")
+
+    monkeypatch.setattr(Network, "_counters", fail)
+    with pytest.raises(lab.LabError, match="broken"):
+        lab.run(lab.Cluster(2), ["true"])
+    assert namespaces(os.getpid()) == []
+
+
+def test_ctrl_c_while_building_starts_nothing(mode, monkeypatch):
+    def interrupt(self):
+        signal.raise_signal(signal.SIGINT)
+        return [(0, 0)] * 2
+
+    monkeypatch.setattr(Network, "_counters", interrupt)
+    lines = []
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(lab.Cluster(2), ["echo", "started"], on_line=lambda *line: lines.append(line))
+    assert lines == []
+    assert namespaces(os.getpid()) == []
+
+
+def test_two_runs_of_one_process_at_a_time(mode):
+    inner = []
+
+    def nest(rank, line):
+        inner.append(lab.run(lab.Cluster(1), ["true"]).exit_code)
+
+    assert lab.run(lab.Cluster(1), ["echo", "x"], on_line=nest).exit_code == 0
+    assert inner == [0]
+
+
+def test_a_missing_script_is_refused_before_anything_is_built(mode):
+    answer = subprocess.run([*CLI, "run", "--", "python", "no_such.py"], capture_output=True, text=True)
+    assert answer.returncode == 2
+    assert re.fullmatch(r"error: script 'no_such.py' does not exist in [^\n]+\n", answer.stderr)

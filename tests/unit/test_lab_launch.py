@@ -1,0 +1,247 @@
+"""The lab on plain loopback: everything but the wires."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire import lab
+from thinwire.cli.lab import app
+from thinwire.lab.environment import rank_environment
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch):
+    monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+def run(cluster, command, **options):
+    lines = []
+    result = lab.run(cluster, command, on_line=lambda rank, line: lines.append((rank, line)), **options)
+    return result, lines
+
+
+def of(rank, lines):
+    return [line for r, line in lines if r == rank]
+
+
+def test_the_mode_can_be_forced():
+    assert lab.available() == "loopback"
+
+
+def test_an_unknown_mode_is_refused(monkeypatch):
+    monkeypatch.setenv("THINWIRE_LAB_MODE", "magic")
+    with pytest.raises(lab.LabError, match="'magic' is none of root, user, loopback"):
+        lab.available()
+
+
+def test_environment_is_torchruns():
+    base = {
+        "PATH": "/bin",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "ROLE_RANK": "7",
+        "RANK": "9",
+        "OMP_NUM_THREADS": "3",
+    }
+    found = rank_environment(base, lab.Cluster(4, 2), 3, master_address="10.0.0.1", master_port=29500, interface="eth0")
+    assert found == {
+        "PATH": "/bin",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONUNBUFFERED": "1",
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+    }
+
+
+def test_ranks_see_the_environment_and_the_directory(capfd):
+    names = ["RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "EXTRA"]
+    code = f"import os; print(*map(os.environ.get, {names}), os.getcwd())"
+    result, lines = run(lab.Cluster(2), python(code), env={"EXTRA": "x", "OMP_NUM_THREADS": "2"})
+    assert sorted(lines) == [(rank, f"{rank} 2 lo x {os.getcwd()}") for rank in range(2)]
+    assert result.exit_codes == (0, 0)
+    assert (result.exit_code, result.emulated) == (0, False)
+    assert result.sent_bytes == result.received_bytes == (0, 0)
+    assert "plain loopback" in capfd.readouterr().err
+    assert json.loads(result.to_json())["note"] == result.note
+
+
+def test_lines_keep_their_order_and_errors_are_merged():
+    code = "import sys\nfor i in range(500): print(i, file=(sys.stdout, sys.stderr)[i % 2])\nprint('end', end='')"
+    _, lines = run(lab.Cluster(2), python(code))
+    for rank in range(2):
+        assert of(rank, lines) == [*map(str, range(500)), "end"]
+
+
+def test_lines_come_while_the_rank_runs():
+    seen = []
+    code = "import time; print('early'); time.sleep(0.7)"
+    result, _ = (
+        lab.run(lab.Cluster(1), python(code), on_line=lambda *_: seen.append(time.monotonic())),
+        time.monotonic(),
+    )
+    assert time.monotonic() - seen[0] > 0.4
+    assert result.seconds > 0.6
+
+
+def test_default_prints_with_rank(capfd):
+    lab.run(lab.Cluster(1), ["echo", "hello"])
+    assert capfd.readouterr().out == "[0] hello\n"
+
+
+def test_worst_exit_code_wins():
+    result, _ = run(lab.Cluster(3), python("import os, sys; sys.exit([0, 3, 1][int(os.environ['RANK'])])"))
+    assert result.exit_codes == (0, 3, 1)
+    assert result.exit_code == 3
+
+
+def test_death_of_a_signal_is_128_plus_signal():
+    result, _ = run(lab.Cluster(2), ["sh", "-c", "[ $RANK = 0 ] || kill -9 $$"])
+    assert result.exit_codes == (0, 137)
+    assert result.exit_code == 137
+
+
+def test_others_are_ended_after_the_grace_period():
+    began = time.monotonic()
+    result, _ = run(lab.Cluster(2), ["sh", "-c", "[ $RANK = 1 ] && exit 3; exec sleep 60"], grace_seconds=0.2)
+    assert time.monotonic() - began < 20
+    assert result.exit_codes == (128 + signal.SIGTERM, 3)
+    assert result.exit_code == 3
+
+
+def test_who_ignores_sigterm_is_killed(monkeypatch):
+    monkeypatch.setattr("thinwire.lab.supervise._KILL_AFTER_SECONDS", 0.3)
+    command = ["sh", "-c", "trap '' TERM; [ $RANK = 1 ] && exit 3; while :; do sleep 0.1; done"]
+    result, _ = run(lab.Cluster(2), command, grace_seconds=0.2)
+    assert result.exit_codes == (137, 3)
+
+
+def test_timeout_is_124():
+    result, _ = run(lab.Cluster(2), ["sleep", "60"], timeout_seconds=0.3)
+    assert result.exit_code == 124
+    assert result.exit_codes == (143, 143)
+
+
+def test_what_a_rank_left_in_the_background_is_ended_too():
+    _, lines = run(lab.Cluster(1), ["sh", "-c", "sleep 60 & echo $!"])
+    pid = int(lines[0][1])
+    end = time.monotonic() + 20
+    while runs(pid):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def runs(pid):
+    """Whether the process lives: gone and waiting to be buried (by init, if its parent is dead) both count as not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_an_error_in_on_line_ends_the_ranks():
+    pids = []
+
+    def fail(rank, line):
+        pids.append(int(line))
+        raise KeyError(line)
+
+    with pytest.raises(KeyError):
+        lab.run(lab.Cluster(1), ["sh", "-c", "echo $$; exec sleep 60"], on_line=fail)
+    assert not runs(pids[0])
+
+
+def test_run_works_outside_the_main_thread():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(lab.run(lab.Cluster(2), ["true"])))
+    thread.start()
+    thread.join()
+    assert results[0].exit_codes == (0, 0)
+
+
+def test_sigint_is_raised_again_after_the_end():
+    former = signal.getsignal(signal.SIGINT)
+    pids = []
+
+    def interrupt(rank, line):
+        pids.append(int(line))
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        lab.run(lab.Cluster(1), ["sh", "-c", "echo $$; exec sleep 60"], on_line=interrupt)
+    assert signal.getsignal(signal.SIGINT) is former
+    assert not runs(pids[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--workers", "3", "--ranks-per-node", "2", "--", "true"], "not a multiple"),
+        (["--link", "1gb", "--", "true"], "link rate '1gb'"),
+        (["--link", "1gbit,1gbit", "--", "true"], "2 links for 4 nodes"),
+        (["--delay", "x", "--", "true"], "delay 'x'"),
+        (["--master-port", "70000", "--", "true"], "master port 70000"),
+        (["--grace", "-1", "--", "true"], "grace must not be negative"),
+        (["--workers", "2"], "no command to run"),
+        (["--", "no-such-command"], "command 'no-such-command' does not exist"),
+        (["--", "/"], "command '/' does not exist or cannot"),
+        (
+            ["--", sys.executable, "-X", "dev", "-u", "no_such_script.py", "--lr", "1"],
+            "script 'no_such_script.py' does not",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, complaint):
+    answer = CliRunner().invoke(app, ["run", *arguments])
+    assert answer.exit_code == 2
+    assert answer.stdout == ""
+    assert re.fullmatch(r"error: [^\n]+\n", answer.stderr)
+    assert complaint in answer.stderr
+
+
+@pytest.mark.parametrize("options", [["-c", "pass"], ["-uc", "pass"], ["-m", "this"]])
+def test_python_without_a_script_is_accepted(options):
+    result, _ = run(lab.Cluster(1), [sys.executable, *options])
+    assert result.exit_code == 0
+
+
+def test_a_port_in_use_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        answer = CliRunner().invoke(app, ["run", "--master-port", str(port), "--", "true"])
+    assert answer.exit_code == 2
+    assert f"error: master port {port} cannot be used" in answer.stderr
+
+
+def test_command_line_separates_json_from_output():
+    answer = CliRunner().invoke(
+        app, ["run", "--workers", "2", "--json", "--", "sh", "-c", "echo line --json; exit $RANK"]
+    )
+    assert answer.exit_code == 1
+    assert json.loads(answer.stdout)["exit_codes"] == [0, 1]
+    assert "[0] line --json\n" in answer.stderr
+    assert "[1] line --json\n" in answer.stderr
+
+
+def test_importing_the_lab_does_not_import_torch():
+    code = "import sys, thinwire.lab, thinwire.cli.lab; sys.exit('torch' in sys.modules)"
+    assert subprocess.run(python(code)).returncode == 0
