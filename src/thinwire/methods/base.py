@@ -1,4 +1,4 @@
-"""What methods share: the all-reduce in its two forms, the dense average, option checks."""
+"""What methods share: the all-reduce in its two forms, the dense average, verdicts, option checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.program import AllGather, AllReduce, Bucket, ReduceScatter, State
+from thinwire.program import AllGather, AllReduce, Bucket, ReduceScatter, Slot, State, working_dtype
 
 
 def check_merge(merge: Any) -> None:
@@ -19,6 +19,24 @@ def check_merge(merge: Any) -> None:
             raise ValueError(f"merge={merge!r} is unknown; use a number of MiB or one of {', '.join(words)}")
     elif isinstance(merge, bool) or not isinstance(merge, (int, float)) or not merge > 0:
         raise ValueError(f"merge={merge!r} must be a positive number of MiB or one of {', '.join(words)}")
+
+
+def check_count(name: str, value: Any, least: int = 0) -> None:
+    """Raise ``ValueError`` unless an option is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ``ValueError`` unless an option is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise ``ValueError`` unless an option is one of a few values."""
+    if isinstance(value, bool) or value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
 
 
 def all_reduce(x: Tensor, state: State, *, ordered: bool) -> Generator[Any, Tensor, Tensor]:
@@ -33,12 +51,43 @@ def all_reduce(x: Tensor, state: State, *, ordered: bool) -> Generator[Any, Tens
     return everyone.reshape(-1)[:size].view(x.shape)
 
 
-def average_flat(bucket: Bucket, state: State, *, ordered: bool) -> Generator[Any, Tensor, None]:
-    """The program of S-SGD."""
-    flat = bucket.flat
-    if flat.element_size() < 4:  # 16 bit: divide first, then the sum cannot overflow
-        total = yield from all_reduce(flat.div_(state.size), state, ordered=ordered)
-        bucket.write(total)
-    else:
-        total = yield from all_reduce(flat, state, ordered=ordered)
-        bucket.write(total.div_(state.size))
+def all_finite(x: Tensor) -> Tensor:
+    """Whether every element is finite, as a 0-dim bool tensor; one pass, no temporary, no host read."""
+    if x.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    low, high = torch.aminmax(x)  # both are NaN if any element is
+    return low.isfinite() & high.isfinite()
+
+
+def poison(finite: Tensor, value: float, dtype: torch.dtype) -> Tensor:
+    """``value``, or NaN where the verdict does not hold, so that every scaler skips the step."""
+    return torch.where(finite, value, torch.nan).to(dtype)
+
+
+def own_memory(slot: Slot) -> Tensor | None:
+    """The gradient's memory where a result can be made in place: no loss scale, working dtype, contiguous; else None.
+
+    What is put there is delivered. Nothing may read the gradient afterwards.
+    """
+    target = slot.value if slot.result is None else slot.result
+    if slot.scale is not None or target is None or target.dtype != working_dtype(slot.dtype):
+        return None
+    if not target.is_contiguous():
+        return None
+    slot.result = target
+    return target
+
+
+def average_flat(bucket: Bucket, state: State, *, ordered: bool, watch: bool = False) -> Generator[Any, Tensor, None]:
+    """The program of S-SGD; ``watch=True``: with a verdict, for methods that hold a residual elsewhere."""
+    if bucket.numel == 0:
+        return
+    flat, size = bucket.flat, state.size
+    halved = flat.element_size() < 4  # 16 bit: divide first, then the sum cannot overflow
+    total = yield from all_reduce(flat.div_(size) if halved else flat, state, ordered=ordered)
+    divisor: Any = 1 if halved else size
+    if watch:
+        finite = all_finite(total)
+        state.verdict(finite)
+        divisor = poison(finite, divisor, total.dtype)
+    bucket.write(total.div_(divisor) if watch or not halved else total)

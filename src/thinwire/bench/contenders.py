@@ -1,0 +1,122 @@
+"""A contender: one row come alive in one rank, with its own copy of the model and its own optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.bench.models.registry import build_model
+from thinwire.bench.models.workload import Workload
+from thinwire.bench.rows import COMPUTE, Row
+
+ONE_BUCKET_MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of one rank: seconds in all, seconds of the forward pass, the loss of its batch."""
+
+    seconds: float
+    forward_seconds: float
+    loss: float
+
+
+class Contender:
+    """Builds a row and runs its steps."""
+
+    def __init__(self, row: Row, model: str, seed: int, group: Any) -> None:
+        self.row = row
+        self.workload: Workload = build_model(model, seed)
+        self.optimizer: Optimizer = self.workload.optimizer(self.workload.model)
+        self.module: nn.Module = self.workload.model
+        self.sync: Any = None
+        self.steps = 0
+        self._close: Callable[[], None] = lambda: None
+        if row.is_thinwire:
+            self._attach()
+        elif row.kind != COMPUTE:
+            self._wrap(group)
+
+    def step(self, rank: int) -> StepTime:
+        """One whole training step."""
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self.workload.loss(self.module, self.steps, rank)
+        forward = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        end = time.perf_counter()
+        self.steps += 1
+        return StepTime(end - start, forward - start, loss.item())
+
+    def rest(self) -> None:
+        """Give back the gradients' memory until the next turn."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def bytes_sent(self) -> int | None:
+        """What thinwire's own ledger says this rank sent so far; None for other rows."""
+        return None if self.sync is None else int(self.sync.stats().bytes_sent)
+
+    def evaluate(self, rank: int) -> float | None:
+        """Loss on this rank's held-out data."""
+        if self.workload.evaluate is None:
+            return None
+        return self.workload.evaluate(self.workload.model, 0, rank).item()
+
+    def close(self) -> None:
+        """Let go of hooks and groups."""
+        self._close()
+
+    def _attach(self) -> None:
+        import thinwire
+
+        method = thinwire.method(self.row.kind, **self.row.options)
+        self.sync = thinwire.attach(self.workload.model, self.optimizer, method)
+        self._close = self.sync.detach
+
+    def _wrap(self, group: Any) -> None:
+        options: dict[str, Any] = {}
+        if "bucket" in self.row.options:
+            options["bucket_cap_mb"] = float(self.row.options["bucket"])
+        if self.row.kind == "torch-powersgd":
+            options["bucket_cap_mb"] = ONE_BUCKET_MB  # with more than one bucket the hook hangs or aborts on Gloo
+        model = DistributedDataParallel(self.workload.model, process_group=group, **options)
+        if self.row.kind == "ddp-fp16":
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+            model.register_comm_hook(group, fp16_compress_hook)
+        if self.row.kind == "torch-powersgd":
+            self._torch_powersgd(model, group)
+        self.module = model
+
+    def _torch_powersgd(self, model: DistributedDataParallel, group: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        rank = int(self.row.options.get("rank", 4))
+        state = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook)
+
+
+def dense_ring_bytes(gradient_bytes: int, workers: int) -> float:
+    """Bytes each rank sends in one ring all-reduce of the whole gradient."""
+    return 2 * (workers - 1) / workers * gradient_bytes
+
+
+def new_group(seconds: float) -> Any:
+    """A Gloo group of all ranks of its own, so that a row that fails does not break the next one's."""
+    from datetime import timedelta
+
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+
+def prepare_rank() -> None:
+    """One thread a rank, as one core a worker; deterministic kernels are not asked for."""
+    torch.set_num_threads(1)

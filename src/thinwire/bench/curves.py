@@ -1,0 +1,64 @@
+"""Loss against seconds: every row trains by itself, from the same weights on the same data."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from thinwire.bench.record import Point
+from thinwire.bench.rows import COMPUTE, Row
+from thinwire.bench.spec import BenchSpec
+from thinwire.bench.turns import Track, Turns, say
+
+COMPUTE_STEPS = 4
+
+
+def draw_curves(spec: BenchSpec, rows: tuple[Row, ...], tracks: list[Track], turns: Turns) -> None:
+    """Each row trains ``spec.steps`` steps; the last, where ``seconds_as``, as long as the first one took."""
+    budget: float | None = None
+    for index, (row, track) in enumerate(zip(rows, tracks)):
+        turns.build(spec, row, track)
+        if row.kind == COMPUTE:
+            turns.run(track, COMPUTE_STEPS, 1)
+            track.contender = None
+            continue
+        last = spec.seconds_as and index == len(rows) - 1 and budget is not None
+        _train(spec, track, turns, budget if last else None)
+        if budget is None and track.record.curve:
+            budget = track.record.curve[-1].seconds
+        if track.contender is not None:
+            track.contender.close()
+            track.contender = None
+
+
+def _train(spec: BenchSpec, track: Track, turns: Turns, seconds: float | None) -> None:
+    record = track.record
+    validation = _judge(track, turns)
+    clock = 0.0
+    if track.contender is not None:
+        record.curve.append(Point(0, 0.0, float("nan") if validation is None else validation, validation))
+    while track.contender is not None:
+        done = len(record.losses)
+        chunk = spec.every if seconds is not None else min(spec.every, spec.steps - done)
+        turns.run(track, chunk, 0)
+        if track.contender is None:
+            return
+        clock = sum(record.step_seconds)
+        recent = record.losses[-chunk:]
+        record.curve.append(Point(len(record.losses), clock, sum(recent) / chunk, _judge(track, turns)))
+        say(turns.rank, row=record.label, clock=round(clock, 2), of=seconds, loss=round(recent[-1], 4))
+        if (seconds is None and len(record.losses) >= spec.steps) or (seconds is not None and clock >= seconds):
+            return
+
+
+def _judge(track: Track, turns: Turns) -> float | None:
+    """Held-out loss, each rank on its own share of the held-out text."""
+    if track.contender is None:
+        return None
+    contender = track.contender
+    mine = turns.guarded(track, lambda: (contender.evaluate(turns.rank),))
+    if mine is None or mine[0] is None:
+        return None
+    total = torch.tensor([mine[0]], dtype=torch.float64)
+    dist.all_reduce(total, group=turns.control)
+    return float(total) / turns.workers

@@ -1,0 +1,42 @@
+"""BERT-small (4 layers, width 512) on masked characters; the model itself comes from transformers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.bench.corpus import standard_library
+from thinwire.bench.models.workload import Workload
+
+MASK = 103
+
+
+def build(batch: int = 4, length: int = 64, lr: float = 1e-4) -> Workload:
+    """The workload: 15 % of the characters are hidden and guessed.
+
+    Raises:
+        ValueError: transformers is not installed.
+    """
+    try:
+        from transformers import BertConfig, BertForMaskedLM
+    except ImportError as error:
+        raise ValueError("bert-small needs transformers: pip install 'thinwire[transformers]'") from error
+    config = BertConfig(hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048)
+    corpus = standard_library()
+
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        text, _ = corpus.batch(batch, length, step=step, rank=rank)
+        hidden = torch.rand(text.shape, generator=torch.Generator().manual_seed(step * 1_000_003 + rank)) < 0.15
+        hidden[:, 0] = True
+        shown = torch.where(hidden, torch.full_like(text, MASK), text + 1000)
+        labels = torch.where(hidden, text + 1000, torch.full_like(text, -100))
+        result: Tensor = model(input_ids=shown, labels=labels).loss
+        return result
+
+    return Workload(
+        name="bert-small",
+        model=BertForMaskedLM(config),
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr),
+        describe=f"BERT-small, masked characters, batch {batch} x {length}",
+    )

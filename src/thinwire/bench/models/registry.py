@@ -1,0 +1,76 @@
+"""Names of models -> workloads. ``module:function`` of the user's own is a name too."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from thinwire.bench.words import nearest, split_options
+
+if TYPE_CHECKING:
+    from thinwire.bench.models.workload import Workload
+
+FILES = {"chargpt": "chargpt", "mlp": "mlp", "resnet18": "resnet18", "bert-small": "bert_small"}
+
+
+def check_model(text: str) -> None:
+    """Raise ``ValueError`` for a name or an option that no model has; imports the model's file, builds nothing."""
+    name, options = split_options(text)
+    function = _function(name)
+    accepted = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
+        return
+    for key in options:
+        if key not in accepted:
+            raise ValueError(f"model {name!r} has no option {key!r}; {nearest(key, accepted)}")
+
+
+def build_model(text: str, seed: int = 0) -> Workload:
+    """Build ``"chargpt"``, ``"mlp:width=512"`` or ``"my_module:my_function"`` from a seed.
+
+    The user's function returns ``(model, loss)`` with ``loss(model, step, rank) -> Tensor``, or a ``Workload``.
+    """
+    import torch
+
+    check_model(text)
+    name, options = split_options(text)
+    torch.manual_seed(seed)
+    built = _function(name)(**options)
+    return _as_workload(name, built)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    if name in FILES:
+        found: Callable[..., Any] = importlib.import_module(f"thinwire.bench.models.{FILES[name]}").build
+        return found
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise ValueError(f"unknown model {name!r}; {nearest(name, FILES)}, or module:function of your own")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
+    if not callable(function):
+        raise ValueError(f"model {name!r} is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _as_workload(name: str, built: Any) -> Workload:
+    import torch
+
+    from thinwire.bench.models.workload import Workload
+
+    if isinstance(built, Workload):
+        return built
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], torch.nn.Module)):
+        raise ValueError(
+            f"model {name!r} must return (model, loss) with loss(model, step, rank) -> Tensor, or a Workload"
+        )
+    model, loss = built
+    return Workload(name, model, loss, lambda m: torch.optim.SGD(m.parameters(), lr=0.01), f"{name} of your own")

@@ -1,0 +1,60 @@
+"""ResNet-18 for 32 x 32 images (3 x 3 stem, no pooling after it), on synthetic images."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thinwire.bench.models.workload import Workload
+
+
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One residual block."""
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
+    """The network, 11.17 million parameters with 10 classes."""
+    blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    inputs = width
+    for stage in range(4):
+        outputs = width * 2**stage
+        blocks += [Residual(inputs, outputs, 1 if stage == 0 else 2), Residual(outputs, outputs, 1)]
+        inputs = outputs
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+def build(classes: int = 10, batch: int = 8, width: int = 64, lr: float = 0.005) -> Workload:
+    """The workload: an image is its class's pattern under noise."""
+    if classes < 2:
+        raise ValueError(f"resnet18: classes={classes} must be at least 2")
+    patterns = torch.randn(classes, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step * 1_000_003 + rank * 7919)
+        labels = torch.randint(classes, (batch,), generator=generator)
+        images = 0.5 * patterns[labels] + torch.randn(batch, 3, 32, 32, generator=generator)
+        return F.cross_entropy(model(images), labels)
+
+    return Workload(
+        name="resnet18",
+        model=resnet18(classes, width),
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+        describe=f"ResNet-18 for 32 x 32 images, {classes} classes, batch {batch}",
+    )

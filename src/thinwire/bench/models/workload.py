@@ -1,0 +1,43 @@
+"""A workload: a model, the loss of one rank's batch at one step, an optimizer. What a row trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Loss = Callable[[nn.Module, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        name: the model's name as the user wrote it.
+        model: the module, freshly initialised.
+        loss: ``loss(model, step, rank)``: the loss of that rank's batch; the same arguments give the same batch. The
+            model passed in may be a wrapper (DDP), so only calling it is allowed.
+        optimizer: makes the optimizer of a module.
+        describe: one line for people.
+        evaluate: ``evaluate(model, 0, rank)``: loss on held-out data of that rank, or None.
+    """
+
+    name: str
+    model: nn.Module
+    loss: Loss
+    optimizer: Callable[[nn.Module], Optimizer]
+    describe: str
+    evaluate: Loss | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained parameters (shared ones once)."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one dense gradient."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)

@@ -1,0 +1,71 @@
+"""What one rank run leaves behind: plain data, written by rank 0, read by the parent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Point:
+    """One point of a training curve: seconds of training so far, smoothed training loss, held-out loss."""
+
+    step: int
+    seconds: float
+    loss: float
+    validation: float | None = None
+
+
+@dataclass
+class RowRecord:
+    """What was measured of one row.
+
+    Attributes:
+        step_seconds: one per timed step: the slowest rank's seconds.
+        forward_seconds: the same for the forward pass.
+        losses: one per step from the first, warm-up included: the mean over ranks.
+        wire_bytes: bytes sent per step, mean over nodes ("interface") or ranks ("stats", "formula").
+        wire_source: where that comes from.
+        curve: only where curves were asked for.
+        error: why the row failed; "" if it did not.
+    """
+
+    label: str
+    kind: str
+    family: str = ""
+    step_seconds: list[float] = field(default_factory=list)
+    forward_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    wire_bytes: float | None = None
+    wire_source: str = ""
+    host_seconds: float | None = None
+    curve: list[Point] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass
+class RunRecord:
+    """All rows of one run and what they share."""
+
+    describe: str
+    parameters: int
+    tensors: int
+    gradient_bytes: int
+    workers: int
+    interface: str | None
+    rows: list[RowRecord]
+
+    def write(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> RunRecord:
+        """Read back what ``write`` wrote."""
+        data: dict[str, Any] = json.loads(path.read_text())
+        rows = [RowRecord(**{**row, "curve": [Point(**point) for point in row["curve"]]}) for row in data["rows"]]
+        return cls(**{**data, "rows": rows})

@@ -1,0 +1,103 @@
+"""The rows of a comparison: how ``ddp,ddp-best,acp:rank=4`` is read. Plain data; nothing is built here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from thinwire.bench.words import Value, nearest, split_options
+
+COMPUTE = "compute"
+BEST_BUCKETS_MB = (1, 4, 25, 100)
+TORCH_ROWS: dict[str, tuple[str, ...]] = {
+    COMPUTE: (),
+    "ddp": ("bucket",),
+    "ddp-best": ("buckets",),
+    "ddp-fp16": (),
+    "torch-powersgd": ("rank",),
+}
+DEFAULT_METHODS = "ddp,ddp-best,ssgd,acp"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train, measured by itself.
+
+    Attributes:
+        label: unique; what the table says.
+        kind: one of ``TORCH_ROWS`` or the name of a thinwire method.
+        options: the kind's options.
+        family: rows of one family are variants of which the table shows the fastest.
+    """
+
+    label: str
+    kind: str
+    options: dict[str, Value] = field(default_factory=dict)
+    family: str = ""
+
+    @property
+    def is_thinwire(self) -> bool:
+        """Whether ``attach`` makes it."""
+        return self.kind not in TORCH_ROWS
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def parse_rows(text: str) -> tuple[Row, ...]:
+    """Read ``--methods``. ``thinwire acp`` and ``acp`` are the same.
+
+    Raises:
+        ValueError: an unknown row, option or method option, a row given twice, or none at all.
+    """
+    rows: list[Row] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        rows += _parse_one(part)
+    labels = [row.label for row in rows]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"method {label!r} is given twice")
+    if not rows:
+        raise ValueError("no methods given; for example --methods ddp,ssgd,acp:rank=4")
+    return tuple(rows)
+
+
+def _parse_one(text: str) -> list[Row]:
+    name, options = split_options(text.removeprefix("thinwire "))
+    if name in TORCH_ROWS:
+        for key in options:
+            if key not in TORCH_ROWS[name]:
+                known = ", ".join(TORCH_ROWS[name]) or "none"
+                raise ValueError(f"{name!r} has no option {key!r}; known: {known}")
+        if name == "ddp-best":
+            return _variants(options)
+    else:
+        _check_method(name, options)
+    return [Row(_label(name, options), name, options)]
+
+
+def _label(name: str, options: dict[str, Value]) -> str:
+    return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+
+
+def _variants(options: dict[str, Value]) -> list[Row]:
+    given = str(options.get("buckets", "/".join(map(str, BEST_BUCKETS_MB))))
+    try:
+        sizes = [float(size) for size in given.split("/")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) <= 0:
+        raise ValueError(f"ddp-best: buckets={given!r} must be sizes in MB, as 1/4/25/100")
+    return [Row(f"ddp-best ({size:g} MB)", "ddp", {"bucket": size}, family="ddp-best") for size in sizes]
+
+
+def _check_method(name: str, options: dict[str, Value]) -> None:
+    from thinwire.methods.registry import METHODS, method
+
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; {nearest(name, [*TORCH_ROWS, *METHODS])}")
+    try:
+        method(name, **options)
+    except TypeError as error:
+        raise ValueError(f"method {name!r}: {error}") from error

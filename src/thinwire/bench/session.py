@@ -1,0 +1,72 @@
+"""The parent's side of a run: start the ranks through a given launcher, follow their progress, read the record."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinwire.bench.record import RunRecord
+from thinwire.bench.spec import BenchSpec
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+class BenchError(RuntimeError):
+    """The ranks ended without a record."""
+
+
+class Launched(Protocol):
+    """How a launch ended."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every rank ended well; 124 when time ran out."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the links were emulated."""
+
+    @property
+    def note(self) -> str:
+        """How it ran, in one sentence."""
+
+
+class Launch(Protocol):
+    """Runs a command once per worker, with torchrun's environment variables set."""
+
+    def __call__(self, command: list[str], *, on_line: Callable[[int, str], None], timeout_seconds: float) -> Launched:
+        """Run it to its end."""
+
+
+def run_session(
+    spec: BenchSpec, launch: Launch, on_progress: Progress = lambda event: None
+) -> tuple[RunRecord, Launched]:
+    """Run a spec on fresh ranks.
+
+    Raises:
+        BenchError: with the ranks' last words.
+    """
+    words: deque[str] = deque(maxlen=15)
+
+    def on_line(rank: int, text: str) -> None:
+        if text.startswith("@@"):
+            on_progress(json.loads(text[2:]))
+        elif text.strip():
+            words.append(f"[{rank}] {text.rstrip()}")
+
+    with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
+        out = Path(folder) / "record.json"
+        command = [sys.executable, "-m", "thinwire.bench.worker", "--spec", spec.to_json(), "--out", str(out)]
+        launched = launch(command, on_line=on_line, timeout_seconds=spec.timeout_seconds)
+        if launched.exit_code == 0 and out.exists():
+            return RunRecord.read(out), launched
+    if launched.exit_code == 124:
+        raise BenchError(
+            f"the run took longer than {spec.timeout_seconds:g} s and was ended; fewer --steps, or --timeout"
+        )
+    raise BenchError("\n".join([f"the ranks ended with exit code {launched.exit_code}; their last words:", *words]))

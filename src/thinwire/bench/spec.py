@@ -1,0 +1,59 @@
+"""What a run is told: one frozen dataclass, as JSON on the worker's command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from thinwire.bench.rows import Row
+
+
+@dataclass(frozen=True)
+class BenchSpec:
+    """One comparison.
+
+    Attributes:
+        model: as ``build_model`` reads it.
+        rows: what is compared.
+        workers: number of ranks.
+        link: the user's words, or None for no limit; ``link_bits`` the same in bits per second.
+        steps: timed steps of one row in one round.
+        rounds: how often every row gets its turn.
+        warmup: untimed steps before a row's first turn; later turns begin with one untimed step.
+        seconds_as: curves only: the last row trains as many seconds as the first took, not as many steps.
+        every: curves only: steps between two points of the curve.
+        operation_seconds: time-out of one collective.
+        timeout_seconds: time-out of the whole run.
+    """
+
+    model: str
+    rows: tuple[Row, ...]
+    workers: int = 2
+    link: str | None = None
+    link_bits: int | None = None
+    steps: int = 10
+    rounds: int = 3
+    warmup: int = 3
+    seed: int = 0
+    curves: bool = False
+    every: int = 5
+    seconds_as: bool = False
+    operation_seconds: float = 300.0
+    timeout_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("workers", 1), ("steps", 1), ("rounds", 1), ("warmup", 0), ("every", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.timeout_seconds <= 0 or self.operation_seconds <= 0:
+            raise ValueError("time-outs must be positive")
+
+    def to_json(self) -> str:
+        """The spec as JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> BenchSpec:
+        """Read back what ``to_json`` wrote."""
+        data = json.loads(text)
+        return cls(**{**data, "rows": tuple(Row(**row) for row in data["rows"])})

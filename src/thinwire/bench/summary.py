@@ -1,0 +1,152 @@
+"""From records to figures: medians, spreads, exposed communication, the floor under every exact coupled method."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from thinwire.bench.record import RowRecord, RunRecord
+from thinwire.bench.rows import COMPUTE
+from thinwire.bench.spec import BenchSpec
+
+SMOOTH = 5
+
+
+@dataclass(frozen=True)
+class RowSummary:
+    """One line of the table.
+
+    Attributes:
+        step_seconds: median over steps of the slowest rank's wall-clock seconds.
+        spread_seconds: interquartile range of the same.
+        exposed_seconds: step less the same ranks' step without any exchange.
+        bytes_per_step: sent per step; ``bytes_source`` is "interface" (per node, headers included), "stats" (thinwire's
+            ledger, per rank) or "formula" (per rank).
+        loss: training loss, mean over ranks and the last steps, after ``loss_steps`` steps.
+        ratio: step over that of the ``ddp`` row, or None without one.
+        variants: label -> step seconds of the variants of which this is the fastest.
+        error: why the row failed, or "".
+    """
+
+    label: str
+    step_seconds: float | None = None
+    spread_seconds: float | None = None
+    exposed_seconds: float | None = None
+    bytes_per_step: float | None = None
+    bytes_source: str = ""
+    loss: float | None = None
+    loss_steps: int = 0
+    ratio: float | None = None
+    variants: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """The whole comparison.
+
+    Attributes:
+        floor_seconds: no exact method that ends with its backward can beat ``max(compute, forward + bytes / rate)``.
+        emulated: whether the links were emulated; if not, the link is only what the floor was computed for.
+    """
+
+    model: str
+    describe: str
+    parameters: int
+    gradient_bytes: int
+    workers: int
+    link: str | None
+    emulated: bool
+    note: str
+    compute_seconds: float
+    forward_seconds: float
+    floor_seconds: float
+    rows: tuple[RowSummary, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def row(self, label: str) -> RowSummary:
+        """The row whose label is or begins with this text."""
+        for row in self.rows:
+            if row.label == label or row.label.startswith(label + " "):
+                return row
+        raise KeyError(label)
+
+
+def floor(compute: float, forward: float, ring_bytes: float, bits_per_second: int | None) -> float:
+    """Seconds that a step cannot beat when the average must be there at the end of backward."""
+    return compute if not bits_per_second else max(compute, forward + ring_bytes * 8 / bits_per_second)
+
+
+def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) -> BenchResult:
+    """The figures of a run.
+
+    Raises:
+        RuntimeError: not even training without exchange worked.
+    """
+    compute_row = next(row for row in record.rows if row.kind == COMPUTE)
+    if compute_row.error:
+        raise RuntimeError(f"the model does not train: {compute_row.error}")
+    compute = statistics.median(compute_row.step_seconds)
+    forward = statistics.median(compute_row.forward_seconds)
+    baseline = next((r for r in record.rows if r.label == "ddp" and not r.error and r.step_seconds), None)
+    reference = statistics.median(baseline.step_seconds) if baseline else None
+    ring = 2 * (record.workers - 1) / record.workers * record.gradient_bytes
+    return BenchResult(
+        model=spec.model,
+        describe=record.describe,
+        parameters=record.parameters,
+        gradient_bytes=record.gradient_bytes,
+        workers=record.workers,
+        link=spec.link,
+        emulated=emulated,
+        note=note,
+        compute_seconds=compute,
+        forward_seconds=forward,
+        floor_seconds=floor(compute, forward, ring, spec.link_bits),
+        rows=tuple(_summary(row, variants, compute, reference) for row, variants in _families(record.rows)),
+    )
+
+
+def _families(rows: list[RowRecord]) -> list[tuple[RowRecord, dict[str, float]]]:
+    """Every row, and of each family only its fastest member with the times of all."""
+    found: list[tuple[RowRecord, dict[str, float]]] = []
+    seen: set[str] = set()
+    for row in rows:
+        if not row.family:
+            found.append((row, {}))
+        elif row.family not in seen:
+            seen.add(row.family)
+            family = [other for other in rows if other.family == row.family]
+            times = {r.label: statistics.median(r.step_seconds) for r in family if not r.error and r.step_seconds}
+            best = min(times, key=times.__getitem__) if times else row.label
+            found.append((next(r for r in family if r.label == best), times))
+    return found
+
+
+def _summary(row: RowRecord, variants: dict[str, float], compute: float, reference: float | None) -> RowSummary:
+    if row.error or not row.step_seconds:
+        return RowSummary(row.label, variants=variants, error=row.error or "no step was timed")
+    step = statistics.median(row.step_seconds)
+    return RowSummary(
+        label=row.label,
+        step_seconds=step,
+        spread_seconds=_interquartile(row.step_seconds),
+        exposed_seconds=step - compute,
+        bytes_per_step=row.wire_bytes,
+        bytes_source=row.wire_source,
+        loss=statistics.fmean(row.losses[-SMOOTH:]) if row.kind != COMPUTE else None,
+        loss_steps=len(row.losses),
+        ratio=step / reference if reference else None,
+        variants=variants,
+    )
+
+
+def _interquartile(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    quarters = statistics.quantiles(values, n=4, method="inclusive")
+    return quarters[2] - quarters[0]

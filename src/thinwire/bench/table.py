@@ -1,0 +1,85 @@
+"""The table of a comparison."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.bench.summary import BenchResult, RowSummary
+
+
+def seconds(value: float | None) -> str:
+    """Seconds as people read them."""
+    if value is None:
+        return "-"
+    if abs(value) >= 0.9995:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if abs(value) < 0.01 else f"{value * 1e3:.0f} ms"
+
+
+def megabytes(value: float | None) -> str:
+    """Bytes in MB."""
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.2f}" if value < 10e6 else f"{value / 1e6:.1f}"
+
+
+def bench_table(result: BenchResult) -> RenderableType:
+    """The table and the lines under it."""
+    table = Table(title=_title(result), title_justify="left")
+    table.add_column("method")
+    for name in ("step", "spread", "exposed", "MB/step", "loss", "x ddp"):
+        table.add_column(name, justify="right")
+    for row in result.rows:
+        table.add_row(*_cells(row))
+    return Group(table, *(Text(line) for line in _notes(result)))
+
+
+def _title(result: BenchResult) -> str:
+    link = result.link or "no limit"
+    if result.link and not result.emulated:
+        link += " (NOT emulated)"
+    return f"{result.describe}; {result.parameters / 1e6:.1f} M parameters; {result.workers} workers; link {link}"
+
+
+def _cells(row: RowSummary) -> list[str | Text]:
+    if row.error:
+        return [row.label, Text(f"failed: {row.error}", style="red")]
+    loss = "-" if row.loss is None else f"{row.loss:.3f}"
+    ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
+    source = {"interface": "", "stats": " (l)", "formula": " (f)"}.get(row.bytes_source, "")
+    return [
+        row.label,
+        seconds(row.step_seconds),
+        seconds(row.spread_seconds),
+        seconds(row.exposed_seconds),
+        megabytes(row.bytes_per_step) + (source if row.bytes_per_step is not None else ""),
+        loss,
+        ratio,
+    ]
+
+
+def _notes(result: BenchResult) -> list[str]:
+    steps = {row.loss_steps for row in result.rows if row.loss is not None}
+    notes = [
+        f"compute alone {seconds(result.compute_seconds)}, its forward {seconds(result.forward_seconds)}; "
+        f"floor of an exact method that ends with backward: {seconds(result.floor_seconds)}"
+        " = max(compute, forward + ring bytes / rate)",
+        "step: median over steps of the slowest rank; spread: interquartile; exposed: step - compute alone",
+    ]
+    if steps:
+        notes.append(f"loss: training loss after {min(steps)} steps, same weights and data at the start")
+    sources = {row.bytes_source for row in result.rows if row.bytes_per_step is not None}
+    meaning = {
+        "interface": "MB/step: what a node's interface sent, headers included",
+        "stats": "(l): thinwire's own ledger, per rank",
+        "formula": "(f): ring formula, per rank, not measured",
+    }
+    notes += [text for source, text in meaning.items() if source in sources]
+    for row in result.rows:
+        if row.variants:
+            notes.append("tried: " + ", ".join(f"{name} {seconds(s)}" for name, s in row.variants.items()))
+    if result.link and not result.emulated:
+        notes.append(f"the link was not emulated: {result.note}")
+    return notes

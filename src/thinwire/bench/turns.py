@@ -1,0 +1,130 @@
+"""A turn: one row runs some steps on all ranks, is timed, and all ranks agree on what came of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.bench import wire
+from thinwire.bench.contenders import Contender, StepTime, dense_ring_bytes, new_group
+from thinwire.bench.record import RowRecord
+from thinwire.bench.rows import COMPUTE, Row
+from thinwire.bench.spec import BenchSpec
+
+
+@dataclass
+class Track:
+    """A row's contender on this rank and its record so far."""
+
+    record: RowRecord
+    contender: Contender | None = None
+    bytes: float = 0.0
+    timed_steps: int = 0
+
+
+@dataclass
+class Turns:
+    """Runs turns; holds the group that agreements go over, so that they do not mix with a row's own traffic."""
+
+    rank: int
+    workers: int
+    control: Any
+    interface: str | None = field(default_factory=wire.interface)
+
+    def guarded(self, track: Track, action: Callable[[], Any]) -> Any:
+        """Run something that may fail on any rank; a failure anywhere marks the row as failed everywhere."""
+        result, error = None, ""
+        try:
+            result = action()
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}".splitlines()[0]
+        errors = self._texts(error)
+        failed = {r: text for r, text in enumerate(errors) if text}
+        if failed:
+            rank, text = min(failed.items())
+            track.record.error = f"rank {rank}: {text}"
+            track.contender = None
+            say(self.rank, row=track.record.label, error=track.record.error)
+            return None
+        return result
+
+    def build(self, spec: BenchSpec, row: Row, track: Track) -> None:
+        """Bring a row to life on every rank."""
+        say(self.rank, row=row.label, state="building")
+        own = row.kind != COMPUTE and not row.is_thinwire
+        group = new_group(spec.operation_seconds) if own else None
+        track.contender = self.guarded(track, lambda: Contender(row, spec.model, spec.seed, group))
+
+    def run(self, track: Track, steps: int, untimed: int = 0) -> None:
+        """``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end."""
+        contender, label = track.contender, track.record.label
+        if contender is None:
+            return
+
+        def some(number: int) -> list[StepTime] | None:
+            found: list[StepTime] | None = self.guarded(
+                track, lambda: [self._step(contender, label) for _ in range(number)]
+            )
+            return found
+
+        early = some(untimed)
+        before = self._sent(contender)
+        times = some(steps) if early is not None else None
+        after = self._sent(contender)
+        if early is not None and times is not None:
+            self._keep(track, early, times, None if before is None or after is None else after - before)
+            contender.rest()
+
+    def _step(self, contender: Contender, label: str) -> StepTime:
+        time = contender.step(self.rank)
+        if not math.isfinite(time.loss):
+            raise ArithmeticError(f"the loss is {time.loss} at step {contender.steps}")
+        say(self.rank, row=label, step=contender.steps, loss=round(time.loss, 4), seconds=round(time.seconds, 4))
+        return time
+
+    def _sent(self, contender: Contender) -> float | None:
+        if self.interface is None:
+            return contender.bytes_sent()
+        return wire.transmitted_bytes(self.interface) if wire.is_node_leader() else 0
+
+    def _keep(self, track: Track, early: list[StepTime], times: list[StepTime], sent: float | None) -> None:
+        record = track.record
+        slowest = torch.tensor([[t.seconds, t.forward_seconds] for t in times], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self.control)
+        leaders = float(wire.is_node_leader()) if self.interface else 1.0
+        sums = torch.tensor([*(t.loss for t in (*early, *times)), sent or 0.0, leaders], dtype=torch.float64)
+        dist.all_reduce(sums, dist.ReduceOp.SUM, self.control)
+        record.step_seconds += slowest[:, 0].tolist()
+        record.forward_seconds += slowest[:, 1].tolist()
+        record.losses += (sums[:-2] / self.workers).tolist()
+        track.bytes += float(sums[-2] / sums[-1])
+        track.timed_steps += len(times)
+        record.wire_bytes = track.bytes / track.timed_steps
+        record.wire_source = "interface" if self.interface else "stats"
+        if sent is None:
+            record.wire_bytes, record.wire_source = self._formula(track), "formula"
+
+    def _formula(self, track: Track) -> float | None:
+        assert track.contender is not None
+        dense = dense_ring_bytes(track.contender.workload.gradient_bytes, self.workers)
+        return {"compute": 0.0, "ddp": dense, "ddp-fp16": dense / 2}.get(track.record.kind)
+
+    def _texts(self, text: str, room: int = 300) -> list[str]:
+        raw = text.encode()[:room]
+        mine = torch.zeros(room, dtype=torch.uint8)
+        mine[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.workers)]
+        dist.all_gather(everyone, mine, group=self.control)
+        return [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in everyone]
+
+
+def say(rank: int, **fields: Any) -> None:
+    """Rank 0 reports progress: a line of JSON behind ``@@``."""
+    if rank == 0:
+        print("@@" + json.dumps(fields), flush=True)

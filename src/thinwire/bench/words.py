@@ -1,0 +1,46 @@
+"""The little grammar of the command line: ``name:option=value:option=value``, and nearest matches for typing errors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+Value = bool | int | float | str
+
+
+def value(text: str) -> Value:
+    """An option's value: a bool, an int, a float, else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def split_options(text: str) -> tuple[str, dict[str, Value]]:
+    """``"acp:rank=4"`` -> ``("acp", {"rank": 4})``; parts without ``=`` belong to the name.
+
+    Raises:
+        ValueError: an option without a name or a value, or after which more of the name comes.
+    """
+    name, *parts = text.strip().split(":")
+    options: dict[str, Value] = {}
+    for part in parts:
+        if "=" not in part and not options:
+            name += f":{part}"
+            continue
+        key, found, given = part.partition("=")
+        if not found or not key.strip() or not given.strip():
+            raise ValueError(f"{text!r}: {part!r} is no option; write name:option=value, as acp:rank=4")
+        options[key.strip()] = value(given.strip())
+    return name.strip(), options
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: the nearest known name, and all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(known)

@@ -1,0 +1,75 @@
+"""``thinwire bench``: methods side by side on one set of ranks, in turn."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench(
+    model: Annotated[
+        str, typer.Option(help="chargpt, mlp, resnet18, bert-small or module:function; options as mlp:width=512.")
+    ] = "chargpt",
+    workers: Annotated[int, typer.Option(help="Ranks in all.")] = 2,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node and its link.")] = 1,
+    link: Annotated[str, typer.Option(help="Rate of each node's link, such as 1gbit.")] = "unlimited",
+    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
+    methods: Annotated[
+        str, typer.Option(help="Rows: ddp, ddp-best, ddp-fp16, torch-powersgd, ssgd, acp:rank=4, topk:density=0.01 ...")
+    ] = "ddp,ddp-best,ssgd,acp",
+    steps: Annotated[int, typer.Option(help="Timed steps of a row in a round.")] = 10,
+    rounds: Annotated[int, typer.Option(help="How often every row gets its turn.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Untimed steps before a row's first turn.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is ended.")] = 3600.0,
+    plot: Annotated[Path | None, typer.Option(help="Also draw: a .png or .html file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
+) -> None:
+    """Compare methods on one model and one network: step time, exposed communication, bytes, loss."""
+    from rich.console import Console
+
+    from thinwire.bench.models.registry import check_model
+    from thinwire.bench.plots import check_plot, plot_bench
+    from thinwire.bench.rows import parse_rows
+    from thinwire.bench.spec import BenchSpec
+    from thinwire.bench.summary import summarise
+    from thinwire.bench.table import bench_table
+    from thinwire.cli.errors import RunFailed
+    from thinwire.cli.ranks import run_ranks, slowest_link
+    from thinwire.lab import Cluster
+
+    cluster = Cluster.parse(workers, ranks_per_node, link, delay)
+    if plot is not None:
+        check_plot(plot)
+    check_model(model)
+    rows = parse_rows(methods)
+    bits = slowest_link(cluster)
+    spec = BenchSpec(
+        model=model,
+        rows=rows,
+        workers=workers,
+        link=link if bits else None,
+        link_bits=bits,
+        steps=steps,
+        rounds=rounds,
+        warmup=warmup,
+        seed=seed,
+        timeout_seconds=timeout,
+    )
+    total = (len(rows) + 1) * (warmup + rounds * steps + rounds - 1)
+    record, launched = run_ranks(spec, cluster, total_steps=total)
+    try:
+        result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
+    except RuntimeError as error:
+        raise RunFailed(str(error)) from error
+    if plot is not None:
+        plot_bench(result, plot)
+    if json:
+        typer.echo(json_module.dumps(result.to_dict(), indent=2))
+    else:
+        Console().print(bench_table(result))
+    if all(row.error for row in result.rows[1:]):
+        raise typer.Exit(1)

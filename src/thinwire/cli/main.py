@@ -1,0 +1,60 @@
+"""The console script ``thinwire``. Starts without torch; every verb imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from thinwire import __version__
+from thinwire.cli import bench, demo, doctor, lab
+from thinwire.cli.errors import RunFailed
+
+
+class Sentences(TyperGroup):
+    """Errors of ours become ``error: <sentence>``: 2 for wrong words, 1 for a run that failed, 130 for ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            typer.echo(f"error: {error}", err=True)
+            ctx.exit(2)
+        except RunFailed as error:
+            typer.echo(f"error: {error}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            ctx.exit(130)
+
+
+app = typer.Typer(
+    cls=Sentences,
+    help="Train deep networks over thin wires.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("demo")(demo.demo)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+app.add_typer(lab.app, name="lab")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"thinwire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Train deep networks over thin wires."""
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    app()

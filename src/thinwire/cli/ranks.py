@@ -1,0 +1,49 @@
+"""Ranks for ``bench`` and ``demo``: the lab's cluster as the launcher that bench/ asks for, and a progress bar."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from thinwire.cli.errors import RunFailed
+
+if TYPE_CHECKING:
+    from thinwire.bench.record import RunRecord
+    from thinwire.bench.session import Launched
+    from thinwire.bench.spec import BenchSpec
+    from thinwire.lab import Cluster
+
+
+def slowest_link(cluster: Cluster) -> int | None:
+    """Bits per second of the thinnest link; None without a limit."""
+    return min((rate for rate in cluster.links if rate), default=None)
+
+
+def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[RunRecord, Launched]:
+    """Run a spec in the lab under a progress bar on stderr.
+
+    Raises:
+        RunFailed: the ranks failed or time ran out.
+    """
+    from thinwire import lab
+    from thinwire.bench.session import BenchError, run_session
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting ranks", total=total_steps)
+
+        def on_progress(event: dict[str, Any]) -> None:
+            if "step" in event:
+                bar.update(task, advance=1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
+            elif "error" in event:
+                bar.console.print(f"[red]{event['row']} failed:[/red] {event['error']}")
+            elif "clock" in event and event.get("of"):
+                bar.update(task, description=f"{event['row']:<22} loss {event['loss']:.3f}, {event['clock']:.0f} s")
+
+        try:
+            return run_session(spec, functools.partial(lab.run, cluster), on_progress)
+        except BenchError as error:
+            raise RunFailed(str(error)) from error

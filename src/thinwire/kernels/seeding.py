@@ -1,0 +1,32 @@
+"""Random draws, equal on all ranks, devices and resumed runs: a seed is made from words, not from a counter."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def seed_of(*words: object) -> int:
+    """The seed that belongs to some words: the first 8 bytes of ``blake2b("word:word:...")``, without the sign bit.
+
+    Example:
+        >>> seed_of(0, "layer.weight") == seed_of("0:layer.weight")
+        True
+    """
+    text = ":".join(str(word) for word in words)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & (2**63 - 1)
+
+
+def generator(*words: object) -> torch.Generator:
+    """A CPU generator seeded by words, for example ``generator(seed, name)``."""
+    return torch.Generator().manual_seed(seed_of(*words))
+
+
+def normal(rows: int, columns: int, *words: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A standard normal matrix, drawn on the CPU in fp32 whatever ``dtype`` and ``device``; on meta only its shape."""
+    if device.type == "meta":
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+    return torch.randn(rows, columns, generator=generator(*words)).to(device=device, dtype=dtype)

@@ -1,0 +1,91 @@
+"""ACP-SGD: alternate compressed power iteration. One thin factor per step, one all-reduce, the shape of S-SGD.
+
+Paper: Zhang, Shi, Li: Accelerating Distributed Deep Learning using Lossless (Alternate) Compression, ICDCS 2023,
+arXiv 2306.08881, section III.
+
+A = M + E, n x m, per tensor: P is n x r, Q is m x r. Even steps send A Q and apply mean(A) Q Qt; odd steps send At
+P and apply P Pt mean(A). A pair of steps is one power iteration. Elements sent per step: r n or r m, plus the dense
+rest.
+
+Differences from the paper: the first bases are seeded by parameter name; factors are orthogonalised at the end of a
+step instead of before the exchange; the error is the *local* one, A_w minus what rank w sent (its mean is the
+paper's, its norm does not grow); only tensors where it pays are compressed (``compress="matrices"``: all); rejected
+steps leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from thinwire.kernels.lowrank import peel_left, peel_right, project_right
+from thinwire.kernels.orthogonal import orthogonalise_all
+from thinwire.methods.base import all_finite, all_reduce, average_flat, poison
+from thinwire.methods.feedback import accumulate
+from thinwire.methods.lowrank import LowRank, pack, unpack, verify_bases, write_product
+from thinwire.program import Bucket, Program, Slot, State
+
+
+@dataclass(frozen=True)
+class ACP(LowRank):
+    """Send one low-rank factor per step.
+
+    Args:
+        rank: columns of a factor.
+        compress: "paying": matrices with rank < min(n, m) that shrink at least ``min_rate`` times; "matrices": all.
+        min_rate: least gain, in elements, for a tensor to be compressed.
+        error_feedback: keep what was not sent and add it to the next gradient; False is for ablations.
+        seed: of the first bases.
+        dense_steps: plain S-SGD steps at the start.
+        verify_every: steps between checks that the bases are bitwise equal on all ranks (also at step 1); 0: never.
+        merge: fusion: MiB of dense gradient, "none", "single" or "auto".
+        ordered: sum in rank order: equal bits under any plan.
+    """
+
+    name: ClassVar[str] = "acp"
+    phases: ClassVar[int] = 2
+    factors: ClassVar[float] = 0.5
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        """Elements sent per tensor: r n in phase 0, r m in phase 1, all of a dense tensor."""
+        sizes = super().payload(shapes, phase)
+        for i, shape in enumerate(shapes):
+            if rank := self.rank_of(shape):
+                sizes[i] = rank * (int(shape[0]) if phase % 2 == 0 else sizes[i] // int(shape[0]))
+        return sizes
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """One all-reduce of the moving factor; even steps move P, odd ones Q."""
+        low, dense = self.sort(bucket)
+        if not low or state.step < self.dense_steps:
+            yield from average_flat(bucket, state, ordered=self.ordered, watch=True)
+            return
+        moving, fixed = ("p", "q") if state.step % 2 == 0 else ("q", "p")
+        bases = [self.basis(fixed, slot, state) for slot in low]
+        local = [self._project(slot, state, basis, moving) for slot, basis in zip(low, bases)]
+        message = pack(local, dense)
+        total = yield from all_reduce(message, state, ordered=self.ordered)
+        finite = all_finite(total)
+        state.verdict(finite)
+        sums, rest = unpack(total, local, dense)
+        for slot, factor in zip(low, orthogonalise_all(sums)):
+            state.stage(slot.name, shared={moving: factor})
+        divisor = poison(finite, state.size, total.dtype)
+        for slot, basis, factor in zip(low, bases, sums):
+            mean = factor / divisor
+            write_product(slot, *((mean, basis) if moving == "p" else (basis, mean)))
+        for slot, piece in zip(dense, rest):
+            slot.write(piece / divisor)
+        yield from verify_bases(self, low, bases, state)
+
+    def _project(self, slot: Slot, state: State, basis: Tensor, moving: str) -> Tensor:
+        """This rank's factor; stages A minus what it stands for. The residual is made in the memory of A."""
+        if not self.error_feedback:
+            return slot.matrix() @ basis if moving == "p" else project_right(slot.matrix(), basis)
+        residual = accumulate(slot, state)
+        state.stage(slot.name, residual=residual)
+        peel = peel_left if moving == "p" else peel_right
+        return peel(residual.view(slot.shape[0], -1), basis)

@@ -1,0 +1,91 @@
+"""Error feedback: what a lossy method did not send is kept, in gradient units, and added to the next gradient.
+
+E <- A - (what *this rank* sent, decoded), A = M + E. Then mean A = G + mean E holds on every step (G: what is applied),
+so nothing is lost, only late. Residuals are kept per parameter name in fp32 without the loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from thinwire.methods.base import check_count
+from thinwire.program import Bucket, Slot, State
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Density warm-up: stage e of s keeps ``rho ** ((e + 1) / (s + 1))``, then rho.
+
+    Args:
+        steps_per_stage: synchronised steps per stage.
+        stages: number of stages.
+    """
+
+    steps_per_stage: int
+    stages: int = 4
+
+    def __post_init__(self) -> None:
+        check_count("steps_per_stage", self.steps_per_stage, 1)
+        check_count("stages", self.stages, 1)
+
+    def density(self, rho: float, step: int) -> float:
+        """The density at a step.
+
+        Example:
+            >>> [round(Warmup(10).density(0.001, step), 4) for step in (0, 10, 20, 30, 40)]
+            [0.2512, 0.0631, 0.0158, 0.004, 0.001]
+        """
+        stage = step // self.steps_per_stage
+        return float(rho ** ((stage + 1) / (self.stages + 1))) if stage < self.stages else rho
+
+
+# Two buffers per residual, used in turn: fresh memory costs a CPU more (page faults) than all the arithmetic of a step.
+_BUFFERS: WeakKeyDictionary[State, dict[tuple[str, ...], list[Tensor]]] = WeakKeyDictionary()
+
+
+def _buffer(slots: Sequence[Slot], state: State, size: int, like: Tensor) -> Tensor:
+    """Memory [size] for the next residual of these slots: not the committed one's, which may have to stay."""
+    if like.device.type != "cpu":
+        return like.new_empty(size)
+    taken = {state.residual(slot).untyped_storage().data_ptr() for slot in slots}
+    buffers = _BUFFERS.setdefault(state, {}).setdefault(tuple(slot.name for slot in slots), [])
+    for buffer in buffers:
+        fits = buffer.numel() == size and buffer.dtype == like.dtype
+        if fits and buffer.untyped_storage().data_ptr() not in taken:
+            return buffer
+    buffers[:] = [*buffers[-1:], like.new_empty(size)]
+    return buffers[-1]
+
+
+def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
+    """A = M + E of one parameter in one pass: contiguous, of its shape, working dtype, unscaled.
+
+    The program may edit it and stage it as the next residual: it is not the memory of ``.grad`` nor of E.
+    """
+    residual = state.residual(slot)
+    if out is None:
+        out = _buffer([slot], state, slot.numel, residual).view(slot.shape)
+    if slot.value is None:
+        return out.copy_(residual)
+    if slot.scale is None:
+        return torch.add(residual, slot.value, out=out)
+    return torch.addcdiv(residual, slot.value.to(residual.dtype), slot.scale.to(residual.dtype), out=out)
+
+
+def accumulate_flat(bucket: Bucket, state: State) -> Tensor:
+    """A = M + E of a whole bucket, 1-D."""
+    out = _buffer(bucket.slots, state, bucket.numel, state.residual(bucket.slots[0]))
+    for slot, piece in zip(bucket.slots, bucket.split(out)):
+        accumulate(slot, state, piece)
+    return out
+
+
+def stage_flat(bucket: Bucket, state: State, residual: Tensor) -> None:
+    """Stage the residuals of a whole bucket (1-D; the slots keep views of it)."""
+    for slot, piece in zip(bucket.slots, bucket.split(residual)):
+        state.stage(slot.name, residual=piece)

@@ -1,0 +1,125 @@
+"""What ACP-SGD and Power-SGD share: which tensors are compressed, seeded bases, packing, delivery.
+
+A gradient counts as the matrix n x m, n = shape[0], m = numel / n, in logical order. All else rides dense in the
+same message. Factors, residuals and orthogonalisation are fp32 (fp64 for fp64 gradients).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.lowrank import rebuild
+from thinwire.kernels.orthogonal import basis_hash, orthogonalise
+from thinwire.kernels.seeding import normal
+from thinwire.methods.base import check_choice, check_count, check_flag, check_merge, own_memory
+from thinwire.program import AllGather, Bucket, Method, Slot, State, working_dtype
+
+
+@dataclass(frozen=True)
+class LowRank(Method):
+    """The options of the low-rank methods; see :class:`~thinwire.methods.acp.ACP`."""
+
+    has_residual: ClassVar[bool] = True
+    factors: ClassVar[float] = 1.0  # of r (n + m) elements, the share that one step sends
+
+    rank: int = 4
+    compress: str = "paying"
+    min_rate: float = 2.0
+    error_feedback: bool = True
+    seed: int = 0
+    dense_steps: int = 0
+    verify_every: int = 1000
+    merge: Any = "auto"
+    ordered: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank, 1)
+        check_choice("compress", self.compress, ("paying", "matrices"))
+        if isinstance(self.min_rate, bool) or not isinstance(self.min_rate, (int, float)) or not self.min_rate >= 0:
+            raise ValueError(f"min_rate={self.min_rate!r} must be a number of at least 0")
+        check_flag("error_feedback", self.error_feedback)
+        check_count("seed", self.seed)
+        check_count("dense_steps", self.dense_steps)
+        check_count("verify_every", self.verify_every)
+        check_merge(self.merge)
+        check_flag("ordered", self.ordered)
+        if not self.error_feedback:
+            object.__setattr__(self, "has_residual", False)
+
+    def rank_of(self, shape: Sequence[int]) -> int:
+        """The rank at which a tensor of this shape is compressed; 0: it stays dense."""
+        size = math.prod(shape)
+        if len(shape) < 2 or size == 0:
+            return 0
+        n = int(shape[0])
+        m = size // n
+        if self.compress == "matrices":
+            return min(self.rank, n, m)
+        pays = self.rank * (n + m) * self.factors * self.min_rate < size
+        return self.rank if self.rank < min(n, m) and pays else 0
+
+    def sort(self, bucket: Bucket) -> tuple[list[Slot], list[Slot]]:
+        """The bucket's compressed slots and its dense ones."""
+        low = [slot for slot in bucket.slots if self.rank_of(slot.shape)]
+        return low, [slot for slot in bucket.slots if not self.rank_of(slot.shape) and slot.numel]
+
+    def basis(self, field: str, slot: Slot, state: State) -> Tensor:
+        """The orthonormal factor ``p`` [n, r] or ``q`` [m, r] of a parameter: committed, else drawn from the seed.
+
+        ``p`` has a start value too: after a rejected step 0 it is the first factor that is asked for.
+        """
+        rank, n = self.rank_of(slot.shape), slot.shape[0]
+        rows = n if field == "p" else slot.numel // n
+        found = state.shared(field, slot.name)
+        if found is not None and found.shape == (rows, rank):
+            return found
+        words = (self.seed, slot.name) if field == "q" else (self.seed, slot.name, field)
+        return orthogonalise(normal(rows, rank, *words, dtype=working_dtype(slot.dtype), device=slot.device))
+
+
+def pack(factors: Sequence[Tensor], dense: Sequence[Slot] = ()) -> Tensor:
+    """One message, a copy: the factors, then the dense gradients."""
+    return torch.cat([x.reshape(-1) for x in factors] + [slot.gradient().reshape(-1) for slot in dense])
+
+
+def unpack(total: Tensor, factors: Sequence[Tensor], dense: Sequence[Slot] = ()) -> tuple[list[Tensor], list[Tensor]]:
+    """The counterpart of ``pack``: views of the received message in the shapes of what was sent."""
+    pieces = torch.split(total, [x.numel() for x in factors] + [slot.numel for slot in dense])
+    return [piece.view(x.shape) for piece, x in zip(pieces, factors)], list(pieces[len(factors) :])
+
+
+def write_product(slot: Slot, left: Tensor, right: Tensor) -> None:
+    """Deliver ``left @ right.mT``, [n, r] and [m, r]; in the gradient's own memory where units and dtype allow."""
+    target = own_memory(slot)
+    if target is not None:
+        rebuild(left, right, out=target.view(left.shape[0], right.shape[0]))
+    else:
+        slot.write(left @ right.mT)
+
+
+def verify_bases(
+    method: LowRank, slots: Sequence[Slot], bases: Sequence[Tensor], state: State
+) -> Generator[Any, Tensor, None]:
+    """Now and then, compare the bases over the ranks bit for bit: 8 bytes per tensor. A simulated step has none.
+
+    Raises:
+        RuntimeError: they differ; names the tensors.
+    """
+    every, step = method.verify_every, state.step
+    due = every > 0 and (step == 1 or (step > 0 and step % every == 0))
+    if not due or state.size == 1 or bases[0].device.type == "meta":
+        return
+    hashes = yield AllGather(torch.tensor([basis_hash(basis) for basis in bases], device=bases[0].device))
+    differs = (hashes != hashes[:1]).any(0).tolist()
+    names = [slot.name for slot, bad in zip(slots, differs) if bad]
+    if names:
+        raise RuntimeError(
+            f"the bases of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''} differ between ranks at "
+            f"step {step}: mixed hardware, different library versions, or a rank that lost a step"
+        )

@@ -1,0 +1,78 @@
+"""Power-SGD: rank-r power iteration, two dependent all-reduces per bucket.
+
+Paper: Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, arXiv 1905.13727, algorithms 1 and 2.
+
+A = M + E, n x m. P = orthogonalised sum of A Q, then Q = sum of At P; applied: P Qt / W. Elements sent per step: r
+(n + m) plus the dense rest, which rides in the first message. ACP-SGD sends half of that in one exchange.
+
+Differences from the paper: QR instead of Gram-Schmidt; the query that is carried over is orthogonalised (same
+space, better conditioned); seeded by parameter name; the error is the *local* one (A_w minus P Q_wt); a tall matrix
+(n > m) counts as its transpose, else what a rank owes outside the m-dimensional column space of the mean would
+never be sent; rejected steps leave no trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from thinwire.kernels.lowrank import project_right, subtract
+from thinwire.kernels.orthogonal import orthogonalise_all
+from thinwire.methods.base import all_finite, all_reduce, average_flat, poison
+from thinwire.methods.feedback import accumulate
+from thinwire.methods.lowrank import LowRank, pack, unpack, verify_bases, write_product
+from thinwire.program import Bucket, Program, Slot, State
+
+
+@dataclass(frozen=True)
+class PowerSGD(LowRank):
+    """Send both low-rank factors, one after the other. Options: see :class:`~thinwire.methods.acp.ACP`."""
+
+    name: ClassVar[str] = "powersgd"
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        """Elements sent per tensor: r (n + m), all of a dense tensor."""
+        return [
+            rank * (int(shape[0]) + size // int(shape[0])) if (rank := self.rank_of(shape)) else size
+            for shape, size in ((shape, math.prod(shape)) for shape in shapes)
+        ]
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """All-reduce A Q and the dense rest, then At P (tall matrices: transposed)."""
+        low, dense = self.sort(bucket)
+        if not low or state.step < self.dense_steps:
+            yield from average_flat(bucket, state, ordered=self.ordered, watch=True)
+            return
+        matrices = [self._matrix(slot, state) for slot in low]
+        tall = [a.shape[0] > a.shape[1] for a in matrices]
+        queries = [self.basis("p" if t else "q", slot, state) for slot, t in zip(low, tall)]
+        thin = [project_right(a, x) if t else a @ x for a, x, t in zip(matrices, queries, tall)]
+        first = yield from all_reduce(pack(thin, dense), state, ordered=self.ordered)
+        sums, rest = unpack(first, thin, dense)
+        bases = orthogonalise_all(sums)
+        local = [a @ x if t else project_right(a, x) for a, x, t in zip(matrices, bases, tall)]
+        if self.error_feedback:
+            for slot, a, basis, x, t in zip(low, matrices, bases, local, tall):
+                subtract(a, *((x, basis) if t else (basis, x)))
+                state.stage(slot.name, residual=a.view(slot.shape))
+        second = yield from all_reduce(pack(local), state, ordered=self.ordered)
+        sums, _ = unpack(second, local)
+        finite = all_finite(first) & all_finite(second)
+        state.verdict(finite)
+        for slot, query, t in zip(low, orthogonalise_all(sums), tall):
+            state.stage(slot.name, shared={"p" if t else "q": query})
+        divisor = poison(finite, state.size, second.dtype)
+        for slot, basis, total, t in zip(low, bases, sums, tall):
+            mean = total / divisor
+            write_product(slot, *((mean, basis) if t else (basis, mean)))
+        for slot, piece in zip(dense, rest):
+            slot.write(piece / divisor)
+        yield from verify_bases(self, low, queries, state)
+
+    def _matrix(self, slot: Slot, state: State) -> Tensor:
+        """A as a matrix; with feedback a new tensor, in whose memory the residual is made."""
+        return accumulate(slot, state).view(slot.shape[0], -1) if self.error_feedback else slot.matrix()

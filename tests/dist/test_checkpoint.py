@@ -1,0 +1,149 @@
+"""Checkpoints: bit for bit at the same size, the mean of residuals at another, whole or not there."""
+
+import os
+import signal
+
+import cases
+import pytest
+import torch
+from spawned import run
+
+import thinwire as tw
+
+pytestmark = pytest.mark.dist
+METHODS = [
+    ("acp", {"rank": 2}),
+    ("acp", {"rank": 2, "ordered": True, "merge": "none"}),
+    ("topk", {"density": 0.1}),
+    ("powersgd", {"rank": 2}),
+    ("signsgd", {}),
+]
+
+
+def _build(name, options, **attach):
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return net, optimizer, tw.attach(net, optimizer, name, **options, **attach)
+
+
+def _steps(net, optimizer, rank, first, last):
+    for step in range(first, last):
+        cases.loss_of(net, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _resume(rank, size, folder):
+    equal = []
+    for index, (name, options) in enumerate(METHODS):
+        net, optimizer, sync = _build(name, options)
+        _steps(net, optimizer, rank, 0, 5)
+        tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, 5)
+        _steps(net, optimizer, rank, 5, 10)
+        sync.detach()
+        other, other_optimizer, other_sync = _build(name, options)
+        step = tw.checkpoint.load(f"{folder}/{index}", other, other_optimizer, other_sync)
+        _steps(other, other_optimizer, rank, step, 10)
+        same = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(other)))
+        residuals = all(torch.equal(v, other_sync.state.residuals[n]) for n, v in sync.state.residuals.items())
+        equal.append((name, same, residuals, bool(sync.state.residuals)))
+        other_sync.detach()
+    return equal
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    for result in run(_resume, 3, str(tmp_path), seconds=120):
+        for name, same, residuals, some in result:
+            assert same, name
+            assert residuals, name
+            assert some, name
+
+
+def _save(rank, size, folder):
+    net, optimizer, sync = _build("acp", {"rank": 2, "merge": "none"})
+    _steps(net, optimizer, rank, 0, 6)
+    tw.checkpoint.save(folder, net, optimizer, sync, 6)
+    sync.detach()
+    return {n: r.double() for n, r in sync.state.residuals.items()}
+
+
+def _load(rank, size, folder):
+    net, optimizer, sync = _build("acp", {"rank": 2, "merge": "none"})
+    assert tw.checkpoint.load(folder, net, optimizer, sync) == 6
+    residuals = {n: r.double() for n, r in sync.state.residuals.items()}
+    _steps(net, optimizer, rank, 6, 8)
+    sync.detach()
+    return residuals
+
+
+@pytest.mark.parametrize("old, new", [(4, 2), (2, 3)])
+def test_another_world_size_keeps_the_update_still_owed(tmp_path, old, new):
+    before = run(_save, old, str(tmp_path))
+    after = run(_load, new, str(tmp_path))
+    for name in before[0]:
+        mean = sum(rank[name] for rank in before) / old
+        assert mean.abs().max() > 0
+        for rank in after:
+            torch.testing.assert_close(rank[name], mean, rtol=1e-6, atol=1e-7)
+
+
+def _killed_while_saving(rank, size, folder):
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    _steps(net, optimizer, rank, 0, 2)
+    tw.checkpoint.save(folder, net, optimizer, sync, 2)
+    _steps(net, optimizer, rank, 2, 4)
+    if rank == 0:
+        write = tw.engine.checkpoint._write
+
+        def die(path, content):
+            write(path, content)
+            if path.name == "model.pt":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        tw.engine.checkpoint._write = die
+    try:
+        tw.checkpoint.save(folder, net, optimizer, sync, 4)
+    except (RuntimeError, OSError):
+        return "lost its peer"
+    return "saved"
+
+
+def _after_the_kill(rank, size, folder):
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    step = tw.checkpoint.load(folder, net, optimizer, sync)
+    sync.detach()
+    return step
+
+
+def test_a_kill_in_the_middle_of_saving_loses_nothing(tmp_path):
+    import thinwire.engine.checkpoint  # noqa: F401
+
+    results = run(_killed_while_saving, 2, str(tmp_path), expect_exit={0: -signal.SIGKILL})
+    assert results[1] == "lost its peer"
+    assert run(_after_the_kill, 2, str(tmp_path)) == [2, 2]
+
+
+def _wrong(rank, size, folder):
+    messages = []
+    net, optimizer, sync = _build("acp", {"rank": 2})
+    _steps(net, optimizer, rank, 0, 2)
+    mine = sync.state_dict()
+    if rank == 1:
+        mine = {k.replace("residual/1/", "residual/0/"): v for k, v in mine.items()}
+    sync.detach()
+    net, optimizer, sync = _build("acp", {"rank": 2})
+    if rank == 1:
+        with pytest.raises(ValueError, match="checkpoint.save") as error:
+            sync.load_state_dict(mine)
+        messages.append(str(error.value))
+    with pytest.raises(ValueError, match="topk"):
+        sync.load_state_dict({**mine, "method": "topk"})
+    with pytest.raises(FileNotFoundError):
+        tw.checkpoint.load(folder, net, optimizer, sync, step=7)
+    assert tw.checkpoint.load(folder, net, optimizer, sync) is None
+    sync.detach()
+    return messages
+
+
+def test_states_that_do_not_fit_are_refused(tmp_path):
+    run(_wrong, 2, str(tmp_path))

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from thinwire.kernels.orthogonal import basis_hash, orthogonalise, orthogonalise_all
+
+
+def matrix(n, r, condition, dtype=torch.float32, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    u = torch.linalg.qr(torch.randn(n, r, generator=draw, dtype=torch.float64)).Q
+    v = torch.linalg.qr(torch.randn(r, r, generator=draw, dtype=torch.float64)).Q
+    scales = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), r, dtype=torch.float64)
+    return ((u * scales) @ v).to(dtype)
+
+
+def loss(q):
+    return (q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype)).abs().max().item()
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("method", ["qr", "cholesky2"])
+def test_columns_are_orthonormal_and_span_the_input(condition, method):
+    x = matrix(1024, 32, condition)
+    q = orthogonalise(x, method)
+    assert loss(q) <= 2e-6
+    assert torch.linalg.norm(x - q @ (q.mT @ x)) <= 1e-5 * torch.linalg.norm(x)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("method", ["qr", "cholesky2"])
+def test_degenerate_input_gives_a_finite_basis(value, method):
+    q = orthogonalise(torch.full((20, 4), value), method)
+    assert loss(q) <= 2e-6
+
+
+def test_batched_equals_single_bit_for_bit():
+    xs = [matrix(64, 4, 10.0, seed=s) for s in range(3)] + [matrix(48, 4, 10.0), torch.zeros(9, 0)]
+    for q, x in zip(orthogonalise_all(xs), xs):
+        assert torch.equal(q, orthogonalise(x))
+
+
+def test_scale_does_not_matter():
+    x = matrix(200, 4, 100.0)
+    assert torch.equal(orthogonalise(x), orthogonalise(4 * x))
+    assert (orthogonalise(x) - orthogonalise(3 * x)).abs().max() < 1e-5  # rounding x condition
+
+
+def test_shapes_and_dtypes():
+    assert orthogonalise(torch.zeros(5, 0)).shape == (5, 0)
+    assert orthogonalise(torch.empty(7, 3, device="meta")).shape == (7, 3)
+    with pytest.raises(ValueError, match="3 columns of 2 rows"):
+        orthogonalise(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="fp32 or fp64"):
+        orthogonalise(torch.zeros(4, 2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="unknown"):
+        orthogonalise(torch.zeros(4, 2), "jacobi")
+
+
+def test_hash_sees_one_bit():
+    x = matrix(50, 4, 10.0)
+    y = x.clone()
+    y.view(torch.int32)[17, 2] ^= 1
+    assert basis_hash(x) == basis_hash(x.clone()) != basis_hash(y)
+    assert -(2**63) <= basis_hash(x) < 2**63

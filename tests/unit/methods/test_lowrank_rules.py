@@ -1,0 +1,161 @@
+"""Which tensors are compressed, what is sent, and that ranks which drifted apart are found."""
+
+import math
+
+import pytest
+import torch
+from worlds import draw, label
+
+from thinwire.methods.acp import ACP
+from thinwire.methods.powersgd import PowerSGD
+from thinwire.planner.merge import fuse
+from thinwire.program import LocalWorld, Topology
+from thinwire.program.trace import trace
+
+
+def test_who_is_compressed():
+    acp, power = ACP(rank=4), PowerSGD(rank=4)
+    assert acp.rank_of((64, 64)) == power.rank_of((64, 64)) == 4
+    assert acp.rank_of((16, 16)) == 4  # 4 * 32 / 2 * 2 = 128 < 256
+    assert power.rank_of((16, 16)) == 0  # 4 * 32 * 2 = 256
+    assert acp.rank_of((4, 1000)) == acp.rank_of((100,)) == acp.rank_of(()) == acp.rank_of((0, 9)) == 0
+    assert acp.rank_of((64, 32, 3, 3)) == 4
+    full = ACP(rank=32, compress="matrices")
+    assert full.rank_of((10, 100)) == 10
+    assert full.rank_of((64, 3, 7, 7)) == 32
+    assert full.rank_of((100,)) == 0
+
+
+def test_payload():
+    shapes = [(64, 32, 3, 3), (64,), (10, 512), (2, 2)]
+    acp = ACP(rank=4)
+    assert acp.payload(shapes, 0) == [4 * 64, 64, 4 * 10, 4]
+    assert acp.payload(shapes, 1) == [4 * 288, 64, 4 * 512, 4]
+    assert PowerSGD(rank=4).payload(shapes, 0) == [4 * (64 + 288), 64, 4 * 522, 4]
+
+
+def resnet50():
+    """Parameter shapes in registration order."""
+    shapes = [(64, 3, 7, 7), (64,), (64,)]
+    width = 64
+    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for shape in ((planes, width, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)):
+                shapes += [shape, shape[:1], shape[:1]]
+            if block == 0:
+                shapes += [(4 * planes, width, 1, 1), (4 * planes,), (4 * planes,)]
+            width = 4 * planes
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def test_fusion_table_resnet50():
+    shapes = resnet50()[::-1]
+    sizes = [math.prod(s) for s in shapes]
+    dense, threshold, mib = sum(sizes), 25 * 2**20 / 4, 2**20 / 4
+    assert round(dense / 1e6, 3) == 25.557
+    method = ACP(rank=4, compress="matrices")
+    p, q = method.payload(shapes, 0), method.payload(shapes, 1)
+    assert [round(sum(x) / mib, 3) for x in (p, q)] == [0.627, 1.045]
+    vectors = sum(n for n, s in zip(sizes, shapes) if len(s) == 1)
+    assert round(dense / (sum(p) + sum(q) - vectors), 1) == 66.5
+    assert [round(dense / sum(x), 1) for x in (p, q)] == [155.5, 93.3]
+    limits = [threshold * sum(x) / dense for x in (p, q)]
+    assert [round(x / mib, 3) for x in limits] == [0.161, 0.268]
+    groups = [fuse(sizes, threshold), fuse(p, limits[0]), fuse(q, limits[1])]
+    assert [len(g) for g in groups] == [5, 4, 4]
+    default = ACP(rank=4)
+    assert default.payload(shapes, 0) == p
+    assert default.payload(shapes, 1) == q
+
+
+def test_fuse():
+    assert fuse([2, 2, 3, 9, 1], 4) == [[0, 1], [2], [3], [4]]
+    assert fuse([1, 1, 1], 0) == [[0], [1], [2]]
+    assert fuse([1, 1, 1, 1], 10, breaks=(2,)) == [[0, 1], [2, 3]]
+    assert fuse([0, 5, 0], 5) == [[0, 1, 2]]
+    assert fuse([], 3) == []
+    with pytest.raises(ValueError, match="negative"):
+        fuse([1], -1)
+
+
+def test_bytes_per_parity():
+    world, shapes, sent = LocalWorld(4, plan=[["w", "b"]]), {"w": (64, 32), "b": (5,)}, 0
+    method = ACP(rank=4, verify_every=0)
+    for step in range(4):
+        world.step(method, draw(step, shapes, 4, torch.float32))
+        elements = sum(method.payload(list(shapes.values()), step % 2))
+        assert world.bytes_sent()[0] - sent == round(2 * 3 / 4 * 4 * elements)
+        sent = world.bytes_sent()[0]
+
+
+def test_ordered_sends_the_same_bytes_and_ignores_bucket_boundaries():
+    shapes = {"w": (16, 16), "v": (12, 20), "b": (4,)}
+    plans = [[["w", "v", "b"]], [["w"], ["v"], ["b"]]]
+    worlds = [LocalWorld(3, plan=plan) for plan in plans]
+    for step in range(5):
+        outs = [world.step(ACP(rank=2, min_rate=1, ordered=True), draw(step, shapes, 3)) for world in worlds]
+        assert all(torch.equal(outs[0][0][n], outs[1][0][n]) for n in shapes)
+    kinds = [step.kind for step in trace(ACP(rank=2, ordered=True), list(shapes.items()), Topology(3))]
+    assert kinds == ["ReduceScatter", "AllGather"]
+
+
+@pytest.mark.parametrize("method", [ACP(rank=2), PowerSGD(rank=2)], ids=label)
+def test_collectives_of_a_bucket(method):
+    def kinds(*shapes):
+        return [s.kind for s in trace(method, [(str(i), s) for i, s in enumerate(shapes)], Topology(4), step=3)]
+
+    assert kinds((64, 64), (9,)) == ["AllReduce"] * (1 if method.name == "acp" else 2)
+    assert kinds((9,), (2, 2), ()) == ["AllReduce"]
+    assert kinds((0, 4), (0,)) == []
+
+
+@pytest.mark.parametrize("method", [ACP(rank=2, dense_steps=3), PowerSGD(rank=2, dense_steps=3)], ids=label)
+def test_dense_steps_come_first(method):
+    world = LocalWorld(2)
+    for step in range(6):
+        gradients = draw(step, {"w": (16, 16)}, 2)
+        out = world.step(method, gradients)[0]["w"]
+        assert torch.equal(out, (gradients[0]["w"] + gradients[1]["w"]) / 2) == (step < 3)
+
+
+@pytest.mark.parametrize("kind", [ACP, PowerSGD])
+def test_a_flipped_bit_is_found(kind):
+    method = kind(rank=2, verify_every=4, min_rate=1)
+    world = LocalWorld(3, plan=[["w", "v"]])
+    for step in range(4):
+        world.step(method, draw(step, {"w": (16, 16), "v": (12, 20)}, 3))
+    basis = world.states[1].shared("q", "v").clone()
+    basis.view(torch.int64)[3, 1] ^= 1
+    world.states[1].fields["q", "v"] = basis
+    with pytest.raises(RuntimeError, match="bases of v differ between ranks at step 4"):
+        world.step(method, draw(9, {"w": (16, 16), "v": (12, 20)}, 3))
+
+
+def test_another_seed_is_another_subspace_and_the_rank_may_change():
+    gradients = draw(0, {"w": (16, 16)}, 2)
+    outs = [LocalWorld(2).step(ACP(rank=2, seed=seed), gradients)[0]["w"] for seed in (0, 0, 1)]
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    world = LocalWorld(2)
+    for step, rank in enumerate((2, 2, 3, 3)):
+        world.step(ACP(rank=rank), draw(step, {"w": (16, 16)}, 2))
+    assert world.states[0].shared("q", "w").shape == (16, 3)
+
+
+def test_loss_scale_leaves_the_residual_alone():
+    from thinwire.program import Bucket, Slot, State
+    from thinwire.program.lockstep import run_lockstep
+
+    results = {}
+    for method in (ACP(rank=2), PowerSGD(rank=2)):
+        for scale in (None, 1024.0):
+            state = State(0, Topology(1))
+            for step in range(3):
+                value = draw(step, {"w": (16, 16)}, dtype=torch.float32)[0]["w"] * (scale or 1.0)
+                slot = Slot("w", value.shape, value, value.dtype, value.device)
+                bucket = Bucket(0, [slot], scale=None if scale is None else torch.tensor(scale))
+                run_lockstep([method.reduce(bucket, state)], Topology(1))
+                state.end_step()
+            results[scale] = (state.residuals["w"], slot.result / (scale or 1.0))
+        assert torch.allclose(results[None][0], results[1024.0][0], atol=1e-6)
+        assert torch.allclose(results[None][1], results[1024.0][1], atol=1e-6)

@@ -1,0 +1,63 @@
+import dataclasses
+
+import pytest
+import torch
+
+from thinwire.methods.acp import ACP
+from thinwire.methods.cast import Cast
+from thinwire.methods.registry import METHODS, method, resolve
+from thinwire.methods.topk import TopK
+
+NEEDED = {"topk": {"density": 0.01}}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_name_gives_a_frozen_method(name):
+    made = method(name, **NEEDED.get(name, {}))
+    assert made.name == name
+    assert made == method(name.upper(), **NEEDED.get(name, {}))
+    assert made.merge == "auto"
+    assert set(made.options()) == {field.name for field in dataclasses.fields(made)}
+    assert sum(made.payload([(64, 64), (3,)], 0)) > 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.merge = "none"
+
+
+def test_options_reach_the_method():
+    assert method("acp", rank=8) == ACP(rank=8)
+    assert Cast("fp16") == Cast(torch.float16) != Cast()
+
+
+def test_resolve():
+    acp = ACP()
+    assert resolve(acp) is acp
+    assert resolve("topk", density=0.1) == TopK(0.1)
+    with pytest.raises(ValueError, match="move rank into it"):
+        resolve(acp, rank=3)
+
+
+@pytest.mark.parametrize(
+    "name,options,words",
+    [
+        ("acpp", {}, "did you mean 'acp'"),
+        ("zzz", {}, "There is ssgd, cast"),
+        (3, {}, "unknown method: 3"),
+        ("acp", {"rnk": 2}, "unknown option of acp: 'rnk'; did you mean 'rank'"),
+        ("topk", {}, "needs density"),
+        ("acp", {"rank": 0}, "rank=0 must be a whole number of at least 1"),
+        ("acp", {"rank": 2.0}, "rank=2.0"),
+        ("acp", {"rank": True}, "rank=True"),
+        ("powersgd", {"min_rate": -1}, "min_rate=-1"),
+        ("powersgd", {"compress": "all"}, "'paying', 'matrices'"),
+        ("acp", {"merge": 0}, "merge=0"),
+        ("acp", {"ordered": "yes"}, "True or False"),
+        ("cast", {"dtype": "int8"}, "torch.bfloat16"),
+        ("cast", {"dtype": torch.float32}, "torch.bfloat16"),
+        ("ssgd", {"rank": 2}, "unknown option of ssgd: 'rank'"),
+    ],
+)
+def test_one_clear_sentence(name, options, words):
+    with pytest.raises(ValueError) as error:
+        method(name, **options)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
