@@ -22,10 +22,11 @@ ONE_BUCKET_MB = 1_000_000
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of one rank: seconds in all, seconds of the forward pass, the loss of its batch."""
+    """One step of one rank: seconds in all, of the forward pass, of the main thread's CPU; the loss of its batch."""
 
     seconds: float
     forward_seconds: float
+    host_seconds: float
     loss: float
 
 
@@ -47,6 +48,7 @@ class Contender:
 
     def step(self, rank: int) -> StepTime:
         """One whole training step."""
+        host = time.thread_time()
         start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = self.workload.loss(self.module, self.steps, rank)
@@ -55,7 +57,7 @@ class Contender:
         self.optimizer.step()
         end = time.perf_counter()
         self.steps += 1
-        return StepTime(end - start, forward - start, loss.item())
+        return StepTime(end - start, forward - start, time.thread_time() - host, loss.item())
 
     def rest(self) -> None:
         """Give back the gradients' memory until the next turn."""

@@ -46,7 +46,7 @@ def _train(spec: BenchSpec, track: Track, turns: Turns, seconds: float | None) -
         clock = sum(record.step_seconds)
         recent = record.losses[-chunk:]
         record.curve.append(Point(len(record.losses), clock, sum(recent) / chunk, _judge(track, turns)))
-        say(turns.rank, row=record.label, clock=round(clock, 2), of=seconds, loss=round(recent[-1], 4))
+        say(turns.rank, row=record.label, clock=clock, of=seconds, steps=len(record.losses))
         if (seconds is None and len(record.losses) >= spec.steps) or (seconds is not None and clock >= seconds):
             return
 

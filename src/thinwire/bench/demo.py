@@ -12,7 +12,8 @@ from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.summary import BenchResult, summarise
 
-TWO_LINES = 'import thinwire as tw\nsync = tw.attach(model, optimizer, "acp")  # before the loop, which stays as it is'
+RANK = 16
+TWO_LINES = f'import thinwire as tw\nsync = tw.attach(model, optimizer, "acp", rank={RANK})'
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class DemoResult:
 
 def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpec:
     """What the demonstration runs."""
-    rows = (Row("ddp", "ddp"), Row("thinwire ssgd", "ssgd"), Row("thinwire acp", "acp", {"rank": 4}))
+    rows = (Row("ddp", "ddp"), Row("thinwire ssgd", "ssgd"), Row("thinwire acp", "acp", {"rank": RANK}))
     return BenchSpec(
         model="chargpt:layers=4:width=160:heads=4" if quick else "chargpt:batch=4",
         rows=rows,

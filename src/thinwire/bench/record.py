@@ -25,6 +25,7 @@ class RowRecord:
     Attributes:
         step_seconds: one per timed step: the slowest rank's seconds.
         forward_seconds: the same for the forward pass.
+        host_seconds: one per timed step: CPU seconds of the main thread, the largest over ranks.
         losses: one per step from the first, warm-up included: the mean over ranks.
         wire_bytes: bytes sent per step, mean over nodes ("interface") or ranks ("stats", "formula").
         wire_source: where that comes from.
@@ -40,7 +41,7 @@ class RowRecord:
     losses: list[float] = field(default_factory=list)
     wire_bytes: float | None = None
     wire_source: str = ""
-    host_seconds: float | None = None
+    host_seconds: list[float] = field(default_factory=list)
     curve: list[Point] = field(default_factory=list)
     error: str = ""
 

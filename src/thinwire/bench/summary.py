@@ -23,6 +23,7 @@ class RowSummary:
         exposed_seconds: step less the same ranks' step without any exchange.
         bytes_per_step: sent per step; ``bytes_source`` is "interface" (per node, headers included), "stats" (thinwire's
             ledger, per rank) or "formula" (per rank).
+        host_seconds: median CPU seconds of the main thread in a step.
         loss: training loss, mean over ranks and the last steps, after ``loss_steps`` steps.
         ratio: step over that of the ``ddp`` row, or None without one.
         variants: label -> step seconds of the variants of which this is the fastest.
@@ -35,6 +36,7 @@ class RowSummary:
     exposed_seconds: float | None = None
     bytes_per_step: float | None = None
     bytes_source: str = ""
+    host_seconds: float | None = None
     loss: float | None = None
     loss_steps: int = 0
     ratio: float | None = None
@@ -54,6 +56,7 @@ class BenchResult:
     model: str
     describe: str
     parameters: int
+    tensors: int
     gradient_bytes: int
     workers: int
     link: str | None
@@ -99,6 +102,7 @@ def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) 
         model=spec.model,
         describe=record.describe,
         parameters=record.parameters,
+        tensors=record.tensors,
         gradient_bytes=record.gradient_bytes,
         workers=record.workers,
         link=spec.link,
@@ -138,6 +142,7 @@ def _summary(row: RowRecord, variants: dict[str, float], compute: float, referen
         exposed_seconds=step - compute,
         bytes_per_step=row.wire_bytes,
         bytes_source=row.wire_source,
+        host_seconds=statistics.median(row.host_seconds),
         loss=statistics.fmean(row.losses[-SMOOTH:]) if row.kind != COMPUTE else None,
         loss_steps=len(row.losses),
         ratio=step / reference if reference else None,

@@ -58,12 +58,14 @@ def demo(
     )
     if not emulated:
         console.print(
-            f"The {LINK} column is a prediction, not measured: max(compute, forward + bytes / rate), a lower bound. "
+            f"predicted: a step at {LINK}, computed and not measured: max(compute, forward + bytes / rate), a lower bound. "
             + ("--quick runs without a link." if quick else launched.note)
         )
     console.print(f"written: {out / 'demo.json'}" + (f", {picture}" if picture else ""))
     console.print("\nIn your own script:\n")
-    console.print(TWO_LINES, highlight=False, markup=False)
+    console.print(
+        TWO_LINES + "  # before the loop, which stays as it is", highlight=False, markup=False, soft_wrap=True
+    )
     if any(row.error for row in result.rows):
         raise typer.Exit(1)
 
@@ -77,7 +79,7 @@ def demo_table(result: DemoResult) -> Table:
     table = Table(title=f"{result.bench.describe}; {result.bench.parameters / 1e6:.1f} M parameters")
     predicted = any(row.predicted_seconds is not None for row in result.rows)
     columns = ["method", "step", "MB/step", "steps", f"loss at {result.equal_steps} steps"]
-    columns += [f"loss at {result.equal_seconds:.0f} s"] + ([f"step at {LINK} (predicted)"] if predicted else [])
+    columns += [f"loss at {result.equal_seconds:.0f} s"] + (["predicted"] if predicted else [])
     for name in columns:
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in result.rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -41,9 +42,15 @@ def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[R
             elif "error" in event:
                 bar.console.print(f"[red]{event['row']} failed:[/red] {event['error']}")
             elif "clock" in event and event.get("of"):
-                bar.update(task, description=f"{event['row']:<22} loss {event['loss']:.3f}, {event['clock']:.0f} s")
+                bar.update(task, total=_total(bar.tasks[0].completed, event))
 
         try:
             return run_session(spec, functools.partial(lab.run, cluster), on_progress)
         except BenchError as error:
             raise RunFailed(str(error)) from error
+
+
+def _total(completed: float, event: dict[str, Any]) -> float:
+    """Steps in all when a row trains for a time: so far, and what fits into the rest of it."""
+    left = max(float(event["of"]) - float(event["clock"]), 0.0)
+    return completed + math.ceil(left * int(event["steps"]) / float(event["clock"]))

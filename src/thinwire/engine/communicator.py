@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -72,6 +73,13 @@ class Communicator:
         self._step, self._names = step, names
         self.executor.begin(len(names), make)
 
+    def begin_open(
+        self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, failed: Callable[[], None]
+    ) -> None:
+        """Open a step whose ``names`` grow until a bucket is ready as the last; ``failed``: see the executors."""
+        self._step, self._names = step, names
+        self.executor.begin(None, make, failed)
+
     def finish(self) -> str | None:
         """Wait for the step's programs. Returns a sentence if one failed."""
         failure = self.executor.finish()
@@ -82,7 +90,7 @@ class Communicator:
             names = self._names[failure.bucket]
             bucket = f"{failure.bucket} ({names[0]}{', ...' if len(names) > 1 else ''})"
         who = self._late.report(self._step, bucket, failure.where)
-        text = str(failure.error).split("\n")[0][:300]
+        text = re.sub(r"^\[[^\]]*\]\s*", "", str(failure.error).split("\n")[0])[:200].rstrip(". ")
         return (
             f"rank {self.ranks[self.rank]}: the exchange failed at step {self._step}, bucket {bucket}, {failure.where}: "
             f"{type(failure.error).__name__}: {text}. {who[0].upper()}{who[1:]}."

@@ -58,20 +58,20 @@ class ThreadExecutor:
         self._thread = threading.Thread(target=self._loop, name="thinwire-communicator", daemon=True)
         self._thread.start()
 
-    def begin(self, size: int, make: MakeProgram) -> None:
-        """Open a step of ``size`` buckets."""
+    def begin(self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None) -> None:
+        """Open a step of ``size`` buckets; None: until one is ready as the last. ``failed`` is called by the thread."""
         self._epoch += 1
         self.failure = None
         self._finished.clear()
-        self._events.put(("begin", self._epoch, size, make))
+        self._events.put(("begin", self._epoch, size, make, failed))
 
-    def ready(self, bucket: int) -> None:
+    def ready(self, bucket: int, last: bool = False) -> None:
         """The bucket's gradients are complete (in the current stream's order on CUDA)."""
         event = None
         if self._cuda is not None:
             event = torch.cuda.Event()
             event.record()
-        self._events.put(("ready", self._epoch, bucket, event))
+        self._events.put(("ready", self._epoch, bucket, event, last))
 
     def finish(self) -> Failure | None:
         """Block until all programs of the step have ended, or one failed."""
@@ -97,7 +97,8 @@ class ThreadExecutor:
             if event[0] == "stop":
                 return False
             event = self._events.get()
-        _, epoch, size, make = event
+        _, epoch, size, make, failed = event
+        more = size is None
         current: int | None = None
         where = "start"
 
@@ -108,21 +109,26 @@ class ThreadExecutor:
             label = where
             pending.on_done(lambda: self._events.put(("done", epoch, bucket, pending, label)))
 
-        runner = Runner(size, start)
+        runner = Runner(size or 0, start)
         try:
-            while runner.left:
+            while runner.left or more:
                 # Take all that has happened before choosing what to advance: the oldest bucket goes first.
                 while self._events.qsize() or not runner.has_work:
                     event = self._events.get()
                     if event[0] == "stop":
                         return False
                     if event[1] == epoch:
+                        if more and event[0] == "ready":
+                            runner.grow(event[2] + 1)
+                            more = not event[4]
                         current, where = event[2], event[4] if event[0] == "done" else "start"
                         self._take(runner, event, make)
                 runner.pump()
         except BaseException as error:
             self.failure = Failure(error, current, where)
         self._finished.set()
+        if self.failure is not None and failed is not None:
+            failed()
         return True
 
     def _take(self, runner: Runner, event: tuple[Any, ...], make: MakeProgram) -> None:
@@ -145,12 +151,12 @@ class StreamExecutor:
         self._make: MakeProgram | None = None
         self.failure: Failure | None = None
 
-    def begin(self, size: int, make: MakeProgram) -> None:
-        """Open a step."""
+    def begin(self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None) -> None:
+        """Open a step. What failed is known to the host when ``ready`` returns, so nobody is called."""
         self._ready.clear()
         self._next, self._make, self.failure = 0, make, None
 
-    def ready(self, bucket: int) -> None:
+    def ready(self, bucket: int, last: bool = False) -> None:
         """The bucket's gradients are complete in the current stream's order: run all buckets whose turn has come."""
         event = None
         if self._stream is not None:

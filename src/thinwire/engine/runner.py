@@ -36,6 +36,14 @@ class Runner:
         self._count = 0
         self.left = size
 
+    def grow(self, size: int) -> None:
+        """There are at least ``size`` buckets (where their number is not known in advance)."""
+        for _ in range(size - len(self._ended)):
+            self._programs.append(None)
+            self._ended.append(False)
+            self._round.append({})
+            self.left += 1
+
     def start(self, bucket: int, program: Program) -> None:
         """The bucket's gradients are there."""
         self._programs[bucket] = program

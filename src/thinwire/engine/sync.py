@@ -141,10 +141,10 @@ class GradientSync:
     def _forward_hook(self, module: nn.Module, args: Any) -> None:
         if not self._enabled:
             return
-        if self._end.outside() and self._running:
+        if not self._end.outside():
+            self._end.note()  # a forward re-run inside backward belongs to the outer pass
+        elif self._running:
             self._fail("an earlier backward ended with an exception in the middle of the exchange")
-        if self._running:
-            self._end.note()
 
     def _stepped(self, *_: Any) -> None:
         self._fresh = False

@@ -1,0 +1,187 @@
+"""Rerun the main figures on this machine: ``python benchmarks/main_figures.py --only a,b``.
+
+Prints a table with the target beside every figure and writes ``benchmarks/results/main_figures.json``. Figures that were
+not rerun stay in the file. Part f (loss over 1000 steps) runs only with ``--loss`` or ``--only f``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from thinwire import lab
+from thinwire.bench.rows import parse_rows
+from thinwire.bench.session import run_session
+from thinwire.bench.spec import BenchSpec
+from thinwire.bench.summary import BenchResult, summarise
+from thinwire.bench.table import bench_table
+
+RESULTS = Path(__file__).parent / "results" / "main_figures.json"
+NOISE = 1.02  # "never slower" is read as: within the noise of two equal programs
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured number beside its target; ``at_most`` says on which side it shall be."""
+
+    part: str
+    what: str
+    value: float
+    target: float
+    at_most: bool = True
+    unit: str = "x"
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.target if self.at_most else self.value >= self.target
+
+
+def measure(
+    model: str, methods: str, *, workers: int = 2, link: str | None = None, steps: int = 8, rounds: int = 3
+) -> BenchResult:
+    cluster = lab.Cluster.parse(workers, 1, link, None)
+    bits = lab.parse_rate(link) if link else None
+    spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds)
+    print(f"... {model}: {methods}; {workers} workers, {link or 'no limit'}", file=sys.stderr, flush=True)
+    record, launched = run_session(spec, functools.partial(lab.run, cluster))
+    result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
+    Console(stderr=True).print(bench_table(result))
+    failed = [f"{row.label}: {row.error}" for row in result.rows if row.error]
+    if failed:
+        raise RuntimeError("; ".join(failed))
+    return result
+
+
+def seconds(result: BenchResult, label: str) -> float:
+    found = result.row(label).step_seconds
+    assert found is not None
+    return found
+
+
+def part_a(options: argparse.Namespace) -> Iterator[Figure]:
+    for workers in (2, 4):
+        for link in ("1gbit", None):
+            r = measure("chargpt", "ddp,ddp-best,ssgd", workers=workers, link=link, rounds=options.rounds)
+            ours, default, best = seconds(r, "ssgd"), seconds(r, "ddp"), seconds(r, "ddp-best")
+            where = f"{workers} workers, {link or 'no limit'}"
+            yield Figure("a", f"ssgd / ddp default, {where}", ours / default, 0.87 if link else NOISE)
+            if link:
+                yield Figure("a", f"ssgd / ddp best, {where}", ours / best, 1.03)
+                yield Figure("a", f"ssgd / floor, {where}", ours / r.floor_seconds, 1.15)
+
+
+def part_b(options: argparse.Namespace) -> Iterator[Figure]:
+    for workers, model in ((2, "chargpt:batch=16"), (4, "chargpt:batch=8")):
+        r = measure(model, "acp:rank=4", workers=workers, link="100mbit", rounds=options.rounds)
+        ms = r.compute_seconds * 1e3
+        what = f"acp rank 4 / compute alone ({ms:.0f} ms), {workers} workers, 100mbit"
+        yield Figure("b", what, seconds(r, "acp") / r.compute_seconds, 1.15)
+
+
+def part_c(options: argparse.Namespace) -> Iterator[Figure]:
+    r = measure("mlp", "ssgd,acp:rank=4", workers=options.workers, link="1gbit", steps=5, rounds=options.rounds)
+    what = f"ssgd / acp rank 4, mlp 100 M, {options.workers} workers, 1gbit"
+    yield Figure("c", what, seconds(r, "ssgd") / seconds(r, "acp"), 4.06, at_most=False)
+
+
+def part_d(options: argparse.Namespace) -> Iterator[Figure]:
+    methods = "powersgd:rank=32,acp:rank=32"
+    r = measure("chargpt", methods, workers=options.workers, link="100mbit", rounds=options.rounds)
+    what = f"powersgd / acp, rank 32, chargpt, {options.workers} workers, 100mbit"
+    yield Figure("d", what, seconds(r, "powersgd") / seconds(r, "acp"), 1.43, at_most=False)
+
+
+def part_e(options: argparse.Namespace) -> Iterator[Figure]:
+    os.environ["THINWIRE_LAB_MODE"] = "loopback"
+    try:
+        many = measure("mlp:width=32:layers=200", "ddp,ssgd", steps=40, rounds=options.rounds)
+        one = measure("chargpt", "ddp,ssgd", rounds=options.rounds)
+    finally:
+        del os.environ["THINWIRE_LAB_MODE"]
+    host = {row.label: row.host_seconds or 0.0 for row in many.rows}
+    for label, target in (("ssgd", 15.0), ("ddp", float("inf"))):
+        each = (host[label] - host["compute"]) / many.tensors * 1e6
+        yield Figure("e", f"{label}: main thread per parameter, {many.tensors} tensors", each, target, unit="us")
+    yield Figure("e", "ssgd / ddp, many small tensors, loopback", seconds(many, "ssgd") / seconds(many, "ddp"), 1.05)
+    yield Figure("e", "ssgd / ddp, chargpt, loopback", seconds(one, "ssgd") / seconds(one, "ddp"), 1.05)
+
+
+def part_f(options: argparse.Namespace) -> Iterator[Figure]:
+    spec = BenchSpec(
+        "chargpt:layers=2:width=96:heads=4:block=32",
+        parse_rows("ssgd,acp:rank=4,topk:density=0.01"),
+        steps=options.loss_steps,
+        warmup=0,
+        every=max(options.loss_steps // 20, 1),
+        curves=True,
+    )
+    print(f"... loss over {spec.steps} steps", file=sys.stderr, flush=True)
+    record, _ = run_session(spec, functools.partial(lab.run, lab.Cluster(spec.workers)))
+    final = {row.label: row.curve[-1].validation or 0.0 for row in record.rows if row.curve and not row.error}
+    for label, loss in final.items():
+        if label != "ssgd":
+            yield Figure("f", f"held-out loss {label} / ssgd, {spec.steps} steps", loss / final["ssgd"], 1.05)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
+    "a": part_a,
+    "b": part_b,
+    "c": part_c,
+    "d": part_d,
+    "e": part_e,
+    "f": part_f,
+}
+
+
+def show(figures: list[Figure]) -> None:
+    table = Table("part", "figure", "measured", "target", "met")
+    for f in figures:
+        sign = "<=" if f.at_most else ">="
+        table.add_row(f.part, f.what, f"{f.value:.3f} {f.unit}", f"{sign} {f.target:g}", "yes" if f.met else "NO")
+    Console().print(table)
+
+
+def save(figures: list[Figure], parts: list[str]) -> None:
+    kept = json.loads(RESULTS.read_text())["figures"] if RESULTS.exists() else []
+    machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+    rows = [row for row in kept if row["part"] not in parts]
+    for f in figures:
+        target = None if f.target == float("inf") else f.target
+        rows.append({"part": f.part, "what": f.what, "value": f.value, "unit": f.unit, "target": target, "met": f.met})
+    RESULTS.parent.mkdir(exist_ok=True)
+    rows.sort(key=lambda row: row["part"])
+    RESULTS.write_text(json.dumps({"machine": machine, "figures": rows}, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="a,b,c,d,e", help="parts, as a,b")
+    parser.add_argument("--loss", action="store_true", help="also part f")
+    parser.add_argument("--loss-steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="of parts c and d")
+    options = parser.parse_args()
+    parts = [part.strip() for part in options.only.split(",")] + (["f"] if options.loss else [])
+    unknown = set(parts) - set(PARTS)
+    if unknown:
+        parser.error(f"unknown part {min(unknown)!r}; there is {', '.join(PARTS)}")
+    figures: list[Figure] = []
+    for part in dict.fromkeys(parts):
+        figures += PARTS[part](options)
+        save([f for f in figures if f.part == part], [part])
+    show(figures)
+
+
+if __name__ == "__main__":
+    main()

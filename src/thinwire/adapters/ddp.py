@@ -1,0 +1,429 @@
+"""``ddp_hook``: any method as a communication hook of ``DistributedDataParallel``.
+
+DDP decides the buckets and rebuilds them after the first backward, so everything is kept per parameter. A hook never
+learns parameter names: ``float32/0`` is the last registered float32 parameter, ``float32/1`` the one before, and so on.
+That is the order in which DDP presents them in its first backward whatever ``bucket_cap_mb`` is.
+
+DDP calls the hook in bucket order on every rank. Each bucket becomes one or two programs (what the method compresses,
+what it leaves to plain averaging), all advanced by one runner, so that every rank issues its collectives in one order.
+
+No ``from __future__ import annotations`` here: DDP compares the hook's annotations with classes and refuses strings.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.adapters.ddp_layout import gradient_views, joined
+from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
+from thinwire.engine.agreement import agree
+from thinwire.engine.attach import _topology as default_topology
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.stats import BucketStats, Stats
+from thinwire.methods.registry import resolve
+from thinwire.methods.ssgd import SSGD
+from thinwire.program import Bucket, Method, Program, Scope, Slot, State, Topology, working_dtype
+from thinwire.program.trace import Step, trace
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    GradBucket = getattr(dist, "GradBucket", None)  # a torch built without distributed has none
+
+Hook = Callable[["DDPSync", GradBucket], "torch.futures.Future[Tensor]"]
+
+
+def ddp_hook(
+    method: Method | str,
+    *,
+    scaler: Any = None,
+    timeout: timedelta | float | None = None,
+    group: dist.ProcessGroup | None = None,
+    topology: Topology | None = None,
+    **options: Any,
+) -> tuple["DDPSync", Hook]:
+    """State and hook for ``ddp_model.register_comm_hook(*ddp_hook("acp", rank=4))``; one pair per DDP model.
+
+    Args:
+        method: a name with its ``options``, or an instance. Buckets are DDP's, so ``merge`` has no effect: set
+            ``bucket_cap_mb``. Embeddings cannot be told from other matrices here.
+        scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
+        group: the ``process_group`` that was given to DDP; None: the default one.
+        topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
+
+    Raises:
+        ValueError: the method's name or an option is unknown or out of range.
+    """
+    chosen = resolve(method, **options)
+    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    state = DDPSync(chosen, scaler, limit, group, topology)
+
+    def thinwire_hook(state: DDPSync, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return state.exchange(bucket)
+
+    return state, thinwire_hook
+
+
+@dataclass(eq=False)
+class _Job:
+    """One DDP bucket of the step that is running: done when its programs have ended."""
+
+    buffer: Tensor
+    promise: "torch.futures.Future[Any]"
+    parts: list[Bucket] = field(default_factory=list)
+    left: int = 0
+
+
+class DDPSync:
+    """What a DDP communication hook keeps between steps. Made by :func:`ddp_hook`.
+
+    Its dict is that of ``GradientSync`` (DCP's ``Stateful``), with ordinals for parameter names.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        scaler: Any,
+        timeout: timedelta | None,
+        group: dist.ProcessGroup | None,
+        topology: Topology | None,
+    ) -> None:
+        self.method = method
+        self._dense: Method = SSGD(ordered=bool(getattr(method, "ordered", False)))
+        self._scaler, self._timeout, self._group, self._given = scaler, timeout, group, topology
+        self._state: State | None = None
+        self._comm: Communicator | None = None
+        self._note = ""
+        self._names: dict[int, str] = {}
+        self._parameters: list[Tensor] = []  # keeps the ids in _names from being reused
+        self._counts: dict[torch.dtype, int] = {}
+        self._naming = True
+        self._buffers: dict[tuple[str, ...], Tensor] = {}
+        self._traces: dict[tuple[tuple[str, ...], bool], list[list[Step]]] = {}
+        self._lock = threading.Lock()
+        self._broken: str | None = None
+        self._running = False
+        self._scale: Tensor | None = None
+        self._jobs: list[_Job] = []
+        self._programs: list[Program] = []
+        self._program_names: list[list[str]] = []
+        self._last: int | None = None
+        self._ended = 0
+        self._layout: list[tuple[tuple[str, ...], int, bool]] = []
+        self._layouts: list[list[tuple[tuple[str, ...], int, bool]]] = []
+        self._rejected, self._dense_bytes = 0, 0.0
+
+    # --- where we are -------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """The method's memory, by ordinal name."""
+        if self._state is None:
+            if not dist.is_initialized():
+                raise RuntimeError("call torch.distributed.init_process_group before using the hook's state")
+            world = dist.get_world_size(self._group)
+            topology = self._given or default_topology(world)
+            if topology.world_size != world:
+                raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
+            if world == 1:
+                if not self.method.exact:
+                    ran = self.method.name
+                    self._note = f"one rank only: nothing is sent, so nothing is compressed; {ran} runs as ssgd"
+                self.method = SSGD()
+            self._state = State(dist.get_rank(self._group), topology)
+        return self._state
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.state.rank
+
+    @property
+    def topology(self) -> Topology:
+        """Which rank sits where."""
+        return self.state.topology
+
+    def _connect(self, device: torch.device) -> Communicator:
+        """At the first bucket: make the lanes and compare the options over the ranks."""
+        if self._comm is None:
+            comm = Communicator(self._group, self.topology, device, self._timeout)
+            agree({"method": self.method.name, "options": self._options()}, comm.control, device)
+            comm.start()
+            # Not handed back to the pool: ranks collect garbage at different times, but lease in one order.
+            weakref.finalize(self, comm.close, broken=True)
+            self._comm = comm
+        return self._comm
+
+    def _options(self) -> dict[str, str]:
+        return {key: str(value) for key, value in self.method.options().items()}
+
+    # --- one bucket ---------------------------------------------------------------------------------------------
+
+    def exchange(self, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
+        """Hand one of DDP's buckets to the runner. The future's value is the average, in the bucket's own memory."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise TypeError("DDP brings a sparse gradient; use Embedding(sparse=False) with thinwire.ddp_hook")
+        with torch.no_grad():
+            if self.state.size == 1:
+                return self._alone(bucket, buffer)
+            comm = self._connect(buffer.device)
+            if bucket.index() == 0:
+                self._begin(comm)
+            return self._submit(comm, bucket, buffer)
+
+    def _alone(self, bucket: GradBucket, buffer: Tensor) -> "torch.futures.Future[Tensor]":
+        self._name(bucket.parameters())
+        if bucket.is_last():
+            self._naming = False
+            self.state.step += 1
+        done: torch.futures.Future[Tensor] = _promise(buffer.device)
+        done.set_result(buffer)
+        return done
+
+    def _begin(self, comm: Communicator) -> None:
+        if self._running and self._broken is None:
+            self._broken = "an earlier backward ended with an exception in the middle of the exchange"
+        if self._broken is not None:
+            raise RuntimeError(f"this DDP hook is unusable after an earlier failure: {self._broken}")
+        self._running, self._last, self._ended = True, None, 0
+        self._jobs, self._programs, self._program_names, self._layout = [], [], [], []
+        self._scale = None
+        if self._scaler is not None and self._scaler.is_enabled():
+            self._scale = self._scaler.scale(torch.ones((), dtype=torch.float32, device=comm.device)).detach()
+        self.state.lr = None
+        comm.begin_open(self.state.step, self._program_names, self._program, self._failed)
+
+    def _submit(self, comm: Communicator, bucket: GradBucket, buffer: Tensor) -> "torch.futures.Future[Tensor]":
+        parameters = bucket.parameters()
+        last = bucket.is_last()
+        names = self._name(parameters)
+        if last and self._naming:
+            self._naming = False
+            self._check_names()
+        views = gradient_views(buffer, parameters)
+        job = _Job(buffer, _promise(buffer.device))
+        kept = [self.method.dense(name, tuple(p.shape), None) for name, p in zip(names, parameters)]
+        programs: list[int] = []
+        for dense in (False, True):
+            slots = [
+                Slot(name, p.shape, view, buffer.dtype, buffer.device)
+                for name, p, view, keep in zip(names, parameters, views, kept)
+                if keep is dense
+            ]
+            if slots:
+                programs.append(len(self._programs))
+                self._add(comm, job, slots, dense)
+        job.left = len(programs)
+        result = job.promise.then(self._value)
+        with self._lock:
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
+            self._jobs.append(job)
+        if last:
+            self._last = len(self._jobs)
+        for index in programs:
+            comm.executor.ready(index, last=last and index == programs[-1])
+        failure = comm.executor.failure
+        if failure is not None and self._broken is None and comm.backend == "nccl":
+            self._failed()
+        return result
+
+    def _add(self, comm: Communicator, job: _Job, slots: Sequence[Slot], dense: bool) -> None:
+        """One program: its lanes, its bucket, its place in the step."""
+        names = tuple(slot.name for slot in slots)
+        method = self._dense if dense else self.method
+        key = (names, dense)
+        if key not in self._traces:
+            self._traces[key] = self._traced(method, slots)
+            comm.open_lanes(self._traces[key])
+        memory = joined(slots)
+        if memory is None:
+            if names not in self._buffers:
+                self._buffers[names] = job.buffer.new_empty(sum(s.numel for s in slots))
+            memory = self._buffers[names]
+        part = Bucket(len(self._programs), slots, scale=self._scale, buffer=memory)
+        job.parts.append(part)
+        self._programs.append(self._to_the_end(method.reduce(part, self.state), job))
+        self._program_names.append(list(names))
+        self._layout.append((names, part.numel, dense))
+        self._dense_bytes += 2 * (self.state.size - 1) / self.state.size * part.numel * job.buffer.element_size()
+
+    def _traced(self, method: Method, slots: Sequence[Slot]) -> list[list[Step]]:
+        """The collectives per phase, early and late in training, so that every lane is made here, in DDP's order."""
+        shapes = [(slot.name, slot.shape) for slot in slots]
+        late = method.phases << 40
+        steps = [*range(late, late + method.phases), *range(method.phases)]
+        found = [trace(method, shapes, self.topology, rank=self.rank, step=s, dtype=slots[0].dtype) for s in steps]
+        if getattr(method, "verify_every", 0):  # a round that a trace does not see
+            found += [[*one, Step("AllGather", Scope.WORLD, 0, 0)] for one in found]
+        return found
+
+    def _program(self, index: int) -> Program:
+        return self._programs[index]
+
+    def _to_the_end(self, program: Program, job: _Job) -> Program:
+        yield from program
+        job.left -= 1
+        if job.left == 0:
+            self._complete(job)
+
+    # --- the end of a bucket, of a step; on the communicator thread (Gloo) ------------------------------------------
+
+    def _complete(self, job: _Job) -> None:
+        for part in job.parts:
+            for slot in part.slots:
+                result, target = slot.result, slot.value
+                assert target is not None
+                if result is not None and not (
+                    result.data_ptr() == target.data_ptr() and result.stride() == target.stride()
+                ):
+                    target.copy_(result)
+        self._ended += 1
+        if self._ended == self._last:
+            self._commit(job.buffer)
+        job.promise.set_result(job.buffer)
+
+    def _commit(self, like: Tensor) -> None:
+        if like.is_cuda:
+            self.state.end_step_on_device()
+        elif not self.state.end_step():
+            self._rejected += 1
+        if not self._layouts or self._layouts[-1] != self._layout:
+            self._layouts = [*self._layouts[:1], self._layout]
+        self._running = False
+
+    def _failed(self) -> None:
+        """Some program or collective raised: every bucket that DDP waits for raises, with the reason."""
+        assert self._comm is not None
+        text = self._comm.finish() or "the exchange failed"
+        with self._lock:
+            self._broken = text
+            waiting = [job for job in self._jobs if not job.promise.done()]
+        self.state.drop_step()
+        for job in waiting:
+            job.promise.set_result(None)
+
+    def _value(self, promise: "torch.futures.Future[Any]") -> Tensor:
+        """A future's own ``set_exception`` is not understood by DDP; an exception in ``then`` is."""
+        value = promise.value()
+        if value is None:
+            raise RuntimeError(self._broken)
+        assert isinstance(value, Tensor)
+        return value
+
+    # --- names --------------------------------------------------------------------------------------------------
+
+    def _name(self, parameters: Sequence[Tensor]) -> list[str]:
+        """The parameters' names. The first step gives them: buckets come last to first, parameters first to last."""
+        if self._naming:
+            for p in reversed(parameters):
+                if id(p) not in self._names:
+                    count = self._counts.get(p.dtype, 0)
+                    self._counts[p.dtype] = count + 1
+                    self._adopt(f"{str(p.dtype).removeprefix('torch.')}/{count}", p)
+        try:
+            return [self._names[id(p)] for p in parameters]
+        except KeyError:
+            raise RuntimeError("this hook serves another DDP model already: call ddp_hook once for each") from None
+
+    def _adopt(self, name: str, parameter: Tensor) -> None:
+        self._names[id(parameter)] = name
+        self._parameters.append(parameter)
+        self._fit(name, parameter)
+
+    def _fit(self, name: str, parameter: Tensor) -> None:
+        """What was loaded for a parameter, now that it is known: check its shape, bring it to its device."""
+        loaded = self.state.residuals.get(name)
+        if loaded is not None:
+            if loaded.shape != parameter.shape:
+                raise ValueError(
+                    f"the loaded state has a residual of shape {list(loaded.shape)} for {name} (counted from the last "
+                    f"parameter), but the model's is {list(parameter.shape)}: it was saved by another model"
+                )
+            self.state.residuals[name] = loaded.to(parameter.device, working_dtype(parameter.dtype))
+        for (kind, owner), value in list(self.state.fields.items()):
+            if owner == name:
+                self.state.fields[kind, owner] = value.to(parameter.device)
+
+    def _check_names(self) -> None:
+        extra = sorted(set(self.state.residuals) - set(self._names.values()))
+        if extra:
+            raise ValueError(
+                f"the loaded state has residuals of parameters that the model has not: {', '.join(extra[:3])}"
+            )
+
+    def names(self) -> list[tuple[str, Tensor]]:
+        """Ordinal names and parameters; empty before the first backward."""
+        return [(self._names[id(p)], p) for p in self._parameters]
+
+    # --- what users call ----------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Counters since the start. DDP waits in C++, so ``exposed_seconds`` is not known here and stays 0."""
+        state = self.state
+        if self._comm is None:
+            return Stats(self.method.name, self._note, state.size, state.step)
+        ledger = self._comm.ledger
+        phase = state.step % self.method.phases
+        buckets = []
+        for names, elements, dense in self._layouts[-1] if self._layouts else ():
+            traced = self._traces[names, dense]
+            sent = sum(step.sent_bytes for step in traced[phase if not dense else 0])
+            buckets.append(BucketStats(names, elements, dense, sent))
+        return Stats(
+            method=self.method.name,
+            note=self._note,
+            world_size=state.size,
+            steps=state.step,
+            rejected_steps=self._rejected,
+            bytes_sent=ledger.total,
+            dense_bytes=round(self._dense_bytes),
+            rebuilt=len(self._layouts) > 1,
+            collectives=dict(ledger.issued),
+            bytes_by_kind=dict(ledger.bytes),
+            buckets=tuple(buckets),
+        )
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank raises the flag; equal on all ranks. Between steps only."""
+        if self.state.size == 1:
+            return flag
+        nccl = "nccl" in str(dist.get_backend(self._group)) and "gloo" not in str(dist.get_backend(self._group))
+        raised = torch.tensor([int(flag)], device=torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu")
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(raised.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, flat: residuals under ``residual/<rank>/<ordinal>``. No collective, no side effect."""
+        return to_state_dict(self.state, self.method)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
+
+        Raises:
+            ValueError: it is of another method, was not made by this hook, or lacks what this rank needs.
+        """
+        from_state_dict(self.state, self.method, state)
+        for name, parameter in self.names():
+            self._fit(name, parameter)
+        if not self._naming:
+            self._check_names()
+
+    def close(self) -> None:
+        """End the communicator thread and give the process groups back; the hook cannot be used afterwards."""
+        if self._comm is not None:
+            self._comm.close(broken=self._broken is not None)
+            self._broken = self._broken or "it was closed"
+
+
+def _promise(device: torch.device) -> "torch.futures.Future[Any]":
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)

@@ -1,0 +1,81 @@
+"""The state of a DDP hook as a flat dict, and back, also on another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.engine.persistence import VERSION, reshard
+from thinwire.program import Method, State
+
+log = logging.getLogger("thinwire")
+
+
+def _options(method: Method) -> str:
+    return json.dumps({key: str(value) for key, value in method.options().items()}, sort_keys=True)
+
+
+def to_state_dict(state: State, method: Method) -> dict[str, Any]:
+    """The state of this rank."""
+    snapshot = state.snapshot()
+    flat: dict[str, Any] = {
+        "version": VERSION,
+        "method": method.name,
+        "options": _options(method),
+        "step": snapshot["step"],
+        "world_size": state.size,
+        "rank": state.rank,
+        "names": "ddp",
+    }
+    for name, value in snapshot["residual"].items():
+        flat[f"residual/{state.rank}/{name}"] = value
+    for kind, named in snapshot["shared"].items():
+        for name, value in named.items():
+            flat[f"shared/{kind}/{name}"] = value
+    return flat
+
+
+def from_state_dict(state: State, method: Method, saved: Mapping[str, Any]) -> None:
+    """Restore; see ``DDPSync.load_state_dict``."""
+    if saved.get("version") != VERSION or saved.get("names") != "ddp":
+        raise ValueError(f"this is not the state of a thinwire DDP hook, version {VERSION}")
+    if saved["method"] != method.name:
+        raise ValueError(
+            f"the state was saved by {saved['method']!r} but the hook runs {method.name!r}; use the same method, or start "
+            "without this state (what was owed to the model is then lost)"
+        )
+    residuals = _nested(saved, "residual/")
+    old_size = int(saved["world_size"])
+    if old_size == state.size:
+        mine = residuals.get(str(state.rank), {})
+        if residuals and not mine:
+            raise ValueError(f"the state holds no residuals of rank {state.rank}: keep those of every rank")
+    else:
+        if residuals and len(residuals) < old_size:
+            raise ValueError(
+                f"the state holds residuals of {len(residuals)} of {old_size} ranks, but now there are {state.size}: "
+                "those of every rank are needed"
+            )
+        names = sorted({name for named in residuals.values() for name in named})
+        mine = {
+            name: reshard([named[name] for named in residuals.values() if name in named], old_size) for name in names
+        }
+    shared = _nested(saved, "shared/")
+    if shared and saved["options"] != _options(method):
+        log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
+        shared = {}
+    state.restore({"step": saved["step"], "residual": mine, "shared": shared})
+
+
+def _nested(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
+    """``prefix<first>/<name>`` keys as {first: {name: tensor}}."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        if key.startswith(prefix):
+            first, _, name = key[len(prefix) :].partition("/")
+            found.setdefault(first, {})[name] = value
+    return found

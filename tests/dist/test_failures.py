@@ -1,0 +1,144 @@
+"""What goes wrong between ranks ends with a sentence on every rank, never with a hang."""
+
+import os
+import signal
+import time
+
+import cases
+import pytest
+import torch
+from spawned import run
+
+import thinwire as tw
+
+pytestmark = pytest.mark.dist
+
+
+def _disagree(rank, size):
+    messages = []
+
+    def attempt(net, method="ssgd", **options):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        try:
+            tw.attach(net, optimizer, method, **options)
+        except ValueError as error:
+            messages.append(str(error))
+
+    attempt(cases.model(width=24 if rank == 0 else 32))
+    attempt(cases.model(dtype=torch.float32 if rank == 0 else torch.float64))
+    attempt(cases.model(depth=2 + rank))
+    attempt(cases.model(), "acp", rank=2 + rank)
+    attempt(cases.model(), "acp" if rank else "ssgd")
+    attempt(cases.model(), "acp", rank=2, seed=rank)
+    return messages
+
+
+def test_ranks_that_differ_are_told_what_differs():
+    words = ["0.bias", "float32", "only on", "rank: 2 against 3", "method", "seed"]
+    for messages in run(_disagree, 2):
+        assert len(messages) == len(words)
+        for message, word in zip(messages, words):
+            assert word in message
+            assert "rank 1 differs from rank 0" in message
+
+
+def _killed(rank, size, victim, step_of_death, how):
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    tw.attach(net, optimizer, "ssgd", merge="none", timeout=8)
+    try:
+        for step in range(20):
+            if step == step_of_death and rank == victim:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(25)  # lags
+                os._exit(0)
+            cases.loss_of(net, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return "finished"
+
+
+@pytest.mark.parametrize("how", ["kill", "lag"])
+def test_a_dead_or_late_rank_is_named(how):
+    started = {} if how == "lag" else {2: -signal.SIGKILL}
+    results = run(_killed, 3, 2, 7, how, seconds=90, expect_exit=started)
+    for rank in (0, 1):
+        assert "step 7" in results[rank]
+        assert "bucket" in results[rank]
+        assert "Rank 2 did not report" in results[rank]
+
+
+def test_bad_input_is_one_sentence():
+    from torch import nn
+
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for kwargs, word in [
+        ({"method": "acpp"}, "acp"),
+        ({"method": "acp", "rank": 0}, "rank"),
+        ({"method": "acp", "rnak": 2}, "rank"),
+        ({"method": "topk", "density": 0}, "density"),
+        ({"method": "topk", "density": 1.5}, "density"),
+        ({"method": "topk"}, "density"),
+        ({"method": "ssgd", "merge": "sometimes"}, "merge"),
+        ({"method": "ssgd", "unused": "maybe"}, "unused"),
+        ({"method": "ssgd", "dense": "all"}, "dense"),
+        ({"method": "ssgd", "plan": "adaptive!"}, "plan"),
+    ]:
+        with pytest.raises(ValueError, match=word) as error:
+            tw.attach(net, optimizer, **kwargs)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="does not own"):
+        tw.attach(nn.Linear(4, 4), optimizer)
+    with pytest.raises(ValueError, match="no trainable"):
+        tw.attach(nn.Linear(4, 4).requires_grad_(False), optimizer)
+
+
+def test_world_size_one_compresses_nothing_and_says_so():
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    cases.loss_of(net, 0, 0).backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    optimizer.zero_grad()
+    with tw.attach(net, optimizer, "acp", rank=2) as sync:
+        cases.loss_of(net, 0, 0).backward()
+        assert all(torch.equal(a, p.grad) for a, p in zip(expected, net.parameters()))
+        assert "one rank" in sync.stats().note
+        assert sync.stats().bytes_sent == 0
+
+
+def _delayed(rank, size, repetitions, steps):
+    import random
+
+    for repetition in range(repetitions):
+        delays = random.Random(100 * repetition + rank)
+        for name, options in [("powersgd", {"rank": 1}), ("acp", {"rank": 1}), ("topk", {"density": 0.05})]:
+            net = cases.model(width=12, depth=4)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            sync = tw.attach(net, optimizer, name, merge="none", timeout=30, **options)
+            for p in net.parameters():
+                p.register_hook(lambda g: time.sleep(delays.random() * 0.001) if delays.random() < 0.2 else None)
+            for step in range(steps):
+                cases.loss_of(net, rank, step, width=12).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = torch.cat([w.flatten() for w in cases.weights(net)])
+            sync.detach()
+    return weights
+
+
+def _same(results):
+    return all(torch.equal(results[0], other) for other in results)
+
+
+def test_random_delays_never_hang():
+    assert _same(run(_delayed, 4, 1, 200, seconds=110))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_delays_never_hang_in_a_hundred_repetitions():
+    assert _same(run(_delayed, 4, 100, 200, seconds=3500))

@@ -1,0 +1,70 @@
+"""A real comparison over an emulated link: the bytes that were counted are those of the formula."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire import lab
+from thinwire.cli.main import app
+
+pytestmark = pytest.mark.net
+PAYLOAD = 4 * (256 * 256 * 2 + 256 * 2 + 256 * 10 + 10)  # of the model below; two ranks each send it once
+
+
+def bench(*words):
+    result = CliRunner().invoke(app, ["bench", "--model", "mlp:width=256:layers=2", "--steps", "4", "--json", *words])
+    assert result.stdout, result.output
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_bytes_on_the_wire_are_those_of_the_formula():
+    if lab.available() == "loopback":
+        pytest.skip("network namespaces are not to be had here")
+    methods = "ddp,ddp-best:buckets=1/25,ssgd,cast,torch-powersgd,acp:rank=2"
+    code, result = bench("--link", "50mbit", "--rounds", "2", "--methods", methods)
+    rows = {row["label"]: row for row in result["rows"]}
+    assert code == 0
+    assert not [row["error"] for row in rows.values() if row["error"]]
+    assert {row["bytes_source"] for row in rows.values()} == {"interface"}
+    for label, share in (("ddp", 1.0), ("ssgd", 1.0), ("cast", 0.5)):
+        assert rows[label]["bytes_per_step"] == pytest.approx(share * PAYLOAD, rel=0.08), label
+    assert rows["acp rank=2"]["bytes_per_step"] < 0.1 * PAYLOAD
+    assert rows["compute"]["bytes_per_step"] < 0.01 * PAYLOAD
+    assert result["floor_seconds"] >= PAYLOAD * 8 / 50e6
+    assert rows["ssgd"]["step_seconds"] > 0.8 * result["floor_seconds"]
+    assert rows["ddp"]["loss"] == pytest.approx(rows["ssgd"]["loss"], rel=1e-4)
+    assert rows["ddp"]["ratio"] == 1.0
+
+
+def test_without_rights_the_bytes_are_labelled_otherwise(monkeypatch):
+    monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
+    code, result = bench("--link", "50mbit", "--rounds", "1", "--methods", "ddp,ssgd")
+    assert code == 0
+    assert result["emulated"] is False
+    assert {row["label"]: row["bytes_source"] for row in result["rows"]} == {
+        "compute": "formula",
+        "ddp": "formula",
+        "ssgd": "stats",
+    }
+    assert result["rows"][2]["bytes_per_step"] == pytest.approx(PAYLOAD, rel=0.01)
+
+
+def test_a_row_that_fails_is_in_the_table_and_the_others_go_on(tmp_path, monkeypatch):
+    (tmp_path / "fails_late.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    def loss(model, step, rank):\n"
+        "        if step == 2 and rank == 1 and hasattr(model, 'module'):\n"
+        "            raise ArithmeticError('as planned')\n"
+        "        return model(torch.ones(1, 4)).sum()\n"
+        "    return torch.nn.Linear(4, 4), loss\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("thinwire.bench.spec.BenchSpec.operation_seconds", 5.0)
+    words = ["bench", "--model", "fails_late:build", "--steps", "2", "--rounds", "2", "--json", "--methods", "ddp,ssgd"]
+    result = CliRunner().invoke(app, words)
+    rows = {row["label"]: row for row in json.loads(result.stdout)["rows"]}
+    assert result.exit_code == 0
+    assert rows["ddp"]["error"]
+    assert not rows["ssgd"]["error"]

@@ -1,0 +1,76 @@
+import pytest
+import torch
+
+from thinwire.bench.models.registry import build_model, check_model
+
+SMALL = ["chargpt:layers=1:width=32:heads=2:batch=2", "mlp:width=64:layers=2", "resnet18:width=8:batch=2:classes=100"]
+
+
+@pytest.mark.parametrize("name,parameters", [("chargpt", 10_868_736), ("resnet18", 11_173_962)])
+def test_sizes(name, parameters):
+    assert build_model(name).parameters == parameters
+
+
+def test_the_mlp_has_a_hundred_million_parameters():
+    with torch.device("meta"):
+        assert build_model("mlp").parameters == pytest.approx(100e6, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_one_backward_reaches_every_parameter_and_is_reproducible(name):
+    losses = []
+    for _ in range(2):
+        workload = build_model(name, seed=1)
+        loss = workload.loss(workload.model, 0, 0)
+        loss.backward()
+        losses.append(loss.item())
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in workload.model.parameters())
+    assert losses[0] == losses[1]
+
+
+def test_held_out_loss_of_a_fresh_chargpt_is_that_of_guessing():
+    workload = build_model(SMALL[0])
+    assert workload.evaluate(workload.model, 0, 0).item() == pytest.approx(5.545, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    "name,says",
+    [
+        ("chargtp", "did you mean 'chargpt'"),
+        ("mlp:widht=3", "did you mean 'width'"),
+        ("no_such_module:f", "cannot be loaded"),
+        ("mlp:width=", "is no option"),
+        ("chargpt:width=100:heads=3", "no multiple"),
+    ],
+)
+def test_wrong_models_say_what_is_wrong(name, says):
+    with pytest.raises(ValueError, match=says):
+        check_model(name)
+        build_model(name)
+
+
+def test_a_model_of_the_users_own(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text(
+        "import torch\n"
+        "def build(size=3):\n"
+        "    model = torch.nn.Linear(size, 1)\n"
+        "    return model, lambda model, step, rank: model(torch.full((2, size), float(rank))).sum()\n"
+        "def wrong():\n    return 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    workload = build_model("own_model:build:size=5")
+    assert workload.parameters == 6
+    workload.loss(workload.model, 0, 1).backward()
+    with pytest.raises(ValueError, match=r"must return \(model, loss\)"):
+        build_model("own_model:wrong")
+
+
+def test_bert_small_is_built_or_says_what_is_missing():
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        with pytest.raises(ValueError, match="pip install"):
+            build_model("bert-small")
+    else:
+        assert build_model("bert-small").parameters == pytest.approx(28.8e6, rel=0.02)

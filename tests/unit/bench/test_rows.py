@@ -1,0 +1,45 @@
+import pytest
+
+from thinwire.bench.rows import Row, parse_rows
+from thinwire.bench.spec import BenchSpec
+
+
+def test_rows_options_and_variants():
+    rows = parse_rows("ddp, ddp-best:buckets=1/4, thinwire acp:rank=4,topk:density=0.01,ssgd")
+    assert rows == (
+        Row("ddp", "ddp"),
+        Row("ddp-best (1 MB)", "ddp", {"bucket": 1.0}, "ddp-best"),
+        Row("ddp-best (4 MB)", "ddp", {"bucket": 4.0}, "ddp-best"),
+        Row("acp rank=4", "acp", {"rank": 4}),
+        Row("topk density=0.01", "topk", {"density": 0.01}),
+        Row("ssgd", "ssgd"),
+    )
+    assert [row.is_thinwire for row in rows] == [False, False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "text,says",
+    [
+        ("", "no methods"),
+        ("ssdg", "did you mean 'ssgd'"),
+        ("ddp-bset", "did you mean 'ddp-best'"),
+        ("ddp:rank=3", "no option 'rank'"),
+        ("acp:rnak=3", "rank"),
+        ("acp:rank=0", "rank"),
+        ("acp:rank", "unknown method"),
+        ("ddp,ddp", "twice"),
+        ("ddp-best:buckets=a/b", "sizes in MB"),
+        ("ddp-best:buckets=0", "sizes in MB"),
+    ],
+)
+def test_wrong_rows_say_what_is_wrong(text, says):
+    with pytest.raises(ValueError, match=says):
+        parse_rows(text)
+
+
+def test_a_spec_goes_through_json_and_refuses_nonsense():
+    spec = BenchSpec("mlp", parse_rows("ddp-best,acp:rank=2"), workers=3, link="1gbit", link_bits=10**9)
+    assert BenchSpec.from_json(spec.to_json()) == spec
+    for wrong in ({"workers": 0}, {"steps": 0}, {"rounds": 0}, {"warmup": -1}, {"timeout_seconds": 0}):
+        with pytest.raises(ValueError):
+            BenchSpec("mlp", (), **wrong)

@@ -1,0 +1,91 @@
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from thinwire.bench.demo import at, judge_demo
+from thinwire.bench.plots import check_plot, plot_bench
+from thinwire.bench.record import Point, RowRecord, RunRecord
+from thinwire.bench.rows import Row
+from thinwire.bench.spec import BenchSpec
+from thinwire.bench.summary import floor, summarise
+from thinwire.bench.table import bench_table
+
+
+def row(label, seconds, kind="ddp", **more):
+    times = [seconds - 0.1, seconds, seconds + 0.1]
+    usual = {"forward_seconds": [0.3] * 3, "host_seconds": [0.01] * 3, "losses": [3.0, 2.0, 1.0], "wire_bytes": 8e6}
+    return RowRecord(label, kind, step_seconds=times, wire_source="interface", **{**usual, **more})
+
+
+def record(*rows):
+    return RunRecord("a model", 1_000_000, 10, 4_000_000, 2, "eth0", [row("compute", 1.0, "compute"), *rows])
+
+
+SPEC = BenchSpec("mlp", (Row("ddp", "ddp"),), link="10mbit", link_bits=10**7)
+
+
+def test_the_floor():
+    assert floor(1.0, 0.3, 4e6, None) == 1.0
+    assert floor(1.0, 0.3, 4e6, 10**9) == 1.0
+    assert floor(1.0, 0.3, 4e6, 10**7) == pytest.approx(3.5)
+
+
+def test_figures_families_failures_and_their_table(tmp_path):
+    failed = RowRecord("acp", "acp", error="rank 1: ValueError: no")
+    rows = [row("ddp", 4.0), row("b (1 MB)", 3.0, family="b"), row("b (4 MB)", 2.0, family="b"), failed]
+    result = summarise(SPEC, record(*rows), emulated=True, note="")
+    assert [r.label for r in result.rows] == ["compute", "ddp", "b (4 MB)", "acp"]
+    best = result.row("b")
+    assert (best.step_seconds, best.exposed_seconds, best.ratio) == pytest.approx((2.0, 1.0, 0.5))
+    assert best.spread_seconds == pytest.approx(0.1)
+    assert best.loss == 2.0
+    assert set(best.variants) == {"b (1 MB)", "b (4 MB)"}
+    assert result.floor_seconds == pytest.approx(3.5)
+    console = Console(width=200, record=True, quiet=True)
+    console.print(bench_table(result))
+    text = console.export_text()
+    for wanted in ("failed: rank 1: ValueError: no", "floor", "3.50 s", "0.500", "tried: b (1 MB) 3.00 s"):
+        assert wanted in text
+    shape = json.loads(json.dumps(result.to_dict()))
+    assert {"floor_seconds", "compute_seconds", "emulated", "rows"} <= set(shape)
+    plot_bench(result, tmp_path / "new" / "plot.png")
+    assert (tmp_path / "new" / "plot.png").stat().st_size > 1000
+
+
+def test_a_link_that_was_not_emulated_is_said_in_the_table():
+    console = Console(width=200, record=True, quiet=True)
+    console.print(bench_table(summarise(SPEC, record(row("ddp", 4.0)), emulated=False, note="no rights here")))
+    text = console.export_text()
+    assert "NOT emulated" in text
+    assert "no rights here" in text
+
+
+def test_plot_names(tmp_path):
+    check_plot(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"\.png or \.html"):
+        check_plot(tmp_path / "a.jpg")
+
+
+def test_records_go_through_json(tmp_path):
+    whole = record(row("ddp", 1.0, curve=[Point(1, 0.5, 3.0, None)]))
+    whole.write(tmp_path / "r.json")
+    assert RunRecord.read(tmp_path / "r.json") == whole
+
+
+def test_a_curve_between_its_points():
+    curve = [Point(0, 0.0, math.nan, 5.0), Point(5, 10.0, 4.0, 3.0)]
+    assert at(curve, "seconds", 5.0) == pytest.approx(4.0)
+    assert at(curve, "step", 5) == 3.0
+    assert at(curve, "seconds", 99.0) == 3.0
+
+
+def test_the_demo_predicts_only_what_it_could_not_measure():
+    curve = [Point(0, 0.0, 5.0, 5.0), Point(3, 12.0, 4.0, 4.0)]
+    whole = record(row("ddp", 4.0, curve=curve))
+    measured = judge_demo(SPEC, whole, emulated=True, note="").rows[0]
+    predicted = judge_demo(SPEC, whole, emulated=False, note="").rows[0]
+    assert measured.predicted_seconds is None
+    assert predicted.predicted_seconds == pytest.approx(0.3 + 8e6 * 8 / 1e7)
+    assert (measured.loss_at_equal_steps, measured.loss_at_equal_seconds) == (4.0, 4.0)
