@@ -1,7 +1,7 @@
 """Rerun the main figures on this machine: ``python benchmarks/main_figures.py --only a,b``.
 
-Prints a table with the target beside every figure and writes ``benchmarks/results/main_figures.json``. Figures that were
-not rerun stay in the file. Part f (loss over 1000 steps) runs only with ``--loss`` or ``--only f``.
+Prints a table with the target beside every figure and writes ``benchmarks/results/main_figures.json``. Figures
+that were not rerun stay in the file. Part f (loss over 1000 steps) runs only with ``--loss`` or ``--only f``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Figure:
 
     @property
     def met(self) -> bool:
+        """Whether the value reaches the target."""
         return self.value <= self.target if self.at_most else self.value >= self.target
 
 

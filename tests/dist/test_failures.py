@@ -34,7 +34,7 @@ def _disagree(rank, size):
 
 
 def test_ranks_that_differ_are_told_what_differs():
-    words = ["0.bias", "float32", "only on", "rank: 2 against 3", "method", "seed"]
+    words = ["0.bias", "float32", "parameters: ", "rank: 2 against 3", "method", "seed"]
     for messages in run(_disagree, 2):
         assert len(messages) == len(words)
         for message, word in zip(messages, words):

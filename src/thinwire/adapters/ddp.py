@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.adapters.ddp_layout import gradient_views, joined
+from thinwire.adapters.ddp_names import Ordinals
 from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
 from thinwire.engine.agreement import agree
 from thinwire.engine.attach import _topology as default_topology
@@ -29,7 +30,7 @@ from thinwire.engine.communicator import Communicator
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
-from thinwire.program import Bucket, Method, Program, Scope, Slot, State, Topology, working_dtype
+from thinwire.program import Bucket, Method, Program, Scope, Slot, State, Topology
 from thinwire.program.trace import Step, trace
 
 if TYPE_CHECKING:
@@ -102,10 +103,7 @@ class DDPSync:
         self._state: State | None = None
         self._comm: Communicator | None = None
         self._note = ""
-        self._names: dict[int, str] = {}
-        self._parameters: list[Tensor] = []  # keeps the ids in _names from being reused
-        self._counts: dict[torch.dtype, int] = {}
-        self._naming = True
+        self._ordinals = Ordinals()
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._traces: dict[tuple[tuple[str, ...], bool], list[list[Step]]] = {}
         self._lock = threading.Lock()
@@ -181,9 +179,8 @@ class DDPSync:
             return self._submit(comm, bucket, buffer)
 
     def _alone(self, bucket: GradBucket, buffer: Tensor) -> "torch.futures.Future[Tensor]":
-        self._name(bucket.parameters())
+        self._ordinals.of(bucket.parameters(), bucket.is_last(), self.state)
         if bucket.is_last():
-            self._naming = False
             self.state.step += 1
         done: torch.futures.Future[Tensor] = _promise(buffer.device)
         done.set_result(buffer)
@@ -205,10 +202,7 @@ class DDPSync:
     def _submit(self, comm: Communicator, bucket: GradBucket, buffer: Tensor) -> "torch.futures.Future[Tensor]":
         parameters = bucket.parameters()
         last = bucket.is_last()
-        names = self._name(parameters)
-        if last and self._naming:
-            self._naming = False
-            self._check_names()
+        names = self._ordinals.of(parameters, last, self.state)
         views = gradient_views(buffer, parameters)
         job = _Job(buffer, _promise(buffer.device))
         kept = [self.method.dense(name, tuple(p.shape), None) for name, p in zip(names, parameters)]
@@ -320,52 +314,11 @@ class DDPSync:
         assert isinstance(value, Tensor)
         return value
 
-    # --- names --------------------------------------------------------------------------------------------------
-
-    def _name(self, parameters: Sequence[Tensor]) -> list[str]:
-        """The parameters' names. The first step gives them: buckets come last to first, parameters first to last."""
-        if self._naming:
-            for p in reversed(parameters):
-                if id(p) not in self._names:
-                    count = self._counts.get(p.dtype, 0)
-                    self._counts[p.dtype] = count + 1
-                    self._adopt(f"{str(p.dtype).removeprefix('torch.')}/{count}", p)
-        try:
-            return [self._names[id(p)] for p in parameters]
-        except KeyError:
-            raise RuntimeError("this hook serves another DDP model already: call ddp_hook once for each") from None
-
-    def _adopt(self, name: str, parameter: Tensor) -> None:
-        self._names[id(parameter)] = name
-        self._parameters.append(parameter)
-        self._fit(name, parameter)
-
-    def _fit(self, name: str, parameter: Tensor) -> None:
-        """What was loaded for a parameter, now that it is known: check its shape, bring it to its device."""
-        loaded = self.state.residuals.get(name)
-        if loaded is not None:
-            if loaded.shape != parameter.shape:
-                raise ValueError(
-                    f"the loaded state has a residual of shape {list(loaded.shape)} for {name} (counted from the last "
-                    f"parameter), but the model's is {list(parameter.shape)}: it was saved by another model"
-                )
-            self.state.residuals[name] = loaded.to(parameter.device, working_dtype(parameter.dtype))
-        for (kind, owner), value in list(self.state.fields.items()):
-            if owner == name:
-                self.state.fields[kind, owner] = value.to(parameter.device)
-
-    def _check_names(self) -> None:
-        extra = sorted(set(self.state.residuals) - set(self._names.values()))
-        if extra:
-            raise ValueError(
-                f"the loaded state has residuals of parameters that the model has not: {', '.join(extra[:3])}"
-            )
+    # --- what users call ----------------------------------------------------------------------------------------
 
     def names(self) -> list[tuple[str, Tensor]]:
         """Ordinal names and parameters; empty before the first backward."""
-        return [(self._names[id(p)], p) for p in self._parameters]
-
-    # --- what users call ----------------------------------------------------------------------------------------
+        return self._ordinals.items()
 
     def stats(self) -> Stats:
         """Counters since the start. DDP waits in C++, so ``exposed_seconds`` is not known here and stays 0."""
@@ -413,10 +366,7 @@ class DDPSync:
             ValueError: it is of another method, was not made by this hook, or lacks what this rank needs.
         """
         from_state_dict(self.state, self.method, state)
-        for name, parameter in self.names():
-            self._fit(name, parameter)
-        if not self._naming:
-            self._check_names()
+        self._ordinals.fit(self.state)
 
     def close(self) -> None:
         """End the communicator thread and give the process groups back; the hook cannot be used afterwards."""

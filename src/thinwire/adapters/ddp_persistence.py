@@ -45,8 +45,8 @@ def from_state_dict(state: State, method: Method, saved: Mapping[str, Any]) -> N
         raise ValueError(f"this is not the state of a thinwire DDP hook, version {VERSION}")
     if saved["method"] != method.name:
         raise ValueError(
-            f"the state was saved by {saved['method']!r} but the hook runs {method.name!r}; use the same method, or start "
-            "without this state (what was owed to the model is then lost)"
+            f"the state was saved by {saved['method']!r} but the hook runs {method.name!r}; use the same method, or "
+            "start without this state (what was owed to the model is then lost)"
         )
     residuals = _nested(saved, "residual/")
     old_size = int(saved["world_size"])

@@ -53,7 +53,7 @@ class Contender:
         self.optimizer.zero_grad()
         loss = self.workload.loss(self.module, self.steps, rank)
         forward = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         end = time.perf_counter()
         self.steps += 1

@@ -58,7 +58,7 @@ def demo(
     )
     if not emulated:
         console.print(
-            f"predicted: a step at {LINK}, computed and not measured: max(compute, forward + bytes / rate), a lower bound. "
+            f"predicted: a step at {LINK}, computed, not measured: max(compute, forward + bytes / rate), a lower bound. "
             + ("--quick runs without a link." if quick else launched.note)
         )
     console.print(f"written: {out / 'demo.json'}" + (f", {picture}" if picture else ""))

@@ -6,6 +6,7 @@ all-reduce and a slice.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from thinwire.program.ops import (
     ReduceScatter,
 )
 
-
 # torch 2.13 gave it a shorter name and deprecates the old one, which is all that 2.9 has.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -41,7 +41,7 @@ class Pending:
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
-        """Block until it has completed (Gloo), or order the current stream after it (NCCL). Raises what the wire raised."""
+        """Block until it has completed (Gloo) or order the current stream after it (NCCL). Raises the wire's error."""
         for work in self.works:
             work.wait()
         return self.finish()
@@ -68,10 +68,8 @@ class Pending:
 
 
 def _wait_then(work: Any, callback: Callable[[Any], None]) -> None:
-    try:
+    with contextlib.suppress(RuntimeError):  # `Pending.wait` raises it where it can be told
         work.wait()
-    except RuntimeError:
-        pass  # `Pending.wait` raises it where it can be told
     callback(None)
 
 

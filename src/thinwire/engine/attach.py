@@ -48,7 +48,7 @@ def attach(
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units.
         dense: "auto" (the method says which parameters it does not compress), "none", or (name, parameter) -> bool.
-        unused: "zero": a parameter unused on every rank gets a zero gradient; "exact": it keeps None (one collective more).
+        unused: "zero": a parameter that no rank used gets a zero gradient; "exact": it keeps None (one more collective).
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         check_order: compare the sequence of issued collectives over ranks at every step (debugging).
 
@@ -61,7 +61,7 @@ def attach(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a torch.nn.Module first, not {type(model).__name__}")
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers: list[torch.optim.Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
     for o in optimizers:
         if not isinstance(o, torch.optim.Optimizer):
             raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")

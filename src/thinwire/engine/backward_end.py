@@ -1,7 +1,7 @@
 """Calls back once when a backward pass has ended. The only file that touches autograd's private interface.
 
 Under reentrant activation checkpointing a backward runs inside a backward, each with its own end. Whoever asks is told
-once, at the end of the outermost: tasks are noted by the parameters' hooks and, because a re-run forward inside backward
+once, at the end of the outermost: tasks are noted by the parameters' hooks and, since a re-run forward inside backward
 belongs to the outer task, by the modules' forward hooks too.
 """
 
@@ -34,7 +34,7 @@ class BackwardEnd:
         if task == -1 or task in self._open:
             return
         self._open.add(task)
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._ended(task))
 
     def _ended(self, task: int) -> None:

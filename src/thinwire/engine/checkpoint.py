@@ -23,7 +23,13 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 def save(
-    directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, sync: GradientSync, step: int, *, keep: int = 2
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sync: GradientSync,
+    step: int,
+    *,
+    keep: int = 2,
 ) -> Path:
     """Write a checkpoint. All ranks must call it, on a file system that they share.
 
@@ -70,7 +76,11 @@ def save(
 
 
 def load(
-    directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, sync: GradientSync, step: int | None = None
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sync: GradientSync,
+    step: int | None = None,
 ) -> int | None:
     """Take over the newest whole checkpoint, or that of ``step``. All ranks must call it.
 

@@ -1,4 +1,4 @@
-"""One rank's means of communication for one GradientSync: group, lanes, ledger, executor, and what to say on failure."""
+"""One rank's means of communication for one GradientSync: group, lanes, ledger, executor, words on failure."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Communicator:
         who = self._late.report(self._step, bucket, failure.where)
         text = re.sub(r"^\[[^\]]*\]\s*", "", str(failure.error).split("\n")[0])[:200].rstrip(". ")
         return (
-            f"rank {self.ranks[self.rank]}: the exchange failed at step {self._step}, bucket {bucket}, {failure.where}: "
-            f"{type(failure.error).__name__}: {text}. {who[0].upper()}{who[1:]}."
+            f"rank {self.ranks[self.rank]}: the exchange failed at step {self._step}, bucket {bucket}, "
+            f"{failure.where}: {type(failure.error).__name__}: {text}. {who[0].upper()}{who[1:]}."
         )
 
     def run(self, program: Program, purpose: str) -> Any:
@@ -129,9 +129,9 @@ class Communicator:
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Which backend serves this device's tensors."""
-    name = dist.get_backend(group)
+    name = str(dist.get_backend(group))
     if ":" in name:  # "cpu:gloo,cuda:nccl"
         name = dict(part.split(":") for part in name.split(","))[device.type]
     if name not in ("gloo", "nccl"):
         raise ValueError(f"the process group's backend is {name}; thinwire runs on gloo and nccl")
-    return str(name)
+    return name

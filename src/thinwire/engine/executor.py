@@ -141,7 +141,7 @@ class ThreadExecutor:
 
 
 class StreamExecutor:
-    """The host issues each program whole, in plan order, on a side stream ordered by events, and never blocks (NCCL)."""
+    """The host issues each program whole, in plan order, on a side stream, and never blocks (NCCL)."""
 
     def __init__(self, wire: Wire, device: torch.device) -> None:
         self._wire = wire

@@ -27,7 +27,8 @@ class LateRanks:
     def __init__(self, ranks: Sequence[int], place: int, label: str) -> None:
         self._ranks, self._place, self._prefix = ranks, place, f"thinwire/{label}"
         # The error handler must not share a connection with a thread that may be blocked on it.
-        self._store: Any = dist.distributed_c10d._get_default_store().clone()
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()
 
     def report(self, step: int, bucket: str, where: str) -> str:
         """Leave this rank's note, wait for the others', and say in a sentence who is missing."""

@@ -39,7 +39,7 @@ def managed_parameters(model: nn.Module, method: Method, dense: DenseRule) -> li
     if not (callable(dense) or dense in ("auto", "none")):
         raise ValueError(f'dense={dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
-    found = []
+    found: list[Managed] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -54,7 +54,9 @@ def managed_parameters(model: nn.Module, method: Method, dense: DenseRule) -> li
         raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")
     devices = {m.parameter.device for m in found}
     if len(devices) > 1:
-        raise ValueError(f"the model's parameters lie on several devices ({', '.join(map(str, devices))}); one is needed")
+        raise ValueError(
+            f"the model's parameters lie on several devices ({', '.join(map(str, devices))}); one is needed"
+        )
     return found
 
 
@@ -64,7 +66,7 @@ def check_optimizers(managed: Iterable[Managed], optimizers: Iterable[torch.opti
     missing = [m.name for m in managed if id(m.parameter) not in owned]
     if missing:
         raise ValueError(
-            f"the optimizer does not own {len(missing)} of the model's trainable parameters ({', '.join(missing[:3])}, ...): "
+            f"the optimizer does not own {len(missing)} of the model's trainable parameters, {', '.join(missing[:3])}: "
             "build it from this model's parameters (after moving or copying the model), pass a list of all optimizers, "
             "or freeze what is not trained"
         )

@@ -114,7 +114,7 @@ def _resharded(residuals: Mapping[str, Mapping[str, Tensor]], old_size: int, syn
         before = sum(float(x.norm() ** 2) for named in residuals.values() for x in named.values()) ** 0.5
         after = (sync.topology.world_size * sum(float(x.norm() ** 2) for x in mine.values())) ** 0.5
         log.warning(
-            "thinwire: residuals of %d ranks taken over by %d: each gets their mean (norm over all ranks %.4g, now %.4g)",
+            "thinwire: residuals of %d ranks taken over by %d: each gets their mean (norm over ranks %.4g, now %.4g)",
             old_size, sync.topology.world_size, before, after,
         )  # fmt: skip
     return mine

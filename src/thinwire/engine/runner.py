@@ -1,8 +1,8 @@
-"""In which order programs advance and ops are issued: the heart of the engine, free of threads and of torch.distributed.
+"""In which order programs advance and ops are issued: the heart of the engine, free of threads and networks.
 
 Order is fixed by the plan, never by completion. The k-th collective that bucket b yields within a scope goes to lane
-(scope, k), and only when every earlier bucket has issued its own k-th there, or has ended with fewer. So every rank puts
-the same sequence on every process group, whatever arrives first.
+(scope, k), and only when every earlier bucket has issued its own k-th there, or has ended with fewer. So every rank
+puts the same sequence on every process group, whatever arrives first.
 """
 
 from __future__ import annotations
@@ -99,4 +99,3 @@ class Runner:
             else:
                 break
         self._front[lane] = front
-

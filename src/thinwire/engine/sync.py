@@ -174,8 +174,11 @@ class GradientSync:
     def _again(self, index: int, parameter: Tensor) -> bool:
         """Whether autograd just added to a gradient that we delivered and nobody has touched since."""
         version = self._versions[index]
-        return version is not None and parameter.grad is not None and parameter.grad._version == version + 1 and (
-            parameter.grad is self._delivered.get(index)
+        return (
+            version is not None
+            and parameter.grad is not None
+            and parameter.grad._version == version + 1
+            and (parameter.grad is self._delivered.get(index))
         )
 
     # --- one step ------------------------------------------------------------------------------------------------

@@ -1,0 +1,4 @@
+"""Probe the network and profile the model.
+
+What does not live here: decisions (planner/).
+"""

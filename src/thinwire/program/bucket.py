@@ -54,7 +54,7 @@ class Slot:
         return self.value
 
     def gradient(self) -> Tensor:
-        """The gradient in the working dtype, unscaled, contiguous. It may share memory with ``.grad``: do not edit it."""
+        """The gradient in the working dtype, unscaled, contiguous. May share memory with ``.grad``: do not edit it."""
         x = self.raw().to(working_dtype(self.dtype)).contiguous()
         return x if self.scale is None else x / self.scale
 
@@ -67,7 +67,9 @@ class Slot:
         if self.scale is not None:
             x = x * self.scale
         if self.result is None:
-            self.result = torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.value is None else self.value
+            self.result = (
+                torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.value is None else self.value
+            )
         self.result.copy_(x.reshape(self.shape))
 
 

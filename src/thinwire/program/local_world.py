@@ -56,7 +56,7 @@ class LocalWorld:
 
         Args:
             method: the program to run.
-            gradients: one ``{name: Tensor}`` per rank; None marks a parameter this rank did not use. They are not edited.
+            gradients: one ``{name: Tensor}`` per rank; None marks a parameter this rank did not use. Not edited.
             lr: the learning rate, for methods that ask for it.
 
         Returns:

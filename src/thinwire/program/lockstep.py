@@ -120,7 +120,9 @@ def _complete(ops: Sequence[Collective], places: Sequence[int]) -> list[Tensor]:
         return tensors
     if isinstance(first, ReduceScatter):
         if first.tensor.numel() % len(ops):
-            raise ValueError(f"a reduce-scatter over {len(ops)} ranks needs a multiple of it, not {first.tensor.numel()}")
+            raise ValueError(
+                f"a reduce-scatter over {len(ops)} ranks needs a multiple of it, not {first.tensor.numel()}"
+            )
         return list(_ordered_sum([x.reshape(-1) for x in tensors]).clone().chunk(len(ops)))
     if isinstance(first, AllGather):
         return [torch.stack(list(tensors)) for _ in ops]

@@ -1,8 +1,8 @@
 """The words of the language: one dataclass per collective, and ``NextForward``.
 
-A program yields one of these and receives the result. An op *owns* its tensor: whoever runs the program may overwrite it
-(an all-reduce works in place), so a program that still needs the values sends a copy. Every rank of the group must yield
-the same kind with the same dtype and size, in the same order.
+A program yields one of these and receives the result. An op *owns* its tensor: whoever runs the program may overwrite
+it (an all-reduce works in place), so a program that still needs the values sends a copy. Every rank of the group must
+yield the same kind with the same dtype and size, in the same order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 from torch import Tensor
 
@@ -73,5 +73,5 @@ class NextForward:
     """The rest of this program may wait until the layers of its bucket are needed again."""
 
 
-Op = Union[Collective, NextForward]
+Op = Collective | NextForward
 Program = Generator[Op, Any, None]

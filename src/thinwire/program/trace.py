@@ -19,7 +19,7 @@ from thinwire.program.volume import sent_bytes
 
 @dataclass(frozen=True)
 class Step:
-    """One yield of a program: the op's kind, scope, message bytes of this rank and bytes it sends; None for NextForward."""
+    """One yield: the op's kind, its scope (None for NextForward), bytes of this rank's message, bytes it sends."""
 
     kind: str
     scope: Scope | None
@@ -38,7 +38,9 @@ def trace(
 ) -> list[Step]:
     """The collectives that ``method`` issues for one bucket of (name, shape) pairs."""
     meta = torch.device("meta")
-    slots = [Slot(name, shape, torch.empty(tuple(shape), dtype=dtype, device=meta), dtype, meta) for name, shape in shapes]
+    slots = [
+        Slot(name, shape, torch.empty(tuple(shape), dtype=dtype, device=meta), dtype, meta) for name, shape in shapes
+    ]
     state = State(rank, topology)
     state.step = step
     program = method.reduce(Bucket(0, slots), state)

@@ -45,8 +45,7 @@ def test_held_out_loss_of_a_fresh_chargpt_is_that_of_guessing():
 )
 def test_wrong_models_say_what_is_wrong(name, says):
     with pytest.raises(ValueError, match=says):
-        check_model(name)
-        build_model(name)
+        (check_model(name), build_model(name))
 
 
 def test_a_model_of_the_users_own(tmp_path, monkeypatch):

@@ -1,0 +1,77 @@
+"""Names for parameters that a DDP hook sees without names: dtype and place, counted from the last registered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.program import State, working_dtype
+
+
+class Ordinals:
+    """``float32/0`` is the last registered float32 parameter, ``float32/1`` the one before it.
+
+    In its first backward DDP presents, per dtype, the buckets from last to first and the parameters of a bucket from
+    first to last, whatever its ``bucket_cap_mb``; afterwards the order is its own, and the names stay.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._parameters: list[Tensor] = []  # keeps the ids from being reused
+        self._counts: dict[torch.dtype, int] = {}
+        self._open = True
+
+    def of(self, parameters: Sequence[Tensor], last: bool, state: State) -> list[str]:
+        """The names of a bucket's parameters. ``last``: this is the last bucket of a step.
+
+        Raises:
+            RuntimeError: parameters of another model.
+            ValueError: what was loaded into ``state`` does not fit.
+        """
+        if self._open:
+            for p in reversed(parameters):
+                if id(p) not in self._names:
+                    count = self._counts.get(p.dtype, 0)
+                    self._counts[p.dtype] = count + 1
+                    self._names[id(p)] = f"{str(p.dtype).removeprefix('torch.')}/{count}"
+                    self._parameters.append(p)
+                    _fit(self._names[id(p)], p, state)
+            if last:
+                self._open = False
+                self._check(state)
+        try:
+            return [self._names[id(p)] for p in parameters]
+        except KeyError:
+            raise RuntimeError("this hook serves another DDP model already: call ddp_hook once for each") from None
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """Names and parameters known so far."""
+        return [(self._names[id(p)], p) for p in self._parameters]
+
+    def fit(self, state: State) -> None:
+        """Check a state that has just been loaded, and bring it to the parameters' device."""
+        for name, parameter in self.items():
+            _fit(name, parameter, state)
+        if not self._open:
+            self._check(state)
+
+    def _check(self, state: State) -> None:
+        extra = sorted(set(state.residuals) - set(self._names.values()))
+        if extra:
+            raise ValueError(f"the state has residuals of parameters that the model has not: {', '.join(extra[:3])}")
+
+
+def _fit(name: str, parameter: Tensor, state: State) -> None:
+    loaded = state.residuals.get(name)
+    if loaded is not None:
+        if loaded.shape != parameter.shape:
+            raise ValueError(
+                f"the state has a residual of shape {list(loaded.shape)} for {name} (counted from the last parameter), "
+                f"but the model's is {list(parameter.shape)}: it was saved by another model"
+            )
+        state.residuals[name] = loaded.to(parameter.device, working_dtype(parameter.dtype))
+    for (kind, owner), value in list(state.fields.items()):
+        if owner == name:
+            state.fields[kind, owner] = value.to(parameter.device)

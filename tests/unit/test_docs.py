@@ -1,0 +1,145 @@
+"""Runs what the documentation shows: Python blocks under ``<!-- tested -->``, doctests, links between pages."""
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.program import LocalWorld, Topology
+from thinwire.program.trace import trace
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+TESTED = re.compile(r"^<!-- tested -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
+
+
+def blocks(page):
+    """(line number, code) of every tested block."""
+    text = page.read_text()
+    return [(text.count("\n", 0, found.start(1)), found[1]) for found in TESTED.finditer(text)]
+
+
+def execute(page, monkeypatch):
+    """Run a page's tested blocks in order, in one module; returns what they defined."""
+    module = types.ModuleType(f"blocks_of_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
+    for line, code in blocks(page):
+        exec(compile("\n" * line + code, str(page), "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """A folder to write in, and no torchrun around."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def random_k(alone, monkeypatch):
+    return execute(ROOT / "CONTRIBUTING.md", monkeypatch).RandomK
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_blocks_run(page, alone, monkeypatch):
+    execute(page, monkeypatch)
+
+
+def test_no_marker_is_without_a_block():
+    for page in PAGES:
+        marks = len(re.findall(r"^<!-- tested -->$", page.read_text(), re.MULTILINE))
+        assert marks == len(blocks(page)), f"{page.name}: a tested marker without a python block right under it"
+    assert blocks(ROOT / "README.md")
+    assert len(blocks(ROOT / "CONTRIBUTING.md")) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("plan", [None, [["w", "b"]]])
+def test_example_method_conserves(random_k, size, density, plan):
+    world = LocalWorld(size, plan=plan)
+    method = random_k(density=density)
+    draw = torch.Generator().manual_seed(size)
+    owed = {"w": torch.zeros(7, 5), "b": torch.zeros(3)}
+    for step in range(12):
+        gradients = [{k: torch.randn(v.shape, generator=draw) for k, v in owed.items()} for _ in range(size)]
+        if step == 5:
+            gradients[0]["b"] = None  # unused on one rank: counts as zero, its backlog is still sent
+        applied = world.step(method, gradients)
+        for k in owed:
+            mean = sum(torch.zeros_like(owed[k]) if g[k] is None else g[k] for g in gradients) / size
+            now = sum(r[k] for r in world.residuals()) / size
+            torch.testing.assert_close(mean + owed[k], applied[0][k] + now, rtol=0, atol=1e-5)
+            owed[k] = now
+            assert all(torch.equal(applied[0][k], other[k]) for other in applied)
+            if density == 1.0:
+                assert not now.any()
+
+
+def test_example_method_rejects_a_step_whole(random_k):
+    world = LocalWorld(3, plan=[["a"], ["b"]])
+    method = random_k(density=0.25)
+    draw = torch.Generator().manual_seed(0)
+    good = [{k: torch.randn(40, generator=draw) for k in "ab"} for _ in range(3)]
+    world.step(method, good)
+    before = world.residuals()
+    bad = [{k: v.clone() for k, v in g.items()} for g in good]
+    for i in range(40):  # wherever it is, sent or not
+        bad[1]["b"] = good[1]["b"].clone()
+        bad[1]["b"][i] = float("inf")
+        applied = world.step(method, bad)
+        assert all(r["b"].isnan().any() and r["a"].isfinite().all() for r in applied)
+        for old, new in zip(before, world.residuals(), strict=True):
+            assert all(torch.equal(old[k], new[k]) for k in "ab")
+
+
+def test_example_method_runs_on_shapes_alone(random_k):
+    method = random_k(density=0.1)
+    steps = trace(method, [("w", (10, 10)), ("b", (50,))], Topology(4))
+    assert [(step.kind, step.message_bytes) for step in steps] == [("AllReduce", 15 * 4)]
+    assert method.payload([(10, 10), (50,)], 0) == [10, 5]
+    with pytest.raises(ValueError, match="density"):
+        random_k(density=0.0)
+
+
+DOCTESTS = ("program.local_world", "planner.merge.fuse", "methods.feedback", "kernels.seeding")
+
+
+@pytest.mark.parametrize("name", DOCTESTS)
+def test_doctests(name):
+    result = doctest.testmod(importlib.import_module(f"thinwire.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in LINK.findall(page.read_text()):
+            if "://" not in target and not target.startswith("mailto:"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+@pytest.mark.parametrize("marker", ["<!-- demo-table -->", "<!-- /demo-table -->"])
+def test_readme_has_the_place_of_the_results(marker):
+    assert (ROOT / "README.md").read_text().count(marker) == 1
+
+
+def test_readme_script_runs_on_two_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md")[0][1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "acp" in done.stdout
+    assert "one rank only" not in done.stdout
