@@ -61,8 +61,8 @@ def test_a_row_that_fails_is_in_the_table_and_the_others_go_on(tmp_path, monkeyp
         "    return torch.nn.Linear(4, 4), loss\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.bench.spec.BenchSpec.operation_seconds", 5.0)
     words = ["bench", "--model", "fails_late:build", "--steps", "2", "--rounds", "2", "--json", "--methods", "ddp,ssgd"]
+    words += ["--operation-timeout", "6"]
     result = CliRunner().invoke(app, words)
     rows = {row["label"]: row for row in json.loads(result.stdout)["rows"]}
     assert result.exit_code == 0

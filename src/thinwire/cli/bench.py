@@ -25,6 +25,9 @@ def bench(
     warmup: Annotated[int, typer.Option(help="Untimed steps before a row's first turn.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is ended.")] = 3600.0,
+    operation_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a silent exchange fails a row.")
+    ] = 300.0,
     plot: Annotated[Path | None, typer.Option(help="Also draw: a .png or .html file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
@@ -57,6 +60,7 @@ def bench(
         rounds=rounds,
         warmup=warmup,
         seed=seed,
+        operation_seconds=operation_timeout,
         timeout_seconds=timeout,
     )
     total = (len(rows) + 1) * (warmup + rounds * steps + rounds - 1)

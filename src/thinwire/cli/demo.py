@@ -58,7 +58,7 @@ def demo(
     )
     if not emulated:
         console.print(
-            f"predicted: a step at {LINK}, computed, not measured: max(compute, forward + bytes / rate), a lower bound. "
+            f"predicted: a step at {LINK}, computed, not measured: max(compute, forward + bytes / rate), a floor. "
             + ("--quick runs without a link." if quick else launched.note)
         )
     console.print(f"written: {out / 'demo.json'}" + (f", {picture}" if picture else ""))
@@ -73,6 +73,7 @@ def demo(
 def demo_table(result: DemoResult) -> Table:
     """The demonstration's table."""
     from rich.table import Table
+    from rich.text import Text
 
     from thinwire.bench.table import megabytes, seconds
 
@@ -84,7 +85,7 @@ def demo_table(result: DemoResult) -> Table:
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in result.rows:
         if row.error:
-            table.add_row(row.label, f"failed: {row.error}")
+            table.add_row(row.label, Text(f"failed: {row.error}"))
             continue
         losses = [f"{x:.3f}" if x is not None else "-" for x in (row.loss_at_equal_steps, row.loss_at_equal_seconds)]
         cells = [row.label, seconds(row.step_seconds), megabytes(row.bytes_per_step), str(row.steps), *losses]

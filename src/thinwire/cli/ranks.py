@@ -40,7 +40,7 @@ def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[R
             if "step" in event:
                 bar.update(task, advance=1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
             elif "error" in event:
-                bar.console.print(f"[red]{event['row']} failed:[/red] {event['error']}")
+                bar.console.print(f"{event['row']} failed: {event['error']}", style="red", markup=False)
             elif "clock" in event and event.get("of"):
                 bar.update(task, total=_total(bar.tasks[0].completed, event))
 

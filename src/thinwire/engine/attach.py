@@ -48,7 +48,7 @@ def attach(
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units.
         dense: "auto" (the method says which parameters it does not compress), "none", or (name, parameter) -> bool.
-        unused: "zero": a parameter that no rank used gets a zero gradient; "exact": it keeps None (one more collective).
+        unused: "zero": a parameter that no rank used gets a zero gradient; "exact": keeps None (one collective more).
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         check_order: compare the sequence of issued collectives over ranks at every step (debugging).
 

@@ -1,6 +1,6 @@
 """Checkpoints that survive a kill and another number of ranks.
 
-A checkpoint is a directory ``step-<n>``: ``model.pt`` (model, optimizer, step; rank 0's, they are equal on all ranks) and
+A checkpoint is a directory ``step-<n>``: ``model.pt`` (model, optimizer, step; from rank 0, equal on all) and
 ``rank-<r>.pt`` for every rank's residuals. It is written under another name, flushed to disk, and renamed when all
 ranks have finished, so what is called ``step-<n>`` is always whole. Files are read with ``weights_only=True``.
 """

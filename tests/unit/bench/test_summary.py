@@ -1,3 +1,4 @@
+import io
 import json
 import math
 
@@ -43,7 +44,7 @@ def test_figures_families_failures_and_their_table(tmp_path):
     assert best.loss == 2.0
     assert set(best.variants) == {"b (1 MB)", "b (4 MB)"}
     assert result.floor_seconds == pytest.approx(3.5)
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(bench_table(result))
     text = console.export_text()
     for wanted in ("failed: rank 1: ValueError: no", "floor", "3.50 s", "0.500", "tried: b (1 MB) 3.00 s"):
@@ -55,7 +56,7 @@ def test_figures_families_failures_and_their_table(tmp_path):
 
 
 def test_a_link_that_was_not_emulated_is_said_in_the_table():
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(bench_table(summarise(SPEC, record(row("ddp", 4.0)), emulated=False, note="no rights here")))
     text = console.export_text()
     assert "NOT emulated" in text
