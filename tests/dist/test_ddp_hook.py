@@ -335,5 +335,5 @@ def _silent(rank, size):
 def test_a_silent_rank_is_named():
     (message, took), _ = run(_silent, 2)
     assert "the exchange failed at step 3" in message
-    assert "rank 1 did not report" in message
+    assert "Rank 1 did not report: dead or late" in message
     assert took < 2 + 5 + 2

@@ -16,7 +16,8 @@ log = logging.getLogger("thinwire")
 
 
 def _options(method: Method) -> str:
-    return json.dumps({key: str(value) for key, value in method.options().items()}, sort_keys=True)
+    """The options that factors depend on; buckets are DDP's."""
+    return json.dumps({key: str(value) for key, value in method.options().items() if key != "merge"}, sort_keys=True)
 
 
 def to_state_dict(state: State, method: Method) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def to_state_dict(state: State, method: Method) -> dict[str, Any]:
         "world_size": state.size,
         "rank": state.rank,
         "names": "ddp",
+        "residuals": len(snapshot["residual"]),
     }
     for name, value in snapshot["residual"].items():
         flat[f"residual/{state.rank}/{name}"] = value
@@ -49,6 +51,11 @@ def from_state_dict(state: State, method: Method, saved: Mapping[str, Any]) -> N
             "start without this state (what was owed to the model is then lost)"
         )
     residuals = _nested(saved, "residual/")
+    if not residuals and saved["residuals"]:
+        raise ValueError(
+            "the state has lost its residuals: DCP fills only what it is shown, and before its first backward a DDP hook "
+            "knows no parameters; load it after that, or save each rank's state_dict with torch.save"
+        )
     old_size = int(saved["world_size"])
     if old_size == state.size:
         mine = residuals.get(str(state.rank), {})

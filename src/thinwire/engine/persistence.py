@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.program import Plan
+from thinwire.program.trace import memory
 
 if TYPE_CHECKING:
     from thinwire.engine.sync import GradientSync
@@ -36,11 +37,27 @@ def to_state_dict(sync: GradientSync) -> dict[str, Any]:
         "rank": sync.rank,
         "plan": sync.plan.to_json(),
     }
+    flat.update(_blank(sync))
     for name, value in snapshot["residual"].items():
         flat[f"residual/{sync.rank}/{name}"] = value
     for field, named in snapshot["shared"].items():
         for name, value in named.items():
             flat[f"shared/{field}/{name}"] = value
+    return flat
+
+
+def _blank(sync: GradientSync) -> dict[str, Tensor]:
+    """Zeros for all that the method will remember: DCP fills only the keys that a fresh GradientSync shows it."""
+    flat: dict[str, Tensor] = {}
+    for m in sync._managed:
+        if m.dense:
+            continue
+        dtype, device = m.parameter.dtype, m.parameter.device
+        blank = memory(sync.method, [(m.name, m.shape)], sync.topology, rank=sync.rank, dtype=dtype)
+        for name, value in blank.residuals.items():
+            flat[f"residual/{sync.rank}/{name}"] = torch.zeros_like(value, device=device)
+        for (field, name), value in blank.fields.items():
+            flat[f"shared/{field}/{name}"] = torch.zeros_like(value, device=device)
     return flat
 
 
@@ -66,9 +83,10 @@ def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
     else:
         mine = _resharded(residuals, old_size, sync)
     device = sync._managed[0].parameter.device
-    shared: dict[str, dict[str, Tensor]] = {f: dict(v) for f, v in _split(state, "shared/").items()}
+    # A blank (see `_blank`) stands for a field that was never committed.
+    shared = {f: {n: x for n, x in named.items() if x.any()} for f, named in _split(state, "shared/").items()}
     options = json.dumps({key: str(value) for key, value in sync.method.options().items()}, sort_keys=True)
-    if options != state["options"] and shared:
+    if shared and _without_merge(options) != _without_merge(state["options"]):
         log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
         shared = {}
     snapshot = {
@@ -84,6 +102,11 @@ def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
         except ValueError:
             return  # another set of trainable parameters: the fresh plan stays
         sync.adopt_plan(plan)
+
+
+def _without_merge(options: str) -> dict[str, Any]:
+    """The options that factors depend on: not which tensors share a bucket."""
+    return {key: value for key, value in json.loads(options).items() if key != "merge"}
 
 
 def _split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:

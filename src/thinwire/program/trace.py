@@ -37,12 +37,28 @@ def trace(
     dtype: torch.dtype = torch.float32,
 ) -> list[Step]:
     """The collectives that ``method`` issues for one bucket of (name, shape) pairs."""
+    state = State(rank, topology)
+    state.step = step
+    return _run(method, shapes, state, dtype)
+
+
+def memory(
+    method: Method, shapes: Sequence[tuple[str, Sequence[int]]], topology: Topology, *, rank: int, dtype: torch.dtype
+) -> State:
+    """What ``method`` remembers of these parameters once it is under way: a state of meta tensors."""
+    state = State(rank, topology)
+    for phase in range(method.phases):
+        state.step = (method.phases << 40) + phase
+        _run(method, shapes, state, dtype)
+        state.end_step()
+    return state
+
+
+def _run(method: Method, shapes: Sequence[tuple[str, Sequence[int]]], state: State, dtype: torch.dtype) -> list[Step]:
     meta = torch.device("meta")
     slots = [
         Slot(name, shape, torch.empty(tuple(shape), dtype=dtype, device=meta), dtype, meta) for name, shape in shapes
     ]
-    state = State(rank, topology)
-    state.step = step
     program = method.reduce(Bucket(0, slots), state)
     steps: list[Step] = []
     value: Any = None
@@ -55,7 +71,7 @@ def trace(
             steps.append(Step("NextForward", None, 0, 0))
             value = None
             continue
-        members = len(topology.members(op.group, rank))
+        members = len(state.topology.members(op.group, state.rank))
         size = op.tensor.numel() * op.tensor.element_size()
         steps.append(Step(type(op).__name__, op.group, size, sent_bytes(op, members)))
         value = result_like(op, members)
