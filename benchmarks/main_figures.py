@@ -148,18 +148,21 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
 def show(figures: list[Figure]) -> None:
     table = Table("part", "figure", "measured", "target", "met")
     for f in figures:
-        sign = "<=" if f.at_most else ">="
-        table.add_row(f.part, f.what, f"{f.value:.3f} {f.unit}", f"{sign} {f.target:g}", "yes" if f.met else "NO")
+        target = "-" if f.target == float("inf") else f"{'<=' if f.at_most else '>='} {f.target:g}"
+        met = "-" if target == "-" else "yes" if f.met else "NO"
+        table.add_row(f.part, f.what, f"{f.value:.3f} {f.unit}", target, met)
     Console().print(table)
 
 
 def save(figures: list[Figure], parts: list[str]) -> None:
     kept = json.loads(RESULTS.read_text())["figures"] if RESULTS.exists() else []
     machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+    load = round(os.getloadavg()[0], 1)  # far above the number of workers: something else was running
     rows = [row for row in kept if row["part"] not in parts]
     for f in figures:
         target = None if f.target == float("inf") else f.target
-        rows.append({"part": f.part, "what": f.what, "value": f.value, "unit": f.unit, "target": target, "met": f.met})
+        row = {"part": f.part, "what": f.what, "value": f.value, "unit": f.unit, "target": target, "met": f.met}
+        rows.append({**row, "load_average": load})
     RESULTS.parent.mkdir(exist_ok=True)
     rows.sort(key=lambda row: row["part"])
     RESULTS.write_text(json.dumps({"machine": machine, "figures": rows}, indent=2) + "\n")

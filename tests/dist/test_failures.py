@@ -95,6 +95,9 @@ def test_bad_input_is_one_sentence():
         tw.attach(nn.Linear(4, 4), optimizer)
     with pytest.raises(ValueError, match="no trainable"):
         tw.attach(nn.Linear(4, 4).requires_grad_(False), optimizer)
+    words = nn.Embedding(5, 4, sparse=True)
+    with pytest.raises(TypeError, match="sparse=False"):
+        tw.attach(words, torch.optim.SGD(words.parameters(), lr=0.1))
 
 
 def test_world_size_one_compresses_nothing_and_says_so():

@@ -357,7 +357,7 @@ class DDPSync:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, flat: residuals under ``residual/<rank>/<ordinal>``. No collective, no side effect."""
-        return to_state_dict(self.state, self.method)
+        return to_state_dict(self.state, self.method, self.names())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from thinwire.engine.persistence import VERSION, reshard
+from thinwire.engine.persistence import VERSION, blank, reshard, split, split_shared
 from thinwire.program import Method, State
 
 log = logging.getLogger("thinwire")
@@ -20,8 +20,8 @@ def _options(method: Method) -> str:
     return json.dumps({key: str(value) for key, value in method.options().items() if key != "merge"}, sort_keys=True)
 
 
-def to_state_dict(state: State, method: Method) -> dict[str, Any]:
-    """The state of this rank."""
+def to_state_dict(state: State, method: Method, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """The state of this rank, with blanks for what will be remembered of the parameters known so far."""
     snapshot = state.snapshot()
     flat: dict[str, Any] = {
         "version": VERSION,
@@ -33,6 +33,8 @@ def to_state_dict(state: State, method: Method) -> dict[str, Any]:
         "names": "ddp",
         "residuals": len(snapshot["residual"]),
     }
+    kept = [(name, p) for name, p in parameters if not method.dense(name, tuple(p.shape), None)]
+    flat.update(blank(method, kept, state.topology, state.rank))
     for name, value in snapshot["residual"].items():
         flat[f"residual/{state.rank}/{name}"] = value
     for kind, named in snapshot["shared"].items():
@@ -50,11 +52,11 @@ def from_state_dict(state: State, method: Method, saved: Mapping[str, Any]) -> N
             f"the state was saved by {saved['method']!r} but the hook runs {method.name!r}; use the same method, or "
             "start without this state (what was owed to the model is then lost)"
         )
-    residuals = _nested(saved, "residual/")
+    residuals = split(saved, "residual/")
     if not residuals and saved["residuals"]:
         raise ValueError(
-            "the state has lost its residuals: DCP fills only what it is shown, and before its first backward a DDP hook "
-            "knows no parameters; load it after that, or save each rank's state_dict with torch.save"
+            "the state has lost its residuals: DCP fills only what it is shown, and before its first backward a DDP "
+            "hook knows no parameters; load it after that, or save each rank's state_dict with torch.save"
         )
     old_size = int(saved["world_size"])
     if old_size == state.size:
@@ -71,18 +73,8 @@ def from_state_dict(state: State, method: Method, saved: Mapping[str, Any]) -> N
         mine = {
             name: reshard([named[name] for named in residuals.values() if name in named], old_size) for name in names
         }
-    shared = _nested(saved, "shared/")
+    shared = split_shared(saved)
     if shared and saved["options"] != _options(method):
         log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
         shared = {}
     state.restore({"step": saved["step"], "residual": mine, "shared": shared})
-
-
-def _nested(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
-    """``prefix<first>/<name>`` keys as {first: {name: tensor}}."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, value in state.items():
-        if key.startswith(prefix):
-            first, _, name = key[len(prefix) :].partition("/")
-            found.setdefault(first, {})[name] = value
-    return found

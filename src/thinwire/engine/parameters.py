@@ -34,11 +34,16 @@ def managed_parameters(model: nn.Module, method: Method, dense: DenseRule) -> li
 
     Raises:
         ValueError: there is none, or ``dense`` is not understood.
-        TypeError: a complex parameter.
+        TypeError: a complex parameter, or an embedding with sparse gradients.
     """
     if not (callable(dense) or dense in ("auto", "none")):
         raise ValueError(f'dense={dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise TypeError(
+                f"{name} gives sparse gradients, which thinwire does not exchange: build it with sparse=False"
+            )
     found: list[Managed] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from thinwire.program import Plan
+from thinwire.program import Method, Plan, Topology
 from thinwire.program.trace import memory
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def to_state_dict(sync: GradientSync) -> dict[str, Any]:
         "rank": sync.rank,
         "plan": sync.plan.to_json(),
     }
-    flat.update(_blank(sync))
+    compressed = [(m.name, m.parameter) for m in sync._managed if not m.dense]
+    flat.update(blank(sync.method, compressed, sync.topology, sync.rank))
     for name, value in snapshot["residual"].items():
         flat[f"residual/{sync.rank}/{name}"] = value
     for field, named in snapshot["shared"].items():
@@ -46,19 +47,31 @@ def to_state_dict(sync: GradientSync) -> dict[str, Any]:
     return flat
 
 
-def _blank(sync: GradientSync) -> dict[str, Tensor]:
-    """Zeros for all that the method will remember: DCP fills only the keys that a fresh GradientSync shows it."""
+def blank(method: Method, parameters: Iterable[tuple[str, Tensor]], topology: Topology, rank: int) -> dict[str, Tensor]:
+    """Zeros for all that a method will remember: DCP fills only the keys that a state_dict shows it before."""
     flat: dict[str, Tensor] = {}
-    for m in sync._managed:
-        if m.dense:
-            continue
-        dtype, device = m.parameter.dtype, m.parameter.device
-        blank = memory(sync.method, [(m.name, m.shape)], sync.topology, rank=sync.rank, dtype=dtype)
-        for name, value in blank.residuals.items():
-            flat[f"residual/{sync.rank}/{name}"] = torch.zeros_like(value, device=device)
-        for (field, name), value in blank.fields.items():
-            flat[f"shared/{field}/{name}"] = torch.zeros_like(value, device=device)
+    for name, x in parameters:
+        found = memory(method, [(name, x.shape)], topology, rank=rank, dtype=x.dtype)
+        for value in found.residuals.values():
+            flat[f"residual/{rank}/{name}"] = torch.zeros_like(value, device=x.device)
+        for (field, _), value in found.fields.items():
+            flat[f"shared/{field}/{name}"] = torch.zeros_like(value, device=x.device)
     return flat
+
+
+def split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
+    """``prefix<first>/<name>`` keys as {first: {name: tensor}}."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        if key.startswith(prefix):
+            first, _, name = key[len(prefix) :].partition("/")
+            found.setdefault(first, {})[name] = value
+    return found
+
+
+def split_shared(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """The shared fields; a blank one was never committed (no method's is all zeros)."""
+    return {f: {n: x for n, x in named.items() if x.any()} for f, named in split(state, "shared/").items()}
 
 
 def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
@@ -70,7 +83,7 @@ def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
             f"the state was saved by {state['method']!r} but {sync.method.name!r} is attached; attach with the same "
             "method, or start without this state (what was owed to the model is then lost)"
         )
-    residuals = _split(state, "residual/")
+    residuals = split(state, "residual/")
     _check_names(sync, {name for named in residuals.values() for name in named})
     old_size = int(state["world_size"])
     if old_size == sync.topology.world_size:
@@ -83,8 +96,7 @@ def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
     else:
         mine = _resharded(residuals, old_size, sync)
     device = sync._managed[0].parameter.device
-    # A blank (see `_blank`) stands for a field that was never committed.
-    shared = {f: {n: x for n, x in named.items() if x.any()} for f, named in _split(state, "shared/").items()}
+    shared = split_shared(state)
     options = json.dumps({key: str(value) for key, value in sync.method.options().items()}, sort_keys=True)
     if shared and _without_merge(options) != _without_merge(state["options"]):
         log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
@@ -107,16 +119,6 @@ def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
 def _without_merge(options: str) -> dict[str, Any]:
     """The options that factors depend on: not which tensors share a bucket."""
     return {key: value for key, value in json.loads(options).items() if key != "merge"}
-
-
-def _split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
-    """``prefix<first>/<name>`` keys as {first: {name: tensor}}."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, value in state.items():
-        if key.startswith(prefix):
-            first, _, name = key[len(prefix) :].partition("/")
-            found.setdefault(first, {})[name] = value
-    return found
 
 
 def _check_names(sync: GradientSync, names: set[str]) -> None:
