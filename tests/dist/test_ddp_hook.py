@@ -6,12 +6,12 @@ import cases
 import pytest
 import torch
 import torch.distributed as dist
-from spawned import run
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from spawned import run
 
 pytestmark = pytest.mark.dist
 

@@ -6,8 +6,8 @@ import signal
 import subprocess
 
 import pytest
-from conftest import CLI, collect, namespaces, runs, wait_until
 
+from conftest import CLI, collect, namespaces, runs, wait_until
 from thinwire import lab
 from thinwire.lab import leftovers
 from thinwire.lab.network import Network

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import collect
 
+from conftest import collect
 from thinwire import lab
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
