@@ -1,13 +1,19 @@
-"""Runs a function on N real Gloo ranks (spawn, a free port, a time limit) and tells hang, signal and failure apart."""
+"""Runs a function on N real Gloo ranks (spawn, a free port, a time limit) and tells hang, signal and failure apart.
 
+Ranks are kept for the next call, since starting one costs seconds on two cores; every call makes process groups of its
+own. Tests about the end of a process, and those whose ranks are meant to die, ask for fresh ones.
+"""
+
+import atexit
 import multiprocessing
 import os
 import pickle
 import socket
-import tempfile
 import time
 import traceback
-from pathlib import Path
+
+_context = multiprocessing.get_context("spawn")
+_kept = []
 
 
 class RankFailed(AssertionError):
@@ -20,7 +26,22 @@ def free_port():
         return s.getsockname()[1]
 
 
-def _child(function, rank, size, port, out, args, init):
+def _serve(pipe):
+    """A rank's life: calls come through the pipe until it closes."""
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            return
+        pipe.send_bytes(pickle.dumps(_one(*call)))  # plain bytes: torch would send tensors through shared memory
+        if call[-1]:
+            return
+
+
+def _one(function, rank, size, port, args, init, fresh):
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
@@ -28,52 +49,100 @@ def _child(function, rank, size, port, out, args, init):
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
         if init:
             dist.init_process_group("gloo")
         result = function(rank, size, *args)
-        Path(out, f"{rank}.ok").write_bytes(pickle.dumps(result))
         if init and dist.is_initialized():
             dist.destroy_process_group()
+        return True, result
     except BaseException:
-        Path(out, f"{rank}.error").write_text(traceback.format_exc())
-        os._exit(1)
+        return False, traceback.format_exc()
 
 
-def run(function, size, *args, seconds=60.0, init=True, expect_exit=None):
+class _Rank:
+    def __init__(self):
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.answer = None
+
+    def end(self):
+        self.pipe.close()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _dismiss():
+    while _kept:
+        _kept.pop().end()
+
+
+atexit.register(_dismiss)
+
+
+def run(function, size, *args, seconds=60.0, init=True, expect_exit=None, fresh=False):
     """Call ``function(rank, size, *args)`` on every rank. Returns the results in rank order.
 
-    ``expect_exit``: {rank: exit code} of ranks that are meant to end otherwise; their result is None.
+    Args:
+        expect_exit: {rank: exit code} of ranks that are meant to end otherwise; their result is None.
+        fresh: processes of this call alone, whose end is part of the test.
     """
     expect_exit = expect_exit or {}
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as out:
-        port = free_port()
-        ranks = [context.Process(target=_child, args=(function, r, size, port, out, args, init)) for r in range(size)]
-        for p in ranks:
-            p.start()
-        deadline = time.monotonic() + seconds
-        for p in ranks:
-            p.join(max(0.0, deadline - time.monotonic()))
-        late = [r for r, p in enumerate(ranks) if p.is_alive()]
-        for p in ranks:
-            if p.is_alive():
-                p.kill()
-                p.join()
-        problems = []
-        if late:
-            problems.append(f"hang: ranks {late} were late after {seconds} s")
-        results = []
-        for r, p in enumerate(ranks):
-            wanted = expect_exit.get(r, 0)
-            error = Path(out, f"{r}.error")
-            if p.exitcode != wanted and r not in late:
-                kind = f"signal {-p.exitcode}" if p.exitcode < 0 else f"exit {p.exitcode}"
-                problems.append(f"rank {r}: {kind}\n{error.read_text() if error.exists() else ''}")
-            ok = Path(out, f"{r}.ok")
-            results.append(pickle.loads(ok.read_bytes()) if ok.exists() else None)
-        if problems:
-            raise RankFailed("\n".join(problems))
-        return results
+    fresh = fresh or bool(expect_exit)
+    ranks = [_Rank() if fresh or not _kept else _kept.pop() for _ in range(size)]
+    port = free_port()
+    for r, rank in enumerate(ranks):
+        rank.answer = None
+        rank.pipe.send((function, r, size, port, args, init, fresh))
+    deadline = time.monotonic() + seconds
+    late, problems = _collect(ranks, deadline, expect_exit)
+    if fresh:
+        for r, rank in enumerate(ranks):
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+            if rank.process.is_alive() and r not in late:
+                late.append(r)
+    if late:
+        problems.insert(0, f"hang: ranks {late} were late after {seconds} s")
+    if fresh or problems:
+        for r, rank in enumerate(ranks):
+            if rank.process.is_alive():
+                rank.process.kill()
+            rank.process.join()
+            code, wanted = rank.process.exitcode, expect_exit.get(r, 0)
+            if fresh and code != wanted and r not in late:
+                problems.append(f"rank {r}: {f'signal {-code}' if code < 0 else f'exit {code}'}")
+    else:
+        _kept.extend(ranks)
+    if problems:
+        raise RankFailed("\n".join(problems))
+    return [rank.answer for rank in ranks]
+
+
+def _collect(ranks, deadline, expect_exit):
+    late, problems, waiting = [], [], dict(enumerate(ranks))
+    while waiting:
+        for r, rank in list(waiting.items()):
+            if rank.pipe.poll(0.01):
+                try:
+                    ok, rank.answer = pickle.loads(rank.pipe.recv_bytes())
+                except EOFError:
+                    if r not in expect_exit:
+                        problems.append(f"rank {r} ended without an answer")
+                else:
+                    if not ok:
+                        problems.append(f"rank {r}: {rank.answer}")
+                del waiting[r]
+            elif not rank.process.is_alive() and not rank.pipe.poll(0):
+                if r not in expect_exit:
+                    rank.process.join()
+                    problems.append(f"rank {r} ended with exit code {rank.process.exitcode}")
+                del waiting[r]
+        if waiting and time.monotonic() > deadline:
+            late = sorted(waiting)
+            break
+    return late, problems
