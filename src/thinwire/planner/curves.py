@@ -1,0 +1,112 @@
+"""Cost curves: bytes -> seconds, as a line or as a table, each saying where its numbers come from."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from thinwire.planner.checks import check_number
+
+Provenance: TypeAlias = Literal["measured here", "measured elsewhere", "assumed"]
+
+
+def check_provenance(provenance: str) -> None:
+    """Raise ``ValueError`` unless this is one of the three words."""
+    if provenance not in get_args(Provenance):
+        raise ValueError(f"provenance={provenance!r} is unknown; use one of {', '.join(get_args(Provenance))}")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Start-up plus a rate.
+
+    Attributes:
+        startup_seconds: of a message of any size.
+        seconds_per_byte: of one byte. (Compute curves may count elements or FLOPs instead: ``Costs.compute``.)
+        provenance: where the numbers come from.
+        source: the same in free text.
+    """
+
+    startup_seconds: float
+    seconds_per_byte: float
+    provenance: Provenance = "assumed"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_number("startup_seconds", self.startup_seconds)
+        check_number("seconds_per_byte", self.seconds_per_byte)
+        check_provenance(self.provenance)
+
+    def __call__(self, size: float) -> float:
+        """Seconds for so many bytes."""
+        return self.startup_seconds + self.seconds_per_byte * size
+
+    def stretched(self, startup: float, rest: float, source: str) -> Linear:
+        """A guess: the start-up times one factor, the rest times another."""
+        return Linear(self.startup_seconds * startup, self.seconds_per_byte * rest, "assumed", source)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured points, straight lines between them; flat below the first, the last slope beyond the last.
+
+    Attributes:
+        points: (bytes, seconds), bytes ascending.
+        provenance: where the numbers come from.
+        source: the same in free text.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    provenance: Provenance = "assumed"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "points", tuple((float(x), float(y)) for x, y in self.points))
+        if not self.points:
+            raise ValueError("points must not be empty")
+        for i, (size, seconds) in enumerate(self.points):
+            check_number(f"points[{i}] bytes", size)
+            check_number(f"points[{i}] seconds", seconds)
+            if i and size <= self.points[i - 1][0]:
+                raise ValueError(f"points[{i}]: bytes must ascend, {size:g} follows {self.points[i - 1][0]:g}")
+        check_provenance(self.provenance)
+
+    def __call__(self, size: float) -> float:
+        """Seconds for so many bytes."""
+        points = self.points
+        if size <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        i = min(bisect.bisect_left(points, (size,)), len(points) - 1)
+        (x0, y0), (x1, y1) = points[i - 1], points[i]
+        if size > x1:  # a last piece that falls is noise: extrapolated, it would become negative
+            return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (size - x1)
+        return y0 + (y1 - y0) * ((size - x0) / (x1 - x0))
+
+    def stretched(self, startup: float, rest: float, source: str) -> Table:
+        """A guess: the first point's time counts as start-up and is scaled by one factor, the rest by another."""
+        first = self.points[0][1]
+        points = tuple((x, max(0.0, first * startup + (y - first) * rest)) for x, y in self.points)
+        return Table(points, "assumed", source)
+
+
+Curve: TypeAlias = Linear | Table
+
+
+def curve_to_data(curve: Curve) -> dict[str, Any]:
+    """What JSON can hold of a curve."""
+    numbers: dict[str, Any]
+    if isinstance(curve, Linear):
+        numbers = {"startup_seconds": curve.startup_seconds, "seconds_per_byte": curve.seconds_per_byte}
+    else:
+        numbers = {"points": [list(point) for point in curve.points]}
+    return {**numbers, "provenance": curve.provenance, "source": curve.source}
+
+
+def curve_from_data(data: dict[str, Any]) -> Curve:
+    """Read back what ``curve_to_data`` gave."""
+    if "points" in data:
+        return Table(tuple((x, y) for x, y in data["points"]), data["provenance"], str(data["source"]))
+    return Linear(
+        float(data["startup_seconds"]), float(data["seconds_per_byte"]), data["provenance"], str(data["source"])
+    )

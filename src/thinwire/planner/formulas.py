@@ -1,0 +1,54 @@
+"""How start-up and rate of a link become the cost of a collective: rings, and where not, what Gloo does.
+
+A cost is ``startups * a + copies * bytes * b``, with a = seconds per message on the link, b = seconds per byte, and
+bytes those of ONE rank's message as ``program.trace`` gives them: for AllReduce the tensor, for ReduceScatter the whole
+[W*k] input, for AllToAll the whole [W, ...] input, for AllGather what this rank brings.
+"""
+
+from __future__ import annotations
+
+import math
+
+KINDS = ("AllReduce", "ReduceScatter", "AllGather", "AllToAll", "Broadcast", "Exchange")
+"""The operations that can be priced: the words of ``program.ops``."""
+
+
+def startups(kind: str, members: int) -> int:
+    """Messages that follow one another."""
+    others = members - 1
+    if kind == "AllReduce":
+        return 2 * others
+    if kind in ("ReduceScatter", "AllGather", "AllToAll"):
+        return others
+    if kind == "Broadcast":  # a binomial tree
+        return math.ceil(math.log2(members))
+    if kind == "Exchange":
+        return min(1, others)
+    raise ValueError(f"{kind!r} is not an operation; there are {', '.join(KINDS)}")
+
+
+def copies(kind: str, members: int, sharing: int = 1) -> float:
+    """How many times the message's bytes pass the busiest link.
+
+    Args:
+        kind: the operation.
+        members: ranks that take part.
+        sharing: ranks that share one network card. Of a ring one edge leaves each machine, whatever it holds; of an
+            all-to-all every pair on two machines crosses, and the pairs of one machine do so through one card.
+    """
+    others = members - 1
+    if kind == "AllReduce":
+        return 2 * others / members
+    if kind == "ReduceScatter":
+        return others / members
+    if kind == "AllToAll":
+        if members <= sharing:  # all on one machine
+            return others / members
+        return sharing * (members - sharing) / members
+    if kind == "AllGather":
+        return others
+    if kind == "Broadcast":
+        return math.ceil(math.log2(members))
+    if kind == "Exchange":
+        return min(1, others)
+    raise ValueError(f"{kind!r} is not an operation; there are {', '.join(KINDS)}")

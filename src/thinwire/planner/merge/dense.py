@@ -1,0 +1,65 @@
+"""The fastest grouping for dense all-reduce: an exact dynamic programme, any cost function."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from thinwire.planner.checks import Price, check_breaks, check_number, check_seconds, check_sizes, priced_row
+from thinwire.planner.clock import finish
+from thinwire.planner.merge.cuts import cuts
+from thinwire.planner.merge.result import Merge
+
+
+def optimal_dense(
+    sizes: Sequence[int],
+    backward_seconds: Sequence[float],
+    allreduce_seconds: Price,
+    *,
+    breaks: Collection[int] = (),
+    max_elements: int | None = None,
+) -> Merge:
+    """Group tensors so that the last all-reduce ends as early as possible.
+
+    The end of a prefix depends on its grouping through the link alone, since grouping does not move the backward
+    pass: one number per prefix is enough, O(L^2) in time.
+
+    Args:
+        sizes: elements per tensor, in backward order.
+        backward_seconds: from the gradient before to this one.
+        allreduce_seconds: of a group's elements; need not be monotone.
+        breaks: indices that must open a group (another dtype, device or rule).
+        max_elements: a group holds no more, unless it is one tensor.
+
+    Returns:
+        The merge; among equals the one whose last group is longest, at every step back.
+
+    Raises:
+        ValueError: bad sizes, times, breaks or cap, or a callable that returns a bad time.
+
+    Example:
+        >>> optimal_dense([8, 1, 1], [1.0, 1.0, 1.0], lambda d: 1.0 + d / 4).groups
+        [[0], [1, 2]]
+    """
+    sizes = check_sizes(sizes)
+    seconds = check_seconds(backward_seconds, len(sizes))
+    borders = check_breaks(breaks, len(sizes))
+    if max_elements is not None:
+        check_number("max_elements", max_elements)
+    if not sizes:
+        return Merge([], 0.0, "optimal", True)
+    table = cuts(sizes, seconds, borders, max_elements)
+    ends = np.zeros(len(sizes) + 1)
+    begins = [0] * (len(sizes) + 1)
+    for j in range(1, len(sizes) + 1):
+        first, total = table.earliest[j], table.elements[j]
+        row = priced_row("allreduce_seconds", allreduce_seconds, [total - d for d in table.elements[first:j]])
+        row += np.maximum(ends[first:j], table.backward[j])
+        best = int(row.argmin())  # the first: the longest last group
+        ends[j], begins[j] = row[best], first + best
+    chosen = [len(sizes)]
+    while chosen[-1]:
+        chosen.append(begins[chosen[-1]])
+    groups = table.groups(chosen[::-1])
+    return Merge(groups, finish(groups, sizes, seconds, allreduce_seconds), "optimal", True)

@@ -1,0 +1,98 @@
+"""The two published greedy rules, for fidelity. Both look one tensor ahead and neither is optimal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thinwire.planner.checks import Price, check_number, check_seconds, check_sizes, priced
+from thinwire.planner.clock import finish
+from thinwire.planner.merge.result import Merge
+
+
+def greedy_mgwfbp(sizes: Sequence[int], backward_seconds: Sequence[float], allreduce_seconds: Price) -> Merge:
+    """Merge-or-close as MG-WFBP has it (1811.11141, 1912.09268), in backward order.
+
+    The next tensor joins the open group if its gradient is there before the group's message would have ended, and
+    waiting for it costs less than the start-up it saves.
+
+    Args:
+        sizes: elements per tensor, in backward order.
+        backward_seconds: from the gradient before to this one.
+        allreduce_seconds: of a group's elements.
+
+    Raises:
+        ValueError: bad sizes or times, or a callable that returns a bad time.
+    """
+    sizes = check_sizes(sizes)
+    seconds = check_seconds(backward_seconds, len(sizes))
+    groups: list[list[int]] = []
+    clock = free = held = 0.0  # backward so far, link, gradient of the open group that came last
+    size = 0
+    for j, (more, step) in enumerate(zip(sizes, seconds, strict=True)):
+        clock += step
+        if groups:
+            alone = priced("allreduce_seconds", allreduce_seconds, size)
+            start = max(free, held)
+            saving = alone + priced("allreduce_seconds", allreduce_seconds, more)
+            saving -= priced("allreduce_seconds", allreduce_seconds, size + more)
+            if clock < start + alone and (start > clock or clock - start < saving):
+                groups[-1].append(j)
+                size, held = size + more, clock
+                continue
+            free = start + alone
+        groups.append([j])
+        size, held = more, clock
+    return Merge(groups, finish(groups, sizes, seconds, allreduce_seconds), "mgwfbp", False)
+
+
+def greedy_omgs(
+    sizes: Sequence[int],
+    backward_seconds: Sequence[float],
+    select_seconds: Price,
+    exchange_seconds: Price,
+    *,
+    startup_seconds: float | None = None,
+) -> Merge:
+    """Merge-or-close as OMGS has it (INFOCOM 2020), in backward order, selection on the backward stream.
+
+    Args:
+        sizes: elements per tensor, in backward order.
+        backward_seconds: from the gradient before to this one.
+        select_seconds: of a group's elements.
+        exchange_seconds: of a group's elements.
+        startup_seconds: what a merge saves, in place of the difference of exchange times: the rule of the authors'
+            plotting script.
+
+    Raises:
+        ValueError: bad sizes or times, or a callable that returns a bad time.
+    """
+    sizes = check_sizes(sizes)
+    seconds = check_seconds(backward_seconds, len(sizes))
+    if startup_seconds is not None:
+        check_number("startup_seconds", startup_seconds)
+
+    def select(d: int) -> float:
+        return priced("select_seconds", select_seconds, d)
+
+    def exchange(d: int) -> float:
+        return priced("exchange_seconds", exchange_seconds, d)
+
+    groups: list[list[int]] = []
+    before = free = span = 0.0  # compute clock before the open group, link, the group's backward time
+    size = 0
+    for j, (more, step) in enumerate(zip(sizes, seconds, strict=True)):
+        if groups:
+            end = before + span + select(size)
+            start = max(free, end)
+            wait = step + select(size + more) - select(size) - select(more) - (start - end)
+            saving = startup_seconds
+            if saving is None:
+                saving = exchange(size) + exchange(more) - exchange(size + more)
+            if wait < saving:
+                groups[-1].append(j)
+                size, span = size + more, span + step
+                continue
+            before, free = end, start + exchange(size)
+        groups.append([j])
+        size, span = more, step
+    return Merge(groups, finish(groups, sizes, seconds, exchange_seconds, select_seconds), "omgs", False)

@@ -1,0 +1,139 @@
+"""What the planner knows of a model: its tensors in backward order and how long compute takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from thinwire.planner.checks import check_number
+from thinwire.planner.curves import Provenance, check_provenance
+
+
+@dataclass(frozen=True)
+class TensorTime:
+    """One parameter, and the backward seconds from the gradient before to this one."""
+
+    name: str
+    shape: tuple[int, ...]
+    backward_seconds: float
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        """The module that owns it."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """One module, in forward order, and its own forward seconds."""
+
+    name: str
+    forward_seconds: float
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model as numbers, for one batch size and device.
+
+    Attributes:
+        name: of the model.
+        tensors: in backward order: the first gradient that is ready comes first.
+        forward_seconds: the whole forward pass; may exceed the sum over modules.
+        modules: in forward order; a tensor belongs to the module its name begins with.
+        dtype_bytes: of one gradient element.
+        provenance: where the seconds come from.
+        source: the same in free text.
+    """
+
+    name: str
+    tensors: tuple[TensorTime, ...]
+    forward_seconds: float
+    modules: tuple[ModuleTime, ...] = ()
+    dtype_bytes: int = 4
+    provenance: Provenance = "assumed"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_provenance(self.provenance)
+        check_number("forward_seconds", self.forward_seconds)
+        if self.dtype_bytes < 1:
+            raise ValueError(f"dtype_bytes must be at least 1, not {self.dtype_bytes}")
+        for i, tensor in enumerate(self.tensors):
+            check_number(f"tensors[{i}].backward_seconds", tensor.backward_seconds)
+        for i, module in enumerate(self.modules):
+            check_number(f"modules[{i}].forward_seconds", module.forward_seconds)
+        if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            raise ValueError("tensors: a name appears twice")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements per tensor, in backward order: what the merge rules take."""
+        return [tensor.size for tensor in self.tensors]
+
+    @property
+    def backward_seconds(self) -> list[float]:
+        """Seconds per tensor, in backward order: what the merge rules take."""
+        return [tensor.backward_seconds for tensor in self.tensors]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole model."""
+        return sum(self.sizes)
+
+    def scaled(self, factor: float) -> ModelProfile:
+        """The same model on a device that takes ``factor`` times as long."""
+        check_number("factor", factor)
+        tensors = tuple(replace(t, backward_seconds=t.backward_seconds * factor) for t in self.tensors)
+        modules = tuple(replace(m, forward_seconds=m.forward_seconds * factor) for m in self.modules)
+        source = f"{self.source}, scaled by {factor:g}".lstrip(", ")
+        return replace(
+            self,
+            tensors=tensors,
+            modules=modules,
+            forward_seconds=self.forward_seconds * factor,
+            provenance="assumed",
+            source=source,
+        )
+
+    def to_json(self) -> str:
+        """The profile as JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelProfile:
+        """Read back what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text is not a profile.
+        """
+        try:
+            data: Any = json.loads(text)
+            tensors = tuple(
+                TensorTime(str(t["name"]), tuple(int(n) for n in t["shape"]), float(t["backward_seconds"]))
+                for t in data["tensors"]
+            )
+            modules = tuple(ModuleTime(str(m["name"]), float(m["forward_seconds"])) for m in data["modules"])
+            return cls(
+                str(data["name"]),
+                tensors,
+                float(data["forward_seconds"]),
+                modules,
+                int(data["dtype_bytes"]),
+                data["provenance"],
+                str(data["source"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is not a thinwire profile: {error}") from error
+
+    @property
+    def hash(self) -> str:
+        """A short digest, the same on every machine."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()

@@ -1,0 +1,146 @@
+import math
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.planner.costs import Costs, Linear, Table, assumed_compute
+from thinwire.planner.formulas import KINDS
+from thinwire.program import CROSS, NODE, WORLD, Topology
+from thinwire.program.trace import trace
+
+MEASURED = Linear(1e-3, 1e-9, "measured here", "probe")
+
+
+def test_a_table_is_flat_then_straight_then_goes_on():
+    table = Table(((100, 1.0), (200, 2.0), (400, 3.0)))
+    assert [table(x) for x in (0, 100, 150, 200, 300, 400, 600)] == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
+    assert Table(((100, 1.0),))(1e9) == 1.0
+    assert Table(((100, 2.0), (200, 1.0)))(1e9) == 1.0  # a falling last piece is not extrapolated
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.floats(0, 10)), min_size=1, max_size=8, unique_by=lambda p: p[0]))
+def test_a_table_passes_through_its_points(points):
+    table = Table(tuple(sorted(points)))
+    assert all(table(x) == pytest.approx(y, rel=1e-12, abs=1e-12) for x, y in points)
+    assert table(2e9) >= 0
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Linear(-1.0, 0.0), "startup_seconds"),
+        (lambda: Linear(0.0, math.nan), "seconds_per_byte"),
+        (lambda: Linear(0.0, 0.0, "guessed"), "provenance"),
+        (lambda: Table(()), "points"),
+        (lambda: Table(((2, 1.0), (1, 1.0))), r"points\[1\]"),
+        (lambda: Table(((1, math.inf),)), r"points\[0\]"),
+        (lambda: Costs({("Gossip", "world", 2): MEASURED}), "Gossip"),
+        (lambda: Costs({("AllReduce", "rack", 2): MEASURED}), "rack"),
+        (lambda: Costs({}, {}, {"Gossip": MEASURED}), "Gossip"),
+        (lambda: Costs.of_link(0, 1e-4, 4), "bits_per_second"),
+        (lambda: Costs.of_link(1e9, -1.0, 4), "latency_seconds"),
+        (lambda: Costs.of_link(1e9, 1e-4, 4, 3), "4 workers"),
+        (lambda: Costs.of_link(1e9, 1e-4, 4, efficiency=2), "efficiency"),
+        (lambda: assumed_compute(flops=0), "flops"),
+    ],
+)
+def test_bad_numbers_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_ring_formulas():
+    workers, d, a, b = 8, 1_000_000, 1e-4, 8 / 1e9
+    costs = Costs.of_link(1e9, a, workers, efficiency=1.0)
+    want = {
+        "AllReduce": 2 * 7 * a + 2 * 7 / 8 * d * b,
+        "ReduceScatter": 7 * a + 7 / 8 * d * b,
+        "AllGather": 7 * a + 7 * d * b,
+        "AllToAll": 7 * a + 7 / 8 * d * b,
+        "Broadcast": 3 * (a + d * b),
+        "Exchange": a + d * b,
+    }
+    assert set(want) == set(KINDS)
+    for kind, seconds in want.items():
+        assert costs.seconds(kind, WORLD, workers, d) == pytest.approx(seconds, rel=1e-12)
+        assert costs.lookup(kind, "world", workers).provenance == "assumed"
+        assert costs.seconds(kind, "node", 1, d) == 0.0
+
+
+def test_two_levels_share_the_card_of_a_machine():
+    a, b = 1e-4, 8 / (1e9 * 0.94)
+    costs = Costs.of_link(1e9, a, 16, 4, node_bits_per_second=8e9, node_latency_seconds=1e-5)
+    assert costs.seconds("AllGather", CROSS, 4, 1000) == pytest.approx(3 * (a + 4 * 1000 * b))
+    assert costs.seconds("AllGather", NODE, 4, 1000) == pytest.approx(3 * (1e-5 + 1000 / 1e9))
+    assert costs.seconds("AllGather", WORLD, 16, 1000) == pytest.approx(15 * (a + 1000 * b))
+    assert costs.seconds("AllToAll", WORLD, 16, 1000) == pytest.approx(15 * a + 4 * 12 / 16 * 1000 * b)
+    inside = Costs.of_link(1e9, a, 4, 4, node_bits_per_second=8e9, node_latency_seconds=1e-5)
+    assert inside.seconds("AllReduce", WORLD, 4, 1000) == pytest.approx(6 * 1e-5 + 1.5 * 1000 / 1e9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_numbers_of_workers_follow_the_formula(kind):
+    small, large = Costs.of_link(1e9, 1e-4, 4), Costs.of_link(1e9, 1e-4, 64)
+    assert small.seconds(kind, WORLD, 64, 12345) == pytest.approx(large.seconds(kind, WORLD, 64, 12345), rel=1e-12)
+    assert small.seconds(kind, NODE, 64, 12345) == pytest.approx(large.seconds(kind, WORLD, 64, 12345), rel=1e-12)
+    only = Costs({("AllReduce", "world", 4): small.lookup("AllReduce", "world", 4)})
+    assert only.seconds(kind, WORLD, 64, 12345) == pytest.approx(large.seconds(kind, WORLD, 64, 12345), rel=1e-12)
+
+
+def test_what_was_measured_says_so_and_the_rest_is_assumed():
+    table = Table(((1000, 1e-3), (10**6, 5e-3)), "measured here", "probe")
+    costs = Costs({("AllReduce", "world", 4): MEASURED, ("AllReduce", "world", 8): table})
+    assert costs.lookup("AllReduce", WORLD, 4) == MEASURED
+    assert costs.lookup("AllReduce", WORLD, 8).provenance == "measured here"
+    scaled = costs.lookup("AllReduce", WORLD, 16)
+    assert scaled.provenance == "assumed"
+    assert "of 8" in scaled.source
+    assert scaled(1000) == pytest.approx(1e-3 * 15 / 7)
+    assert scaled(10**6) == pytest.approx(1e-3 * 15 / 7 + 4e-3 * (15 / 16) / (7 / 8))
+    with pytest.raises(LookupError, match="hold no exchange"):
+        Costs({}).lookup("AllReduce", WORLD, 4)
+    with pytest.raises(ValueError, match="Gossip"):
+        costs.lookup("Gossip", WORLD, 4)
+
+
+def test_compute_and_the_cpu_share():
+    costs = Costs.of_link(1e9, 1e-4, 4, cpu_share={"AllReduce": Linear(1e-5, 1e-9)})
+    assert costs.compute_seconds("memory", 10**10) == pytest.approx(1.0)
+    assert costs.cpu_seconds("AllReduce", 10**6) == pytest.approx(1.01e-3)
+    assert costs.cpu_seconds("AllGather", 10**6) == 0.0
+    with pytest.raises(LookupError, match="'sort'"):
+        costs.compute_seconds("sort", 1)
+
+
+def test_json_keeps_the_costs():
+    table = Table(((1000, 1e-3), (10**6, 5e-3)), "measured elsewhere", "a paper")
+    exchanges = {("AllReduce", "world", 4): MEASURED, ("AllGather", "cross", 2): table}
+    costs = Costs(exchanges, assumed_compute(), {"AllReduce": Linear(1e-5, 0.0)})
+    costs.lookup("AllReduce", WORLD, 7)  # what was scaled on demand is no part of it
+    read = Costs.from_json(costs.to_json())
+    assert read == costs
+    assert read.hash == costs.hash == Costs(dict(reversed(exchanges.items())), costs.compute, costs.cpu_share).hash
+    assert hash(read) == hash(costs)
+    assert pickle.loads(pickle.dumps(costs)) == costs
+    for text in ("", "[]", "{}", '{"exchanges": [["a"]], "compute": {}, "cpu_share": {}}'):
+        with pytest.raises(ValueError, match="not thinwire costs"):
+            Costs.from_json(text)
+
+
+def test_messages_are_priced_as_programs_issue_them():
+    """Bytes of a traced step go in as they are: sent bytes over the rate, on a link without latency."""
+    from thinwire.methods.registry import method
+
+    rate, topology = 1e9, Topology(5)
+    costs = Costs.of_link(rate, 0.0, 5, efficiency=1.0)
+    steps = [
+        step
+        for name, options in (("ssgd", {"ordered": True}), ("ssgd", {}), ("topk", {"density": 0.1}))
+        for step in trace(method(name, **options), [("w", (100, 50))], topology)
+    ]
+    assert {step.kind for step in steps} == {"AllReduce", "ReduceScatter", "AllGather"}
+    for step in steps:
+        seconds = costs.seconds(step.kind, step.scope, 5, step.message_bytes)
+        assert seconds == pytest.approx(step.sent_bytes * 8 / rate, rel=1e-3)

@@ -1,0 +1,309 @@
+import doctest
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_nets import KINDS, SHAPE_FILE, brute_force, exchange, log_uniform, net, resnet50, sort_seconds
+
+from thinwire.planner.clock import finish
+from thinwire.planner.merge import Merge, dense, fuse, greedy_mgwfbp, greedy_omgs, optimal_dense, optimal_sparse
+
+RELATIVE = 1e-12
+
+
+def select_of(draw):
+    """Seconds of a selection: the sort of 2019, a start-up and a rate, or anything."""
+    kind = draw.randrange(3)
+    if kind == 0:
+        return sort_seconds
+    if kind == 1:
+        a, b = log_uniform(draw, 1e-6, 1e-3), log_uniform(draw, 1e-12, 1e-9)
+        return lambda d: a + b * d
+    return exchange(draw, "any")
+
+
+def limits(draw, n):
+    """Sometimes breaks, sometimes a cap."""
+    options = {}
+    if draw.random() < 0.4:
+        options["breaks"] = draw.sample(range(len(n.sizes)), draw.randint(0, min(3, len(n.sizes))))
+    if draw.random() < 0.4:
+        options["max_elements"] = int(log_uniform(draw, 1e3, 1e7))
+    return options
+
+
+def check_limits(merge, n, breaks=(), max_elements=None):
+    assert [i for group in merge.groups for i in group] == list(range(len(n.sizes)))
+    assert all(group for group in merge.groups)
+    first = {group[0] for group in merge.groups}
+    assert set(breaks) <= first
+    if max_elements is not None:
+        assert all(len(g) == 1 or sum(n.sizes[i] for i in g) <= max_elements for g in merge.groups)
+
+
+def test_dense_is_brute_force():
+    draw = random.Random(1)
+    for case in range(500):
+        n = net(draw, 1, 12)
+        price, options = exchange(draw, KINDS[case % 3]), limits(draw, n)
+        merge = optimal_dense(n.sizes, n.seconds, price, **options)
+        assert merge.finish_seconds == pytest.approx(brute_force(n, price, **options), rel=RELATIVE, abs=0)
+        assert merge.exact
+        check_limits(merge, n, **options)
+
+
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_sparse_is_brute_force(side_stream):
+    draw = random.Random(2)
+    for case in range(500):
+        n = net(draw, 1, 10)
+        price, select, options = exchange(draw, KINDS[case % 3]), select_of(draw), limits(draw, n)
+        options["side_stream"] = side_stream
+        merge = optimal_sparse(n.sizes, n.seconds, select, price, **options)
+        assert merge.finish_seconds == pytest.approx(brute_force(n, price, select, **options), rel=RELATIVE, abs=0)
+        assert merge.exact
+        check_limits(merge, n, **{k: v for k, v in options.items() if k != "side_stream"})
+
+
+def rivals(n):
+    """One group, one per tensor, 25 MiB."""
+    count = len(n.sizes)
+    return [[list(range(count))], [[i] for i in range(count)], fuse(n.sizes, 25 * 2**18)]
+
+
+def test_never_worse_than_simple_rules_and_greedy_ones():
+    draw = random.Random(3)
+    beaten = {"mgwfbp": 0, "omgs": 0}
+    for case in range(150):
+        n = net(draw, 2, 40)
+        price, select = exchange(draw, KINDS[case % 3]), select_of(draw)
+        whole = optimal_dense(n.sizes, n.seconds, price)
+        greedy = greedy_mgwfbp(n.sizes, n.seconds, price)
+        check_limits(greedy, n)
+        for groups in [*rivals(n), greedy.groups]:
+            assert whole.finish_seconds <= finish(groups, n.sizes, n.seconds, price) + 1e-12
+        beaten["mgwfbp"] += whole.finish_seconds < greedy.finish_seconds - 1e-9
+        rule = [greedy_omgs(n.sizes, n.seconds, select, price, startup_seconds=a) for a in (None, 1e-3)]
+        for side_stream in (False, True):
+            best = optimal_sparse(n.sizes, n.seconds, select, price, side_stream=side_stream)
+            for groups in [*rivals(n), *(g.groups for g in rule)]:
+                ends = finish(groups, n.sizes, n.seconds, price, select, side_stream=side_stream)
+                assert best.finish_seconds <= ends + 1e-12
+            if not side_stream:
+                check_limits(rule[0], n)
+                beaten["omgs"] += best.finish_seconds < rule[0].finish_seconds - 1e-9
+    assert min(beaten.values()) > 30  # the published rules are not optimal under their own model
+
+
+GOLDEN = json.loads(SHAPE_FILE.read_text())
+
+
+def gather(row):
+    """The OMGS code's price: two all-gathers, density .001."""
+    return lambda d: 2 * (row["a"] + row["b"] * 4 * row["workers"] * 0.001 * d)
+
+
+@pytest.mark.parametrize("row", GOLDEN["sparse"]["rows"], ids=lambda row: f"P={row['workers']}")
+def test_reference_case_sparse(row):
+    n, price = resnet50(GOLDEN["sparse"]["total_seconds"]), gather(row)
+    assert sum(n.sizes) == GOLDEN["elements"] == 25_557_032
+    assert len(n.sizes) == 161
+    plain = greedy_omgs(n.sizes, n.seconds, sort_seconds, price)
+    script = greedy_omgs(n.sizes, n.seconds, sort_seconds, price, startup_seconds=row["a"])
+    best = optimal_sparse(n.sizes, n.seconds, sort_seconds, price)
+    side = optimal_sparse(n.sizes, n.seconds, sort_seconds, price, side_stream=True)
+    for merge, key in ((plain, "omgs"), (script, "omgs_startup"), (best, "optimal"), (side, "side_stream")):
+        assert merge.finish_seconds * 1e3 == pytest.approx(row[key], abs=1e-3), key
+    assert (len(plain.groups), len(script.groups)) == (row["omgs_groups"], row["omgs_startup_groups"])
+    assert best.exact
+    assert not plain.exact
+
+
+@pytest.mark.parametrize("row", GOLDEN["dense"], ids=lambda row: f"{row['total_seconds']} s")
+def test_reference_case_dense(row):
+    n = resnet50(row["total_seconds"])
+
+    def price(d):
+        return row["a"] + row["b"] * 4 * d
+
+    greedy = greedy_mgwfbp(n.sizes, n.seconds, price)
+    assert optimal_dense(n.sizes, n.seconds, price).finish_seconds * 1e3 == pytest.approx(row["optimal"], abs=1e-3)
+    assert greedy.finish_seconds * 1e3 == pytest.approx(row["mgwfbp"], abs=1e-3)
+    assert len(greedy.groups) == row["mgwfbp_groups"]
+
+
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_without_start_up_no_merge_helps(side_stream):
+    draw = random.Random(4)
+    for _ in range(100):
+        n, b = net(draw, 1, 30), log_uniform(draw, 1e-11, 1e-8)
+        alone = [[i] for i in range(len(n.sizes))]
+
+        def price(d, b=b):
+            return b * d
+
+        whole = optimal_dense(n.sizes, n.seconds, price).finish_seconds
+        assert whole == pytest.approx(finish(alone, n.sizes, n.seconds, price), rel=RELATIVE)
+        best = optimal_sparse(n.sizes, n.seconds, sort_seconds, price, side_stream=side_stream).finish_seconds
+        ends = finish(alone, n.sizes, n.seconds, price, sort_seconds, side_stream=side_stream)
+        assert best == pytest.approx(ends, rel=RELATIVE)
+
+
+def test_cases_where_one_group_is_right():
+    draw = random.Random(5)
+    for _ in range(100):
+        n = net(draw, 1, 30)
+        one = [list(range(len(n.sizes)))]
+        b = log_uniform(draw, 1e-11, 1e-9)
+        assert optimal_dense(n.sizes, n.seconds, lambda d: 10 + b * d).groups == one  # noqa: B023
+        for side_stream in (False, True):
+            merge = optimal_sparse(n.sizes, n.seconds, sort_seconds, lambda d: 10 + b * d, side_stream=side_stream)  # noqa: B023
+            assert merge.groups == one
+        at_once = [0.0] * len(n.sizes)
+        assert optimal_dense(n.sizes, at_once, lambda d: 1e-3 + b * d).groups == one  # noqa: B023
+        flat = optimal_dense(n.sizes, n.seconds, lambda d: 1e-3)
+        assert flat.finish_seconds == pytest.approx(sum(n.seconds) + 1e-3, rel=RELATIVE)
+
+
+def test_ties_go_to_the_longest_last_group():
+    assert optimal_dense([1, 1, 1], [1.0, 1.0, 1.0], lambda d: 0.0).groups == [[0, 1, 2]]
+    assert optimal_sparse([1, 1, 1], [1.0, 1.0, 1.0], lambda d: 0.0, lambda d: 0.0).groups == [[0, 1, 2]]
+
+
+def test_many_tensors_are_joined_and_say_so():
+    draw = random.Random(6)
+    n = net(draw, 600, 600)
+    options = {"breaks": [1, 300, 301], "max_elements": 3_000_000}
+
+    def price(d):
+        return 2 * (1.1e-2 + 1.7e-8 * 4 * 16 * 0.001 * d)
+
+    merge = optimal_sparse(n.sizes, n.seconds, sort_seconds, price, **options)
+    check_limits(merge, n, **options)
+    assert not merge.exact
+    free = optimal_sparse(n.sizes, n.seconds, sort_seconds, price)
+    assert free.finish_seconds <= greedy_omgs(n.sizes, n.seconds, sort_seconds, price).finish_seconds
+    alone = optimal_sparse(n.sizes, n.seconds, sort_seconds, price, breaks=range(600))
+    assert alone.groups == [[i] for i in range(600)]
+
+
+def test_joining_costs_little(monkeypatch):
+    from thinwire.planner.merge import sparse
+
+    n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][3])
+    exact = optimal_sparse(n.sizes, n.seconds, sort_seconds, price)
+    monkeypatch.setattr(sparse, "EXACT_UP_TO", 100)
+    monkeypatch.setattr(sparse, "JOINED_TO", 64)
+    joined = optimal_sparse(n.sizes, n.seconds, sort_seconds, price)
+    assert exact.exact
+    assert not joined.exact
+    assert exact.finish_seconds <= joined.finish_seconds <= 1.01 * exact.finish_seconds
+
+
+def test_too_narrow_a_frontier_is_admitted(monkeypatch):
+    from thinwire.planner.merge import sparse
+
+    n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][0])
+    monkeypatch.setattr(sparse, "_WIDEST", 3)
+    assert not optimal_sparse(n.sizes, n.seconds, sort_seconds, price).exact
+
+
+def rules(sizes, seconds, price=lambda d: 1.0, select=lambda d: 1.0, **options):
+    """Every rule on the same arguments; only the exact ones take options."""
+    yield lambda: optimal_dense(sizes, seconds, price, **options)
+    yield lambda: optimal_sparse(sizes, seconds, select, price, **options)
+    if not options:
+        yield lambda: greedy_mgwfbp(sizes, seconds, price)
+        yield lambda: greedy_omgs(sizes, seconds, select, price)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([1, 2], [0.0]), "backward_seconds has 1 entries where sizes has 2"),
+        (([1, -2], [0.0, 0.0]), r"sizes\[1\]"),
+        (([1, 2.5], [0.0, 0.0]), r"sizes\[1\]"),
+        (([1, 2], [0.0, math.nan]), r"backward_seconds\[1\]"),
+        (([1, 2], [math.inf, 0.0]), r"backward_seconds\[0\]"),
+        (([1, 2], [0.0, -1e-9]), r"backward_seconds\[1\]"),
+    ],
+)
+def test_bad_lists_are_named(arguments, message):
+    for rule in rules(*arguments):
+        with pytest.raises(ValueError, match=message):
+            rule()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
+def test_bad_prices_are_named(bad):
+    for rule in rules([1, 2], [0.0, 0.0], price=lambda d: bad if d == 2 else 1.0):
+        with pytest.raises(ValueError, match=r"(allreduce|exchange)_seconds\(2\)"):
+            rule()
+    for rule in [optimal_sparse, greedy_omgs]:
+        with pytest.raises(ValueError, match=r"select_seconds\(3\)"):
+            rule([1, 2], [0.0, 0.0], lambda d: bad if d == 3 else 1.0, lambda d: 5.0)
+
+
+@pytest.mark.parametrize("options, message", [({"breaks": [2]}, "breaks: 2"), ({"max_elements": -1}, "max_elements")])
+def test_bad_limits_are_named(options, message):
+    for rule in rules([1, 2], [0.0, 0.0], **options):
+        with pytest.raises(ValueError, match=message):
+            rule()
+    with pytest.raises(ValueError, match="startup_seconds"):
+        greedy_omgs([1], [0.0], lambda d: 0.0, lambda d: 0.0, startup_seconds=math.nan)
+
+
+def test_no_tensors_no_groups():
+    for rule in rules([], []):
+        merge = rule()
+        assert merge.groups == []
+        assert merge.finish_seconds == 0.0
+
+
+def test_numpy_numbers_are_fine():
+    for rule in rules(np.array([3, 4]), np.array([0.1, 0.2], dtype=np.float32)):
+        assert json.loads(rule().to_json())["groups"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 10**7), st.floats(0, 1e-2)), max_size=12),
+    st.floats(0, 1e-2),
+    st.floats(0, 1e-8),
+    st.booleans(),
+)
+def test_json_keeps_the_merge_and_equal_inputs_give_equal_plans(tensors, a, b, side_stream):
+    sizes, seconds = [d for d, _ in tensors], [t for _, t in tensors]
+
+    def plans():
+        return [
+            optimal_dense(sizes, seconds, lambda d: a + b * d),
+            optimal_sparse(sizes, seconds, sort_seconds, lambda d: a + b * d, side_stream=side_stream),
+            greedy_mgwfbp(sizes, seconds, lambda d: a + b * d),
+            greedy_omgs(sizes, seconds, sort_seconds, lambda d: a + b * d),
+        ]
+
+    for merge, again in zip(plans(), plans(), strict=True):
+        read = Merge.from_json(merge.to_json())
+        assert read == merge == again
+        assert read.hash == merge.hash == again.hash
+        assert hash(read) == hash(merge)
+    assert Merge([[0]], 1.0, "optimal", True).hash != Merge([[0]], 1.0, "mgwfbp", True).hash
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"groups": [["a"]], "finish_seconds": 0, "rule": "", "exact": true}']
+)
+def test_other_text_is_no_merge(text):
+    with pytest.raises(ValueError, match="not a thinwire merge"):
+        Merge.from_json(text)
+
+
+def test_the_example_runs():
+    result = doctest.testmod(dense)
+    assert result.attempted
+    assert not result.failed
