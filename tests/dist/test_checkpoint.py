@@ -147,3 +147,37 @@ def _wrong(rank, size, folder):
 
 def test_states_that_do_not_fit_are_refused(tmp_path):
     run(_wrong, 2, str(tmp_path))
+
+
+def _until_the_kill(rank, size, folder):
+    """Save every three steps; rank 2 dies in the middle of step 7."""
+    net, optimizer, sync = _build("acp", {"rank": 2}, timeout=4)
+    try:
+        for step in range(20):
+            if step == 7 and rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            _steps(net, optimizer, rank, step, step + 1)
+            if step % 3 == 2:
+                tw.checkpoint.save(folder, net, optimizer, sync, step + 1)
+    except RuntimeError as error:
+        return str(error)
+    return "finished"
+
+
+def _to_the_end(rank, size, folder):
+    net, optimizer, sync = _build("acp", {"rank": 2})
+    step = tw.checkpoint.load(folder, net, optimizer, sync) or 0
+    _steps(net, optimizer, rank, step, 12)
+    return step, cases.weights(net), dict(sync.state.residuals)
+
+
+def test_a_restart_after_a_kill_goes_on_bit_for_bit(tmp_path):
+    killed = run(_until_the_kill, 3, str(tmp_path / "killed"), expect_exit={2: -signal.SIGKILL})
+    assert all("step 7" in message for message in killed[:2])
+    again = run(_to_the_end, 3, str(tmp_path / "killed"))
+    through = run(_to_the_end, 3, str(tmp_path / "none"))
+    for (step, weights, residuals), (zero, wanted, owed) in zip(again, through):
+        assert (step, zero) == (6, 0)
+        assert all(torch.equal(a, b) for a, b in zip(weights, wanted))
+        assert residuals.keys() == owed.keys()
+        assert all(torch.equal(residuals[n], owed[n]) for n in owed)

@@ -26,7 +26,9 @@ from thinwire.kernels.orthogonal import orthogonalise_all
 from thinwire.methods.base import all_finite, all_reduce, average_flat, poison
 from thinwire.methods.feedback import accumulate
 from thinwire.methods.lowrank import LowRank, pack, unpack, verify_bases, write_product
-from thinwire.program import Bucket, Program, Slot, State
+from thinwire.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
+from thinwire.planner.costs import Costs
+from thinwire.program import Bucket, Program, Slot, State, Topology
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,27 @@ class ACP(LowRank):
                 sizes[i] = rank * (int(shape[0]) if phase % 2 == 0 else sizes[i] // int(shape[0]))
         return sizes
 
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Accumulate, project and peel, pack; the next basis and the product of the mean."""
+        low, dense = self.matrices(shapes)
+        prices = Prices(costs, topology.world_size)
+        if not low:
+            return prices.average_flat(dense, ordered=self.ordered, watch=True)
+        sent, before, after = dense, prices.passes(IN_PLACE, dense), prices.passes(IN_PLACE + COPY, dense)
+        for n, m, r in low:
+            rows = m if phase % 2 else n  # of the factor that moves
+            sent += rows * r
+            if self.error_feedback:  # an odd step reads A once more: its peel is not blocked
+                peel = IN_PLACE + (READ if phase % 2 else 0.0)
+                before += prices.passes(ACCUMULATE, n * m) + prices.product(n, m, r, peel, products=2)
+            else:
+                before += prices.product(n, m, r, READ)
+            after += prices.orthogonalise(rows, r) + prices.product(n, m, r, WRITE)
+        after += prices.passes(FINITE, sent) + prices.passes(IN_PLACE, sent - dense)
+        return prices.summed(before + prices.passes(COPY, sent), after, sent, ordered=self.ordered)
+
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-reduce of the moving factor; even steps move P, odd ones Q."""
         low, dense = self.sort(bucket)
@@ -66,7 +89,7 @@ class ACP(LowRank):
         moving, fixed = ("p", "q") if state.step % 2 == 0 else ("q", "p")
         bases = [self.basis(fixed, slot, state) for slot in low]
         local = [self._project(slot, state, basis, moving) for slot, basis in zip(low, bases)]
-        message = pack(local, dense)
+        message = pack(local, dense, state.size)
         total = yield from all_reduce(message, state, ordered=self.ordered)
         finite = all_finite(total)
         state.verdict(finite)
@@ -78,7 +101,7 @@ class ACP(LowRank):
             mean = factor / divisor
             write_product(slot, *((mean, basis) if moving == "p" else (basis, mean)))
         for slot, piece in zip(dense, rest):
-            slot.write(piece / divisor)
+            slot.write(piece * poison(finite, 1.0, piece.dtype))
         yield from verify_bases(self, low, bases, state)
 
     def _project(self, slot: Slot, state: State, basis: Tensor, moving: str) -> Tensor:

@@ -53,7 +53,7 @@ def all_reduce(x: Tensor, state: State, *, ordered: bool) -> Generator[Any, Tens
 
 def all_finite(x: Tensor) -> Tensor:
     """Whether every element is finite, as a 0-dim bool tensor; one pass, no temporary, no host read."""
-    if x.numel() == 0:
+    if x.numel() == 0 or x.device.type == "meta":
         return torch.ones((), dtype=torch.bool, device=x.device)
     low, high = torch.aminmax(x)  # both are NaN if any element is
     return low.isfinite() & high.isfinite()
@@ -61,6 +61,8 @@ def all_finite(x: Tensor) -> Tensor:
 
 def poison(finite: Tensor, value: float, dtype: torch.dtype) -> Tensor:
     """``value``, or NaN where the verdict does not hold, so that every scaler skips the step."""
+    if finite.device.type == "meta":
+        return torch.empty((), dtype=dtype, device="meta")
     return torch.where(finite, value, torch.nan).to(dtype)
 
 
@@ -79,15 +81,13 @@ def own_memory(slot: Slot) -> Tensor | None:
 
 
 def average_flat(bucket: Bucket, state: State, *, ordered: bool, watch: bool = False) -> Generator[Any, Tensor, None]:
-    """The program of S-SGD; ``watch=True``: with a verdict, for methods that hold a residual elsewhere."""
+    """The program of S-SGD; ``watch=True``: with a verdict, for methods that hold a residual elsewhere.
+
+    Divides before the sum, as DDP does: no pass of its own, and 16 bits cannot overflow.
+    """
     if bucket.numel == 0:
         return
-    flat, size = bucket.flat, state.size
-    halved = flat.element_size() < 4  # 16 bit: divide first, then the sum cannot overflow
-    total = yield from all_reduce(flat.div_(size) if halved else flat, state, ordered=ordered)
-    divisor: Any = 1 if halved else size
+    total = yield from all_reduce(bucket.shares(state.size), state, ordered=ordered)
     if watch:
-        finite = all_finite(total)
-        state.verdict(finite)
-        divisor = poison(finite, divisor, total.dtype)
-    bucket.write(total.div_(divisor) if watch or not halved else total)
+        state.verdict(all_finite(total))
+    bucket.write(total)

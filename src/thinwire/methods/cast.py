@@ -17,7 +17,9 @@ import torch
 
 from thinwire.methods.base import all_reduce as sum_over_ranks
 from thinwire.methods.base import check_flag, check_merge
-from thinwire.program import Bucket, Method, Program, State
+from thinwire.methods.prices import COPY, IN_PLACE, Prices, elements
+from thinwire.planner.costs import Costs
+from thinwire.program import Bucket, Method, Program, State, Topology
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -54,6 +56,17 @@ class Cast(Method):
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """Half an fp32 element per element."""
         return [-(-size // 2) for size in super().payload(shapes, phase)]
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Into the bucket, division and cast; the cast back."""
+        size, prices = elements(shapes), Prices(costs, topology.world_size)
+        if not size:
+            return [0.0]
+        cast = 1.5  # one side has half the bytes
+        before, after = prices.passes(COPY + IN_PLACE + cast, size), prices.passes(cast, size)
+        return prices.summed(before, after, size, ordered=self.ordered, itemsize=2)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-reduce of 16-bit elements."""

@@ -70,6 +70,8 @@ def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
     residual = state.residual(slot)
     if out is None:
         out = _buffer([slot], state, slot.numel, residual).view(slot.shape)
+    if out.device.type == "meta":
+        return out
     if slot.value is None:
         return out.copy_(residual)
     if slot.scale is None:

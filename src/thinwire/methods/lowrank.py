@@ -18,6 +18,7 @@ from thinwire.kernels.lowrank import rebuild
 from thinwire.kernels.orthogonal import basis_hash, orthogonalise
 from thinwire.kernels.seeding import normal
 from thinwire.methods.base import check_choice, check_count, check_flag, check_merge, own_memory
+from thinwire.methods.prices import elements
 from thinwire.program import AllGather, Bucket, Method, Slot, State, working_dtype
 
 
@@ -69,6 +70,12 @@ class LowRank(Method):
         low = [slot for slot in bucket.slots if self.rank_of(slot.shape)]
         return low, [slot for slot in bucket.slots if not self.rank_of(slot.shape) and slot.numel]
 
+    def matrices(self, shapes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, int]], int]:
+        """(n, m, rank) of the tensors that are compressed, and the elements of the others."""
+        low = [shape for shape in shapes if self.rank_of(shape)]
+        sizes = [(int(shape[0]), math.prod(shape) // int(shape[0]), self.rank_of(shape)) for shape in low]
+        return sizes, elements(shapes) - elements(low)
+
     def basis(self, field: str, slot: Slot, state: State) -> Tensor:
         """The orthonormal factor ``p`` [n, r] or ``q`` [m, r] of a parameter: committed, else drawn from the seed.
 
@@ -83,9 +90,12 @@ class LowRank(Method):
         return orthogonalise(normal(rows, rank, *words, dtype=working_dtype(slot.dtype), device=slot.device))
 
 
-def pack(factors: Sequence[Tensor], dense: Sequence[Slot] = ()) -> Tensor:
-    """One message, a copy: the factors, then the dense gradients."""
-    return torch.cat([x.reshape(-1) for x in factors] + [slot.gradient().reshape(-1) for slot in dense])
+def pack(factors: Sequence[Tensor], dense: Sequence[Slot] = (), ranks: int = 1) -> Tensor:
+    """One message, a copy: the factors, then the dense gradients over ``ranks`` (as ``average_flat`` sends them)."""
+    message = torch.cat([x.reshape(-1) for x in factors] + [slot.gradient().reshape(-1) for slot in dense])
+    if dense:
+        message[sum(x.numel() for x in factors) :].mul_(1.0 / ranks)
+    return message
 
 
 def unpack(total: Tensor, factors: Sequence[Tensor], dense: Sequence[Slot] = ()) -> tuple[list[Tensor], list[Tensor]]:

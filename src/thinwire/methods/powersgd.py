@@ -25,7 +25,9 @@ from thinwire.kernels.orthogonal import orthogonalise_all
 from thinwire.methods.base import all_finite, all_reduce, average_flat, poison
 from thinwire.methods.feedback import accumulate
 from thinwire.methods.lowrank import LowRank, pack, unpack, verify_bases, write_product
-from thinwire.program import Bucket, Program, Slot, State
+from thinwire.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
+from thinwire.planner.costs import Costs
+from thinwire.program import Bucket, Program, Slot, State, Topology
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,30 @@ class PowerSGD(LowRank):
             for shape, size in ((shape, math.prod(shape)) for shape in shapes)
         ]
 
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Accumulate, A Q, pack; a basis, At P, the residual, pack; the next query and P Qt."""
+        low, dense = self.matrices(shapes)
+        prices = Prices(costs, topology.world_size)
+        if not low:
+            return prices.average_flat(dense, ordered=self.ordered, watch=True)
+        feedback = self.error_feedback
+        before, between = prices.passes(IN_PLACE, dense), 0.0
+        after = prices.passes(FINITE + IN_PLACE + COPY, dense)
+        first, second = dense, 0
+        for n, m, r in low:
+            short, long = sorted((n, m))  # of a tall matrix the transpose counts
+            first, second = first + short * r, second + long * r
+            before += prices.passes(ACCUMULATE if feedback else 0.0, n * m) + prices.product(n, m, r, READ)
+            between += prices.orthogonalise(short, r) + prices.product(n, m, r, READ)
+            between += prices.product(n, m, r, IN_PLACE) if feedback else 0.0
+            after += prices.orthogonalise(long, r) + prices.product(n, m, r, WRITE)
+        after += prices.passes(FINITE, first - dense) + prices.passes(FINITE + IN_PLACE, second)
+        before, between = before + prices.passes(COPY, first), between + prices.passes(COPY, second)
+        head = prices.summed(before, between, first, ordered=self.ordered)
+        return head[:-1] + prices.summed(between, after, second, ordered=self.ordered)
+
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """All-reduce A Q and the dense rest, then At P (tall matrices: transposed)."""
         low, dense = self.sort(bucket)
@@ -51,7 +77,7 @@ class PowerSGD(LowRank):
         tall = [a.shape[0] > a.shape[1] for a in matrices]
         queries = [self.basis("p" if t else "q", slot, state) for slot, t in zip(low, tall)]
         thin = [project_right(a, x) if t else a @ x for a, x, t in zip(matrices, queries, tall)]
-        first = yield from all_reduce(pack(thin, dense), state, ordered=self.ordered)
+        first = yield from all_reduce(pack(thin, dense, state.size), state, ordered=self.ordered)
         sums, rest = unpack(first, thin, dense)
         bases = orthogonalise_all(sums)
         local = [a @ x if t else project_right(a, x) for a, x, t in zip(matrices, bases, tall)]
@@ -70,7 +96,7 @@ class PowerSGD(LowRank):
             mean = total / divisor
             write_product(slot, *((mean, basis) if t else (basis, mean)))
         for slot, piece in zip(dense, rest):
-            slot.write(piece / divisor)
+            slot.write(piece * poison(finite, 1.0, piece.dtype))
         yield from verify_bases(self, low, queries, state)
 
     def _matrix(self, slot: Slot, state: State) -> Tensor:

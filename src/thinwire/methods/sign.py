@@ -25,7 +25,9 @@ from torch import Tensor
 from thinwire.kernels.bits import add_values, pack_bits, pack_signs
 from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge, own_memory, poison
 from thinwire.methods.feedback import accumulate
-from thinwire.program import AllGather, Bucket, Method, Program, Slot, State, working_dtype
+from thinwire.methods.prices import ACCUMULATE, IN_PLACE, WRITE, Prices, elements
+from thinwire.planner.costs import Costs
+from thinwire.program import AllGather, Bucket, Method, Program, Slot, State, Topology, working_dtype
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,20 @@ class SignSGD(Method):
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """Bits and scales of each tensor in units of fp32 elements, rounded up."""
         return [-(-size // 32) + self.levels if size else 0 for size in super().payload(shapes, phase)]
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Accumulate, encode, decode one's own bits; decode those of all ranks."""
+        size, prices = elements(shapes), Prices(costs, topology.world_size)
+        if not size:
+            return [0.0]
+        # By the text of _encode, where a bool is a quarter of a pass.
+        encode = 18.1 if self.vote == "majority" else 3.6 if self.levels == 1 else 10.1
+        row = 2 * IN_PLACE  # the table's values out and in, and the sum
+        own = ACCUMULATE + row if self.error_feedback else 0.0
+        deliver = WRITE + row * topology.world_size + IN_PLACE * (2 if self.vote == "majority" else 1)
+        return [prices.passes(own + encode, size), prices.passes(deliver, size)]
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-gather of scales and bits."""

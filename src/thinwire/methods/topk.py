@@ -23,7 +23,9 @@ from thinwire.kernels.pairs import WIRES, add_pairs, message_bytes, pack, to_wir
 from thinwire.kernels.select import ALGORITHMS, keep_count, top_k
 from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge, poison
 from thinwire.methods.feedback import Warmup, accumulate_flat, stage_flat
-from thinwire.program import AllGather, Bucket, Method, Program, State, working_dtype
+from thinwire.methods.prices import ACCUMULATE, COPY, IN_PLACE, LINE_PASSES, WRITE, Prices, elements
+from thinwire.planner.costs import Costs
+from thinwire.program import AllGather, Bucket, Method, Program, State, Topology, working_dtype
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,28 @@ class TopK(Method):
         """Entries sent for a bucket of ``d`` elements at a step."""
         rho = self.density if self.warmup is None else self.warmup.density(self.density, step)
         return keep_count(d, rho)
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Accumulate, select, zero what is sent, pack; unpack, zero-fill, add and average the pairs of all ranks.
+
+        The density is that after the warm-up.
+        """
+        size, prices = elements(shapes), Prices(costs, topology.world_size)
+        if not size:
+            return [0.0]
+        kept = keep_count(size, self.density)
+        pairs = kept * topology.world_size
+        gather, scatter, stream = LINE_PASSES, 2 * LINE_PASSES, 3.0  # of a pair; an int64 index is two elements
+        before = prices.passes(ACCUMULATE if self.error_feedback else COPY, size) + prices.select(size)
+        before += prices.passes(gather + (scatter if self.error_feedback else 0.0) + 6 * stream, kept)
+        after = prices.passes(COPY + WRITE, size)  # the bucket's memory and the zeros in it
+        if pairs < size:
+            after += prices.passes(2 * scatter + gather + 6 * stream, pairs)
+        else:
+            after += prices.passes(scatter + 4 * stream, pairs) + prices.passes(IN_PLACE, size)
+        return [before, after]
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-gather of pairs."""

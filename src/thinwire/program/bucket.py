@@ -19,6 +19,10 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+_LARGE = 1 << 12
+"""Elements from which a tensor deserves a call of its own."""
+
+
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.device.type != "meta" and a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
 
@@ -104,25 +108,40 @@ class Bucket:
     @property
     def flat(self) -> Tensor:
         """All gradients concatenated, raw units, 1-D. The program may overwrite it."""
-        if self._flat is None:
-            buffer = self._buffer
-            if buffer is None:
-                buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            flat = buffer[: self.numel]
-            targets, sources, start = [], [], 0
-            for slot in self.slots:
-                view = flat[start : start + slot.numel].view(slot.shape)
-                start += slot.numel
-                if slot.value is None:
-                    view.zero_()
-                elif not _same_memory(slot.value, view):
-                    targets.append(view)
-                    sources.append(slot.value)
-                slot.result = view
-            if targets:
-                torch._foreach_copy_(targets, sources)
-            self._flat = flat
-        return self._flat
+        return self._gather(None)
+
+    def shares(self, ranks: int) -> Tensor:
+        """As ``flat``, divided by ``ranks`` on the way, in the same pass over memory: their sum is the average."""
+        if self._flat is not None:
+            raise RuntimeError(f"bucket {self.index}: shares() comes first, or not at all")
+        return self._gather(1.0 / ranks)
+
+    def _gather(self, factor: float | None) -> Tensor:
+        if self._flat is not None:
+            return self._flat
+        buffer = self._buffer
+        if buffer is None:
+            buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        flat = self._flat = buffer[: self.numel]
+        if self.device.type == "meta":  # shapes alone: arithmetic on meta tensors would import torch's compiler, 2 s
+            return flat
+        targets, sources, start = [], [], 0
+        for slot in self.slots:
+            view = flat[start : start + slot.numel].view(slot.shape)
+            start += slot.numel
+            slot.result = view
+            if slot.value is None:
+                view.zero_()
+            elif factor is not None and slot.numel >= _LARGE:
+                torch.mul(slot.value, factor, out=view)
+            else:
+                targets.append(view)
+                sources.append(slot.value)
+        if targets:  # many small ones: one call, not one each
+            torch._foreach_copy_(targets, sources)
+            if factor is not None:
+                torch._foreach_mul_(targets, factor)
+        return flat
 
     def write(self, x: Tensor) -> None:
         """Deliver all averaged gradients, raw units: the counterpart of ``flat``."""

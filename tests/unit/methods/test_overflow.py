@@ -62,7 +62,7 @@ def test_a_bad_vector_rejects_the_matrices_too(method):
     gradients = draw(1, {"w": (12, 9), "b": (5,)}, 2)
     gradients[0]["b"][0] = torch.nan
     out = world.step(method, gradients)
-    assert out[1]["b"].isnan().all()
+    assert out[1]["b"][0].isnan()
     assert out[1]["w"].isfinite().all()
     assert same(dict(enumerate(before)), dict(enumerate(world.residuals())))
 

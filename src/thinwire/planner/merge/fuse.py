@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 
-def fuse(sizes: Sequence[float], limit: float, breaks: Collection[int] = ()) -> list[list[int]]:
+def fuse(
+    sizes: Sequence[float], limit: float, breaks: Collection[int] = (), *, first: float | None = None
+) -> list[list[int]]:
     """Group tensors, in backward order, greedily: a bucket is closed when the next tensor would exceed the limit.
 
     A tensor is never split; one that is larger than the limit has a bucket of its own. For a compressed method the
@@ -16,6 +18,7 @@ def fuse(sizes: Sequence[float], limit: float, breaks: Collection[int] = ()) -> 
         sizes: of the tensors' messages, in any unit.
         limit: in the same unit; 0: one bucket per tensor.
         breaks: indices at which a new bucket must begin.
+        first: the limit of the first bucket, so that the link has work early; None: ``limit``.
 
     Returns:
         Lists of indices.
@@ -29,7 +32,8 @@ def fuse(sizes: Sequence[float], limit: float, breaks: Collection[int] = ()) -> 
     groups: list[list[int]] = []
     filled = 0.0
     for i, size in enumerate(sizes):
-        if not groups or limit == 0 or i in breaks or filled + size > limit:
+        most = limit if first is None or len(groups) > 1 else first
+        if not groups or most == 0 or i in breaks or filled + size > most:
             groups.append([])
             filled = 0.0
         groups[-1].append(i)

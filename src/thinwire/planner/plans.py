@@ -1,0 +1,92 @@
+"""From tensors in order of arrival to a :class:`Plan`: the size-threshold rule and its defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.planner.merge import fuse
+from thinwire.program import Method, Plan, PlanBucket
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class PlanTensor:
+    """One gradient as a plan sees it.
+
+    Attributes:
+        name: of the parameter.
+        shape: logical.
+        dense: kept out of the method's hands, in S-SGD buckets.
+        dtype: any text; tensors of one text may share a bucket.
+        itemsize: bytes of one element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dense: bool = False
+    dtype: str = "float32"
+    itemsize: int = 4
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def default_merge(method: Method, backend: str) -> Any:
+    """What ``merge="auto"`` means until a measured plan replaces it."""
+    if backend == "nccl":
+        return 25
+    # Low-rank payloads are so small that start-ups outweigh overlap; dense ones gain from an early start.
+    return "single" if method.name in ("acp", "powersgd") else 4
+
+
+def make_plan(
+    method: Method, tensors: Sequence[PlanTensor], order: Sequence[int], late: Iterable[int], backend: str
+) -> Plan:
+    """Fuse tensors into buckets.
+
+    Args:
+        method: gives payloads and phases.
+        tensors: all of them.
+        order: their indices in order of arrival.
+        late: indices that did not arrive; they come last, apart from those that did.
+        backend: of the process group, for the defaults.
+    """
+    last = set(late)
+    order = [i for i in order if i not in last] + [i for i in order if i in last]
+    place = {index: position for position, index in enumerate(order)}
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index in order:
+        t = tensors[index]
+        groups.setdefault((t.dense, t.dtype, index in last), []).append(index)
+    phases = []
+    for phase in range(method.phases):
+        buckets: list[tuple[int, PlanBucket]] = []
+        for (dense, _, _), indices in groups.items():
+            merge = method.merge
+            if merge == "auto":
+                merge = 25 if backend == "nccl" else 4
+                if not dense:
+                    merge = default_merge(method, backend)
+            entries = [tensors[i] for i in indices]
+            payload = [t.size for t in entries] if dense else method.payload([t.shape for t in entries], phase)
+            for part in fuse(payload, _limit(merge, entries, payload)):
+                names = tuple(entries[i].name for i in part)
+                buckets.append((max(place[indices[i]] for i in part), PlanBucket(names, dense)))
+        phases.append(tuple(bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])))
+    return Plan(tuple(phases), rule=f"{method.name}, merge={method.merge}")
+
+
+def _limit(merge: Any, entries: Sequence[PlanTensor], payload: Sequence[int]) -> float:
+    """The fusion limit in payload elements: the MiB of dense gradient, scaled to what is sent."""
+    if merge == "none":
+        return 0.0
+    if merge == "single":
+        return float("inf")
+    dense = sum(t.size for t in entries)
+    return float(merge) * _MIB / entries[0].itemsize * sum(payload) / max(1, dense)

@@ -1,0 +1,80 @@
+"""What a simulated step looks like: its events by lane, its length, and how much communication nothing hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from thinwire.program import Plan
+
+COMPUTE, METHOD = "compute", "method"
+LANES = (COMPUTE, METHOD, "link world", "link node", "link cross")
+"""Forward, backward and optimizer; the methods' own work; the exchanges of each scope."""
+EXCHANGE_CPU = "exchange on the CPU"
+"""The name of what exchanges themselves take from the compute resource: it counts as communication."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that took time.
+
+    Attributes:
+        name: the operation, the module, the parameter, ...
+        lane: one of ``LANES``.
+        start_seconds: from the start of what was recorded.
+        duration_seconds: from then on.
+        bucket: its place in the plan, where it belongs to one.
+        bytes: sent by this rank.
+    """
+
+    name: str
+    lane: str
+    start_seconds: float
+    duration_seconds: float
+    bucket: int | None = None
+    bytes: int = 0
+
+    @property
+    def end_seconds(self) -> float:
+        """When it was over."""
+        return self.start_seconds + self.duration_seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step in the steady state.
+
+    Attributes:
+        step_seconds: from one forward to the next; the mean over the method's phases.
+        exposed_seconds: communication while nothing is computed, method work included; the mean over the phases.
+        events: of one step of each phase, one after the other.
+        bytes_sent: by this rank per step; the mean over the phases, rounded.
+        plan: the buckets.
+    """
+
+    step_seconds: float
+    exposed_seconds: float
+    events: tuple[Event, ...] = field(repr=False)
+    bytes_sent: int
+    plan: Plan = field(repr=False)
+
+
+def exposed_seconds(events: Iterable[Event]) -> float:
+    """Measure of the communication intervals minus the compute intervals."""
+    working: list[tuple[float, float]] = []
+    sending: list[tuple[float, float]] = []
+    for event in events:
+        if event.name != EXCHANGE_CPU:
+            side = working if event.lane in (COMPUTE, METHOD) else sending
+            side.append((event.start_seconds, event.end_seconds))
+    return _measure([*working, *sending]) - _measure(working)
+
+
+def _measure(intervals: Sequence[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(intervals):
+        if last > end:
+            total += last - max(first, end)
+            end = last
+    return total

@@ -1,0 +1,118 @@
+"""From a method, a model, a cluster and prices to a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from thinwire.planner.checks import check_number
+from thinwire.planner.costs import Costs
+from thinwire.planner.plans import PlanTensor, make_plan
+from thinwire.planner.profiles import ModelProfile
+from thinwire.planner.timeline.machine import Machine
+from thinwire.planner.timeline.programs import Part, Place, Plain, parts_of
+from thinwire.planner.timeline.result import Event, Timeline, exposed_seconds
+from thinwire.planner.timeline.tasks import tasks_of
+from thinwire.program import Method, Plan, Topology
+
+
+def simulate(
+    method: Method,
+    model_profile: ModelProfile,
+    topology: Topology,
+    costs: Costs,
+    *,
+    plan: Plan | None = None,
+    backend: str = "gloo",
+    dense: Method | None = None,
+    shared_compute: bool = True,
+    optimizer_seconds: float = 0.0,
+    slowdown: float | Sequence[float] = 1.0,
+    steps: int = 2,
+) -> Timeline:
+    """Run a training step without data and without a network.
+
+    One rank stands for all: the slowest, on the largest machine. An exchange takes its price from when this rank issues
+    it; one link serves first come, first served; WORLD and CROSS share the network card, and what stays inside a
+    machine has a link of its own.
+
+    Args:
+        method: its own programs are run on shapes, once per distinct bucket.
+        model_profile: tensors in backward order; their times.
+        topology: of the ranks.
+        costs: prices of exchanges and of the methods' compute.
+        plan: which tensors share a bucket; None: what ``attach`` makes of this order.
+        backend: "gloo" or "nccl", for the plan's defaults and the order of programs: on NCCL one after the other.
+        dense: program of the plan's dense buckets; None: one all-reduce.
+        shared_compute: the method's segments, and what the exchanges take from the CPU, delay forward and backward;
+            False: they have a core or a stream of their own.
+        optimizer_seconds: of the whole update; a deferred bucket's share comes before its first layer's forward.
+        slowdown: factor on all compute, or one per rank, of which the largest counts.
+        steps: the last of so many is reported (with phases: of so many rounds); 1: before it nothing was deferred.
+
+    Returns:
+        The timeline.
+
+    Raises:
+        ValueError: arguments out of range, a plan that does not fit, a method whose prices do not fit its program.
+        LookupError: the costs lack a curve.
+    """
+    factor = _slowest(slowdown, topology)
+    check_number("optimizer_seconds", optimizer_seconds)
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend={backend!r} is unknown; there are 'gloo' and 'nccl'")
+    plan = plan_of(method, model_profile, backend) if plan is None else plan
+    plan.check(tensor.name for tensor in model_profile.tensors)
+    place, profile, phases = Place(topology), model_profile.scaled(factor), len(plan.phases)
+    parts = [
+        [(_slowed(now, factor), _slowed(later, factor) if later else None) for now, later in phase]
+        for phase in (parts_of(method, dense or Plain(), plan, p, profile, place, costs) for p in range(phases))
+    ]
+    start = exposed = 0.0
+    sent = 0
+    events: list[Event] = []
+    for step in range((steps - 1) * phases, steps * phases):
+        current, before = parts[step % phases], parts[(step - 1) % phases] if step else []
+        work = tasks_of(
+            profile,
+            plan.phases[step % phases],
+            {now.bucket for now, later in current if later},
+            plan.phases[(step - 1) % phases],
+            [later for _, later in before if later],
+            optimizer_seconds * factor,
+        )
+        machine = Machine(
+            work.tasks, work.deferred, [now for now, _ in current], shared=shared_compute, serial=backend == "nccl"
+        )
+        seconds = machine.run()
+        exposed += exposed_seconds(machine.events)
+        sent += sum(event.bytes for event in machine.events)
+        events += (replace(event, start_seconds=event.start_seconds + start) for event in machine.events)
+        start += seconds
+    events.sort(key=lambda event: event.start_seconds)
+    return Timeline(start / phases, exposed / phases, tuple(events), round(sent / phases), plan)
+
+
+def plan_of(method: Method, profile: ModelProfile, backend: str) -> Plan:
+    """The plan that ``attach`` makes for tensors that arrive in the profile's order."""
+    tensors = [
+        PlanTensor(t.name, t.shape, method.dense(t.name, t.shape, None), f"{profile.dtype_bytes}", profile.dtype_bytes)
+        for t in profile.tensors
+    ]
+    return make_plan(method, tensors, range(len(tensors)), (), backend)
+
+
+def _slowest(slowdown: float | Sequence[float], topology: Topology) -> float:
+    factors = [slowdown] if isinstance(slowdown, (int, float)) else list(slowdown)
+    if not isinstance(slowdown, (int, float)) and len(factors) != topology.world_size:
+        raise ValueError(f"slowdown has {len(factors)} entries for {topology.world_size} ranks")
+    for i, value in enumerate(factors):
+        check_number(f"slowdown[{i}]", value)
+    return float(max(factors))
+
+
+def _slowed(part: Part, factor: float) -> Part:
+    hops = tuple(replace(hop, cpu_seconds=hop.cpu_seconds * factor) for hop in part.hops)
+    return Part(part.bucket, tuple(seconds * factor for seconds in part.segments), hops)

@@ -1,0 +1,94 @@
+"""Prices of the methods' compute: one number per segment of the very program, and no number without work."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import EVERY, label
+
+from thinwire.methods.acp import ACP
+from thinwire.methods.powersgd import PowerSGD
+from thinwire.methods.registry import METHODS
+from thinwire.methods.sign import SignSGD
+from thinwire.methods.ssgd import SSGD
+from thinwire.methods.topk import TopK
+from thinwire.planner.costs import Costs, Linear, assumed_compute
+from thinwire.program import Topology
+from thinwire.program.trace import trace
+
+COSTS = Costs({}, assumed_compute())
+PASSES = Costs({}, {"memory": Linear(0, 0.25), **dict.fromkeys(("select", "multiply", "orthogonalise"), Linear(0, 0))})
+MORE = [
+    ACP(error_feedback=False),
+    PowerSGD(ordered=True),
+    PowerSGD(error_feedback=False),
+    SignSGD(error_feedback=False, vote="majority"),
+    TopK(1.0),
+    TopK(0.1, error_feedback=False),
+]
+SHAPES = [
+    [(64, 48)],
+    [(7,), ()],
+    [(33, 5, 3), (129,), (40, 40)],
+    [(200, 6), (6, 200), (0, 4)],
+    [(0, 3)],
+    [(1, 1)],
+]
+
+
+def test_every_method_is_priced():
+    assert {method.name for method in EVERY} == set(METHODS)
+
+
+@pytest.mark.parametrize("method", EVERY + MORE, ids=label)
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_one_number_per_segment(method, ranks):
+    for shapes in SHAPES:
+        for phase in range(method.phases):
+            named = [(f"t{i}", shape) for i, shape in enumerate(shapes)]
+            steps = trace(method, named, Topology(ranks), step=(method.phases << 40) + phase)
+            seconds = method.compute_seconds(shapes, phase, Topology(ranks), COSTS)
+            assert len(seconds) == len(steps) + 1
+            assert all(s >= 0 for s in seconds)
+            assert (sum(seconds) > 0) == bool(steps)
+
+
+@pytest.mark.parametrize("method", EVERY + MORE, ids=label)
+@given(n=st.integers(1, 300), m=st.integers(1, 300), ranks=st.integers(2, 64))
+def test_more_elements_cost_more(method, n, m, ranks):
+    for phase in range(method.phases):
+        small = sum(method.compute_seconds([(64, 64), (n, m)], phase, Topology(ranks), COSTS))
+        large = sum(method.compute_seconds([(64, 64), (n, m), (256, 256)], phase, Topology(ranks), COSTS))
+        assert large > small
+
+
+def passes(method, shape, ranks=4, phase=0):
+    return method.compute_seconds([shape], phase, Topology(ranks), PASSES)
+
+
+def beside(method):
+    """What nine dense elements beside a matrix add."""
+    both, alone = (
+        method.compute_seconds(shapes, 0, Topology(4), PASSES) for shapes in ([(100, 100), (9,)], [(100, 100)])
+    )
+    return [a - b for a, b in zip(both, alone)]
+
+
+def test_passes_counted_by_hand():
+    d = 1000
+    assert passes(SSGD(), (d,)) == [2 * d, 0]
+    assert passes(SSGD(ordered=True), (d,)) == [2 * d, 0, 2 * d]
+    assert passes(SSGD(ordered=True), (d,), ranks=3) == [4 * d, 0, 2 * d]
+    assert passes(SignSGD(), (d,)) == pytest.approx([(3 + 3.6 + 4) * d, (1 + 16 + 2) * d])
+    # A: 3 to make, 2 to peel; the factor is packed. Then its check, its mean and A's place written.
+    assert passes(ACP(rank=4), (100, 100)) == [5e4 + 2 * 400, 1e4 + 3 * 400]
+    assert passes(ACP(rank=4), (100, 100), phase=1) == [6e4 + 2 * 400, 1e4 + 3 * 400]
+    assert passes(ACP(rank=4), (100,)) == [200, 100]
+    assert beside(ACP(rank=4)) == [4 * 9, 5 * 9]
+    assert beside(PowerSGD(rank=4)) == [4 * 9, 0, 5 * 9]
+    assert passes(PowerSGD(rank=4), (50, 100)) == [4 * 5000 + 2 * 200, 3 * 5000 + 2 * 400, 5000 + 200 + 3 * 400]
+    assert passes(PowerSGD(rank=4), (100, 50)) == passes(PowerSGD(rank=4), (50, 100))
+
+
+def test_a_missing_curve_is_named():
+    with pytest.raises(LookupError, match="'memory'"):
+        SSGD().compute_seconds([(4,)], 0, Topology(2), Costs({}))

@@ -1,0 +1,65 @@
+"""One rule makes the engine's plans and the simulator's."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.engine.parameters import Managed
+from thinwire.engine.planning import make_plan as engine_plan
+from thinwire.methods.acp import ACP
+from thinwire.methods.ssgd import SSGD
+from thinwire.methods.topk import TopK
+from thinwire.planner.plans import PlanTensor, default_merge, make_plan
+from thinwire.planner.profiles import builtin
+from thinwire.planner.timeline.simulate import plan_of
+
+KINDS = [(torch.float32, 4), (torch.bfloat16, 2)]
+
+
+def test_defaults():
+    assert [default_merge(m, b) for m in (SSGD(), ACP()) for b in ("gloo", "nccl")] == [4, 25, "single", 25]
+
+
+def test_fusion_by_size():
+    tensors = [PlanTensor(f"t{i}", (1 << 18,)) for i in range(5)]  # 1 MiB each
+    plan = make_plan(SSGD(merge=2), tensors, [4, 3, 2, 1, 0], (), "gloo")
+    assert [b.names for b in plan.phases[0]] == [("t4", "t3"), ("t2", "t1"), ("t0",)]
+    late = make_plan(SSGD(merge=2), tensors, [4, 3, 2, 1, 0], (3,), "gloo")
+    assert [b.names for b in late.phases[0]] == [("t4", "t2"), ("t1", "t0"), ("t3",)]
+    assert len(make_plan(SSGD(merge="none"), tensors, range(5), (), "gloo").phases[0]) == 5
+    assert len(make_plan(SSGD(merge="single"), tensors, range(5), (), "gloo").phases[0]) == 1
+
+
+@given(
+    tensors=st.lists(
+        st.tuples(st.lists(st.sampled_from([1, 7, 300]), max_size=3), st.booleans(), st.sampled_from(KINDS)), min_size=1
+    ),
+    data=st.data(),
+)
+def test_the_engine_makes_the_same_plans(tensors, data):
+    order = data.draw(st.permutations(range(len(tensors))))
+    late = data.draw(st.sets(st.sampled_from(order)))
+    merge = data.draw(st.sampled_from(["auto", "none", "single", 0.01]))
+    plain = [
+        PlanTensor(f"t{i}", tuple(shape), dense, str(dtype), itemsize)
+        for i, (shape, dense, (dtype, itemsize)) in enumerate(tensors)
+    ]
+    managed = [
+        Managed(i, f"t{i}", torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")), dense)
+        for i, (shape, dense, (dtype, _)) in enumerate(tensors)
+    ]
+    for method in (SSGD(merge=merge), ACP(merge=merge), TopK(0.1, merge=merge)):
+        for backend in ("gloo", "nccl"):
+            plan = make_plan(method, plain, order, late, backend)
+            assert plan == engine_plan(method, managed, order, late, backend)
+            plan.check(t.name for t in plain)
+
+
+@pytest.mark.parametrize("method", [SSGD(), ACP(), TopK(0.01)], ids=lambda m: m.name)
+def test_the_simulator_plans_in_the_profile_s_order(method):
+    profile = builtin("resnet50")
+    plan = plan_of(method, profile, "gloo")
+    plan.check(t.name for t in profile.tensors)
+    assert len(plan.phases) == method.phases
+    assert {b.dense for b in plan.phases[0]} == ({False, True} if method.name == "topk" else {False})

@@ -1,0 +1,45 @@
+import random
+import time
+
+import pytest
+
+from thinwire.methods.registry import METHODS, method
+from thinwire.methods.ssgd import SSGD
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import ModelProfile, TensorTime
+from thinwire.planner.timeline import simulate
+from thinwire.program import Topology
+
+pytestmark = pytest.mark.slow
+
+WORKERS = 10_000
+
+
+def profile_of(shapes):
+    tensors = tuple(TensorTime(f"m{i}.weight", shape, 1e-4) for i, shape in enumerate(shapes))
+    return ModelProfile("thousand", tensors, 0.05)
+
+
+def seconds_of(chosen, profile):
+    first = method("acp", compress="matrices")  # torch loads its rules of shapes: seconds, once per process
+    simulate(first, profile_of([(64, 64), (65, 64)]), Topology(2), Costs.of_link(1e9, 1e-4, 2))
+    begin = time.process_time()  # not what other processes take
+    simulate(chosen, profile, Topology(WORKERS), Costs.of_link(1e9, 1e-4, WORKERS))
+    return time.process_time() - begin
+
+
+@pytest.mark.parametrize("merge", ["auto", "none"])
+def test_a_thousand_different_tensors(merge):
+    draw = random.Random(0)
+    took = seconds_of(SSGD(merge=merge), profile_of([(draw.randint(64, 1024), 512) for _ in range(1000)]))
+    print(f"ssgd, merge={merge}: {took:.2f} s")
+    assert took < 1
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_thousand_tensors_of_a_few_shapes(name):
+    shapes = [(64 * (1 + i % 12), 512) for i in range(1000)]
+    chosen = method(name, merge="none", **({"density": 0.001} if name == "topk" else {}))
+    took = seconds_of(chosen, profile_of(shapes))
+    print(f"{name}: {took:.2f} s")
+    assert took < 1
