@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from thinwire import __version__
-from thinwire.cli import bench, demo, doctor, lab
+from thinwire.cli import bench, demo, doctor, lab, probe, profile
 from thinwire.cli.errors import RunFailed
 
 
@@ -39,6 +39,8 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
+app.command("probe")(probe.probe)
+app.command("profile")(profile.profile)
 app.add_typer(lab.app, name="lab")
 
 

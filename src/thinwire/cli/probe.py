@@ -1,0 +1,170 @@
+"""``thinwire probe``: what exchanges cost on this network."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from thinwire.cli.errors import RunFailed
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from thinwire.lab import Cluster, LabResult
+    from thinwire.measure import ProbeResult
+
+_SHOWN = (64 << 10, 1 << 20, 16 << 20)
+
+
+def probe(
+    workers: Annotated[int | None, typer.Option(help="Ranks in all; 2 by default. Not under torchrun.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks that share a node. Not under torchrun.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Rate of each node's emulated link, such as 1gbit. Not under torchrun.")
+    ] = None,
+    delay: Annotated[str | None, typer.Option(help="One-way delay between nodes. Not under torchrun.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, gloo or nccl; in the lab always gloo.")] = "auto",
+    max_bytes: Annotated[int, typer.Option(help="Largest message of a rank, in bytes.")] = 16 << 20,
+    seconds: Annotated[float, typer.Option(help="For the exchanges; what does not fit is left out.")] = 40.0,
+    out: Annotated[Path, typer.Option(help="Where the costs go.")] = Path("costs.json"),
+    json: Annotated[bool, typer.Option("--json", help="All measurements as JSON on stdout.")] = False,
+) -> None:
+    """Measure every collective over message sizes: under torchrun on its network, else in the lab."""
+    from rich.console import Console
+
+    from thinwire.measure import verdict
+    from thinwire.measure.schedule import message_sizes
+    from thinwire.measure.verdict import rate
+
+    if backend not in ("auto", "gloo", "nccl"):
+        raise ValueError(f"backend {backend!r} is unknown; use auto, gloo or nccl")
+    message_sizes(largest=max_bytes)
+    if not seconds > 0:
+        raise ValueError(f"--seconds must be positive, not {seconds:g}")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out} is no file that can be written: give a file in a folder that exists")
+    note = ""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if any(option is not None for option in (workers, ranks_per_node, link, delay)):
+            raise ValueError(
+                "under torchrun the ranks and the network are given: leave out --workers, --link and so on"
+            )
+        rank, result = _join(backend, max_bytes, seconds)
+        if rank != 0:
+            return
+    else:
+        if backend == "nccl":
+            raise ValueError("the lab's ranks use gloo; for nccl start the verb with torchrun")
+        result, note = _in_lab(workers or 2, ranks_per_node or 1, link, delay, max_bytes, seconds)
+    costs = result.costs
+    out.write_text(costs.to_json() + "\n")
+    if json:
+        typer.echo(result.to_json())
+    console = Console(stderr=json)
+    if not json:
+        flow = result.flow_bits_per_second
+        console.print(result.source + (f"; one flow alone: {rate(flow / 8)}" if flow else ""), markup=False)
+        for group in dict.fromkeys(key[1:] for key in result.series):
+            console.print(probe_table(result, group))
+    for sentence in filter(None, [*verdict(result), note]):
+        console.print(sentence, markup=False)
+    console.print(f"written: {out} ({len(costs.exchanges)} curves, {len(costs.compute)} of compute, {costs.hash})")
+    console.print(f"next: thinwire profile MODEL, then thinwire plan profile.json --costs {out}", markup=False)
+
+
+def _join(backend: str, max_bytes: int, seconds: float) -> tuple[int, ProbeResult]:
+    """This process is a rank of torchrun's; the first one shows the progress."""
+    from rich.console import Console
+
+    from thinwire.measure.worker import join_and_probe
+
+    console = Console(stderr=True, quiet=os.environ["RANK"] != "0")
+    with console.status("joining the ranks") as status:
+        try:
+            return join_and_probe(
+                backend=backend,
+                largest_bytes=max_bytes,
+                seconds=seconds,
+                on_progress=lambda done, text: status.update(f"{done:4.0%} {text}"),
+            )
+        except RuntimeError as error:  # torch's words about ranks that do not answer
+            raise RunFailed(f"the ranks could not be probed: {str(error).splitlines()[0]}") from error
+
+
+def _in_lab(
+    workers: int, ranks_per_node: int, link: str | None, delay: str | None, max_bytes: int, seconds: float
+) -> tuple[ProbeResult, str]:
+    from thinwire.lab import Cluster
+    from thinwire.measure import ProbeResult
+
+    cluster = Cluster.parse(workers, ranks_per_node, link, delay)
+    with tempfile.TemporaryDirectory(prefix="thinwire-probe-") as folder:
+        path = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "thinwire.measure.worker", "--out", str(path)]
+        command += ["--largest-bytes", str(max_bytes), "--seconds", str(seconds)]
+        launched = follow(cluster, command, timeout_seconds=5 * seconds + 180)
+        return ProbeResult.from_json(path.read_text()), launched.note
+
+
+def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:
+    """Run ranks in the lab under a progress bar, which their lines ``@@{"done": share, "text": ...}`` move.
+
+    Raises:
+        RunFailed: with the ranks' last words.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    from thinwire import lab
+
+    words: deque[str] = deque(maxlen=15)
+    columns = (TextColumn("{task.description:<40}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting ranks", total=1.0)
+
+        def on_line(rank: int, text: str) -> None:
+            if text.startswith("@@"):
+                event = json_module.loads(text[2:])
+                bar.update(task, completed=event["done"], description=event["text"])
+            elif text.strip():
+                words.append(f"[{rank}] {text.rstrip()}")
+
+        launched = lab.run(cluster, command, on_line=on_line, timeout_seconds=timeout_seconds)
+    if launched.exit_code == 124:
+        raise RunFailed(f"the ranks took longer than {timeout_seconds:g} s and were ended")
+    if launched.exit_code:
+        raise RunFailed("\n".join([f"the ranks ended with exit code {launched.exit_code}; their last words:", *words]))
+    return launched
+
+
+def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
+    """One line for each operation of a group; bandwidths are those of the largest message that was measured."""
+    from rich import box
+    from rich.table import Table
+
+    from thinwire.measure.verdict import duration, line_error, size
+
+    costs, lines = result.costs, result.lines
+    series = {key: row for key, row in result.series.items() if key[1:] == group}
+    giga = any(m.algbw * 8 >= 1e9 for row in series.values() for m in row)
+    unit, name = (1e9, "Gbit/s") if giga else (1e6, "Mbit/s")
+    table = Table(title="{}: groups of {}".format(*group), box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    columns = ["operation", "start-up", *map(size, _SHOWN)]
+    columns += [f"algbw\n{name}", f"busbw\n{name}", "line\noff", "CPU\nper MB"]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "operation" else "right", no_wrap=True)
+    for key, row in series.items():
+        last, share = row[-1], costs.cpu_share.get(key[0])
+        cells = [key[0], duration(lines[key].startup_seconds)]
+        cells += [("" if n <= last.bytes else "~") + duration(costs.exchanges[key](n)) for n in _SHOWN]
+        cells += [f"{bandwidth * 8 / unit:.3g}" for bandwidth in (last.algbw, last.busbw)]
+        cells += [f"{line_error(result, key):.0%}"]
+        table.add_row(*cells, duration(share.seconds_per_byte * 1e6) if share and group[0] == "world" else "-")
+    return table

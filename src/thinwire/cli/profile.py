@@ -1,0 +1,176 @@
+"""``thinwire profile``: how long a model computes, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import json as json_module
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from thinwire.planner.profiles import ModelProfile
+
+_ROWS = 12
+_SECONDS = 40.0
+
+
+def profile(
+    model: Annotated[
+        str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as mlp:width=512.")
+    ],
+    steps: Annotated[int, typer.Option(help="Timed steps; fewer are taken if they last more than 40 s.")] = 20,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 5,
+    ranks: Annotated[int, typer.Option(help="Processes that compute at once, as on a machine with so many.")] = 1,
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
+    json: Annotated[bool, typer.Option("--json", help="The profile as JSON on stdout.")] = False,
+) -> None:
+    """Time a model's forward pass by module and its backward pass by gradient."""
+    from rich.console import Console
+
+    from thinwire.bench.models.registry import check_model
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("thinwire profile starts its own processes: use --ranks, without torchrun")
+    if steps < 1 or warmup < 0 or ranks < 1:
+        raise ValueError(f"--steps {steps} and --ranks {ranks} must be at least 1, --warmup {warmup} not negative")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out} is no file that can be written: give a file in a folder that exists")
+    check_model(model)
+    found = _here(model, steps, warmup) if ranks == 1 else _several(model, steps, warmup, ranks)
+    out.write_text(found.to_json() + "\n")
+    console = Console(stderr=json)
+    if json:
+        typer.echo(found.to_json())
+    else:
+        console.print(profile_table(found))
+    for sentence in profile_sentences(found):
+        console.print(sentence, markup=False)
+    console.print(f"written: {out} ({found.hash})")
+    console.print(f"next: thinwire probe, then thinwire plan {out} --costs costs.json", markup=False)
+
+
+def _here(model: str, steps: int, warmup: int) -> ModelProfile:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"building {model}", total=steps + warmup)
+        return _profile(
+            model, steps, warmup, 0, 1, lambda done, total: bar.update(task, completed=done, description=model)
+        )
+
+
+def _profile(
+    model: str, steps: int, warmup: int, rank: int, ranks: int, on_step: Callable[[int, int], None]
+) -> ModelProfile:
+    import torch
+
+    from thinwire.bench.models.registry import build_model
+    from thinwire.measure import profile_model
+
+    workload = build_model(model)
+    together = f"{ranks} processes at once" if ranks > 1 else ""
+    if ranks > 1:
+        torch.distributed.barrier()
+    return profile_model(
+        workload.model,
+        lambda step: workload.loss(workload.model, step, rank),
+        steps=steps,
+        warmup=warmup,
+        name=workload.name,
+        batch=", ".join(filter(None, (workload.describe, together))),
+        seconds=_SECONDS,
+        on_step=on_step,
+    )
+
+
+def _several(model: str, steps: int, warmup: int, ranks: int) -> ModelProfile:
+    """The profile of the slowest of several processes that compute at once."""
+    from thinwire.cli.probe import follow
+    from thinwire.lab import Cluster
+    from thinwire.planner.profiles import ModelProfile
+
+    with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as folder:
+        command = [sys.executable, "-m", "thinwire.cli.profile", "--model", model, "--out", folder]
+        command += ["--steps", str(steps), "--warmup", str(warmup)]
+        follow(Cluster(ranks, ranks), command, timeout_seconds=600)
+        profiles = [ModelProfile.from_json(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    return max(profiles, key=lambda p: p.forward_seconds + sum(p.backward_seconds))
+
+
+def main() -> None:
+    """One of several processes, with torchrun's environment variables set."""
+    import torch.distributed as dist
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--steps", required=True, type=int)
+    parser.add_argument("--warmup", required=True, type=int)
+    words = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def report(done: int, total: int) -> None:
+        if rank == 0:
+            print("@@" + json_module.dumps({"done": done / total, "text": words.model}), flush=True)
+
+    found = _profile(words.model, words.steps, words.warmup, rank, ranks, report)
+    (words.out / f"{rank}.json").write_text(found.to_json())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def profile_table(profile: ModelProfile) -> Table:
+    """The modules that compute longest, in forward order."""
+    from rich import box
+    from rich.table import Table
+
+    from thinwire.measure.verdict import duration
+
+    forward = {m.name: m.forward_seconds for m in profile.modules}
+    backward, elements = dict.fromkeys(forward, 0.0), dict.fromkeys(forward, 0)
+    for tensor in profile.tensors:
+        backward[tensor.module] = backward.get(tensor.module, 0.0) + tensor.backward_seconds
+        elements[tensor.module] = elements.get(tensor.module, 0) + tensor.size
+    longest = sorted(backward, key=lambda name: -(backward[name] + forward.get(name, 0.0)))[:_ROWS]
+    table = Table(title=f"{profile.name}: {profile.source}", box=box.SIMPLE_HEAD)
+    for name in ("module", "elements", "forward", "backward"):
+        table.add_column(name, justify="left" if name == "module" else "right")
+    for name in backward:
+        if name in longest:
+            cells = [f"{elements[name]:,}" if name in elements else "-", duration(forward.get(name, 0.0))]
+            table.add_row(name or "(the model itself)", *cells, duration(backward[name]))
+    if len(backward) > len(longest):
+        table.add_row(f"and {len(backward) - len(longest)} more", "", "", "", style="dim")
+    total = (f"{profile.elements:,}", duration(profile.forward_seconds), duration(sum(profile.backward_seconds)))
+    table.add_section()
+    table.add_row("all", *total)
+    return table
+
+
+def profile_sentences(profile: ModelProfile) -> list[str]:
+    """What the figures mean for an exchange."""
+    from thinwire.measure.verdict import rate
+
+    backward, count = sum(profile.backward_seconds), profile.elements * profile.dtype_bytes
+    said = [f"{len(profile.tensors)} gradients, {count / 1e6:.1f} MB a step"]
+    if backward:
+        said.append(
+            f"backward could hide the exact average of 2 ranks from {rate(count / backward)} on, of many from "
+            f"{rate(2 * count / backward)}; start-ups come on top"
+        )
+    return said
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What selection, orthogonalisation, skinny products and passes over memory cost on this device, by size.
+
+Tensors come from a pool larger than the caches and results go to fresh memory, as in a training step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.lowrank import project_right, rebuild
+from thinwire.kernels.orthogonal import orthogonalise
+from thinwire.kernels.select import keep_count, top_k
+from thinwire.measure.fit import Point, never_falling
+from thinwire.measure.timing import Clock, median_seconds
+from thinwire.planner.curves import Curve, Table
+
+KERNELS = ("select", "orthogonalise", "memory", "multiply")
+"""The curves, named as in ``planner.Costs.compute``."""
+DENSITY = 0.01
+RANK = 16  # at rank 4 a product is bound by memory, which has its own curve
+
+_POOL = 1 << 25  # elements: 128 MiB
+_RANDOM = 1 << 22
+_SELECT = tuple(1 << n for n in range(12, 25, 2))
+_MEMORY = tuple(1 << n for n in range(12, 23, 2))
+_SQUARES = (64, 256, 1024, 2048, 4096)
+_TALL = ((64, 4), (256, 4), (1024, 4), (4096, 4), (4096, 16), (4096, 32))
+
+
+def orthogonalise_flops(rows: int, columns: int) -> int:
+    """4 n r^2: a Householder QR, and as much again for its basis."""
+    return 4 * rows * columns**2
+
+
+def multiply_flops(rows: int, columns: int, rank: int) -> int:
+    """2 n m r: one product of an n x m matrix with a thin one."""
+    return 2 * rows * columns * rank
+
+
+def measure_kernels(
+    device: torch.device | None = None, *, seconds: float = 4.0, meet: Callable[[], None] = lambda: None
+) -> dict[str, Curve]:
+    """Curves for ``Costs.compute``: "select" of fp32 elements, "memory" of bytes, the others of FLOPs.
+
+    Args:
+        device: None is the CPU.
+        seconds: for all of them.
+        meet: called before each, so that the ranks of a machine measure at the same time.
+    """
+    device = device or torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    points = kernel_points(device, seconds=seconds, meet=meet)
+    return {kind: Table(never_falling(points[kind]), "measured here", name) for kind in KERNELS}
+
+
+def kernel_points(
+    device: torch.device, *, seconds: float, meet: Callable[[], None] = lambda: None, clock: Clock = time.perf_counter
+) -> dict[str, list[Point]]:
+    """(amount, seconds) by curve; the amounts are the same on all ranks."""
+    generator = torch.Generator(device).manual_seed(0)
+    pool = torch.randn(_RANDOM, device=device, generator=generator).repeat(_POOL // _RANDOM)
+    whole = {"select": _select, "orthogonalise": _orthogonalise, "memory": _memory, "multiply": _multiply}
+    share = seconds / sum(map(len, (_SELECT, _TALL, _MEMORY, _SQUARES)))
+    found: dict[str, list[Point]] = {}
+    with torch.no_grad():
+        for name in KERNELS:
+            meet()
+            found[name] = [
+                (amount, median_seconds(call, device, seconds=share, clock=clock) / parts)
+                for amount, parts, call in whole[name](pool)
+            ]
+    return found
+
+
+Case = tuple[float, int, Callable[[], object]]
+"""Amount of one operation, operations in a call, the call."""
+
+
+def _pieces(pool: Tensor, size: int) -> Callable[[], Tensor]:
+    """Another piece of the pool with each call."""
+    places = pool.numel() // size
+    turn = count()
+    return lambda: pool.narrow(0, next(turn) % places * size, size)
+
+
+def _select(pool: Tensor) -> Iterator[Case]:
+    for size in _SELECT:
+        piece, k = _pieces(pool, size), keep_count(size, DENSITY)
+        yield size, 1, lambda piece=piece, k=k: top_k(piece(), k)  # type: ignore[misc]
+
+
+def _orthogonalise(pool: Tensor) -> Iterator[Case]:
+    for rows, columns in _TALL:
+        piece = _pieces(pool, rows * columns)
+        yield (
+            orthogonalise_flops(rows, columns),
+            1,
+            lambda piece=piece, rows=rows: orthogonalise(piece().view(rows, -1)),  # type: ignore[misc]
+        )
+
+
+def _memory(pool: Tensor) -> Iterator[Case]:
+    """A copy into fresh memory and an addition to it: 5 passes, counted as two operations."""
+    for size in _MEMORY:
+        piece = _pieces(pool, size)
+        yield 5 * 4 * size / 2, 2, lambda piece=piece: piece().clone().add_(piece())  # type: ignore[misc]
+
+
+def _multiply(pool: Tensor) -> Iterator[Case]:
+    """A projection and a reconstruction, as in ``kernels.lowrank``."""
+    for side in _SQUARES:
+        piece = _pieces(pool, side * side)
+        thin = pool[: side * RANK].view(side, RANK)
+
+        def call(piece: Callable[[], Tensor] = piece, thin: Tensor = thin, side: int = side) -> None:
+            matrix = piece().view(side, side)
+            rebuild(thin, project_right(matrix, thin), torch.empty_like(matrix))
+
+        yield multiply_flops(side, side, RANK), 2, call

@@ -1,0 +1,163 @@
+"""Profiles a model: when each gradient is complete in backward, and how long each module takes forward."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import date
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.measure.timing import Clock, Stopwatch
+from thinwire.measure.watch import Watch, untouched
+from thinwire.planner.profiles import ModelProfile, ModuleTime, TensorTime
+
+_LEAST_STEPS = 3
+
+
+def profile_model(
+    model: nn.Module,
+    loss: Callable[[int], Tensor],
+    *,
+    steps: int = 20,
+    warmup: int = 5,
+    name: str | None = None,
+    batch: str = "",
+    seconds: float | None = None,
+    clock: Clock = time.perf_counter,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelProfile:
+    """Time forward and backward steps of a model; medians over the steps, gradients in the order of arrival.
+
+    Gradients, buffers and torch's random numbers are afterwards as they were; no optimizer runs. Frozen parameters are
+    left out; those without a gradient come last, with 0 seconds. Other state that the loss changes stays changed.
+
+    Args:
+        model: on the device where it trains, in training mode.
+        loss: ``loss(step)`` runs the model on a batch and returns a scalar.
+        steps: timed steps.
+        warmup: steps before them.
+        name: of the profile; None: the model's class.
+        batch: what a batch is, for the profile's source.
+        seconds: after which no further step begins, once three are timed; None: no limit.
+        clock: for tests.
+        on_step: called after each step with their number and all.
+
+    Raises:
+        ValueError: nothing to train, no scalar, or numbers out of range.
+    """
+    if steps < 1 or warmup < 0:
+        raise ValueError(f"steps={steps} must be at least 1 and warmup={warmup} not negative")
+    shapes = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not shapes:
+        raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")
+    device = next(iter(shapes.values())).device
+    stopwatch = Stopwatch(device, clock)
+    record = _Record(stopwatch)
+    began = time.perf_counter()
+    with untouched(model), Watch(model, stopwatch) as watch:
+        for step in range(warmup + steps):
+            _step(model, loss, step, watch, record if step >= warmup else None, stopwatch)
+            on_step(step + 1, warmup + steps)
+            late = seconds is not None and time.perf_counter() - began > seconds
+            if late and record.steps >= min(steps, _LEAST_STEPS):
+                break
+    tensors = tuple(
+        TensorTime(n, tuple(shapes[n].shape), lasted) for n, lasted in record.backward(list(shapes)).items()
+    )
+    modules = tuple(ModuleTime(n, lasted) for n, lasted in record.modules().items())
+    return ModelProfile(
+        name or type(model).__name__,
+        tensors,
+        statistics.median(record.forward),
+        modules,
+        _element_bytes(list(shapes.values())),
+        "measured here",
+        ", ".join(filter(None, (_place(device), f"median of {record.steps} steps", batch))),
+    )
+
+
+def _step(
+    model: nn.Module,
+    loss: Callable[[int], Tensor],
+    step: int,
+    watch: Watch,
+    record: _Record | None,
+    stopwatch: Stopwatch,
+) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+    watch.begin()
+    before = stopwatch.mark()
+    value = loss(step)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        raise ValueError("loss(step) must return a scalar tensor that depends on the model's parameters")
+    between = stopwatch.mark()
+    watch.turn()
+    value.backward()
+    stopwatch.settle()
+    if record is not None:
+        record.add(watch, before if watch.started is None else watch.started, between)
+
+
+class _Record:
+    """Seconds of all timed steps."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self.steps = 0
+        self.forward: list[float] = []
+        self._arrivals: list[dict[str, float]] = []
+        self._modules: dict[str, list[float]] = {}
+
+    def add(self, watch: Watch, started: object, turned: object) -> None:
+        """Note a step."""
+        self.steps += 1
+        self.forward.append(self._stopwatch.between(started, turned))
+        between = self._stopwatch.between
+        self._arrivals.append({name: between(turned, mark) for name, mark in watch.arrivals.items()})
+        for name, seconds in watch.module_seconds().items():
+            self._modules.setdefault(name, []).append(seconds)
+
+    def backward(self, names: list[str]) -> dict[str, float]:
+        """Seconds from one gradient to the next. Medians are taken of arrivals, so the sum is that of a whole pass.
+
+        Steps in which some gradients are missing would mix up the order: they count only if there are few others.
+        """
+        most = max(map(len, self._arrivals))
+        full = [step for step in self._arrivals if len(step) == most]
+        times: dict[str, list[float]] = {}
+        for step in full if len(full) >= _LEAST_STEPS else self._arrivals:
+            for name, moment in step.items():
+                times.setdefault(name, []).append(moment)
+        arrived = {name: statistics.median(moments) for name, moments in times.items()}
+        seconds: dict[str, float] = {}
+        before = 0.0
+        for name in sorted(arrived, key=arrived.__getitem__):
+            seconds[name] = max(0.0, arrived[name] - before)
+            before = max(before, arrived[name])
+        return {**seconds, **{name: 0.0 for name in names if name not in seconds}}
+
+    def modules(self) -> dict[str, float]:
+        """Seconds of each module, in forward order."""
+        return {name: statistics.median(times) for name, times in self._modules.items()}
+
+
+def _element_bytes(parameters: list[nn.Parameter]) -> int:
+    """Of most elements."""
+    sizes: Counter[int] = Counter()
+    for parameter in parameters:
+        sizes[parameter.element_size()] += parameter.numel()
+    return sizes.most_common(1)[0][0]
+
+
+def _place(device: torch.device) -> str:
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"{torch.get_num_threads()} threads"
+    return f"{platform.node()}, {date.today()}, torch {torch.__version__}, {where}"

@@ -1,0 +1,53 @@
+"""Which message is measured next and how often, within a time budget. Pure numbers: all ranks decide alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SMALLEST = 4 << 10
+LARGEST = 16 << 20
+_STRIDES = (4, 2, 1)
+_SLICE_SECONDS = 0.5
+_MOST = 15
+
+
+def message_sizes(smallest: int = SMALLEST, largest: int = LARGEST) -> list[int]:
+    """Bytes: powers of two times the smallest, and the largest.
+
+    Raises:
+        ValueError: the largest is below twice the smallest, so no line could be fitted.
+    """
+    if largest < 2 * smallest:
+        raise ValueError(f"the largest message must be at least {2 * smallest} bytes, not {largest}")
+    sizes = [smallest]
+    while sizes[-1] * 2 <= largest:
+        sizes.append(sizes[-1] * 2)
+    return sizes if sizes[-1] == largest else [*sizes, largest]
+
+
+def coarse_to_fine(sizes: list[int]) -> list[int]:
+    """Both ends and a few between first, then what lies between them: a budget that runs out leaves a whole curve."""
+    order: list[int] = []
+    for stride in _STRIDES:
+        chosen = [*range(0, len(sizes), stride), *([len(sizes) - 1] if stride == _STRIDES[0] else [])]
+        order += [i for i in dict.fromkeys(chosen) if i not in order]
+    return [sizes[i] for i in order]
+
+
+def expected_seconds(size: int, measured: Mapping[int, float]) -> float:
+    """At most so long: the next smaller message in proportion, the next larger one as it is. 0 if nothing is known."""
+    above = [known for known in measured if known >= size]
+    below = [known for known in measured if known < size]
+    bounds = [measured[min(above)]] if above else []
+    if below:
+        bounds.append(measured[max(below)] * size / max(below))
+    return min(bounds, default=0.0)
+
+
+def repeats(first_seconds: float, share_seconds: float) -> int:
+    """How often in all, after a first run of so long: half a second's worth, 3 up to half a second each, 1 if long.
+
+    Never more than half of the share, so that something is left for the sizes between.
+    """
+    wanted = min(share_seconds / 2, max(_SLICE_SECONDS, min(3 * first_seconds, 3 * _SLICE_SECONDS)))
+    return max(1, min(_MOST, int(wanted / max(first_seconds, 1e-6) + 1e-6)))

@@ -1,0 +1,71 @@
+"""Clocks: marks in a device's own time, and the median duration of a call."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Clock = Callable[[], float]
+
+
+class Stopwatch:
+    """Marks moments in the order of a device's work: CUDA events there, a clock elsewhere.
+
+    Args:
+        device: where the work runs.
+        clock: seconds; for devices without events, and for tests.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
+        self._device = device
+        self._clock = clock
+        self._events = device.type == "cuda" and clock is time.perf_counter
+
+    def mark(self) -> Any:
+        """This moment; nobody waits for the device."""
+        if not self._events:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Wait until every mark can be read."""
+        if self._events:
+            torch.cuda.synchronize(self._device)
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to another, after ``settle``."""
+        return float(start.elapsed_time(end) / 1e3 if self._events else end - start)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def median_seconds(
+    call: Callable[[], object],
+    device: torch.device,
+    *,
+    seconds: float,
+    least: int = 3,
+    most: int = 15,
+    clock: Clock = time.perf_counter,
+) -> float:
+    """Median duration of a call after one untimed call, repeated for about so many seconds."""
+    call()
+    settle(device)
+    times: list[float] = []
+    began = clock()
+    while len(times) < least or (len(times) < most and clock() - began < seconds):
+        start = clock()
+        call()
+        settle(device)
+        times.append(clock() - start)
+    return statistics.median(times)

@@ -1,0 +1,112 @@
+"""What a probe's figures say, in sentences."""
+
+from __future__ import annotations
+
+from thinwire.measure.kernels import KERNELS
+from thinwire.measure.result import ProbeResult
+from thinwire.planner.costs import Key
+
+_FALLS = 0.7  # of the best bus bandwidth
+_BENT = 0.25  # of a measured time
+_COUNTS = 64 << 10  # bytes: below, being off by a lot is being off by little
+
+
+def verdict(result: ProbeResult) -> list[str]:
+    """The all-reduce in one line; then what is unusual: a kink, a collective far below one flow, sizes left out."""
+    said: list[str] = []
+    series = result.series
+    for key, row in series.items():
+        if key[0] != "AllReduce":
+            continue
+        line, last = result.lines[key], row[-1]
+        said.append(
+            f"all-reduce over {_group(key[1], key[2])}: start-up {duration(line.startup_seconds)}, bus bandwidth "
+            f"{rate(last.busbw)} at {size(last.bytes)}"
+        )
+        best = max(row, key=lambda m: m.busbw)
+        if last.busbw < _FALLS * best.busbw:
+            said.append(
+                f"its bus bandwidth falls from {rate(best.busbw)} at {size(best.bytes)} to {rate(last.busbw)} at "
+                f"{size(last.bytes)}: large buckets cost more than they save"
+            )
+        flow = result.flow_bits_per_second
+        if flow and key[1] == "world" and last.busbw * 8 < _FALLS * flow:
+            said.append(
+                f"one flow alone carries {rate(flow / 8)}, the all-reduce {last.busbw * 8 / flow:.0%} of it: "
+                "processors or start-ups hold it back, not the link's rate"
+            )
+    bent = [key for key in series if line_error(result, key) > _BENT]
+    if bent:
+        names = ", ".join(dict.fromkeys(key[0] for key in bent))
+        said.append(f"no straight line fits {names}: the planner takes the measured table")
+    said = [*said, *_left_out(result)] or ["one rank only: nothing is exchanged"]
+    return [*said, _compute(result)] if set(KERNELS) <= set(result.compute) else said
+
+
+def _compute(result: ProbeResult) -> str:
+    """A few figures of the compute curves, each at a size that a bucket of some MiB has."""
+    amounts = {"select": 1e6, "memory": 1e7, "multiply": 1e7, "orthogonalise": 1e6}
+    select, memory, multiply, orthogonalise = (result.compute[n](a) for n, a in amounts.items())
+    rates = [
+        amounts[n] / 1e9 / s for n, s in (("memory", memory), ("multiply", multiply), ("orthogonalise", orthogonalise))
+    ]
+    return (
+        f"compute, all ranks at once: selection from a million elements {duration(select)}, "
+        f"memory {rates[0]:.3g} GB/s, thin products {rates[1]:.3g} GFLOP/s, orthogonalisation {rates[2]:.3g} GFLOP/s"
+    )
+
+
+def line_error(result: ProbeResult, key: Key) -> float:
+    """How far the straight line is off the measured seconds, at worst, from 64 KiB on."""
+    pairs = zip(result.series[key], result.lines[key].residuals)
+    return max((abs(off) for m, off in pairs if m.bytes >= _COUNTS), default=0.0)
+
+
+def _left_out(result: ProbeResult) -> list[str]:
+    """What the time did not suffice for."""
+    largest = {key: row[-1].bytes for key, row in result.series.items()}
+    beyond: dict[int, list[str]] = {}
+    between = 0
+    for kind, scope, members, count in result.dropped:
+        top = largest.get((kind, scope, members), 0)
+        if count < top:
+            between += 1
+        elif f"{kind} ({scope})" not in beyond.setdefault(top, []):
+            beyond[top].append(f"{kind} ({scope})")
+    said = [
+        f"time did not suffice above {size(top)} for {', '.join(names)}: extrapolated"
+        for top, names in sorted(beyond.items())
+    ]
+    total = between + len(result.measurements)
+    return said + (
+        [f"time did not suffice for {between} of {total} points between others: interpolated"] if between else []
+    )
+
+
+def _group(scope: str, members: int) -> str:
+    return {"world": f"{members} ranks", "node": f"{members} ranks of a machine"}.get(scope, f"{members} machines")
+
+
+def rate(bytes_per_second: float) -> str:
+    """Bits per second, for people."""
+    bits = bytes_per_second * 8
+    for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits >= unit:
+            return f"{bits / unit:.3g} {name}"
+    return f"{bits / 1e3:.3g} kbit/s"
+
+
+def size(count: float) -> str:
+    """Bytes, for people."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:g} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, for people."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} us"

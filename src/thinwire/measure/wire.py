@@ -1,0 +1,156 @@
+"""The probe's hands: one timed exchange on a leased lane, and figures of all ranks on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from thinwire.collectives.lanes import Lane, Lanes
+from thinwire.collectives.transport import all_gather_flat, issue
+from thinwire.measure.timing import settle
+from thinwire.program.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Exchange,
+    ReduceScatter,
+    Scope,
+)
+from thinwire.program.topology import Topology
+
+_PLAIN = {
+    "AllReduce": AllReduce,
+    "ReduceScatter": ReduceScatter,
+    "AllGather": AllGather,
+    "Broadcast": Broadcast,
+}
+_IDLE_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Times:
+    """One rank's times of one operation at one size, one entry per repeat."""
+
+    seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
+
+    def __add__(self, other: Times) -> Times:
+        return Times(self.seconds + other.seconds, self.cpu_seconds + other.cpu_seconds)
+
+
+class Wire:
+    """Times exchanges. Every method is called by all ranks, in the same order.
+
+    Args:
+        lanes: to lease from.
+        topology: of their ranks.
+        rank: this rank's place in it.
+        device: of the messages.
+        counts_cpu: whether the process itself moves the bytes (Gloo).
+    """
+
+    def __init__(self, lanes: Lanes, topology: Topology, rank: int, device: torch.device, *, counts_cpu: bool) -> None:
+        self._lanes, self._topology, self._rank = lanes, topology, rank
+        self.device, self.counts_cpu = device, counts_cpu
+        several = topology.nodes > 1 and max(topology.layout) > 1
+        self.scopes = tuple(Scope) if several else (Scope.WORLD,)
+        self._control: Lane = lanes.get("agreement", Scope.WORLD, 0)
+        for scope in self.scopes:  # also groups of one: torch names groups by how many a rank has, so all need as many
+            lanes.get("probe", scope, 0)
+        self._tick = torch.zeros(1, device=device)
+        self.meet()
+        cpu, start = time.process_time(), time.perf_counter()
+        time.sleep(_IDLE_SECONDS)
+        self._idle = (time.process_time() - cpu) / (time.perf_counter() - start)
+
+    def meet(self) -> None:
+        """Wait for everybody."""
+        issue(AllReduce(self._tick), self._control).wait()
+        settle(self.device)
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """Everybody's figures, in rank order; the same number from each."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyone = torch.empty(self._control.size * len(values), dtype=torch.float64, device=self.device)
+        all_gather_flat(everyone, mine, group=self._control.group)
+        rows: list[list[float]] = everyone.view(self._control.size, -1).tolist()
+        return rows
+
+    def text(self, mine: str) -> str:
+        """The first rank's text."""
+        raw = mine.encode()
+        length = torch.tensor([len(raw)], device=self.device)
+        dist.broadcast(length, self._control.ranks[0], group=self._control.group)
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        if self._control.rank == 0:
+            data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        data = data.to(self.device)
+        dist.broadcast(data, self._control.ranks[0], group=self._control.group)
+        return bytes(data.tolist()).decode()
+
+    def members(self, scope: Scope) -> int:
+        """Size of the largest group of a scope."""
+        return max(self.counts_of_ranks(scope))
+
+    def counts_of_ranks(self, scope: Scope) -> list[int]:
+        """Per rank, the size of its group."""
+        return [len(self._topology.members(scope, r)) for r in range(self._topology.world_size)]
+
+    def counts(self, scope: Scope) -> list[int]:
+        """The sizes of groups that exchange anything."""
+        return sorted({n for n in self.counts_of_ranks(scope) if n > 1})
+
+    def message_bytes(self, size: int, members: int) -> int:
+        """The next size that fp32 elements fill and ``members`` ranks divide."""
+        return -(-size // (4 * members)) * 4 * members
+
+    def time(self, kind: str, scope: Scope, size: int, count: int) -> list[Times]:
+        """Time an operation so often, in all groups of the scope at once; everybody's times, in rank order."""
+        if len(self._topology.members(scope, self._rank)) < 2:
+            return self._timed(lambda: None, count)
+        lane = self._lanes.get("probe", scope, 0)
+        op = self._message(kind, scope, size, lane)
+        return self._timed(lambda: issue(op, lane).wait(), count)
+
+    def time_flow(self, size: int, count: int) -> list[Times]:
+        """The same for one message from the first rank to the first of the upper half, alone and in one direction."""
+        lane = self._lanes.get("probe", Scope.WORLD, 0)
+        x, to = torch.empty(size // 4, device=self.device).fill_(0.0), lane.size // 2
+
+        def flow() -> None:
+            if lane.rank == 0:
+                dist.send(x, lane.ranks[to], group=lane.group)
+            elif lane.rank == to:
+                dist.recv(x, lane.ranks[0], group=lane.group)
+
+        return self._timed(flow, count)
+
+    def _timed(self, call: Callable[[], object], count: int) -> list[Times]:
+        seconds, cpu_seconds = [], []
+        for _ in range(count):
+            self.meet()
+            cpu, start = time.process_time(), time.perf_counter()
+            call()
+            settle(self.device)
+            lasted = time.perf_counter() - start
+            seconds.append(lasted)
+            cpu_seconds.append(max(0.0, time.process_time() - cpu - self._idle * lasted))
+        everyone = self.gather(seconds + cpu_seconds)
+        return [Times(tuple(row[:count]), tuple(row[count:])) for row in everyone]
+
+    def _message(self, kind: str, scope: Scope, size: int, lane: Lane) -> Collective:
+        x = torch.empty(self.message_bytes(size, lane.size) // 4, device=self.device).fill_(0.0)  # touches every page
+        if kind == "AllToAll":
+            return AllToAll(x.view(lane.size, -1), scope)
+        if kind != "Exchange":
+            return _PLAIN[kind](x, scope)
+        # Lower half with upper half: ranks are numbered machine by machine, so these pairs cross the wire.
+        half = lane.size // 2
+        peer = lane.rank + half if lane.rank < half else lane.rank - half if lane.rank < 2 * half else None
+        return Exchange(x, scope, peer)

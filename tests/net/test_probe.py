@@ -1,0 +1,30 @@
+"""A link of known rate is recovered."""
+
+import json
+import sys
+
+import pytest
+
+from thinwire import lab
+from thinwire.measure import ProbeResult
+
+pytestmark = [pytest.mark.net, pytest.mark.slow]
+PAYLOAD = 1448 / 1514  # of an Ethernet frame, as the link counts it
+
+
+def test_bandwidth_of_a_link_within_ten_percent(tmp_path):
+    if lab.available() == "loopback":
+        pytest.skip("network namespaces are not to be had here")
+    out = tmp_path / "result.json"
+    command = [sys.executable, "-m", "thinwire.measure.worker", "--out", str(out)]
+    command += ["--largest-bytes", str(8 << 20), "--seconds", "30"]
+    lines = []
+    launched = lab.run(
+        lab.Cluster.parse(2, 1, "100mbit"), command, on_line=lambda rank, line: lines.append(line), timeout_seconds=110
+    )
+    assert launched.exit_code == 0, lines
+    result = ProbeResult.from_json(out.read_text())
+    line = result.lines["AllReduce", "world", 2]  # two ranks: the bus carries the message once each way
+    assert 8 / line.seconds_per_byte == pytest.approx(100e6 * PAYLOAD, rel=0.1)
+    assert result.flow_bits_per_second == pytest.approx(100e6 * PAYLOAD, rel=0.1)
+    assert json.loads(lines[-1].removeprefix("@@"))["done"] == 1.0

@@ -1,0 +1,131 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.measure import ProbeResult
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import ModelProfile
+
+runner = CliRunner()
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "words,says",
+    [
+        (["probe", "--link", "1furlong"], "furlong"),
+        (["probe", "--workers", "-1"], "at least 1"),
+        (["probe", "--workers", "3", "--ranks-per-node", "2"], "multiple"),
+        (["probe", "--max-bytes", "100"], "at least 8192"),
+        (["probe", "--seconds", "0"], "positive"),
+        (["probe", "--backend", "mpi"], "auto, gloo or nccl"),
+        (["probe", "--backend", "nccl"], "torchrun"),
+        (["probe", "--out", "nowhere/costs.json"], "folder that exists"),
+        (["profile", "chargtp"], "did you mean 'chargpt'"),
+        (["profile", "no_such_module:build"], "cannot be loaded"),
+        (["profile", "mlp:depth=3"], "no option 'depth'"),
+        (["profile", "mlp", "--steps", "0"], "at least 1"),
+        (["profile", "mlp", "--ranks", "0"], "at least 1"),
+        (["profile", "mlp", "--out", "nowhere/profile.json"], "folder that exists"),
+    ],
+)
+def test_wrong_words_are_one_sentence_and_exit_2(words, says):
+    result = runner.invoke(app, words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["probe", "--workers", "3"], ["profile", "mlp"]])
+def test_words_that_do_not_go_with_torchrun(words, monkeypatch):
+    for name, value in zip(RANKS, ("0", "2", "0", "2")):
+        monkeypatch.setenv(name, value)
+    result = runner.invoke(app, words)
+    assert result.exit_code == 2
+    assert "torchrun" in result.stderr
+
+
+SMALL = "mlp:width=16:layers=2"
+
+
+def test_profile(tmp_path):
+    result = runner.invoke(app, ["profile", SMALL, "--steps", "2", "--warmup", "1"])
+    assert result.exit_code == 0, result.output
+    assert "next: thinwire probe, then thinwire plan profile.json" in result.stdout.replace("\n", " ")
+    profile = ModelProfile.from_json((tmp_path / "profile.json").read_text())
+    assert [t.module for t in profile.tensors] == ["4", "4", "2", "2", "0", "0"]
+    assert [m.name for m in profile.modules] == ["0", "1", "2", "3", "4"]
+    assert "batch 8" in profile.source
+
+
+def test_profile_of_ones_own_model_as_json(tmp_path, monkeypatch):
+    (tmp_path / "my_net.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Linear(4, 4), lambda model, step, rank: model(torch.ones(1, 4)).sum()\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    result = runner.invoke(app, ["profile", "my_net:build", "--steps", "1", "--warmup", "0", "--json"])
+    assert result.exit_code == 0, result.output
+    assert ModelProfile.from_json(result.stdout).name == "my_net:build"
+
+
+@pytest.mark.dist
+def test_profile_of_two_processes_at_once(tmp_path):
+    result = runner.invoke(app, ["profile", SMALL, "--steps", "2", "--warmup", "1", "--ranks", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    assert "2 processes at once" in ModelProfile.from_json(result.stdout).source
+    assert ModelProfile.from_json((tmp_path / "profile.json").read_text()).elements == 2 * (16 * 16 + 16) + 16 * 10 + 10
+
+
+@pytest.mark.dist
+def test_a_model_that_fails_in_its_process_is_told(tmp_path):
+    (tmp_path / "my_bad.py").write_text("def build():\n    raise ArithmeticError('as planned')\n")
+    result = runner.invoke(app, ["profile", "my_bad:build", "--ranks", "2"])
+    assert result.exit_code == 1
+    assert "as planned" in result.stderr
+
+
+@pytest.mark.dist
+def test_probe_on_two_ranks(tmp_path):
+    result = runner.invoke(app, ["probe", "--max-bytes", "8192", "--seconds", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    found = ProbeResult.from_json(result.stdout)
+    assert found.layout == (1, 1)
+    costs = Costs.from_json((tmp_path / "costs.json").read_text())
+    assert costs.hash == found.costs.hash
+    assert {key[1:] for key in costs.exchanges} == {("world", 2)}
+
+
+@pytest.mark.dist
+def test_probe_under_torchrun(tmp_path):
+    code = "from thinwire.cli.main import run; run()"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += [sys.executable, "-c", code, "probe", "--max-bytes", "8192", "--seconds", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["layout"] == [2]  # one line, from the first rank alone
+    assert (tmp_path / "costs.json").exists()
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; from thinwire.cli.main import app\n"
+        "try:\n    app(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    for verb in ("probe", "profile"):
+        done = subprocess.run([sys.executable, "-c", code, verb, "--help"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr

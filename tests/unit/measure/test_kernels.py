@@ -1,0 +1,35 @@
+import itertools
+
+import torch
+
+from thinwire.measure import kernels
+from thinwire.measure.kernels import KERNELS, kernel_points, measure_kernels, multiply_flops, orthogonalise_flops
+from thinwire.planner.costs import assumed_compute
+
+
+def small(monkeypatch):
+    for name, value in {
+        "_POOL": 1 << 14, "_RANDOM": 1 << 12, "_SELECT": (256, 4096), "_MEMORY": (256, 4096),
+        "_SQUARES": (8, 64), "_TALL": ((16, 2), (64, 4)),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(kernels, name, value)
+
+
+def test_curves_are_named_as_the_planner_names_them(monkeypatch):
+    small(monkeypatch)
+    assert set(KERNELS) == set(assumed_compute())
+    met = []
+    curves = measure_kernels(seconds=0.0, meet=lambda: met.append(1))
+    assert set(curves) == set(KERNELS)
+    assert len(met) == len(KERNELS)
+    assert {curve.provenance for curve in curves.values()} == {"measured here"}
+
+
+def test_amounts_and_medians(monkeypatch):
+    small(monkeypatch)
+    ticks = itertools.count()
+    points = kernel_points(torch.device("cpu"), seconds=0.0, clock=lambda: float(next(ticks)))
+    assert points["select"] == [(256, 1.0), (4096, 1.0)]
+    assert points["memory"] == [(2560, 0.5), (40960, 0.5)]  # a copy and an addition: 5 passes, two operations
+    assert points["multiply"] == [(multiply_flops(8, 8, 16), 0.5), (multiply_flops(64, 64, 16), 0.5)]
+    assert points["orthogonalise"] == [(orthogonalise_flops(16, 2), 1.0), (orthogonalise_flops(64, 4), 1.0)]
