@@ -1,12 +1,11 @@
 """Issue one op on a lane: from the words of the language to torch.distributed, asynchronously.
 
 On Gloo a reduce-scatter is an all-to-all and a sum in rank order: half the bytes of Gloo's own, which is a whole
-all-reduce and a slice.
+all-reduce and a slice. The all-to-all is made of sends and receives, see ``swap.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.lanes import Lane
+from thinwire.collectives.swap import Swap, all_to_all, swap
 from thinwire.program.bucket import working_dtype
 from thinwire.program.ops import (
     AllGather,
@@ -61,16 +61,10 @@ class Pending:
                 callback()
 
         for work in self.works:
-            try:
+            if isinstance(work, Swap):
+                work.then(lambda: one(None))
+            else:
                 work.get_future().add_done_callback(one)
-            except RuntimeError:  # Gloo's point-to-point works have no future: a short-lived thread waits for it
-                threading.Thread(target=_wait_then, args=(work, one), daemon=True).start()
-
-
-def _wait_then(work: Any, callback: Callable[[Any], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # `Pending.wait` raises it where it can be told
-        work.wait()
-    callback(None)
 
 
 def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
@@ -87,9 +81,9 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
         if x.shape[0] != size:
             raise ValueError(f"an all-to-all over {size} ranks needs that many chunks, not {x.shape[0]}")
         out = torch.empty_like(x)
-        return Pending((dist.all_to_all_single(out, x, group=group, async_op=True),), lambda: out)
+        return Pending((_all_to_all(x, out, lane, tag),), lambda: out)
     if isinstance(op, ReduceScatter):
-        return _reduce_scatter(x.view(-1), lane)
+        return _reduce_scatter(x.view(-1), lane, tag)
     if isinstance(op, Broadcast):
         return Pending((dist.broadcast(x, lane.ranks[op.source], group=group, async_op=True),), lambda: x)
     if isinstance(op, Exchange):
@@ -97,15 +91,24 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
     raise TypeError(f"{type(op).__name__} is not an op")
 
 
-def _reduce_scatter(x: Tensor, lane: Lane) -> Pending:
+def _on_gloo(lane: Lane) -> bool:
+    return bool(dist.get_backend(lane.group) == "gloo")
+
+
+def _all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Any:
+    if _on_gloo(lane):
+        return all_to_all(x.view(lane.size, -1), out.view(lane.size, -1), lane, tag)
+    return dist.all_to_all_single(out, x, group=lane.group, async_op=True)
+
+
+def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
     if x.numel() % lane.size:
         raise ValueError(f"a reduce-scatter over {lane.size} ranks needs a multiple of it, not {x.numel()}")
-    if dist.get_backend(lane.group) != "gloo":
+    if not _on_gloo(lane):
         shard = x.new_empty(x.numel() // lane.size)
         return Pending((reduce_scatter_flat(shard, x, group=lane.group, async_op=True),), lambda: shard)
     received = torch.empty_like(x)
-    work = dist.all_to_all_single(received, x, group=lane.group, async_op=True)
-    return Pending((work,), lambda: ordered_sum(received.view(lane.size, -1)))
+    return Pending((_all_to_all(x, received, lane, tag),), lambda: ordered_sum(received.view(lane.size, -1)))
 
 
 def ordered_sum(parts: Tensor) -> Tensor:
@@ -124,7 +127,11 @@ def ordered_sum(parts: Tensor) -> Tensor:
 def _exchange(op: Exchange, x: Tensor, lane: Lane, tag: int) -> Pending:
     if op.peer is None:
         return Pending((), lambda: x)
-    peer, out = lane.ranks[op.peer], torch.empty_like(x)
-    sending = dist.isend(x, peer, group=lane.group, tag=tag)
-    receiving = dist.irecv(out, peer, group=lane.group, tag=tag)
-    return Pending((sending, receiving), lambda: out)
+    out = torch.empty_like(x)
+    if _on_gloo(lane):
+        return Pending((swap({op.peer: x}, {op.peer: out}, lane, tag),), lambda: out)
+    peer = lane.ranks[op.peer]
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, out, peer, lane.group), dist.P2POp(dist.isend, x, peer, lane.group)]
+    )
+    return Pending(tuple(works), lambda: out)

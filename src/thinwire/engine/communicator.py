@@ -47,7 +47,7 @@ class Communicator:
         self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self._wire = Wire(self._lanes, self.ledger, self._note)
         self._late = LateRanks(self.ranks, self.rank, f"{next(_numbers)}/{'-'.join(map(str, self.ranks[:64]))}")
-        self._order = hashlib.blake2b(digest_size=8)
+        self._order: dict[str, Any] = {}  # per lane: between lanes the order is free
         self._step = 0
         self._names: Sequence[Sequence[str]] = ()
         self.executor: Executor
@@ -112,11 +112,13 @@ class Communicator:
                 value = self._wire.issue(op, op.group, round_, 0, purpose).wait()
 
     def _note(self, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
-        self._order.update(f"{scope.value}/{round_}/{bucket}/{type(op).__name__}/{op.tensor.numel()};".encode())
+        lane = self._order.setdefault(f"{scope.value}/{round_}", hashlib.blake2b(digest_size=8))
+        lane.update(f"{bucket}/{type(op).__name__}/{op.tensor.numel()};".encode())
 
     def check_order(self) -> None:
-        """Raise ``RuntimeError`` unless all ranks have issued the same sequence of ops since ``attach``."""
-        digests = gather_bytes(self._order.digest(), self.control, self.device)
+        """Raise ``RuntimeError`` unless all ranks have issued the same sequence of ops per lane since ``attach``."""
+        lanes = sorted((name, digest.hexdigest()) for name, digest in self._order.items())
+        digests = gather_bytes(hashlib.blake2b(repr(lanes).encode(), digest_size=8).digest(), self.control, self.device)
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks have issued different collectives by step {self._step}")
 

@@ -1,0 +1,71 @@
+"""Point-to-point messages on Gloo: several sends and receives as one piece of work.
+
+Receives are posted before sends. The other way round, the note "ready to receive" queues behind this rank's own data
+and, where ranks are skewed, the two directions of the link take turns: twice the time (8 MiB each way at 100 Mbit/s,
+20 ms of skew: 1.42 s against 0.73 s). torch's ``all_to_all_single`` has the same fault, so ours is made of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.lanes import Lane
+
+
+class Swap:
+    """Works without futures, each of which may be waited for only once: a short-lived thread does so."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: RuntimeError | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        threading.Thread(target=self._watch, name="thinwire-swap", daemon=True).start()
+
+    def _watch(self) -> None:
+        for work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._error = self._error or error
+        with self._lock:
+            self._ended.set()
+        for callback in self._callbacks:
+            with contextlib.suppress(RuntimeError):
+                callback()
+
+    def wait(self) -> None:
+        """Block until all have ended. Raises the first one's error."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call back, from another thread or at once, when all have ended or failed."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+def swap(sending: Mapping[int, Tensor], receiving: Mapping[int, Tensor], lane: Lane, tag: int) -> Swap:
+    """Send and receive one message per peer (ranks within the lane)."""
+    works = [dist.irecv(x, lane.ranks[peer], group=lane.group, tag=tag) for peer, x in receiving.items()]
+    works += [dist.isend(x, lane.ranks[peer], group=lane.group, tag=tag) for peer, x in sending.items()]
+    return Swap(works)
+
+
+def all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Swap:
+    """Chunk r of ``x`` to rank r; the received chunks into ``out``, in rank order. Both ``[W, ...]``, contiguous."""
+    out[lane.rank].copy_(x[lane.rank])
+    # Nearest neighbours first, so that no rank is everybody's first choice.
+    peers = [(lane.rank + step) % lane.size for step in range(1, lane.size)]
+    return swap({peer: x[peer] for peer in peers}, {peer: out[peer] for peer in reversed(peers)}, lane, tag)

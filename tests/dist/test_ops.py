@@ -1,0 +1,64 @@
+"""Every op of the language through the engine's own thread equals LocalWorld, bit for bit."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cases
+import pytest
+import torch
+from spawned import run
+
+import thinwire as tw
+from thinwire.program import AllGather, AllToAll, Broadcast, Exchange, LocalWorld, Method, ReduceScatter
+
+pytestmark = pytest.mark.dist
+
+
+@dataclass(frozen=True)
+class Everything(Method):
+    """Each op once, several rounds of Exchange; the result depends on all of them."""
+
+    name: ClassVar[str] = "everything"
+    merge: str = "none"
+
+    def reduce(self, bucket, state):
+        x, size, rank = bucket.gradient(), state.size, state.rank
+        rows = torch.stack([x * (r + 1) for r in range(size)])
+        shard = yield ReduceScatter(rows.reshape(-1).clone())
+        everyone = yield AllGather(shard)
+        mail = yield AllToAll(rows.clone())
+        total = mail.sum(0) + everyone.reshape(size, -1)[0]
+        for round_ in range(3):
+            peer = rank ^ 1 if (rank ^ 1) < size and round_ != 1 else None
+            other = yield Exchange(total.clone(), peer=peer)
+            total = torch.minimum(total, other) + round_
+        first = yield Broadcast(total.clone(), source=size - 1)
+        bucket.write_gradient(total + first)
+
+
+def _engine(rank, size, steps):
+    net = cases.model()
+    sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.0), Everything(), check_order=True)
+    found = []
+    for step in range(steps):
+        net.zero_grad()
+        cases.loss_of(net, rank, step).backward()
+        found.append({n: p.grad.clone() for n, p in net.named_parameters()})
+    sync.detach()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_op_equals_local_world(size):
+    steps = 3
+    results = run(_engine, size, steps)
+    world, net = LocalWorld(size), cases.model()
+    for step in range(steps):
+        gradients = []
+        for rank in range(size):
+            net.zero_grad()
+            cases.loss_of(net, rank, step).backward()
+            gradients.append({n: p.grad.clone() for n, p in net.named_parameters()})
+        wanted = world.step(Everything(), gradients)
+        for rank in range(size):
+            assert all(torch.equal(results[rank][step][n], wanted[rank][n]) for n in wanted[rank])
