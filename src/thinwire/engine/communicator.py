@@ -16,8 +16,9 @@ import torch.distributed as dist
 from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
 from thinwire.engine.agreement import gather_bytes
-from thinwire.engine.executor import Executor, MakeProgram, StreamExecutor, ThreadExecutor, Wire
+from thinwire.engine.executor import Executor, StreamExecutor, ThreadExecutor
 from thinwire.engine.late import LateRanks
+from thinwire.engine.wire import MakeProgram, Wire
 from thinwire.program import NextForward, Program, Scope, Topology
 from thinwire.program.ops import Collective
 from thinwire.program.trace import Step

@@ -168,8 +168,12 @@ class GradientSync:
         bucket = self._current[index]
         self._left[bucket] -= 1
         if self._left[bucket] == 0:
-            assert self._comm is not None
-            self._comm.executor.ready(bucket)
+            self._ready(bucket)
+
+    def _ready(self, bucket: int) -> None:
+        assert self._comm is not None
+        method = self._dense if self._entries[bucket].dense else self.method
+        self._comm.executor.ready(bucket, light=method.light)
 
     def _again(self, index: int, parameter: Tensor) -> bool:
         """Whether autograd just added to a gradient that we delivered and nobody has touched since."""
@@ -224,7 +228,7 @@ class GradientSync:
         assert self._comm is not None
         for bucket, left in enumerate(self._left):
             if left:
-                self._comm.executor.ready(bucket)
+                self._ready(bucket)
         started = time.perf_counter()
         failure = self._comm.finish()
         self._exposed += time.perf_counter() - started

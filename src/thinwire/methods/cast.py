@@ -40,6 +40,7 @@ class Cast(Method):
     """
 
     name: ClassVar[str] = "cast"
+    light: ClassVar[bool] = True
 
     dtype: torch.dtype | str = torch.bfloat16
     merge: Any = "auto"

@@ -28,6 +28,7 @@ class SSGD(Method):
     """
 
     name: ClassVar[str] = "ssgd"
+    light: ClassVar[bool] = True
     exact: ClassVar[bool] = True
     merge: Any = "auto"
     ordered: bool = False

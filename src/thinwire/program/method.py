@@ -26,12 +26,14 @@ class Method(abc.ABC):
         phases: number of fusion plans; step % phases chooses (ACP has two).
         has_residual: whether something is held back for a later step.
         exact: whether the result is the plain average.
+        light: whether what comes before the first exchange costs no more than a copy.
     """
 
     name: ClassVar[str] = ""
     phases: ClassVar[int] = 1
     has_residual: ClassVar[bool] = False
     exact: ClassVar[bool] = False
+    light: ClassVar[bool] = False
     merge: Any = "auto"
 
     @abc.abstractmethod

@@ -1,0 +1,70 @@
+"""The executor for NCCL: the host issues programs whole, on a side stream, and never blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from thinwire.engine.wire import Failure, MakeProgram, Wire
+from thinwire.program.ops import NextForward
+
+
+class StreamExecutor:
+    """The host issues each program whole, in plan order, on a side stream, and never blocks (NCCL)."""
+
+    def __init__(self, wire: Wire, device: torch.device) -> None:
+        self._wire = wire
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready: dict[int, Any] = {}
+        self._next = 0
+        self._make: MakeProgram | None = None
+        self.failure: Failure | None = None
+
+    def begin(self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None) -> None:
+        """Open a step. What failed is known to the host when ``ready`` returns, so nobody is called."""
+        self._ready.clear()
+        self._next, self._make, self.failure = 0, make, None
+
+    def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
+        """The bucket's gradients are complete in the current stream's order: run all buckets whose turn has come."""
+        event = None
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record()
+        self._ready[bucket] = event
+        while self._next in self._ready and self.failure is None:
+            self._run(self._next, self._ready[self._next])
+            self._next += 1
+
+    def _run(self, bucket: int, event: Any) -> None:
+        assert self._make is not None
+        where = "start"
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                if self._stream is not None:
+                    self._stream.wait_event(event)
+                program = self._make(bucket)
+                value: Any = None
+                while True:
+                    try:
+                        op = program.send(value)
+                    except StopIteration:
+                        return
+                    value = None
+                    if not isinstance(op, NextForward):
+                        where = f"{type(op).__name__} on lane {op.group.value}/0"
+                        value = self._wire.issue(op, op.group, 0, bucket).wait()
+        except Exception as error:
+            self.failure = Failure(error, bucket, where)
+
+    def finish(self) -> Failure | None:
+        """Order the current stream after everything that was issued."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self.failure
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,163 @@
+"""The executor for Gloo: a communicator thread advances the programs while autograd goes on in the main thread.
+
+The first segment of a *light* program, a copy and a send, is run by whoever finds the bucket ready: where every core
+has a rank, handing it over costs more than the copy (a step of 0.66 s against 0.62 s, 2 ranks on 2 cores, 1 Gbit/s).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire.collectives.transport import Pending
+from thinwire.engine.runner import Runner
+from thinwire.engine.wire import Failure, MakeProgram, Wire
+from thinwire.program.ops import Collective, Scope
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step under way. ``more``: further buckets may come. ``where``: what the last advance was about."""
+
+    make: MakeProgram
+    failed: Callable[[], None] | None
+    more: bool
+    runner: Runner
+    bucket: int | None = None
+    where: str = "start"
+
+
+@dataclass(frozen=True, eq=False)
+class _Event:
+    """A bucket is ready (``pending`` is None), or its op has completed."""
+
+    step: _Step
+    bucket: int
+    pending: Pending | None = None
+    last: bool = False
+    cuda: Any = None
+    where: str = "start"
+
+
+class ThreadExecutor:
+    """Runs each step's programs under one lock, in the communicator thread or, if light, in the caller's."""
+
+    def __init__(self, wire: Wire, device: torch.device) -> None:
+        self._wire = wire
+        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # over the current step and its runner
+        self._step: _Step | None = None
+        self._finished = threading.Event()
+        self.failure: Failure | None = None
+        self._cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._loop, name="thinwire-communicator", daemon=True)
+        self._thread.start()
+
+    def begin(self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None) -> None:
+        """Open a step of ``size`` buckets; None: until one is ready as the last. ``failed`` is called by the thread."""
+        with self._lock:
+            self.failure = None
+            self._finished.clear()
+            step = _Step(make, failed, size is None, Runner(size or 0, lambda *op: self._issue(step, *op)))
+            self._step = step
+
+    def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
+        """The bucket's gradients are complete (in the current stream's order on CUDA)."""
+        step, cuda = self._step, None
+        if step is None:  # it has failed; finish() says so
+            return
+        if self._cuda is not None:
+            cuda = torch.cuda.Event()
+            cuda.record()
+        event = _Event(step, bucket, None, last, cuda)
+        if light and cuda is None and self._lock.acquire(blocking=False):
+            try:
+                with torch.no_grad():
+                    self._advance([event], alone=True)
+            finally:
+                self._lock.release()
+        else:
+            self._events.put(event)
+
+    def finish(self) -> Failure | None:
+        """Block until all programs of the step have ended, or one failed."""
+        self._finished.wait()
+        if self._cuda is not None:
+            torch.cuda.current_stream().wait_stream(self._cuda)
+        return self.failure
+
+    def close(self) -> None:
+        """End the thread."""
+        self._events.put(None)
+        self._thread.join(timeout=10)
+
+    def _loop(self) -> None:
+        with torch.no_grad(), torch.cuda.stream(self._cuda) if self._cuda is not None else nullcontext():
+            while (event := self._events.get()) is not None:
+                with self._lock:
+                    self._advance([event])
+
+    def _advance(self, events: list[_Event], alone: bool = False) -> None:
+        """Take what has happened and advance programs until none can, the oldest bucket first; the lock is held.
+
+        ``alone``: leave to the thread what happens meanwhile.
+        """
+        step = self._step
+        if step is None:
+            return
+        try:
+            while events or step.runner.has_work:
+                for event in events:
+                    if event.step is step:  # else a straggler of a failed step
+                        self._take(step, event)
+                if step.runner.has_work:
+                    step.runner.pump()
+                events = [] if alone else self._waiting()
+        except BaseException as error:
+            self.failure = Failure(error, step.bucket, step.where)
+            self._step = None
+            self._finished.set()
+            if step.failed is not None:
+                step.failed()
+            return
+        if not step.runner.left and not step.more:
+            self._step = None
+            self._finished.set()
+
+    def _waiting(self) -> list[_Event]:
+        """What has happened meanwhile, without waiting; a request to stop stays in the queue."""
+        events: list[_Event] = []
+        while self._events.qsize():
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                break
+            if event is None:
+                self._events.put(None)
+                break
+            events.append(event)
+        return events
+
+    def _take(self, step: _Step, event: _Event) -> None:
+        step.bucket, step.where = event.bucket, event.where
+        if event.pending is not None:
+            step.runner.completed(event.bucket, event.pending.wait())
+            return
+        if step.more:
+            step.runner.grow(event.bucket + 1)
+            step.more = not event.last
+        if event.cuda is not None:
+            torch.cuda.current_stream().wait_event(event.cuda)
+        step.runner.start(event.bucket, step.make(event.bucket))
+
+    def _issue(self, step: _Step, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
+        where = f"{type(op).__name__} on lane {scope.value}/{round_}"
+        step.bucket, step.where = bucket, where
+        pending = self._wire.issue(op, scope, round_, bucket)
+        pending.on_done(lambda: self._events.put(_Event(step, bucket, pending, where=where)))

@@ -1,0 +1,38 @@
+"""What both executors share: lanes and ledger in one, and what is kept of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from thinwire.collectives.lanes import Lanes
+from thinwire.collectives.ledger import Ledger
+from thinwire.collectives.transport import Pending, issue
+from thinwire.program.ops import Collective, Program, Scope
+
+MakeProgram = Callable[[int], Program]
+"""Bucket index -> its program; called where the program will run, once the bucket's gradients are there."""
+
+
+@dataclass
+class Failure:
+    """What went wrong, and where."""
+
+    error: BaseException
+    bucket: int | None
+    where: str
+
+
+class Wire:
+    """Lanes and ledger together: issues ops and notes them."""
+
+    def __init__(self, lanes: Lanes, ledger: Ledger, note: Callable[[Collective, Scope, int, int], None]) -> None:
+        self.lanes, self.ledger, self._note = lanes, ledger, note
+
+    def issue(self, op: Collective, scope: Scope, round_: int, bucket: int, purpose: str = "bucket") -> Pending:
+        """Start an op on its lane."""
+        lane = self.lanes.get(purpose, scope, round_)
+        self.ledger.record(op, lane.size)
+        if purpose == "bucket":
+            self._note(op, scope, round_, bucket)
+        return issue(op, lane, tag=bucket)
