@@ -20,7 +20,7 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="2 workers, no link, a smaller model: under a minute.")
     ] = False,
-    steps: Annotated[int, typer.Option(help="Steps of DDP and of exact thinwire.")] = 15,
+    steps: Annotated[int, typer.Option(help="Steps of DDP and of exact thinwire.")] = 25,
     out: Annotated[Path, typer.Option(help="Where demo.png and demo.json go.")] = Path("thinwire-out"),
     json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:

@@ -11,6 +11,8 @@ from thinwire.planner.merge import fuse
 from thinwire.program import Method, Plan, PlanBucket
 
 _MIB = 1 << 20
+_LOW_RANK_BYTES = 256 << 10
+"""Payload of a low-rank bucket: at rank 4 a 10 M model is one bucket, at rank 32 ten that overlap with backward."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,11 @@ class PlanTensor:
 
 
 def default_merge(method: Method, backend: str) -> Any:
-    """What ``merge="auto"`` means until a measured plan replaces it."""
+    """What ``merge="auto"`` means until a measured plan replaces it: MiB of dense gradient, or "payload"."""
     if backend == "nccl":
         return 25
     # Low-rank payloads are so small that start-ups outweigh overlap; dense ones gain from an early start.
-    return "single" if method.name in ("acp", "powersgd") else 4
+    return "payload" if method.name in ("acp", "powersgd") else 4
 
 
 def make_plan(
@@ -88,5 +90,7 @@ def _limit(merge: Any, entries: Sequence[PlanTensor], payload: Sequence[int]) ->
         return 0.0
     if merge == "single":
         return float("inf")
+    if merge == "payload":
+        return _LOW_RANK_BYTES / entries[0].itemsize
     dense = sum(t.size for t in entries)
     return float(merge) * _MIB / entries[0].itemsize * sum(payload) / max(1, dense)

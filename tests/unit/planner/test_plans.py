@@ -18,7 +18,7 @@ KINDS = [(torch.float32, 4), (torch.bfloat16, 2)]
 
 
 def test_defaults():
-    assert [default_merge(m, b) for m in (SSGD(), ACP()) for b in ("gloo", "nccl")] == [4, 25, "single", 25]
+    assert [default_merge(m, b) for m in (SSGD(), ACP()) for b in ("gloo", "nccl")] == [4, 25, "payload", 25]
 
 
 def test_fusion_by_size():
