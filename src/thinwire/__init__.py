@@ -19,6 +19,8 @@ _HOME = {
     "Plan": "program.plan",
     "PowerSGD": "methods.powersgd",
     "SSGD": "methods.ssgd",
+    "OMGS": "methods.omgs",
+    "LAGS": "methods.lags",
     "SignSGD": "methods.sign",
     "Stats": "engine.stats",
     "TopK": "methods.topk",
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from thinwire.engine.sync import GradientSync
     from thinwire.methods.acp import ACP
     from thinwire.methods.cast import Cast
+    from thinwire.methods.lags import LAGS
+    from thinwire.methods.omgs import OMGS
     from thinwire.methods.powersgd import PowerSGD
     from thinwire.methods.registry import method
     from thinwire.methods.sign import SignSGD
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACP",
+    "LAGS",
+    "OMGS",
     "SSGD",
     "Cast",
     "GradientSync",

@@ -55,7 +55,7 @@ def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpe
     """What the demonstration runs."""
     rows = (Row("ddp", "ddp"), Row("thinwire ssgd", "ssgd"), Row("thinwire acp", "acp", {"rank": RANK}))
     return BenchSpec(
-        model="chargpt:layers=4:width=160:heads=4" if quick else "chargpt:width=368:heads=8:batch=4",
+        model="chargpt:layers=4:width=160:heads=4" if quick else "chargpt:width=352:heads=8:batch=2",
         rows=rows,
         workers=2 if quick else 4,
         link=link,

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from thinwire import __version__
-from thinwire.cli import bench, demo, doctor, lab, probe, profile
+from thinwire.cli import bench, demo, doctor, lab, plan, probe, profile, report
 from thinwire.cli.errors import RunFailed
 
 
@@ -41,6 +41,8 @@ app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.command("probe")(probe.probe)
 app.command("profile")(profile.profile)
+app.command("plan")(plan.plan)
+app.command("report")(report.report)
 app.add_typer(lab.app, name="lab")
 
 

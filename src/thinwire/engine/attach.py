@@ -13,9 +13,11 @@ from torch import nn
 
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
+from thinwire.engine.pilot import Pilot, wanted
 from thinwire.engine.sync import ATTACHED, GradientSync, Settings
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
+from thinwire.planner.costs import Costs
 from thinwire.program import Method, Plan, Topology
 
 
@@ -24,7 +26,7 @@ def attach(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     method: Method | str = "ssgd",
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | None = None,
     group: dist.ProcessGroup | None = None,
     topology: Topology | None = None,
     scaler: Any = None,
@@ -32,7 +34,9 @@ def attach(
     unused: str = "zero",
     timeout: timedelta | float | None = None,
     check_order: bool = False,
+    lossy: bool = False,
     _solo: bool = False,
+    _costs: Costs | None = None,
     **options: Any,
 ) -> GradientSync:
     """Average the model's gradients over all ranks during backward. In place: no wrapper, no other optimizer.
@@ -42,8 +46,11 @@ def attach(
     Args:
         model: on one device; frozen parameters are left alone.
         optimizer: any ``torch.optim`` optimizer that owns the trainable parameters, or a list of several.
-        method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``).
-        plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive.
+        method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" begins as
+            S-SGD, measures the first dozen steps and the network (5 s), and takes what it predicts to be fastest.
+        plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
+            method's merge rule from measured times. "adaptive": measured, and made again where steps take 15 % more
+            or less than predicted.
         group: process group; None: the default one. Without any, or with one rank, nothing is exchanged.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units.
@@ -51,6 +58,7 @@ def attach(
         unused: "zero": a parameter that no rank used gets a zero gradient; "exact": keeps None (one collective more).
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         check_order: compare the sequence of issued collectives over ranks at every step (debugging).
+        lossy: "auto" may choose a method that is not exact.
 
     Returns:
         The handle: ``no_sync``, ``stats``, ``state_dict``, ``detach``, ...
@@ -65,7 +73,12 @@ def attach(
     for o in optimizers:
         if not isinstance(o, torch.optim.Optimizer):
             raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
-    chosen = resolve(method, **options)
+    auto = isinstance(method, str) and method.lower() == "auto"
+    if auto and options:
+        raise ValueError(f'"auto" chooses the options itself; leave out {", ".join(options)} or name a method')
+    if lossy and not auto:
+        raise ValueError('lossy=True is for attach(..., "auto"); the method named here is what runs')
+    chosen = resolve("ssgd" if auto else method, **options)
     if getattr(model, ATTACHED, None) is not None:
         raise RuntimeError("this model is attached already; call detach() on its GradientSync first")
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -75,8 +88,12 @@ def attach(
         )
     if unused not in ("zero", "exact"):
         raise ValueError(f'unused={unused!r} must be "zero" or "exact"')
-    if plan is not None and not isinstance(plan, Plan):
-        raise ValueError(f"plan must be a thinwire.Plan or None, not {plan!r}")
+    adaptive = plan == "adaptive"
+    if not (plan is None or adaptive or isinstance(plan, Plan)):
+        raise ValueError(f'plan must be a thinwire.Plan, "adaptive" or None, not {plan!r}')
+    pinned = plan if isinstance(plan, Plan) else None
+    if auto and pinned is not None:
+        raise ValueError('a pinned plan and "auto" exclude each other: name the method that the plan was made for')
     world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     if world < 1:
         raise ValueError("this rank is not in the process group that was given to attach")
@@ -95,10 +112,16 @@ def attach(
     communicator = None
     if not alone:
         communicator = Communicator(group, topology, managed[0].parameter.device, limit)
-    settings = Settings(unused=unused, pinned=plan, timeout=limit, check_order=check_order, note=note)
+    settings = Settings(unused, pinned, limit, check_order, note, dense)
+    pilot = None
+    if communicator is not None and wanted(chosen, pinned, adaptive, auto):
+        pilot = Pilot(
+            communicator, topology, lambda m: managed_parameters(model, m, dense),
+            auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
+        )  # fmt: skip
     plain = SSGD(ordered=bool(getattr(chosen, "ordered", False)))
     try:
-        return GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings)
+        return GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings, pilot)
     except BaseException:
         if communicator is not None:
             communicator.close(broken=False)

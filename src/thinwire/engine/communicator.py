@@ -39,6 +39,7 @@ class Communicator:
     def __init__(
         self, group: dist.ProcessGroup | None, topology: Topology, device: torch.device, timeout: timedelta | None
     ) -> None:
+        self.user_group = group
         self.ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         self.rank = dist.get_rank(group)
         self.backend = _backend(group, device)

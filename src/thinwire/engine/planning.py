@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from thinwire.engine.parameters import Managed
 from thinwire.planner import plans
+from thinwire.planner.measured import Measured
 from thinwire.planner.plans import default_merge
 from thinwire.program import Method, Plan, Topology
 from thinwire.program.trace import Step, trace
@@ -14,13 +15,18 @@ __all__ = ["default_merge", "make_plan", "trace_plan"]
 
 
 def make_plan(
-    method: Method, managed: Sequence[Managed], order: Sequence[int], late: Iterable[int], backend: str
+    method: Method,
+    managed: Sequence[Managed],
+    order: Sequence[int],
+    late: Iterable[int],
+    backend: str,
+    measured: Measured | None = None,
 ) -> Plan:
     """Fuse parameters into buckets; see :func:`thinwire.planner.plans.make_plan`."""
     tensors = [
         plans.PlanTensor(m.name, m.shape, m.dense, str(m.parameter.dtype), m.parameter.element_size()) for m in managed
     ]
-    return plans.make_plan(method, tensors, order, late, backend)
+    return plans.make_plan(method, tensors, order, late, backend, measured)
 
 
 def trace_plan(
@@ -35,6 +41,10 @@ def trace_plan(
             entries = [by_name[name] for name in bucket.names]
             program = dense if bucket.dense else method
             shapes = [(m.name, m.shape) for m in entries]
-            traced.append(trace(program, shapes, topology, rank=rank, step=phase, dtype=entries[0].parameter.dtype))
+            traced.append(
+                trace(
+                    program, shapes, topology, rank=rank, step=phase, dtype=entries[0].parameter.dtype, kept=bucket.kept
+                )
+            )
         result.append(traced)
     return result

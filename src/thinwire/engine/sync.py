@@ -16,7 +16,8 @@ from thinwire.engine import persistence
 from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.communicator import Communicator
-from thinwire.engine.parameters import Managed
+from thinwire.engine.parameters import DenseRule, Managed, managed_parameters
+from thinwire.engine.pilot import Decision, Pilot
 from thinwire.engine.planning import make_plan, trace_plan
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.program import Bucket, Method, Plan, Program, Slot, State, Topology
@@ -33,6 +34,7 @@ class Settings:
     timeout: timedelta | None = None
     check_order: bool = False
     note: str = ""
+    dense: DenseRule = "auto"
 
 
 class GradientSync:
@@ -52,8 +54,10 @@ class GradientSync:
         topology: Topology,
         scaler: Any,
         settings: Settings,
+        pilot: Pilot | None = None,
     ) -> None:
         self.model = model
+        self._pilot = pilot
         self.method = method
         self._dense = dense
         self._managed = managed
@@ -69,6 +73,7 @@ class GradientSync:
         self._rejected, self._exposed, self._dense_bytes = 0, 0.0, 0
         self._rebuilt = settings.pinned is not None
         self._broken: str | None = None
+        self.why: tuple[str, ...] = ()  # the pilot's reasons for the plan in force
         self._running = False
         self._fresh = False  # delivered gradients that no step() has used
         self._versions: list[int | None] = [None] * len(managed)
@@ -145,6 +150,8 @@ class GradientSync:
             self._end.note()  # a forward re-run inside backward belongs to the outer pass
         elif self._running:
             self._fail("an earlier backward ended with an exception in the middle of the exchange")
+        if self._pilot is not None and module is self.model and not self._running:
+            self._pilot.timings.forward()
 
     def _stepped(self, *_: Any) -> None:
         self._fresh = False
@@ -165,6 +172,8 @@ class GradientSync:
             )
         self._seen[index] = True
         self._arrival.append(index)
+        if self._pilot is not None:
+            self._pilot.timings.arrived(index)
         bucket = self._current[index]
         self._left[bucket] -= 1
         if self._left[bucket] == 0:
@@ -217,7 +226,7 @@ class GradientSync:
         key = (self._phase, index)
         if key not in self._buffers and (entry.dense or self.method.exact):
             self._buffers[key] = torch.empty(sum(s.numel for s in slots), dtype=slots[0].dtype, device=slots[0].device)
-        bucket = Bucket(index, slots, scale=self._scale, buffer=self._buffers.get(key))
+        bucket = Bucket(index, slots, scale=self._scale, buffer=self._buffers.get(key), kept=entry.kept)
         self._buckets[index] = bucket
         return (self._dense if entry.dense else self.method).reduce(bucket, self.state)
 
@@ -241,8 +250,21 @@ class GradientSync:
         self._deliver(used)
         self._running = False
         self._dense_bytes += self._dense_bytes_per_step()
+        if self._pilot is not None:
+            self._pilot.timings.ended()
         if not self._rebuilt:
             self._rebuild()
+        elif self._pilot is not None and (decision := self._pilot.after_step(self.method, self._dense)) is not None:
+            self._follow(decision)
+
+    def _follow(self, decision: Decision) -> None:
+        """Take over a decision of the pilot, at the end of a step, on all ranks alike."""
+        if decision.method is not None:
+            self.method = decision.method
+            self._managed = managed_parameters(self.model, self.method, self._settings.dense)
+            self._by_name = {m.name: m for m in self._managed}
+        self.why = decision.why
+        self._adopt(decision.plan)
 
     def _fail(self, text: str) -> None:
         self._broken = text

@@ -43,7 +43,7 @@ class ACP(LowRank):
         seed: of the first bases.
         dense_steps: plain S-SGD steps at the start.
         verify_every: steps between checks that the bases are bitwise equal on all ranks (also at step 1); 0: never.
-        merge: fusion: MiB of dense gradient, "none", "single" or "auto".
+        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order: equal bits under any plan.
     """
 

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.planner.merge import Merge
 from thinwire.program import AllGather, AllReduce, Bucket, ReduceScatter, Slot, State, working_dtype
 
 
-def check_merge(merge: Any) -> None:
-    """Raise ``ValueError`` unless ``merge`` is a word of the merge vocabulary or a positive number of MiB."""
-    words = ("auto", "none", "single")
+def check_merge(merge: Any, *, sparse: bool = False) -> None:
+    """Raise ``ValueError`` unless ``merge`` is of the merge vocabulary: a word, a number of MiB, a ``Merge``.
+
+    ``sparse``: the method selects, so that of the two published rules OMGS's applies and not MG-WFBP's.
+    """
+    words = ("auto", "none", "single", "optimal", "omgs" if sparse else "mgwfbp")
+    if isinstance(merge, Merge):
+        return
     if isinstance(merge, str):
         if merge not in words:
             raise ValueError(f"merge={merge!r} is unknown; use a number of MiB or one of {', '.join(words)}")

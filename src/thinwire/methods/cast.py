@@ -35,7 +35,7 @@ class Cast(Method):
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``, or "bf16" or "fp16".
-        merge: fusion: MiB, "none", "single" or "auto".
+        merge: fusion: MiB, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order: equal bits under any plan.
     """
 

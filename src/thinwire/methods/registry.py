@@ -17,6 +17,8 @@ METHODS = {
     "topk": "thinwire.methods.topk:TopK",
     "powersgd": "thinwire.methods.powersgd:PowerSGD",
     "acp": "thinwire.methods.acp:ACP",
+    "omgs": "thinwire.methods.omgs:OMGS",
+    "lags": "thinwire.methods.lags:LAGS",
 }
 
 

@@ -38,7 +38,7 @@ class SignSGD(Method):
         error_feedback: keep what was not sent and add it to the next gradient.
         vote: "mean" of the ranks' decoded messages, or "majority" of their signs (without feedback only).
         levels: 1 or 2 magnitudes per tensor ("mean" only).
-        merge: fusion: MiB of dense gradient, "none", "single" or "auto".
+        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
     name: ClassVar[str] = "signsgd"

@@ -23,7 +23,7 @@ class SSGD(Method):
     """Exact averaging.
 
     Args:
-        merge: fusion: MiB, "none", "single" or "auto".
+        merge: fusion: MiB, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
     """
 

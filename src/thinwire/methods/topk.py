@@ -39,7 +39,7 @@ class TopK(Method):
         wire: dtype of the values on the wire: "fp32", "bf16" or "fp16".
         error_feedback: keep what was not sent; False is for ablations.
         warmup: a :class:`~thinwire.methods.feedback.Warmup`, or None.
-        merge: fusion: MiB of dense gradient, "none", "single" or "auto".
+        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
     name: ClassVar[str] = "topk"
@@ -62,7 +62,7 @@ class TopK(Method):
         check_flag("error_feedback", self.error_feedback)
         if self.warmup is not None and not isinstance(self.warmup, Warmup):
             raise ValueError(f"warmup={self.warmup!r} must be a Warmup or None")
-        check_merge(self.merge)
+        check_merge(self.merge, sparse=True)
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
 
@@ -111,7 +111,7 @@ class TopK(Method):
             return
         if d > 2**31 - 1:
             raise ValueError(f"bucket {bucket.index} has {d} elements; indices are int32: use smaller buckets")
-        k = self.kept(d, state.step)
+        k = min(d, bucket.kept) or self.kept(d, state.step)
         a = accumulate_flat(bucket, state) if self.error_feedback else bucket.gradient()
         values, index = top_k(a, k, self.select)
         sent = to_wire(torch.where(all_finite(values), values, torch.nan), wire_dtype(self.wire, a.dtype))

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.planner.merge import fuse
+from thinwire.planner.measured import RULES, Measured, Part, cut, rule_of
+from thinwire.planner.merge import Merge, fuse
 from thinwire.program import Method, Plan, PlanBucket
 
 _MIB = 1 << 20
@@ -48,7 +49,12 @@ def default_merge(method: Method, backend: str) -> Any:
 
 
 def make_plan(
-    method: Method, tensors: Sequence[PlanTensor], order: Sequence[int], late: Iterable[int], backend: str
+    method: Method,
+    tensors: Sequence[PlanTensor],
+    order: Sequence[int],
+    late: Iterable[int],
+    backend: str,
+    measured: Measured | None = None,
 ) -> Plan:
     """Fuse tensors into buckets.
 
@@ -58,7 +64,12 @@ def make_plan(
         order: their indices in order of arrival.
         late: indices that did not arrive; they come last, apart from those that did.
         backend: of the process group, for the defaults.
+        measured: for the rules that need it; None: they fuse by size for the time being.
+
+    Raises:
+        ValueError: a ``Merge`` that is not of these tensors.
     """
+    seconds = {} if measured is None else {t.name: t.backward_seconds for t in measured.profile.tensors}
     last = set(late)
     order = [i for i in order if i not in last] + [i for i in order if i in last]
     place = {index: position for position, index in enumerate(order)}
@@ -70,18 +81,51 @@ def make_plan(
     for phase in range(method.phases):
         buckets: list[tuple[int, PlanBucket]] = []
         for (dense, _, _), indices in groups.items():
-            merge = method.merge
-            if merge == "auto":
-                merge = 25 if backend == "nccl" else 4
-                if not dense:
-                    merge = default_merge(method, backend)
             entries = [tensors[i] for i in indices]
+            rule = _rule(method, dense, backend, measured is not None)
             payload = [t.size for t in entries] if dense else method.payload([t.shape for t in entries], phase)
-            for part in fuse(payload, _limit(merge, entries, payload)):
-                names = tuple(entries[i].name for i in part)
-                buckets.append((max(place[indices[i]] for i in part), PlanBucket(names, dense)))
+            if isinstance(rule, Merge):
+                parts = _given(rule, len(entries))
+            elif measured is not None and rule in RULES:
+                waits = _since_last_of_kind(order, indices, [seconds.get(tensors[i].name, 0.0) for i in order])
+                shapes = [t.shape for t in entries]
+                parts = cut(rule, method, shapes, payload, waits, entries[0].itemsize, measured, phase)
+            else:
+                parts = [Part(group) for group in fuse(payload, _limit(rule, entries, payload))]
+            for part in parts:
+                names = tuple(entries[i].name for i in part.indices)
+                buckets.append((max(place[indices[i]] for i in part.indices), PlanBucket(names, dense, part.kept)))
         phases.append(tuple(bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])))
-    return Plan(tuple(phases), rule=f"{method.name}, merge={method.merge}")
+    return Plan(tuple(phases), rule=f"{method.name}, merge={method.merge}{', measured' if measured else ''}")
+
+
+def _rule(method: Method, dense: bool, backend: str, measured: bool) -> Any:
+    """The rule for one kind of tensors. Without a measurement size decides, at first."""
+    rule = rule_of(method)
+    if dense:  # the few tensors beside what the method takes
+        rule = rule if isinstance(rule, (int, float)) or rule in ("none", "single") else "auto"
+    if isinstance(rule, str) and rule in RULES and not measured:
+        rule = "none" if rule == "lags" else "auto"
+    if rule == "auto":
+        return (25 if backend == "nccl" else 4) if dense else default_merge(method, backend)
+    return rule
+
+
+def _since_last_of_kind(order: Sequence[int], indices: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """Backward seconds from one tensor of a kind to the next; tensors of other kinds lie between."""
+    wanted, waits, passed = set(indices), [], 0.0
+    for index, lasted in zip(order, seconds):
+        passed += lasted
+        if index in wanted:
+            waits.append(passed)
+            passed = 0.0
+    return waits
+
+
+def _given(merge: Merge, count: int) -> list[Part]:
+    if [i for group in merge.groups for i in group] != list(range(count)):
+        raise ValueError(f"the Merge is not of the model's {count} tensors: make it from this model's sizes")
+    return [Part(list(group)) for group in merge.groups]
 
 
 def _limit(merge: Any, entries: Sequence[PlanTensor], payload: Sequence[int]) -> float:

@@ -85,12 +85,20 @@ class Bucket:
         slots: one per parameter; all of one dtype and device.
         scale: 0-dim tensor, the loss scale that is in the gradients; None for 1.
         buffer: memory for ``flat``, with at least ``numel`` elements; allocated when needed if None.
+        kept: elements that a sparse method sends, where the plan says so; 0: it does not.
     """
 
     def __init__(
-        self, index: int, slots: Sequence[Slot], *, scale: Tensor | None = None, buffer: Tensor | None = None
+        self,
+        index: int,
+        slots: Sequence[Slot],
+        *,
+        scale: Tensor | None = None,
+        buffer: Tensor | None = None,
+        kept: int = 0,
     ) -> None:
         self.index = index
+        self.kept = kept
         self.slots = list(slots)
         self.numel = sum(slot.numel for slot in self.slots)
         self.scale = scale

@@ -120,4 +120,4 @@ class LocalWorld:
             value = gradients[name]
             shape, dtype, device = self._kinds[name]
             slots.append(Slot(name, shape, None if value is None else value.detach().clone(), dtype, device))
-        return Bucket(index, slots)
+        return Bucket(index, slots, kept=entry.kept)

@@ -11,10 +11,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PlanBucket:
-    """Names of the parameters of one bucket; ``dense`` buckets run plain S-SGD whatever the method."""
+    """One bucket.
+
+    Attributes:
+        names: of its parameters.
+        dense: it runs plain S-SGD whatever the method.
+        kept: elements that a sparse method sends of it; 0: as the method's density says.
+    """
 
     names: tuple[str, ...]
     dense: bool = False
+    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        phases = [[{"names": list(b.names), "dense": b.dense} for b in phase] for phase in self.phases]
+        phases = [[{"names": list(b.names), "dense": b.dense, "kept": b.kept} for b in phase] for phase in self.phases]
         return json.dumps({"phases": phases, "rule": self.rule})
 
     @classmethod
@@ -69,7 +76,8 @@ class Plan:
         try:
             data: Any = json.loads(text)
             phases = tuple(
-                tuple(PlanBucket(tuple(b["names"]), bool(b["dense"])) for b in phase) for phase in data["phases"]
+                tuple(PlanBucket(tuple(b["names"]), bool(b["dense"]), int(b.get("kept", 0))) for b in phase)
+                for phase in data["phases"]
             )
             return cls(phases, str(data.get("rule", "given")))
         except (KeyError, TypeError, json.JSONDecodeError) as error:

@@ -35,11 +35,12 @@ def trace(
     rank: int = 0,
     step: int = 0,
     dtype: torch.dtype = torch.float32,
+    kept: int = 0,
 ) -> list[Step]:
-    """The collectives that ``method`` issues for one bucket of (name, shape) pairs."""
+    """The collectives that ``method`` issues for one bucket of (name, shape) pairs; ``kept``: see :class:`Bucket`."""
     state = State(rank, topology)
     state.step = step
-    return _run(method, shapes, state, dtype)
+    return _run(method, shapes, state, dtype, kept)
 
 
 def memory(
@@ -54,12 +55,14 @@ def memory(
     return state
 
 
-def _run(method: Method, shapes: Sequence[tuple[str, Sequence[int]]], state: State, dtype: torch.dtype) -> list[Step]:
+def _run(
+    method: Method, shapes: Sequence[tuple[str, Sequence[int]]], state: State, dtype: torch.dtype, kept: int = 0
+) -> list[Step]:
     meta = torch.device("meta")
     slots = [
         Slot(name, shape, torch.empty(tuple(shape), dtype=dtype, device=meta), dtype, meta) for name, shape in shapes
     ]
-    program = method.reduce(Bucket(0, slots), state)
+    program = method.reduce(Bucket(0, slots, kept=kept), state)
     steps: list[Step] = []
     value: Any = None
     while True:

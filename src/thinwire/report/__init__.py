@@ -1,4 +1,9 @@
-"""Plots and the HTML page of results.
+"""One HTML page of results, self-contained: plans, comparisons, timelines, curves, read from the JSON of the verbs.
 
-What does not live here: measuring (measure/, bench/).
+What does not live here: measuring (measure/, bench/), predicting (planner/).
 """
+
+from thinwire.report.inputs import Inputs, read_files
+from thinwire.report.page import render
+
+__all__ = ["Inputs", "read_files", "render"]

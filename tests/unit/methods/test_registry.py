@@ -8,7 +8,8 @@ from thinwire.methods.cast import Cast
 from thinwire.methods.registry import METHODS, method, resolve
 from thinwire.methods.topk import TopK
 
-NEEDED = {"topk": {"density": 0.01}}
+NEEDED = {"topk": {"density": 0.01}, "omgs": {"density": 0.01}}
+MERGES = {"omgs": "optimal", "lags": "none"}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -16,7 +17,7 @@ def test_every_name_gives_a_frozen_method(name):
     made = method(name, **NEEDED.get(name, {}))
     assert made.name == name
     assert made == method(name.upper(), **NEEDED.get(name, {}))
-    assert made.merge == "auto"
+    assert made.merge == MERGES.get(name, "auto")
     assert set(made.options()) == {field.name for field in dataclasses.fields(made)}
     assert sum(made.payload([(64, 64), (3,)], 0)) > 0
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -99,21 +99,25 @@ class Place:
         return isinstance(other, Place) and other.topology == self.topology
 
 
-def _traced(method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None) -> list[Step]:
+def _traced(
+    method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None, kept: int
+) -> list[Step]:
     """The exchanges of a bucket. A method knows shapes, not names, so equal shapes are one trace."""
     try:
         hash(method)
     except TypeError:  # an option that is a list
-        return _steps.__wrapped__(method, shapes, place, phase, itemsize, yields)
-    return _steps(method, shapes, place, phase, itemsize, yields)
+        return _steps.__wrapped__(method, shapes, place, phase, itemsize, yields, kept)
+    return _steps(method, shapes, place, phase, itemsize, yields, kept)
 
 
 @lru_cache(maxsize=4096)
-def _steps(method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None) -> list[Step]:
+def _steps(
+    method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None, kept: int
+) -> list[Step]:
     named = [(str(i), shape) for i, shape in enumerate(shapes)]
     step = (method.phases << 40) + phase  # warm-up is over
     program = method if yields is None else _Short(method, yields)
-    return trace(program, named, place.topology, rank=place.rank, step=step, dtype=_DTYPES[itemsize])
+    return trace(program, named, place.topology, rank=place.rank, step=step, dtype=_DTYPES[itemsize], kept=kept)
 
 
 def parts_of(
@@ -123,15 +127,15 @@ def parts_of(
     if profile.dtype_bytes not in _DTYPES:
         raise ValueError(f"gradients of {profile.dtype_bytes} bytes cannot be simulated, only of 2, 4 or 8")
     shape_of = {tensor.name: tensor.shape for tensor in profile.tensors}
-    known: dict[tuple[bool, Shapes], tuple[list[float], list[Step]]] = {}
+    known: dict[tuple[bool, Shapes, int], tuple[list[float], list[Step]]] = {}
     parts = []
     for index, bucket in enumerate(plan.phases[phase]):
-        key = (bucket.dense, tuple(shape_of[name] for name in bucket.names))
+        key = (bucket.dense, tuple(shape_of[name] for name in bucket.names), bucket.kept)
         if key not in known:
             program = dense if bucket.dense else method
             seconds = program.compute_seconds(key[1], phase, place.topology, costs)
             yields = None if seconds is None else len(seconds) - 1
-            steps = _traced(program, key[1], place, phase, profile.dtype_bytes, yields)
+            steps = _traced(program, key[1], place, phase, profile.dtype_bytes, yields, bucket.kept)
             free = [0.0] * (len(steps) + 1)
             known[key] = (free if seconds is None else check_seconds(seconds, len(free), "compute_seconds"), steps)
         parts.append(_split(index, *known[key], place, costs))

@@ -1,0 +1,196 @@
+"""``thinwire plan``: which method pays for a model on a network, and why, before anything is run."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from thinwire.cli.plan_inputs import Question
+    from thinwire.planner.choose import Group, Map, Ranking
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="resnet50, resnet152, densenet201, vgg16, bert-base, bert-large, gpt2; a file of thinwire profile; or "
+            "a model of the bench or module:function, which is measured here."
+        ),
+    ] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of each machine's link, such as 1gbit; else 10gbit.")] = None,
+    latency: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; else 50us.")] = None,
+    costs: Annotated[Path | None, typer.Option(help="Measured costs: a file of thinwire probe.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Ranks in all; else those of --costs, or 16.")] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Ranks of each machine; else those of --costs, or 1.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="After commas, as acp:rank=4,topk:density=0.01; else all that are known.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per rank, for the built-in names.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, t4, v100, a100, h100: assumed rates; else a100 for built-in names, or cpu.")
+    ] = None,
+    device_flops: Annotated[
+        float | None, typer.Option(help="FLOP/s that training sustains, for the built-in names.")
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="The model as a file of thinwire profile.")] = None,
+    lossy: Annotated[bool, typer.Option("--lossy/--no-lossy", help="Whether lossy methods may be answers.")] = True,
+    explain: Annotated[bool, typer.Option("--explain", help="Also the buckets, and densities of sparse ones.")] = False,
+    map: Annotated[bool, typer.Option("--map", help="Also the winners over link rates and workers.")] = False,
+    published: Annotated[
+        str | None, typer.Option(help="A published result beside what follows from its constants, such as omgs.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the best method's timeline, for Perfetto.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan: method, buckets, ranking.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
+) -> None:
+    """Predict every method's step on a network and say which one to use; "dense" is an answer."""
+    from rich.console import Console
+
+    answer: dict[str, Any] = {}
+    console = Console(quiet=json)
+    if published is not None:
+        from thinwire.cli.plan_tables import published_table
+        from thinwire.planner.published import reproduce
+
+        rows = reproduce(published)
+        answer["published"] = {"name": published, "rows": [list(row) for row in rows]}
+        console.print(published_table(published, rows))
+    if model is not None or profile is not None:
+        from thinwire.cli.plan_inputs import check_file, read_question
+
+        for option, path in (("--trace", trace), ("--out", out)):
+            check_file(option, path)
+        question = read_question(
+            model,
+            link=link,
+            latency=latency,
+            costs=costs,
+            workers=workers,
+            ranks_per_node=ranks_per_node,
+            methods=methods,
+            batch_size=batch_size,
+            device=device,
+            flops=device_flops,
+            profile=profile,
+        )
+        try:
+            answer |= _answer(question, console, lossy=lossy, explain=explain, map=map, trace=trace, out=out)
+        except LookupError as error:
+            raise ValueError(str(error.args[0] if error.args else error)) from error
+    elif published is None:
+        raise ValueError("give a model: a built-in name such as resnet50, a file of thinwire profile, or --published")
+    if json:
+        typer.echo(json_module.dumps(answer, indent=2))
+
+
+def _answer(
+    question: Question,
+    console: Console,
+    *,
+    lossy: bool,
+    explain: bool,
+    map: bool,
+    trace: Path | None,
+    out: Path | None,
+) -> dict[str, Any]:
+    """Rank, print as it comes, write the files. Returns what JSON shows."""
+    from dataclasses import asdict
+
+    from thinwire.cli.plan_tables import ranking_table, sentences
+    from thinwire.planner.choose import choose
+
+    profile, topology, prices = question.profile, question.topology, question.costs()
+    ranking = choose(question.candidates, profile, topology, prices, **question.where, lossy=lossy)
+    knees = _knees(question, ranking)
+    answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
+    console.print(ranking_table(question, ranking))
+    for sentence in sentences(question, ranking, knees):
+        console.print(sentence, markup=False, highlight=False)
+    if explain:
+        groups = _explain(question, ranking, console)
+        answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}
+    if map:
+        answer["map"] = _map(question, console, lossy).to_data()
+    if trace is not None or out is not None:
+        _write(question, ranking, answer, trace, out)
+        for path in filter(None, (trace, out)):
+            console.print(f"written: {path}", markup=False)
+    return answer
+
+
+def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
+    """Of the recommendation, and of the best exact method."""
+    from thinwire.planner.choose import knee
+
+    method_of, rest = dict(question.candidates), {"ranks_per_node": question.ranks_per_node, **question.where}
+    labels = dict.fromkeys(e.label for e in (ranking.best_exact, ranking.best) if e.label in method_of)
+    return {label: knee(method_of[label], question.profile, question.prices, **rest) for label in labels}
+
+
+def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str, tuple[Group, ...]]:
+    """Of the methods that were named, else of the recommendation and the best exact method."""
+    from thinwire.cli.plan_tables import groups_table
+    from thinwire.planner.choose import explain
+
+    priced = {entry.label for entry in ranking.entries}
+    wanted = question.named or (ranking.best.label, ranking.best_exact.label)
+    method_of, groups = dict(question.candidates), {}
+    for label in dict.fromkeys(label for label in wanted if label in priced):
+        groups[label] = explain(
+            method_of[label],
+            question.profile,
+            question.topology,
+            question.costs(),
+            backend=question.device.backend,
+        )
+        console.print(groups_table(label, groups[label]))
+    return groups
+
+
+def _map(question: Question, console: Console, lossy: bool) -> Map:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from thinwire.cli.plan_tables import map_table
+    from thinwire.planner.choose import map_of
+    from thinwire.planner.choose.grid import WORKERS
+
+    per_node = question.ranks_per_node
+    columns = (TextColumn("map"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("map", total=None)
+        found = map_of(
+            question.candidates,
+            question.profile,
+            workers=[count * per_node for count in WORKERS],
+            costs=question.assumed,
+            ranks_per_node=per_node,
+            **question.where,
+            lossy=lossy,
+            on_cell=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    console.print(map_table(question, found))
+    return found
+
+
+def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: Path | None, out: Path | None) -> None:
+    """The best method's timeline, and its plan, which ``Plan.from_json`` reads."""
+    from thinwire.planner.timeline import simulate, write_trace
+
+    label = ranking.best.label
+    method = dict(question.candidates)[label]
+    timeline = simulate(method, question.profile, question.topology, question.costs(), **question.where)
+    if trace is not None:
+        write_trace(trace, timeline.events, label=f"predicted, {label}")
+    if out is not None:
+        chosen = {"method": ranking.best.method, "options": ranking.best.options}
+        data = {**json_module.loads(timeline.plan.to_json()), **chosen, **answer}
+        out.write_text(json_module.dumps(data) + "\n", encoding="utf-8")

@@ -1,0 +1,267 @@
+"""What ``thinwire plan`` was asked: words and files become a profile, a cluster, prices and candidates."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from thinwire.bench.words import nearest, split_options
+from thinwire.lab import parse_delay, parse_rate
+from thinwire.methods.registry import METHODS, method
+from thinwire.planner.choose import DEVICES, Device
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import BUILTIN, ModelProfile, builtin
+from thinwire.program import Method, Topology
+
+DEFAULT_METHODS = (
+    "ssgd",
+    "cast:dtype=bf16",
+    "signsgd",
+    "topk:density=0.01",
+    "topk:density=0.001",
+    "powersgd:rank=4",
+    "acp:rank=4",
+    "acp:rank=32",
+)
+_MOST_WORKERS = 65536
+
+_Readable = TypeVar("_Readable", Costs, ModelProfile)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Everything that an answer follows from.
+
+    Attributes:
+        profile: of the model.
+        candidates: (label, method); both dense forms are among them.
+        named: labels that the user asked for by name.
+        topology: of the ranks.
+        ranks_per_node: of each machine.
+        device: its assumed rates and its backend.
+        bits_per_second, latency_seconds: of an assumed network.
+        measured: of ``--costs``.
+        network: whether the exchanges of ``measured`` count, and not the assumed network.
+    """
+
+    profile: ModelProfile
+    candidates: tuple[tuple[str, Method], ...]
+    named: tuple[str, ...]
+    topology: Topology
+    ranks_per_node: int
+    device: Device
+    bits_per_second: float
+    latency_seconds: float
+    measured: Costs | None
+    network: bool
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """How methods run on this device: arguments of ``choose``, ``knee`` and ``simulate``."""
+        return {"backend": self.device.backend, "shared_compute": self.device.shared_compute}
+
+    def costs(self) -> Costs:
+        """On the cluster of the question."""
+        return self.prices(self.topology)
+
+    def prices(self, topology: Topology) -> Costs:
+        """On a cluster of another size."""
+        assumed = self.assumed(self.bits_per_second, topology)
+        if not self.network or self.measured is None:
+            return assumed
+        return dataclasses.replace(assumed, exchanges=self.measured.exchanges)
+
+    def assumed(self, bits_per_second: float, topology: Topology) -> Costs:
+        """On an assumed network; compute as it was measured, as far as it was."""
+        known = self.measured
+        return Costs.of_link(
+            bits_per_second,
+            self.latency_seconds,
+            topology.world_size,
+            self.ranks_per_node,
+            node_bits_per_second=self.device.node_bits_per_second,
+            node_latency_seconds=self.device.node_latency_seconds,
+            compute={**self.device.compute(), **(known.compute if known else {})},
+            cpu_share=known.cpu_share if known else None,
+        )
+
+    def describe_network(self) -> str:
+        """In the user's words."""
+        if self.network:
+            return "network of --costs"
+        return f"{self.bits_per_second / 1e9:g} Gbit/s, {self.latency_seconds * 1e6:g} us"
+
+    def to_data(self) -> dict[str, Any]:
+        """What JSON shows."""
+        return {
+            "model": self.profile.name,
+            "model_source": self.profile.source,
+            "model_provenance": self.profile.provenance,
+            "workers": self.topology.world_size,
+            "ranks_per_node": self.ranks_per_node,
+            "device": self.device.name,
+            "backend": self.device.backend,
+            "network": "measured" if self.network else "assumed",
+            "bits_per_second": None if self.network else self.bits_per_second,
+            "latency_seconds": None if self.network else self.latency_seconds,
+        }
+
+
+def read_question(
+    model: str | None,
+    *,
+    link: str | None,
+    latency: str | None,
+    costs: Path | None,
+    workers: int | None,
+    ranks_per_node: int | None,
+    methods: str | None,
+    batch_size: int | None,
+    device: str | None,
+    flops: float | None,
+    profile: Path | None,
+) -> Question:
+    """Read the options; the model, which may have to be measured, comes last.
+
+    Raises:
+        ValueError: an option that cannot be read, or two that do not go together.
+    """
+    bits, seconds = parse_rate(link or "10gbit"), parse_delay(latency or "50us")
+    measured = None if costs is None else _read(costs, Costs)
+    network = measured is not None and link is None
+    if network and latency is not None:
+        raise ValueError("--latency belongs to an assumed network: give --link too, or leave it to --costs")
+    known = [key for key in measured.exchanges if key[2] > 1] if measured is not None and network else []
+    if network and not known:
+        raise ValueError(f"{costs} holds no exchange between ranks: probe at least two, or give --link")
+    if workers is None:
+        workers = max((members for _, scope, members in known if scope == "world"), default=16)
+    if ranks_per_node is None:
+        ranks_per_node = max((members for _, scope, members in known if scope == "node"), default=1)
+        ranks_per_node = ranks_per_node if workers % ranks_per_node == 0 else 1
+    if not 1 <= workers <= _MOST_WORKERS:
+        raise ValueError(f"--workers {workers} must lie in 1 to {_MOST_WORKERS}")
+    if ranks_per_node < 1 or workers % ranks_per_node:
+        raise ValueError(f"--workers {workers} is no multiple of --ranks-per-node {ranks_per_node}")
+    candidates, named = read_methods(methods)
+    assumed = read_device(device, built_in=profile is None and model in BUILTIN)
+    return Question(
+        read_model(model, profile, batch_size, flops, assumed),
+        candidates,
+        named,
+        Topology(workers, ranks_per_node),
+        ranks_per_node,
+        assumed,
+        float(bits),
+        seconds,
+        measured,
+        network,
+    )
+
+
+def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:
+    """Candidates, and which of them were named. Both dense forms are always candidates.
+
+    Without a text: ``DEFAULT_METHODS`` and every other registered method that needs no option.
+    """
+    if text is None:
+        labels = list(DEFAULT_METHODS)
+        labels += [name for name in METHODS if name not in {split_options(m)[0] for m in labels} and _optionless(name)]
+        named: list[str] = []
+    else:
+        named = [part.strip().removeprefix("thinwire ") for part in text.split(",") if part.strip()]
+        if not named:
+            raise ValueError("no methods given; for example --methods acp:rank=4,topk:density=0.01")
+        labels = list(named)
+    made = []
+    for label in labels:
+        name, options = split_options(label)
+        made.append((label, method(name, **options)))
+        if labels.count(label) > 1:
+            raise ValueError(f"method {label!r} is given twice")
+    for label in ("cast:dtype=bf16", "ssgd"):
+        name, options = split_options(label)
+        if name not in {m.name for _, m in made}:
+            made.insert(0, (label, method(name, **options)))
+    return tuple(made), tuple(named)
+
+
+def _optionless(name: str) -> bool:
+    module, attribute = METHODS[name].split(":")
+    fields = dataclasses.fields(getattr(importlib.import_module(module), attribute))
+    return all(f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING for f in fields)
+
+
+def read_device(name: str | None, *, built_in: bool) -> Device:
+    """Named, else an A100 for the built-in names, and this machine's CPU for models that are measured."""
+    name = ("a100" if built_in else "cpu") if name is None else name.lower()
+    if name not in DEVICES:
+        raise ValueError(f"unknown device {name!r}; {nearest(name, DEVICES)}; of another give --device-flops")
+    return DEVICES[name]
+
+
+def read_model(
+    model: str | None, profile: Path | None, batch_size: int | None, flops: float | None, device: Device
+) -> ModelProfile:
+    """A built-in name, a file, or a model of the bench, which is measured now."""
+    if profile is None and model in BUILTIN:
+        return builtin(model, batch_size=batch_size, device_flops=device.training_flops if flops is None else flops)
+    for option, value in (("--batch-size", batch_size), ("--device-flops", flops)):
+        if value is not None:
+            raise ValueError(f"{option} is for the built-in names; a measured model has its own seconds")
+    if profile is not None:
+        found = _read(profile, ModelProfile)
+        if model is not None and found.name not in (model, model.partition(":")[0]):
+            raise ValueError(f"{profile} is the profile of {found.name!r}, not of {model!r}: leave one of them out")
+        return found
+    assert model is not None
+    if model.endswith(".json") or Path(model).is_file():
+        return _read(Path(model), ModelProfile)
+    return _measure(model)
+
+
+def _measure(model: str) -> ModelProfile:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from thinwire.bench.models.registry import FILES, build_model, check_model
+    from thinwire.measure import profile_model
+
+    name, _ = split_options(model)
+    if ":" not in name and name not in FILES:
+        raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *FILES])}, a file or module:function")
+    check_model(model)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"measuring {model}", total=None)
+        workload = build_model(model)
+        return profile_model(
+            workload.model,
+            lambda step: workload.loss(workload.model, step, 0),
+            steps=10,
+            warmup=2,
+            name=workload.name,
+            batch=workload.describe,
+            seconds=20.0,
+            on_step=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _read(path: Path, kind: type[_Readable]) -> _Readable:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+    try:
+        return kind.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raise ``ValueError`` for a path that cannot become a file."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{option} {path} is no file that can be written: give a file in a folder that exists")

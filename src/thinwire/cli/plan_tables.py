@@ -1,0 +1,141 @@
+"""What ``thinwire plan`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.table import Table
+
+from thinwire.bench.words import split_options
+from thinwire.cli.plan_inputs import Question
+from thinwire.lab import format_rate
+from thinwire.planner.choose import Entry, Group, Map, Ranking
+
+
+def ranking_table(question: Question, ranking: Ranking) -> Table:
+    """Exact methods, then lossy ones; the recommendation is marked."""
+    profile, workers = question.profile, ranking.workers
+    title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {workers} workers"
+    if question.ranks_per_node > 1:
+        title += f", {question.ranks_per_node} per machine"
+    table = _table(f"{title}, {question.describe_network()}")
+    _columns(table, "method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "x\ndense")
+    for name, entries in (("exact", ranking.exact), ("lossy", ranking.lossy)):
+        if entries:
+            table.add_section()
+            table.add_row(f"[dim]{name}[/dim]")
+        for entry in entries:
+            mark = "bold" if entry == ranking.best else None
+            table.add_row(*_cells(entry), style=mark)
+    return table
+
+
+def _cells(entry: Entry) -> list[str]:
+    return [
+        entry.label,
+        _ms(entry.step_seconds),
+        f"{_ms(entry.low_seconds)}-{_ms(entry.high_seconds)}",
+        _ms(entry.exposed_seconds),
+        _mega(entry.bytes_sent),
+        entry.bound_by,
+        f"{entry.speedup:.2f}",
+    ]
+
+
+def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | None]) -> list[str]:
+    """The answer, what it rests on, and what to type next."""
+    best, profile = ranking.best, question.profile
+    said = [ranking.sentence]
+    if not best.exact:
+        exact = ranking.best_exact
+        said.append(f"without loss: {exact.label}, {_ms(exact.step_seconds)} ms; accuracy is not predicted: bench it")
+    said += [
+        f"{label} scales: at least 80 % efficient up to 4096 workers"
+        if bend is None
+        else f"{label} falls below 80 % efficiency at {bend} workers"
+        for label, bend in knees.items()
+    ]
+    network = "measured" if question.network else "assumed"
+    kinds = {curve.provenance for curve in question.costs().compute.values()}
+    work = "measured" if kinds == {"measured here"} else f"assumed for {question.device.name}"
+    said.append(
+        f"measured here: {ranking.measured_share:.0%} of the predicted step; model {profile.provenance} "
+        f"({profile.source}), network {network}, methods' own work {work}"
+    )
+    if ranking.measured_share < 0.5:
+        said.append("to measure: thinwire probe on the machines, thinwire profile of the model")
+    said += [f"left out: {label}: {reason}" for label, reason in ranking.left_out]
+    name, options = split_options(best.label)
+    words = "".join(f", {key}={value!r}" for key, value in options.items())
+    said.append(f'next: sync = tw.attach(model, optimizer, "{name}"{words})')
+    return said
+
+
+def groups_table(label: str, groups: Sequence[Group]) -> Table:
+    """The buckets of a plan, in launch order."""
+    table = _table(f"{label}: {len(groups)} buckets")
+    phases = len({group.phase for group in groups}) > 1
+    sparse = any(group.kept is not None for group in groups)
+    names = (["phase"] if phases else []) + ["bucket", "tensors", "from"]
+    names += ["elements", "ready\nms", "MB\n/step", "send\nms"] + (["kept", "density"] if sparse else [])
+    _columns(table, *names, left=("from",))
+    for group in groups:
+        cells = [str(group.phase)] if phases else []
+        cells += [str(group.bucket), str(len(group.names)), _tail(group.names[0], 16 if sparse else 22)]
+        cells += [f"{group.elements:,}", _ms(group.ready_seconds), _mega(group.sent_bytes), _ms(group.exchange_seconds)]
+        if sparse:
+            cells += [f"{group.kept:,}", f"{group.density:.3g}"] if group.kept else ["all", "1"]
+        table.add_row(*cells)
+    return table
+
+
+def map_table(question: Question, found: Map) -> Table:
+    """Winners, and how much faster than the fastest dense form."""
+    table = _table(f"{question.profile.name}: what to use; x: over the faster dense form; {question.device.name}")
+    _columns(table, "link", *(f"{workers}\nworkers" for workers in found.workers))
+    for bits, row in zip(found.bits_per_second, found.cells):
+        cells = []
+        for cell in row:
+            gain = cell.dense_seconds / cell.step_seconds if cell.step_seconds else 1.0
+            cells.append(f"{_short(cell.winner)}\n" + (f"{gain:.1f} x" if gain > 1.05 else ""))
+        table.add_row(format_rate(int(bits)), *cells)
+    return table
+
+
+def published_table(name: str, rows: Sequence[tuple[str, float, float]]) -> Table:
+    """A published result beside the prediction."""
+    table = _table(f"{name}: published, and what follows from published constants and the library's formulas")
+    _columns(table, "what", "published", "predicted", "off")
+    for label, published, predicted in rows:
+        off = f"{predicted / published - 1:+.1%}" if published else "-"
+        table.add_row(label, f"{published:.4g}", f"{predicted:.4g}", off)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+
+
+def _columns(table: Table, *names: str, left: Sequence[str] = ()) -> None:
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i == 0 or name in ("bound by", *left) else "right", no_wrap=True)
+
+
+def _short(label: str) -> str:
+    """``topk:density=0.01`` -> ``topk 0.01``."""
+    name, options = split_options(label)
+    return " ".join([name, *map(str, options.values())])
+
+
+def _tail(name: str, most: int) -> str:
+    return name if len(name) <= most else "\N{HORIZONTAL ELLIPSIS}" + name[1 - most :]
+
+
+def _ms(seconds: float) -> str:
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _mega(count: float) -> str:
+    return f"{count / 1e6:.2f}" if count < 10e6 else f"{count / 1e6:.1f}"

@@ -1,0 +1,38 @@
+"""``thinwire report``: results of the other verbs as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="What bench --json, demo, plan --json, plan --map --json wrote, and Chrome traces."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
+) -> None:
+    """Make one self-contained HTML page from results, predicted and measured."""
+    from rich.console import Console
+
+    from thinwire.cli.errors import RunFailed
+    from thinwire.report import read_files, render
+
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out} is no file that can be written: give a file in a folder that exists")
+    if out.resolve() in {path.resolve() for path in files}:
+        raise ValueError(f"--out {out} is one of the files to read")
+    try:
+        page = render(read_files(files))
+        out.write_text(page, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RunFailed(str(error)) from error
+    Console().print(f"written: {out} ({len(page) / 1e6:.1f} MB; opens without a network)", markup=False)

@@ -1,0 +1,148 @@
+"""Plans while training goes on: measures first steps, plans, then watches whether the prediction holds.
+
+Rank 0 decides and everybody takes over its decision, so that jitter on one rank cannot split the plans.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from thinwire.engine.agreement import gather_bytes
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.parameters import Managed
+from thinwire.engine.prices import Prices
+from thinwire.engine.timings import Measurement, Timings
+from thinwire.methods.registry import method as named
+from thinwire.planner.costs import Costs
+from thinwire.planner.measured import needs_measurement
+from thinwire.program import Method, Plan, Topology
+
+logger = logging.getLogger("thinwire")
+
+SETTLE_STEPS, PROFILE_STEPS, WATCH_STEPS = 2, 8, 100
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do next. ``method`` None: the one in force."""
+
+    plan: Plan
+    seconds: float
+    method: Method | None = None
+    why: tuple[str, ...] = ()
+
+
+class Pilot:
+    """Of one GradientSync.
+
+    Args:
+        communicator: to agree.
+        topology: of its ranks.
+        manage: the managed parameters under a method.
+        auto: choose the method too.
+        lossy: ``auto`` may choose lossy ones.
+        adaptive: plan again where measured and predicted differ.
+        costs: None: probed when first needed.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        topology: Topology,
+        manage: Callable[[Method], list[Managed]],
+        *,
+        auto: bool,
+        lossy: bool,
+        adaptive: bool,
+        costs: Costs | None = None,
+    ) -> None:
+        self._comm, self._topology, self._manage = communicator, topology, manage
+        self._auto, self._lossy, self._adaptive = auto, lossy, adaptive
+        self.timings = Timings(communicator.device)
+        self.costs = costs
+        self.predicted: float | None = None
+        self._left: int | None = SETTLE_STEPS
+        self._profiling = False
+        self.warned = False
+        self.decisions = 0
+
+    def after_step(self, method: Method, dense: Method) -> Decision | None:
+        """Called at the end of each synchronised backward on all ranks alike; now and then it is a collective."""
+        if self._left is None:
+            return None
+        if self._left > 0:
+            self._left -= 1
+            if self._left:
+                return None
+        if not self._profiling and self.predicted is None:
+            self._restart(PROFILE_STEPS, profiling=True)
+            return None
+        if len(self.timings) == 0:  # accumulation only, or forwards that we did not see
+            self._left = 1
+            return None
+        measurement = self.timings.agreed(self._manage(method), self._comm.control, self._comm.device)
+        if self._profiling:
+            decision = self._decide(measurement, method, dense)
+            self.predicted = decision.seconds
+            self.decisions += 1
+            self._restart(WATCH_STEPS, profiling=False)
+            return decision
+        self._compare(measurement.step_seconds)
+        return None
+
+    def _restart(self, steps: int | None, profiling: bool) -> None:
+        self._left, self._profiling = steps, profiling
+        self.timings.clear()
+
+    def _compare(self, measured: float) -> None:
+        assert self.predicted is not None
+        off = abs(measured / self.predicted - 1) > TOLERANCE if self.predicted > 0 else False
+        if off and self._adaptive:
+            self._say(f"a step takes {measured:.4g} s, {self.predicted:.4g} s were predicted: planning again")
+            self._restart(PROFILE_STEPS, profiling=True)
+            return
+        if off and not self.warned:
+            self.warned = True
+            self._say(
+                f"a step takes {measured:.4g} s, {self.predicted:.4g} s were predicted; "
+                'plan="adaptive" would plan again',
+                logging.WARNING,
+            )
+        self._restart(WATCH_STEPS if self._adaptive else None, profiling=False)
+
+    def _decide(self, measurement: Measurement, method: Method, dense: Method) -> Decision:
+        self._probe()
+        text = b""
+        if self._comm.rank == 0:
+            assert self.costs is not None
+            prices = Prices(self._comm.backend, self._topology, self._manage, dense, self.costs, measurement)
+            made = prices.best(self._lossy) if self._auto else prices.planned(method)
+            text = json.dumps(made).encode()
+        chosen = json.loads(gather_bytes(text, self._comm.control, self._comm.device)[0])
+        for line in chosen["why"]:
+            self._say(line)
+        other = named(chosen["method"], **chosen["options"]) if chosen["method"] else None
+        return Decision(Plan.from_json(chosen["plan"]), chosen["seconds"], other, tuple(chosen["why"]))
+
+    def _probe(self) -> None:
+        if self.costs is None:
+            from thinwire.measure.probe import probe
+
+            result = probe(
+                self._comm.user_group, self._topology, largest_bytes=4 << 20, seconds=4.0, kernel_seconds=1.0,
+                device=self._comm.device,
+            )  # fmt: skip
+            self.costs = result.costs
+
+    def _say(self, line: str, level: int = logging.INFO) -> None:
+        if self._comm.rank == 0:
+            logger.log(level, "%s", line)
+
+
+def wanted(method: Method, pinned: Plan | None, adaptive: bool, auto: bool) -> bool:
+    """Whether there is anything to measure."""
+    return auto or adaptive or (pinned is None and needs_measurement(method))

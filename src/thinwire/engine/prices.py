@@ -1,0 +1,120 @@
+"""What a measured step would take under one plan or another; rank 0 asks, the others follow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thinwire.engine.parameters import Managed
+from thinwire.engine.planning import make_plan
+from thinwire.engine.timings import Measurement
+from thinwire.methods.registry import method as named
+from thinwire.planner.costs import Costs
+from thinwire.planner.measured import Measured, needs_measurement
+from thinwire.planner.timeline import simulate
+from thinwire.program import Method, Plan, Topology
+
+Named = tuple[str, dict[str, Any]]
+EXACT: tuple[Named, ...] = (
+    ("ssgd", {}),
+    ("ssgd", {"merge": "optimal"}),
+    ("ssgd", {"merge": 1}),
+    ("ssgd", {"merge": 25}),
+    ("ssgd", {"merge": "single"}),
+)
+LOSSY: tuple[Named, ...] = (
+    ("cast", {"dtype": "bf16"}),
+    ("acp", {"rank": 4}),
+    ("powersgd", {"rank": 4}),
+    ("topk", {"density": 0.01}),
+    ("signsgd", {}),
+)
+_WORTH = 0.03  # by which another exact plan must be faster to be taken
+_WORTH_LOSS = 0.05  # the same for a lossy method over the best exact one
+
+
+@dataclass(frozen=True)
+class _Offer:
+    name: str
+    options: dict[str, Any]
+    plan: Plan
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices plans for one measurement.
+
+    Attributes:
+        backend: "gloo" or "nccl".
+        topology: of the ranks.
+        manage: the managed parameters under a method.
+        dense: the program of dense buckets.
+        costs: of the network and of compute.
+        measurement: the step as it was.
+    """
+
+    backend: str
+    topology: Topology
+    manage: Callable[[Method], list[Managed]]
+    dense: Method
+    costs: Costs
+    measurement: Measurement
+
+    def planned(self, method: Method) -> dict[str, Any]:
+        """The measured plan of a method; "auto" becomes "optimal"."""
+        rule = method
+        if method.merge == "auto" and not needs_measurement(method):
+            rule = replace(method, merge="optimal")  # type: ignore[type-var]
+        plan, seconds = self._price(rule)
+        why = f"{method.name}: {len(plan.phases[0])} buckets from measured times, {seconds:.4g} s a step predicted"
+        return {"method": "", "options": {}, "plan": plan.to_json(), "seconds": seconds, "why": [why]}
+
+    def best(self, lossy: bool) -> dict[str, Any]:
+        """The fastest exact plan; with ``lossy`` the fastest of all, if it gains more than a little."""
+        exact = [self._offer(*candidate) for candidate in EXACT]
+        usual, chosen = exact[0], min(exact, key=lambda offer: offer.seconds)
+        if chosen.seconds > (1 - _WORTH) * usual.seconds:
+            chosen = usual
+        others = [self._offer(*candidate) for candidate in LOSSY] if lossy else []
+        for offer in others:
+            if offer.seconds < (1 - _WORTH_LOSS) * min(chosen.seconds, *(o.seconds for o in exact)):
+                chosen = offer
+        words = "".join(f", {key}={value}" for key, value in chosen.options.items())
+        allowed = "allowed" if lossy else "not asked for (lossy=True)"
+        why = [
+            f"auto: {chosen.name}{words}: {len(chosen.plan.phases[0])} buckets, {chosen.seconds:.4g} s predicted",
+            f"auto: ssgd as it comes: {usual.seconds:.4g} s; {len(exact) + len(others)} plans priced on measured "
+            f"times and network; lossy methods were {allowed}",
+        ]
+        options, plan = chosen.options, chosen.plan.to_json()
+        return {"method": chosen.name, "options": options, "plan": plan, "seconds": chosen.seconds, "why": why}
+
+    def _offer(self, name: str, options: dict[str, Any]) -> _Offer:
+        return _Offer(name, options, *self._price(named(name, **options)))
+
+    def _price(self, method: Method) -> tuple[Plan, float]:
+        profile, shared = self.measurement.profile, self.backend == "gloo" and not self._spare_cores()
+        managed = self.manage(method)
+        index = {m.name: m.index for m in managed}
+        measured = Measured(profile, self.costs, self.topology, side_stream=not shared)
+        plan = make_plan(method, managed, [index[t.name] for t in profile.tensors], (), self.backend, measured)
+        timeline = simulate(
+            method,
+            profile,
+            self.topology,
+            self.costs,
+            plan=plan,
+            backend=self.backend,
+            dense=self.dense,
+            shared_compute=shared,
+            optimizer_seconds=self.measurement.outside_seconds,
+        )
+        return plan, timeline.step_seconds
+
+    def _spare_cores(self) -> bool:
+        """Whether the communicator threads of this machine's ranks have cores of their own."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cores >= 2 * max(self.topology.layout)

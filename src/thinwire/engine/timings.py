@@ -1,0 +1,104 @@
+"""When gradients arrive and how long steps take, noted while training goes on and agreed over the ranks."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from thinwire.collectives.lanes import Lane
+from thinwire.engine.agreement import gather_bytes
+from thinwire.engine.parameters import Managed
+from thinwire.measure.timing import Stopwatch
+from thinwire.planner.profiles import ModelProfile, TensorTime
+
+
+@dataclass
+class _Marks:
+    """One step: start of its forward, first gradient to last, end of its backward."""
+
+    start: Any
+    arrivals: dict[int, Any]
+    end: Any = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the ranks agree on: of each figure the slowest rank's.
+
+    Attributes:
+        profile: forward up to the first gradient, then from gradient to gradient.
+        outside_seconds: from the end of backward to the next forward: optimizer, data.
+        step_seconds: from forward to forward.
+    """
+
+    profile: ModelProfile
+    outside_seconds: float
+    step_seconds: float
+
+
+class Timings:
+    """Marks of the last steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stopwatch = Stopwatch(device)
+        self._steps: list[_Marks] = []
+        self._open: _Marks | None = None
+
+    def __len__(self) -> int:
+        """Whole steps noted so far."""
+        return max(0, len(self._steps) - 1)
+
+    def clear(self) -> None:
+        """Forget."""
+        self._steps, self._open = [], None
+
+    def forward(self) -> None:
+        """The model's forward begins."""
+        self._open = _Marks(self._stopwatch.mark(), {})
+
+    def arrived(self, index: int) -> None:
+        """A gradient is complete."""
+        if self._open is not None:
+            self._open.arrivals[index] = self._stopwatch.mark()
+
+    def ended(self) -> None:
+        """Backward and exchange have ended."""
+        if self._open is not None and self._open.arrivals:
+            self._open.end = self._stopwatch.mark()
+            self._steps.append(self._open)
+        self._open = None
+
+    def agreed(self, managed: Sequence[Managed], lane: Lane, device: torch.device) -> Measurement:
+        """The medians, of each the slowest rank's. All ranks call it."""
+        mine = self._medians(len(managed))
+        rows = [json.loads(raw) for raw in gather_bytes(json.dumps(mine).encode(), lane, device)]
+        forward, outside, step, *offsets = (max(column) for column in zip(*rows))
+        order = sorted((i for i, t in enumerate(offsets) if t >= 0), key=lambda i: (offsets[i], -i))
+        tensors, before = [], 0.0
+        for i in order:
+            tensors.append(TensorTime(managed[i].name, managed[i].shape, offsets[i] - before))
+            before = offsets[i]
+        tensors += [TensorTime(m.name, m.shape, 0.0) for m in reversed(managed) if offsets[m.index] < 0]
+        itemsize = managed[0].parameter.element_size()
+        profile = ModelProfile("model", tuple(tensors), forward, (), itemsize, "measured here", f"{len(self)} steps")
+        return Measurement(profile, outside, step)
+
+    def _medians(self, count: int) -> list[float]:
+        """Forward, outside, step, and per parameter the time after the first gradient; -1 where none came."""
+        self._stopwatch.settle()
+        between, steps = self._stopwatch.between, self._steps
+        first = [next(iter(s.arrivals.values())) for s in steps]
+        forward = statistics.median(between(s.start, f) for s, f in zip(steps, first))
+        outside = statistics.median(between(a.end, b.start) for a, b in pairwise(steps))
+        step = statistics.median(between(a.start, b.start) for a, b in pairwise(steps))
+        offsets = []
+        for i in range(count):
+            times = [between(f, s.arrivals[i]) for s, f in zip(steps, first) if i in s.arrivals]
+            offsets.append(max(0.0, statistics.median(times)) if times else -1.0)
+        return [max(0.0, forward), max(0.0, outside), max(0.0, step), *offsets]

@@ -1,0 +1,94 @@
+"""LAGS-SGD: Top-k per layer, each layer as dense as the network can hide behind backward.
+
+Paper: Shi et al.: Layer-wise adaptive gradient sparsification for distributed deep learning with convergence
+guarantees, arXiv 1911.08727. Kept counts come from ``planner.ratios.lags`` once times are measured, the same on all
+ranks; before that every layer sends one element in ``max_ratio``.
+
+Differences from the paper: the budget of a layer is what the clocks of the planner leave until the next gradient is
+ready; a layer whose all-reduce is hidden goes dense, without loss; counts are part of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from thinwire.kernels.pairs import WIRES, message_bytes
+from thinwire.methods.base import all_finite, check_choice, check_flag, poison
+from thinwire.methods.feedback import accumulate_flat, stage_flat
+from thinwire.methods.topk import TopK
+from thinwire.planner.costs import Costs
+from thinwire.program import AllReduce, Bucket, Method, Program, State, Topology
+
+
+@dataclass(frozen=True)
+class LAGS(Method):
+    """Send as much of each layer as costs no time.
+
+    Args:
+        max_ratio: no layer is compressed more than this many times.
+        exposed_seconds: what the last layer's exchange may take after backward.
+        merge: "none": layer by layer, which is the method.
+        wire: dtype of the values on the wire: "fp32", "bf16" or "fp16".
+        error_feedback: keep what was not sent; False is for ablations.
+    """
+
+    name: ClassVar[str] = "lags"
+    has_residual: ClassVar[bool] = True
+
+    max_ratio: float = 1000
+    exposed_seconds: float = 0.0
+    merge: Any = "none"
+    wire: str = "fp32"
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_ratio", 1), ("exposed_seconds", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
+                raise ValueError(f"{name}={value!r} must be a number of at least {least}")
+        check_choice("merge", self.merge, ("none",))
+        check_choice("wire", self.wire, tuple(WIRES))
+        check_flag("error_feedback", self.error_feedback)
+        if not self.error_feedback:
+            object.__setattr__(self, "has_residual", False)
+
+    def least(self, size: int) -> int:
+        """Elements that a tensor of ``size`` sends at least: 0 of nothing, else one or more."""
+        return -int(-size // self.max_ratio)
+
+    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+        """As Top-k: vectors and embeddings stay dense."""
+        return self._sparse.dense(name, shape, module)
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        """The message of each tensor at the highest compression, in units of fp32 elements."""
+        return [message_bytes(self.least(size), WIRES[self.wire]) // 4 for size in super().payload(shapes, phase)]
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """As Top-k."""
+        return self._sparse.compute_seconds(shapes, phase, topology, costs)
+
+    @property
+    def _sparse(self) -> TopK:
+        return TopK(1 / self.max_ratio, wire=self.wire, error_feedback=self.error_feedback)
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """One all-gather of pairs; one all-reduce where the plan keeps everything."""
+        if bucket.kept < bucket.numel or not bucket.numel:
+            bucket.kept = bucket.kept or self.least(bucket.numel)
+            yield from self._sparse.reduce(bucket, state)
+            return
+        a = accumulate_flat(bucket, state) if self.error_feedback else bucket.gradient()
+        total = yield AllReduce(a / state.size)
+        finite = all_finite(total)
+        state.verdict(finite)
+        if self.error_feedback:
+            stage_flat(bucket, state, torch.zeros_like(a))
+        bucket.write_gradient(total * poison(finite, 1.0, total.dtype))

@@ -1,0 +1,27 @@
+"""Which method pays for a model on a cluster, over how many workers, and why: every candidate simulated and ranked.
+
+What does not live here: the methods themselves (they are passed in), prices (planner/costs), measurements (measure/).
+"""
+
+from thinwire.planner.choose.devices import DEVICES, Device
+from thinwire.planner.choose.explain import Group, explain
+from thinwire.planner.choose.grid import Cell, Map, map_of
+from thinwire.planner.choose.knee import knee
+from thinwire.planner.choose.rank import choose
+from thinwire.planner.choose.result import Entry, Ranking
+from thinwire.planner.choose.spread import UNCERTAINTY
+
+__all__ = [
+    "DEVICES",
+    "UNCERTAINTY",
+    "Cell",
+    "Device",
+    "Entry",
+    "Group",
+    "Map",
+    "Ranking",
+    "choose",
+    "explain",
+    "knee",
+    "map_of",
+]

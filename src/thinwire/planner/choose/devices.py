@@ -1,0 +1,73 @@
+"""Assumed rates of well-known devices, for questions before anything is measured. Every number is "assumed".
+
+Peaks are those of the data sheets: 16-bit tensor cores for training, fp32 for the methods' own products. Of either a
+fifth is taken, of the memory's rate four fifths; the CPU stands for a few cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.planner.costs import assumed_compute
+from thinwire.planner.curves import Curve, Linear
+
+EFFICIENCY = 0.2
+"""Share of the peak FLOP/s that training and the methods' products sustain."""
+MEMORY_EFFICIENCY = 0.8
+
+_QR_STARTUP = 100e-6  # of one QR on a GPU: several dependent kernels
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    Attributes:
+        name: as ``--device`` has it.
+        training_peak: FLOP/s.
+        product_peak: FLOP/s of fp32 products.
+        memory_peak: bytes/s.
+        node_bits_per_second: between two of them in one machine.
+        node_latency_seconds: of a message inside the machine.
+        backend: "gloo" or "nccl".
+    """
+
+    name: str
+    training_peak: float
+    product_peak: float
+    memory_peak: float
+    node_bits_per_second: float
+    node_latency_seconds: float
+    backend: str
+
+    @property
+    def training_flops(self) -> float:
+        """FLOP/s that training sustains."""
+        return EFFICIENCY * self.training_peak
+
+    @property
+    def shared_compute(self) -> bool:
+        """Whether the methods' work delays backward: on a CPU."""
+        return self.backend == "gloo"
+
+    def compute(self) -> dict[str, Curve]:
+        """Curves for ``Costs.compute``."""
+        curves = assumed_compute(MEMORY_EFFICIENCY * self.memory_peak, EFFICIENCY * self.product_peak)
+        line = curves["orthogonalise"]
+        if self.backend == "nccl" and isinstance(line, Linear):
+            source = f"{line.source}, start-up {_QR_STARTUP * 1e6:g} us"
+            curves["orthogonalise"] = Linear(_QR_STARTUP, line.seconds_per_byte, "assumed", source)
+        return curves
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("cpu", 5e11, 5e11, 12.5e9, 40e9, 20e-6, "gloo"),
+        Device("t4", 65e12, 8.1e12, 320e9, 64e9, 10e-6, "nccl"),
+        Device("v100", 125e12, 15.7e12, 900e9, 1.2e12, 5e-6, "nccl"),
+        Device("a100", 312e12, 19.5e12, 1555e9, 2.4e12, 5e-6, "nccl"),
+        Device("h100", 989e12, 67e12, 3350e9, 3.6e12, 5e-6, "nccl"),
+    )
+}
+"""By name."""

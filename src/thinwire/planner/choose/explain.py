@@ -1,0 +1,88 @@
+"""The groups of a method's plan: what shares a message, when it is ready, what it costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.kernels.select import keep_count
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import ModelProfile
+from thinwire.planner.timeline.programs import Place, Plain
+from thinwire.planner.timeline.simulate import plan_of
+from thinwire.program import Method, Topology
+from thinwire.program.trace import trace
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One bucket of one phase.
+
+    Attributes:
+        phase: of the method; ACP alternates between two.
+        bucket: place in the plan.
+        dense: kept out of the method's hands.
+        names: of the tensors, in order of arrival.
+        elements: of all of them.
+        ready_seconds: of the last gradient, from the start of backward.
+        sent_bytes: by one rank.
+        exchange_seconds: of its exchanges, without waiting.
+        kept: elements that a sparse method sends; None for others.
+    """
+
+    phase: int
+    bucket: int
+    dense: bool
+    names: tuple[str, ...]
+    elements: int
+    ready_seconds: float
+    sent_bytes: int
+    exchange_seconds: float
+    kept: int | None
+
+    @property
+    def density(self) -> float | None:
+        """Kept share."""
+        return None if self.kept is None or not self.elements else self.kept / self.elements
+
+
+def explain(
+    method: Method, model_profile: ModelProfile, topology: Topology, costs: Costs, *, backend: str = "gloo"
+) -> tuple[Group, ...]:
+    """The groups of the plan that ``attach`` makes, phase by phase, in launch order."""
+    tensor_of = {tensor.name: tensor for tensor in model_profile.tensors}
+    place, dtype = Place(topology), _DTYPES[model_profile.dtype_bytes]
+    arrival, clock = {}, 0.0
+    for tensor in model_profile.tensors:
+        clock += tensor.backward_seconds
+        arrival[tensor.name] = clock
+    density = method.options().get("density")
+    groups = []
+    for phase, buckets in enumerate(plan_of(method, model_profile, backend).phases):
+        for index, bucket in enumerate(buckets):
+            shapes = [(name, tensor_of[name].shape) for name in bucket.names]
+            elements = sum(math.prod(shape) for _, shape in shapes)
+            step = (method.phases << 40) + phase  # warm-up is over
+            program = Plain() if bucket.dense else method
+            hops = [s for s in trace(program, shapes, topology, rank=place.rank, step=step, dtype=dtype) if s.scope]
+            sparse = density is not None and not bucket.dense and elements
+            groups.append(
+                Group(
+                    phase,
+                    index,
+                    bucket.dense,
+                    bucket.names,
+                    elements,
+                    max(arrival[name] for name in bucket.names),
+                    sum(hop.sent_bytes for hop in hops),
+                    sum(
+                        costs.seconds(h.kind, h.scope, place.members[h.scope], h.message_bytes) for h in hops if h.scope
+                    ),
+                    keep_count(elements, density) if sparse and density is not None else None,
+                )
+            )
+    return tuple(groups)

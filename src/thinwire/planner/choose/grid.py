@@ -1,0 +1,116 @@
+"""Which method wins where: a grid of link rates and numbers of workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from thinwire.planner.choose.rank import Candidates, judge, price
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import ModelProfile
+from thinwire.planner.timeline import bound_by
+from thinwire.program import Topology
+
+BITS_PER_SECOND = (1e8, 1e9, 1e10, 2.5e10, 1e11)
+WORKERS = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cluster.
+
+    Attributes:
+        winner: label of the recommendation.
+        winner_exact: the same without lossy methods.
+        step_seconds: the winner's step.
+        dense_seconds: that of the fastest dense form.
+        why: the sentence of ``choose``, and what bounds dense.
+    """
+
+    winner: str
+    winner_exact: str
+    step_seconds: float
+    dense_seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Map:
+    """``cells[i][j]`` belongs to ``bits_per_second[i]`` and ``workers[j]``."""
+
+    bits_per_second: tuple[float, ...]
+    workers: tuple[int, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+
+    def to_data(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    def to_json(self) -> str:
+        """The map as JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Map:
+        """Read back what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text holds no map.
+        """
+        try:
+            data: Any = json.loads(text)
+            cells = tuple(tuple(Cell(**cell) for cell in row) for row in data["cells"])
+            return cls(tuple(map(float, data["bits_per_second"])), tuple(map(int, data["workers"])), cells)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is not a thinwire map: {error}") from error
+
+
+def map_of(
+    candidates: Candidates,
+    model_profile: ModelProfile,
+    bits_per_second: Sequence[float] = BITS_PER_SECOND,
+    workers: Sequence[int] = WORKERS,
+    *,
+    costs: Callable[[float, Topology], Costs],
+    ranks_per_node: int = 1,
+    backend: str = "gloo",
+    shared_compute: bool = True,
+    lossy: bool = True,
+    on_cell: Callable[[int, int], None] = lambda done, total: None,
+) -> Map:
+    """The recommendation of ``choose`` for every rate and number of workers.
+
+    Args:
+        candidates: (label, method) pairs.
+        model_profile: of the model.
+        bits_per_second: link rates.
+        workers: ranks in all.
+        costs: prices at a rate on a cluster, for example from ``Costs.of_link``.
+        ranks_per_node: of each machine.
+        backend: see ``choose``.
+        shared_compute: see ``choose``.
+        lossy: see ``choose``.
+        on_cell: called after each cell with their number and all.
+
+    Raises:
+        ValueError: as ``choose``, or workers that do not fill the machines.
+    """
+    where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
+    clusters = [Topology(count, ranks_per_node) for count in workers]
+    rows = []
+    for i, bits in enumerate(bits_per_second):
+        row = []
+        for topology in clusters:
+            prices = costs(bits, topology)
+            points, _ = price(candidates, model_profile, topology, prices, where, lossy=lossy)
+            verdict = judge(points, topology, lossy=lossy)
+            dense = verdict.dense
+            bound = bound_by(dense.method, model_profile, topology, prices, plan=dense.timeline.plan, **where)
+            why = f"{verdict.sentence}; {dense.label} is bound by {bound}"
+            best, exact = verdict.best, verdict.best_exact
+            row.append(Cell(best.label, exact.label, best.seconds, dense.seconds, why))
+            on_cell(i * len(clusters) + len(row), len(bits_per_second) * len(clusters))
+        rows.append(tuple(row))
+    return Map(tuple(map(float, bits_per_second)), tuple(workers), tuple(rows))

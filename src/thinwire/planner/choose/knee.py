@@ -1,0 +1,80 @@
+"""From how many workers on a method no longer scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import ModelProfile
+from thinwire.planner.timeline import simulate
+from thinwire.program import Method, Topology
+
+Prices: TypeAlias = Costs | Callable[[Topology], Costs]
+"""Costs, scaled by the formulas to other numbers of ranks, or a function that gives them."""
+
+
+def knee(
+    method: Method,
+    model_profile: ModelProfile,
+    costs: Prices,
+    *,
+    ranks_per_node: int = 1,
+    backend: str = "gloo",
+    shared_compute: bool = True,
+    efficiency: float = 0.8,
+    most: int = 4096,
+) -> int | None:
+    """The least number of workers whose efficiency lies below a limit.
+
+    Efficiency is t(1) / t(P): forward and backward alone over the predicted step, each rank keeping its batch. Machines
+    are whole: the answer is a multiple of ``ranks_per_node``. Found by doubling, then bisection, which takes efficiency
+    to fall with P.
+
+    Args:
+        method: simulated at each number of workers, with its default buckets.
+        model_profile: of the model.
+        costs: of exchanges and compute, or a function of the topology.
+        ranks_per_node: of each machine.
+        backend: see ``simulate``.
+        shared_compute: see ``simulate``.
+        efficiency: the limit, in (0, 1].
+        most: workers up to which is searched.
+
+    Returns:
+        The number; None: efficiency stays above the limit up to ``most``.
+
+    Raises:
+        ValueError: a number out of range.
+        LookupError: a price is missing.
+    """
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency must lie in (0, 1], not {efficiency}")
+    if ranks_per_node < 1 or most < ranks_per_node:
+        raise ValueError(f"ranks_per_node={ranks_per_node} must lie in 1 to most={most}")
+    alone = model_profile.forward_seconds + sum(model_profile.backward_seconds)
+
+    def bends(nodes: int) -> bool:
+        workers = nodes * ranks_per_node
+        if workers == 1:
+            return False
+        topology = Topology(workers, ranks_per_node)
+        priced = costs if isinstance(costs, Costs) else costs(topology)
+        step = simulate(
+            method, model_profile, topology, priced, backend=backend, shared_compute=shared_compute
+        ).step_seconds
+        return alone < efficiency * step
+
+    last = most // ranks_per_node
+    good, bad = 0, 1
+    while not bends(bad):
+        if bad == last:
+            return None
+        good, bad = bad, min(2 * bad, last)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if bends(middle):
+            bad = middle
+        else:
+            good = middle
+    return bad * ranks_per_node

@@ -1,0 +1,232 @@
+"""Simulate every candidate, rank them, and say which one to use; dense is an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire.planner.choose.result import Entry, Ranking
+from thinwire.planner.choose.spread import measured_share, spread_costs, spread_profile
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import ModelProfile
+from thinwire.planner.timeline import Timeline, bound_by, simulate
+from thinwire.planner.timeline.programs import Plain
+from thinwire.program import AllReduce, Bucket, Method, Program, State, Topology
+
+Candidates = Sequence[tuple[str, Method]]
+"""(label, method) pairs."""
+
+GAIN = 0.05
+"""What a lossy method has to gain over the fastest dense form before it is recommended."""
+
+
+@dataclass(frozen=True)
+class _Half(Method):
+    """Dense in 16 bits, for callers whose candidates lack it."""
+
+    name = "cast"
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        return [-(-size // 2) for size in super().payload(shapes, phase)]
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Into the bucket, cast; the cast back."""
+        size = sum(map(math.prod, shapes))
+        if not size:
+            return [0.0]
+        return [costs.compute_seconds("memory", 14 * size), costs.compute_seconds("memory", 6 * size)]
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        if bucket.numel:
+            bucket.write((yield AllReduce(bucket.flat.to(torch.bfloat16))))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One candidate, simulated."""
+
+    label: str
+    method: Method
+    timeline: Timeline
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is the plain average."""
+        return self.method.exact
+
+    @property
+    def dense(self) -> bool:
+        """S-SGD or its 16-bit form, by registry name."""
+        return self.method.name in ("ssgd", "cast")
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.timeline.step_seconds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from the simulated candidates; ``dense``: the fastest form of it."""
+
+    best: Point
+    best_exact: Point
+    dense: Point
+    sentence: str
+
+
+def choose(
+    candidates: Candidates,
+    model_profile: ModelProfile,
+    topology: Topology,
+    costs: Costs,
+    *,
+    backend: str = "gloo",
+    shared_compute: bool = True,
+    lossy: bool = True,
+) -> Ranking:
+    """Predict each candidate's step and recommend one.
+
+    Dense fp32 and dense 16-bit are priced whether asked for or not. A lossy method is recommended only if its step is
+    more than 5 % shorter than that of the fastest dense form; of the dense forms 16 bits only if they gain as much.
+
+    The band: the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
+    40 % if assumed. For compute the profile's provenance counts, for exchanges that of the curve at this number of
+    ranks (scaled from another number: assumed). All prices move together: what their ratio decides is not in the band.
+
+    Args:
+        candidates: (label, method) pairs; labels are unique.
+        model_profile: of the model.
+        topology: of the ranks.
+        costs: of exchanges and compute.
+        backend: "gloo" or "nccl", see ``simulate``.
+        shared_compute: see ``simulate``.
+        lossy: False: lossy candidates are left aside and never recommended.
+
+    Returns:
+        The ranking; ``left_out`` names candidates that refuse this cluster or need a price that is missing.
+
+    Raises:
+        ValueError: no (label, method) pair, a label twice, a model or backend that cannot be simulated.
+        LookupError: the costs hold no exchange, or no price for dense.
+    """
+    where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
+    points, left_out = price(candidates, model_profile, topology, costs, where, lossy=lossy)
+    verdict = judge(points, topology, lossy=lossy)
+    ends = [(spread_profile(model_profile, s), spread_costs(costs, topology, s)) for s in (-1, 1)]
+    reference = min(p.seconds for p in points if p.method.name == "ssgd")
+    entries: dict[str, Entry] = {}
+    for point in sorted(points, key=lambda p: (not p.exact, p.seconds)):
+        plan = point.timeline.plan
+        band = [simulate(point.method, m, topology, c, plan=plan, **where).step_seconds for m, c in ends]
+        entries[point.label] = Entry(
+            label=point.label,
+            method=point.method.name,
+            options=plain_options(point.method),
+            exact=point.exact,
+            dense=point.dense,
+            step_seconds=point.seconds,
+            low_seconds=min(point.seconds, *band),  # a schedule may be shorter for a dearer price, by a little
+            high_seconds=max(point.seconds, *band),
+            exposed_seconds=point.timeline.exposed_seconds,
+            bytes_sent=point.timeline.bytes_sent,
+            bound_by=bound_by(point.method, model_profile, topology, costs, plan=plan, **where),
+            speedup=reference / point.seconds if point.seconds else 1.0,
+            measured_share=measured_share(point.timeline, model_profile, topology, costs),
+        )
+    best, best_exact = entries[verdict.best.label], entries[verdict.best_exact.label]
+    return Ranking(
+        model_profile.name,
+        topology.world_size,
+        tuple(entries.values()),
+        best,
+        best_exact,
+        verdict.sentence,
+        tuple(left_out),
+    )
+
+
+def price(
+    candidates: Candidates,
+    profile: ModelProfile,
+    topology: Topology,
+    costs: Costs,
+    where: Mapping[str, Any],
+    *,
+    lossy: bool,
+) -> tuple[list[Point], list[tuple[str, str]]]:
+    """Simulate the candidates and both dense forms; also (label, reason) of those that cannot be."""
+    points: list[Point] = []
+    left_out: list[tuple[str, str]] = []
+    for label, method in _complete(candidates):
+        dense = method.name in ("ssgd", "cast")
+        if not (lossy or dense or method.exact):
+            continue
+        try:
+            points.append(Point(label, method, simulate(method, profile, topology, costs, **where)))
+        except (LookupError, ValueError) as error:
+            if dense:
+                raise
+            left_out.append((label, str(error.args[0] if error.args else error)))
+    return points, left_out
+
+
+def judge(points: Sequence[Point], topology: Topology, *, lossy: bool) -> Verdict:
+    """Apply the rule of ``choose``."""
+    best_exact = min((p for p in points if p.exact), key=_seconds)
+    if not lossy or topology.world_size == 1:
+        alone = "one worker: nothing is sent, nothing is compressed"
+        said = alone if topology.world_size == 1 else f"{best_exact.label}: {ms(best_exact.seconds)}, lossy left aside"
+        return Verdict(best_exact, best_exact, best_exact, said)
+    dense = min((p for p in points if p.exact or p.dense), key=_seconds)
+    rival = min((p for p in points if not (p.exact or p.dense)), key=_seconds, default=None)
+    kept = dense if dense.seconds < (1 - GAIN) * best_exact.seconds else best_exact
+    if rival is None:
+        return Verdict(kept, best_exact, dense, f"{kept.label}: {ms(kept.seconds)}, no other method was asked for")
+    pair = f"{ms(dense.seconds)} against {ms(rival.seconds)}"
+    if rival.seconds >= dense.seconds:
+        return Verdict(kept, best_exact, dense, f"dense is faster here: {pair} ({dense.label}, {rival.label})")
+    if rival.seconds >= (1 - GAIN) * dense.seconds:
+        said = f"dense is as fast here: {pair} ({dense.label}, {rival.label}); less than {GAIN:.0%} does not pay"
+        return Verdict(kept, best_exact, dense, said)
+    said = f"{rival.label} is faster here: {ms(rival.seconds)} against {ms(dense.seconds)} for dense ({dense.label})"
+    return Verdict(rival, best_exact, dense, said)
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, for people."""
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if value >= 99.95 else f"{value:.1f} ms" if value >= 9.995 else f"{value:.2f} ms"
+
+
+def plain_options(method: Method) -> dict[str, Any]:
+    """Options as JSON can hold them."""
+    return {
+        name: value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+        for name, value in method.options().items()
+    }
+
+
+def _complete(candidates: Candidates) -> list[tuple[str, Method]]:
+    """The candidates, checked, and the dense forms that they lack."""
+    complete: list[tuple[str, Method]] = []
+    for i, (label, method) in enumerate(candidates):
+        if not isinstance(method, Method):
+            raise ValueError(f"candidates[{i}] must be a (label, method) pair; {method!r} is no method")
+        if label in dict(complete):
+            raise ValueError(f"candidates[{i}]: the label {label!r} is given twice")
+        complete.append((label, method))
+    for label, dense in (("dense fp32", Plain()), ("dense 16-bit", _Half())):
+        if dense.name not in {method.name for _, method in complete}:
+            complete.append((label, dense))
+    return complete
+
+
+def _seconds(point: Point) -> float:
+    return point.seconds

@@ -1,0 +1,85 @@
+"""How far a prediction may be off, and how much of it rests on measurements made here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from thinwire.planner.costs import Costs
+from thinwire.planner.curves import Provenance
+from thinwire.planner.formulas import KINDS
+from thinwire.planner.profiles import ModelProfile
+from thinwire.planner.timeline.programs import Place
+from thinwire.planner.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Event, Timeline
+from thinwire.program import Scope, Topology
+
+UNCERTAINTY: Mapping[Provenance, float] = {"measured here": 0.10, "measured elsewhere": 0.25, "assumed": 0.40}
+"""By how much a price may be off, by where it comes from: house numbers, no confidence interval."""
+
+
+def spread_costs(costs: Costs, topology: Topology, sign: int) -> Costs:
+    """All prices at one end of their uncertainty: -1 cheap, 1 dear.
+
+    Curves are looked up first, so that what is scaled from another group size counts as assumed.
+    """
+    exchanges = {}
+    for scope, members in Place(topology).members.items():
+        for kind in KINDS if members > 1 else ():
+            curve = costs.lookup(kind, scope, members)
+            factor = 1 + sign * UNCERTAINTY[curve.provenance]
+            exchanges[kind, scope.value, members] = curve.stretched(factor, factor, "end of a band")
+    compute = {}
+    for name, curve in costs.compute.items():
+        factor = 1 + sign * UNCERTAINTY[curve.provenance]
+        compute[name] = curve.stretched(factor, factor, "end of a band")
+    shares = {}
+    for kind, line in costs.cpu_share.items():
+        factor = 1 + sign * UNCERTAINTY[line.provenance]
+        shares[kind] = line.stretched(factor, factor, "end of a band")
+    return replace(costs, exchanges=exchanges, compute=compute, cpu_share=shares)
+
+
+def spread_profile(profile: ModelProfile, sign: int) -> ModelProfile:
+    """The model's compute at one end of its uncertainty."""
+    return profile.scaled(1 + sign * UNCERTAINTY[profile.provenance])
+
+
+def measured_share(timeline: Timeline, profile: ModelProfile, topology: Topology, costs: Costs) -> float:
+    """Share of the step whose price was measured here.
+
+    Each moment counts once: for forward and backward if they run, else for the methods' own work, else for the
+    exchange under way. Method work counts as measured if every compute curve was.
+    """
+    members = Place(topology).members
+    method = bool(costs.compute) and all(c.provenance == "measured here" for c in costs.compute.values())
+    taken = all(line.provenance == "measured here" for line in costs.cpu_share.values())
+
+    def measured(event: Event) -> bool:
+        if event.lane == COMPUTE:
+            return profile.provenance == "measured here"
+        if event.lane == METHOD:
+            return taken if event.name == EXCHANGE_CPU else method
+        scope = Scope(event.lane.removeprefix("link "))
+        return costs.lookup(event.name, scope, members[scope]).provenance == "measured here"
+
+    ranks: dict[tuple[int, bool], list[tuple[float, float]]] = {}
+    for event in timeline.events:
+        place = {COMPUTE: 0, METHOD: 1}.get(event.lane, 2)
+        ranks.setdefault((place, measured(event)), []).append((event.start_seconds, event.end_seconds))
+    covered: list[tuple[float, float]] = []
+    share = before = 0.0
+    for (_, counts), intervals in sorted(ranks.items()):  # what is not measured first
+        covered += intervals
+        after = _length(covered)
+        share += (after - before) if counts else 0.0
+        before = after
+    return share / before if before else 0.0
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(intervals):
+        if last > end:
+            total += last - max(first, end)
+            end = last
+    return total

@@ -1,0 +1,154 @@
+"""How tensors of one kind are cut into buckets once compute and network have been measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from thinwire.planner.costs import Costs
+from thinwire.planner.merge import Merge, greedy_mgwfbp, greedy_omgs, optimal_dense, optimal_sparse
+from thinwire.planner.profiles import ModelProfile
+from thinwire.planner.ratios import lags
+from thinwire.program import Method, Scope, Topology
+from thinwire.program.trace import trace
+
+RULES = ("optimal", "mgwfbp", "omgs", "lags")
+"""Ways of cutting that need a measurement."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What such a rule knows.
+
+    Attributes:
+        profile: tensors and their backward seconds.
+        costs: prices.
+        topology: of the ranks.
+        side_stream: methods compute beside backward, on a core or a stream of their own.
+    """
+
+    profile: ModelProfile
+    costs: Costs
+    topology: Topology
+    side_stream: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Indices of one bucket, and what a sparse method keeps of it (0: by its density)."""
+
+    indices: list[int]
+    kept: int = 0
+
+
+def rule_of(method: Method) -> Any:
+    """The merge rule of a method: a word, a number of MiB, or a ``Merge``."""
+    return "lags" if method.name == "lags" else method.merge
+
+
+def needs_measurement(method: Method) -> bool:
+    """Whether the method's plan follows from measured times."""
+    rule = rule_of(method)
+    return isinstance(rule, str) and rule in RULES
+
+
+def cut(
+    rule: str,
+    method: Method,
+    shapes: Sequence[tuple[int, ...]],
+    payload: Sequence[int],
+    seconds: Sequence[float],
+    itemsize: int,
+    measured: Measured,
+    phase: int,
+) -> list[Part]:
+    """Cut tensors into buckets.
+
+    Args:
+        rule: one of ``RULES``.
+        method: their program.
+        shapes: in backward order.
+        payload: of each alone, as ``Method.payload`` gives them.
+        seconds: of backward, from the tensor before (of this kind) to this one.
+        itemsize: bytes of a payload element.
+        measured: prices.
+        phase: of the method.
+    """
+    sizes = [_elements(shape) for shape in shapes]
+    if rule == "lags":
+        return _layers(method, sizes, seconds, measured)
+    if method.name in ("topk", "omgs"):
+        merge = _sparse(rule, method, sizes, seconds, measured, phase)
+    else:
+        price = _exchange(method, max(sizes, default=1), measured, phase)
+        rules: dict[str, Callable[..., Merge]] = {"optimal": optimal_dense, "mgwfbp": greedy_mgwfbp}
+        merge = rules[rule](list(payload), list(seconds), lambda n: price(itemsize * n))
+    return [Part(group) for group in merge.groups]
+
+
+def _sparse(
+    rule: str, method: Method, sizes: list[int], seconds: Sequence[float], measured: Measured, phase: int
+) -> Merge:
+    price = _exchange(method, max(sizes, default=1), measured, phase)
+
+    @cache
+    def exchange(n: int) -> float:
+        return price(4 * method.payload([(n,)], phase)[0])
+
+    @cache
+    def select(n: int) -> float:
+        return _first_segment(method, n, measured, phase)
+
+    if rule == "omgs":
+        return greedy_omgs(sizes, list(seconds), select, exchange)
+    return optimal_sparse(sizes, list(seconds), select, exchange, side_stream=measured.side_stream)
+
+
+def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: Measured) -> list[Part]:
+    """LAGS: a bucket per layer; what is kept of each."""
+    world, costs = measured.topology.world_size, measured.costs
+
+    def exchange(kept: int) -> float:
+        return costs.seconds("AllGather", Scope.WORLD, world, 8 * kept)
+
+    def all_reduce(n: int) -> float:
+        return costs.seconds("AllReduce", Scope.WORLD, world, 4 * n)
+
+    ratios = lags(
+        sizes,
+        list(seconds),
+        lambda n: _first_segment(method, n, measured, 0),
+        exchange,
+        all_reduce,
+        method.max_ratio,
+        exposed_seconds=method.exposed_seconds,
+        side_stream=measured.side_stream,
+    )
+    return [Part([i], kept) for i, kept in enumerate(ratios.kept)]
+
+
+def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Callable[[int], float]:
+    """Seconds of the exchanges of one message of so many bytes: the kinds are those that the program yields."""
+    topology = measured.topology
+    steps = [s for s in trace(method, [("x", (size,))], topology, step=(method.phases << 40) + phase) if s.scope]
+    largest = max((s.message_bytes for s in steps), default=1) or 1
+    shares = [(s.kind, s.scope, len(topology.members(s.scope, 0)), s.message_bytes / largest) for s in steps if s.scope]
+
+    def price(message_bytes: int) -> float:
+        return sum(measured.costs.seconds(k, scope, n, message_bytes * share) for k, scope, n, share in shares)
+
+    return price
+
+
+def _first_segment(method: Method, size: int, measured: Measured, phase: int) -> float:
+    seconds = method.compute_seconds([(size,)], phase, measured.topology, measured.costs) if size else None
+    return seconds[0] if seconds else 0.0
+
+
+def _elements(shape: Sequence[int]) -> int:
+    size = 1
+    for n in shape:
+        size *= int(n)
+    return size

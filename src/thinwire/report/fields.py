@@ -1,0 +1,83 @@
+"""Typed looks into JSON that somebody else wrote: what is missing or of the wrong kind is a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from thinwire.report.words import bits, duration
+
+Data: TypeAlias = Mapping[str, Any]
+
+
+def table(value: Any, what: str) -> Data:
+    """The value, if it is a JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is no JSON object")
+    return value
+
+
+def listed(data: Data, key: str) -> list[Any]:
+    """A list."""
+    value = data.get(key)
+    if not isinstance(value, list):
+        raise ValueError(f"{key!r} is no list")
+    return value
+
+
+def tables(data: Data, key: str) -> list[Data]:
+    """A list of objects."""
+    return [table(entry, f"an entry of {key!r}") for entry in listed(data, key)]
+
+
+def number(data: Data, key: str) -> float:
+    """A finite number."""
+    found = maybe_number(data, key)
+    if found is None:
+        raise ValueError(f"{key!r} is no number")
+    return found
+
+
+def maybe_number(data: Data, key: str) -> float | None:
+    """A finite number; None where there is none, or none that is finite."""
+    value = data.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if value is None:
+            return None
+        raise ValueError(f"{key!r} is no number")
+    return float(value) if math.isfinite(value) else None
+
+
+def text(data: Data, key: str) -> str:
+    """A text; "" where there is none."""
+    value = data.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} is no text")
+    return value
+
+
+def numbers(data: Data, key: str) -> tuple[float, ...]:
+    """A list of finite numbers."""
+    return tuple(number({key: value}, key) for value in listed(data, key))
+
+
+def facts(data: Data) -> str:
+    """The short texts and numbers at the top of a file: what whoever wrote it wanted to say about it."""
+    said = []
+    for key, value in data.items():
+        words = key.replace("_", " ")
+        if isinstance(value, str) and value and key != "sentence":
+            said.append(f"{words}: {value}")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            if key == "bits_per_second":
+                said.append(f"link: {bits(value)}")
+            elif key.endswith("_seconds"):
+                said.append(f"{words.removesuffix(' seconds')}: {duration(value)}")
+            elif key.endswith("_share"):
+                said.append(f"{words}: {value:.0%}")
+            else:
+                said.append(f"{words}: {value:g}")
+    return "; ".join(said)

@@ -1,0 +1,129 @@
+"""Which kind of result a file holds, told from its content."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from thinwire.report.predictions import Ranking, WinnerMap, read_map, read_ranking
+from thinwire.report.results import Bench, read_bench
+from thinwire.report.traces import Trace, read_trace
+
+Result: TypeAlias = Bench | Ranking | WinnerMap | Trace
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file: its name, what it holds, when it was written."""
+
+    name: str
+    holds: str
+    written: str
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All results of all files, in the order given."""
+
+    sources: tuple[Source, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def maps(self) -> list[WinnerMap]:
+        """Who wins where."""
+        return [result for result in self.results if isinstance(result, WinnerMap)]
+
+    @property
+    def rankings(self) -> list[Ranking]:
+        """Predictions for one cluster."""
+        return [result for result in self.results if isinstance(result, Ranking)]
+
+    @property
+    def benches(self) -> list[Bench]:
+        """Measured comparisons."""
+        return [result for result in self.results if isinstance(result, Bench)]
+
+    @property
+    def traces(self) -> list[Trace]:
+        """Timelines, the predicted ones first."""
+        found = [result for result in self.results if isinstance(result, Trace)]
+        return sorted(found, key=lambda trace: not trace.predicted)
+
+    def labels(self) -> Iterator[list[str]]:
+        """The methods of each result that names some."""
+        for bench in self.benches:
+            yield [*(row.label for row in bench.rows), *(curve.label for curve in bench.curves)]
+        for ranking in self.rankings:
+            yield [entry.label for entry in ranking.entries]
+        for found in self.maps:
+            yield [label for cell in found.known for label in (cell.winner, cell.winner_exact) if label]
+
+
+def _is_trace(data: Any) -> bool:
+    events = data.get("traceEvents") if isinstance(data, dict) else data
+    return isinstance(events, list) and any(isinstance(e, dict) and "ph" in e for e in events)
+
+
+def _has(*keys: str) -> Callable[[Any], bool]:
+    return lambda data: isinstance(data, dict) and all(key in data for key in keys)
+
+
+_KINDS: Sequence[tuple[str, Callable[[Any], bool], Callable[[str, Any], Result]]] = (
+    ("a Chrome trace", _is_trace, read_trace),
+    ("a map of winners (thinwire plan --map --json)", _has("cells", "bits_per_second", "workers"), read_map),
+    ("a ranking (thinwire plan --json)", _has("entries"), read_ranking),
+    ("a demonstration (thinwire demo)", _has("bench", "curves"), read_bench),
+    ("a comparison (thinwire bench --json)", _has("rows", "compute_seconds", "floor_seconds"), read_bench),
+)
+
+
+def read_files(paths: Iterable[Path]) -> Inputs:
+    """Read and recognise files.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file holds nothing known, or something known that is broken.
+    """
+    sources: list[Source] = []
+    results: list[Result] = []
+    for path in paths:
+        holds = []
+        for kind, result in _read(path):
+            holds.append(kind)
+            results.append(result)
+        written = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        sources.append(Source(path.name, " and ".join(holds), written))
+    return Inputs(tuple(sources), tuple(results))
+
+
+def _parts(data: Any) -> Iterator[Any]:
+    """A file, and what ``thinwire plan`` has put into it, with the question that it answers."""
+    yield data
+    if isinstance(data, dict):
+        asked = data.get("question")
+        for key in ("ranking", "map"):
+            if isinstance(data.get(key), dict):
+                yield {**(asked if isinstance(asked, dict) else {}), **data[key]}
+
+
+def _read(path: Path) -> list[tuple[str, Result]]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    found = []
+    for part in _parts(data):
+        for kind, fits, read in _KINDS:
+            if fits(part):
+                try:
+                    found.append((kind, read(path.name, part)))
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{path} looks like {kind} but cannot be read: {error}") from error
+    if not found:
+        known = "; ".join(kind for kind, _, _ in _KINDS)
+        raise ValueError(f"{path} holds nothing that a report is made of: {known}")
+    return found

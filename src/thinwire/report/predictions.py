@@ -1,0 +1,126 @@
+"""What was predicted, as the page needs it: a ranking of methods, and a map of winners over bandwidths and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.report.fields import Data, facts, listed, maybe_number, number, numbers, table, tables, text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Who wins at one bandwidth and one number of workers.
+
+    Attributes:
+        winner_exact: the best of the methods that change nothing in the result.
+        step_seconds: of the winner.
+    """
+
+    winner: str
+    winner_exact: str
+    step_seconds: float
+    dense_seconds: float
+    why: str
+
+    @property
+    def factor(self) -> float:
+        """How many times faster than dense."""
+        return self.dense_seconds / self.step_seconds if self.step_seconds > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class WinnerMap:
+    """``cells[i][j]``: at the i-th bandwidth with the j-th number of workers; None where nothing was computed."""
+
+    name: str
+    facts: str
+    bits_per_second: tuple[float, ...]
+    workers: tuple[int, ...]
+    cells: tuple[tuple[Cell | None, ...], ...]
+
+    @property
+    def known(self) -> list[Cell]:
+        """All cells there are, row after row."""
+        return [cell for row in self.cells for cell in row if cell is not None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method's predicted step, with the band it should lie in."""
+
+    label: str
+    exact: bool
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    exposed_seconds: float
+    bytes_sent: float | None
+    bound_by: str
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Methods on one model and one network."""
+
+    name: str
+    facts: str
+    entries: tuple[Entry, ...]
+    sentence: str
+    left_out: tuple[str, ...] = ()
+
+
+def read_map(name: str, data: Data) -> WinnerMap:
+    """From what ``thinwire plan --map --json`` wrote."""
+    rates, workers = numbers(data, "bits_per_second"), tuple(int(n) for n in numbers(data, "workers"))
+    rows = listed(data, "cells")
+    if len(rows) != len(rates) or any(not isinstance(row, list) or len(row) != len(workers) for row in rows):
+        raise ValueError(f"'cells' must be {len(rates)} rows (bits_per_second) of {len(workers)} cells (workers)")
+    upwards = sorted(range(len(rates)), key=rates.__getitem__)
+    across = sorted(range(len(workers)), key=workers.__getitem__)
+    return WinnerMap(
+        name=name,
+        facts=facts(data),
+        bits_per_second=tuple(rates[i] for i in upwards),
+        workers=tuple(workers[j] for j in across),
+        cells=tuple(tuple(_cell(rows[i][j]) for j in across) for i in upwards),
+    )
+
+
+def _cell(value: Any) -> Cell | None:
+    if value is None:
+        return None
+    data = table(value, "a cell")
+    winner = text(data, "winner")
+    if not winner:
+        raise ValueError("a cell has no 'winner'")
+    return Cell(
+        winner,
+        text(data, "winner_exact"),
+        number(data, "step_seconds"),
+        number(data, "dense_seconds"),
+        text(data, "why"),
+    )
+
+
+def read_ranking(name: str, data: Data) -> Ranking:
+    """From what ``thinwire plan --json`` wrote."""
+    entries: Sequence[Data] = tables(data, "entries")
+    left_out = tuple(": ".join(map(str, pair)) for pair in data.get("left_out") or () if isinstance(pair, list))
+    return Ranking(name, facts(data), tuple(_entry(entry) for entry in entries), text(data, "sentence"), left_out)
+
+
+def _entry(data: Data) -> Entry:
+    step = number(data, "step_seconds")
+    low, high = maybe_number(data, "low_seconds"), maybe_number(data, "high_seconds")
+    return Entry(
+        label=text(data, "label"),
+        exact=bool(data.get("exact")),
+        step_seconds=step,
+        low_seconds=step if low is None else low,
+        high_seconds=step if high is None else high,
+        exposed_seconds=maybe_number(data, "exposed_seconds") or 0.0,
+        bytes_sent=maybe_number(data, "bytes_sent"),
+        bound_by=text(data, "bound_by"),
+    )

@@ -1,0 +1,55 @@
+"""The parts of a page: sections of blocks, blocks of texts, pictures and a table. All texts are plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from thinwire.report.colours import Colours
+from thinwire.report.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture.
+
+    Attributes:
+        figure: plotly's.
+        caption: stands above it.
+        share: of the width, beside others of one block.
+    """
+
+    figure: Any
+    caption: str = ""
+    share: int = 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """What belongs to one result.
+
+    Attributes:
+        legend: of lines and marks in the charts: how they look (a class of page.css, or
+            a colour) and what they mean.
+    """
+
+    heading: str = ""
+    lines: tuple[str, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    legend: tuple[tuple[str, str], ...] = ()
+    table: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """One question, how to read the answer, and the answers."""
+
+    anchor: str
+    title: str
+    reading: str
+    blocks: tuple[Block, ...]
+
+
+Maker: TypeAlias = Callable[[Inputs, Colours], "Section | None"]

@@ -1,0 +1,133 @@
+"""Plans made while training goes on: measured merges, auto, adaptive. The same on all ranks, and harmless."""
+
+import cases
+import pytest
+import torch
+from spawned import run
+
+import thinwire as tw
+from thinwire.engine import pilot
+from thinwire.planner.costs import Costs, Linear
+
+pytestmark = pytest.mark.dist
+
+SLOW = Costs.of_link(100e6, 200e-6, 2)
+FREE = Costs.of_link(1e15, 0.0, 2, node_bits_per_second=1e15, node_latency_seconds=0.0)
+
+
+def _train(rank, method, options, costs, steps=14, **attach):
+    net = cases.model(width=64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    sync = tw.attach(net, optimizer, method, check_order=True, _costs=costs, **attach, **options)
+    first = sync.plan.hash
+    for step in range(steps):
+        cases.loss_of(net, rank, step, width=64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, sync, first
+
+
+MEASURED = [
+    ("ssgd", {"merge": "optimal"}),
+    ("ssgd", {"merge": "mgwfbp"}),
+    ("omgs", {"density": 0.1}),
+    ("omgs", {"density": 0.1, "schedule": "greedy"}),
+    ("lags", {"max_ratio": 50}),
+    ("acp", {"rank": 2, "merge": "optimal"}),
+]
+
+
+def _measured(rank, size):
+    found = []
+    for method, options in MEASURED:
+        net, sync, first = _train(rank, method, options, SLOW)
+        kept = [b.kept for b in sync.plan.phases[0]]
+        found.append((method, sync.plan.hash, sync.plan.rule, len(sync.plan.phases[0]), kept, cases.weights(net)))
+        sync.detach()
+    return found
+
+
+def test_measured_plans_are_the_same_on_all_ranks():
+    for rows in zip(*run(_measured, 2, seconds=100)):
+        (method, plan, rule, _, kept, weights), *others = rows
+        assert "measured" in rule, method
+        for other in others:
+            assert other[1] == plan
+            assert all(torch.equal(a, b) for a, b in zip(weights, other[5]))
+        if method == "lags":
+            assert any(kept)
+
+
+def _lags(rank, size):
+    """Where the network is free every layer goes dense, and nothing is owed any more."""
+    net, sync, _ = _train(rank, "lags", {"max_ratio": 50, "exposed_seconds": 1.0}, FREE, steps=20)
+    dense = [b.kept for b in sync.plan.phases[0] if not b.dense]
+    sizes = [p.numel() for p in reversed(list(net.parameters())) if p.dim() > 1]
+    return dense, sizes, max(float(r.abs().max()) for r in sync.state.residuals.values())
+
+
+def test_lags_goes_dense_where_the_network_is_free():
+    for kept, sizes, owed in run(_lags, 2):
+        assert kept == sizes
+        assert owed == 0
+
+
+def _residuals(rank, size):
+    """A plan that is made anew leaves residuals as they are."""
+    net, sync, _ = _train(rank, "topk", {"density": 0.05, "merge": "optimal"}, SLOW, steps=10)
+    before = {n: r.clone() for n, r in sync.state.residuals.items()}
+    sync.adopt_plan(tw.Plan.of([[n for n, _ in net.named_parameters()]]))
+    return all(torch.equal(before[n], r) for n, r in sync.state.residuals.items()), bool(before)
+
+
+def test_a_new_plan_keeps_residuals():
+    assert run(_residuals, 2) == [(True, True)] * 2
+
+
+def _auto(rank, size):
+    found = []
+    for costs, lossy in [(SLOW, False), (SLOW, True), (FREE, True)]:
+        _, sync, _ = _train(rank, "auto", {}, costs, lossy=lossy)
+        found.append((sync.method.name, sync.plan.hash, sync.why, sync.stats().bytes_sent))
+        sync.detach()
+    return found
+
+
+def test_auto_chooses_alike_and_says_why():
+    results = run(_auto, 2)
+    assert [row[:3] for row in results[0]] == [row[:3] for row in results[1]]
+    exact, lossy, free = results[0]
+    assert exact[0] == "ssgd"
+    assert lossy[0] != "ssgd"
+    assert free[0] == "ssgd"
+    assert len(exact[2]) == 2 and "auto: ssgd" in exact[2][0] and "lossy" in exact[2][1]
+
+
+def _probed(rank, size):
+    """Nothing is given: the network is measured."""
+    _, sync, _ = _train(rank, "auto", {}, None)
+    return sync.why, sync._pilot.costs.hash, sync.plan.hash
+
+
+def test_auto_measures_the_network():
+    a, b = run(_probed, 2)
+    assert a == b
+    assert len(a[0]) == 2
+
+
+def _adaptive(rank, size):
+    """A prediction that is far off is noticed: planned again with "adaptive", else said once."""
+    pilot.WATCH_STEPS = 12
+    wrong = Costs({("AllReduce", "world", 2): Linear(30.0, 0.0)}, SLOW.compute)
+    _, sync, first = _train(rank, "ssgd", {}, wrong, steps=60, plan="adaptive")
+    again = sync._pilot.decisions
+    sync.detach()
+    _, sync, _ = _train(rank, "ssgd", {"merge": "optimal"}, wrong, steps=60)
+    return again, sync._pilot.decisions, sync._pilot.warned
+
+
+def test_a_wrong_prediction_is_noticed():
+    for again, once, warned in run(_adaptive, 2):
+        assert again >= 2
+        assert once == 1
+        assert warned

@@ -1,0 +1,267 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.cli.plan_inputs import DEFAULT_METHODS, read_methods
+from thinwire.planner.choose import Map
+from thinwire.planner.costs import Costs, Linear
+from thinwire.planner.profiles import ModelProfile, builtin
+from thinwire.program import Plan
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words):
+    result = runner.invoke(app, ["plan", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def as_json(*words):
+    return json.loads(run(*words, "--json"))
+
+
+def test_the_table_and_the_sentences():
+    text = " ".join(run("resnet50").split())
+    for label in DEFAULT_METHODS:
+        assert label in text
+    for words in ("exact", "lossy", "band", "exposed", "bound by", "is faster here:", "80 % efficien"):
+        assert words in text
+    assert "measured here: 0% of the predicted step" in text
+    assert "62.4 TFLOP/s" in text
+    assert "tw.attach(model, optimizer, " in text
+
+
+def test_dense_is_an_answer():
+    text = run("resnet50", "--link", "100gbit", "--workers", "2", "--device", "t4")
+    assert "dense is as fast here: " in text or "dense is faster here: " in text
+    assert 'tw.attach(model, optimizer, "ssgd")' in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bert-large"],
+        ["bert-large", "--explain", "--methods", "topk:density=0.001,acp:rank=32"],
+        ["vgg16", "--map", "--methods", "topk:density=0.001"],
+    ],
+)
+def test_lines_fit_a_terminal(words):
+    text = run(*words)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS} " not in text  # no cell was cut
+
+
+def test_the_cluster():
+    found = as_json("vgg16", "--link", "1gbit", "--latency", "1ms", "--workers", "8", "--ranks-per-node", "4")
+    asked = found["question"]
+    assert (asked["bits_per_second"], asked["latency_seconds"]) == (1e9, 1e-3)
+    assert (asked["workers"], asked["ranks_per_node"]) == (8, 4)
+    assert (asked["device"], asked["backend"], asked["network"]) == ("a100", "nccl", "assumed")
+    assert found["ranking"]["workers"] == 8
+    assert found["knee"][found["ranking"]["best_exact"]] in (None, 8, 16)
+
+
+def test_methods():
+    found = as_json("resnet50", "--methods", "thinwire acp:rank=8,topk:density=0.05")
+    labels = {entry["label"]: entry for entry in found["ranking"]["entries"]}
+    assert set(labels) == {"ssgd", "cast:dtype=bf16", "acp:rank=8", "topk:density=0.05"}
+    assert labels["acp:rank=8"]["options"]["rank"] == 8
+    candidates, named = read_methods(None)
+    assert [label for label, _ in candidates][: len(DEFAULT_METHODS)] == list(DEFAULT_METHODS)
+    assert named == ()
+
+
+def test_a_registered_method_that_needs_no_option_is_a_candidate(monkeypatch):
+    monkeypatch.setitem(__import__("thinwire.cli.plan_inputs").methods.registry.METHODS, "plain", "thinwire:SSGD")
+    assert "plain" in [label for label, _ in read_methods(None)[0]]
+
+
+def test_batch_size_and_device():
+    small, large = (as_json("resnet50", "--batch-size", n)["ranking"]["entries"][0] for n in (8, 256))
+    assert small["step_seconds"] < large["step_seconds"]
+    slow, fast = (as_json("resnet50", "--device-flops", f)["ranking"]["entries"][0] for f in ("1e12", "1e14"))
+    assert slow["step_seconds"] > fast["step_seconds"]
+    cpu = as_json("resnet50", "--device", "CPU")
+    assert cpu["question"]["backend"] == "gloo"
+
+
+def test_no_lossy():
+    found = as_json("resnet50", "--link", "100mbit", "--no-lossy")["ranking"]
+    assert found["best"] == found["best_exact"] == "ssgd"
+    assert [e["label"] for e in found["entries"] if not e["exact"]] == ["cast:dtype=bf16"]
+
+
+def test_explain():
+    text = run("bert-base", "--explain", "--methods", "topk:density=0.01,acp:rank=4")
+    assert "topk:density=0.01: 17 buckets" in text
+    assert "density" in text
+    assert "phase" in text
+    found = as_json("resnet50", "--explain")
+    assert set(found["explain"]) == {found["ranking"]["best"], found["ranking"]["best_exact"]}
+    group = found["explain"]["ssgd"][0]
+    assert group["names"][0] == "fc.bias"
+    assert group["kept"] is group["density"] is None
+
+
+def test_map():
+    text = run("resnet50", "--map", "--methods", "acp:rank=4")
+    assert "100gbit" in text
+    assert "acp 4" in text
+    found = as_json("resnet50", "--map", "--methods", "acp:rank=4", "--workers", "8", "--ranks-per-node", "8")
+    again = Map.from_json(json.dumps(found["map"]))
+    assert again.workers == (16, 32, 64, 128, 256, 512)
+    assert len(again.cells) == len(again.bits_per_second)
+
+
+def test_published():
+    text = run("--published", "omgs")
+    assert "published" in text
+    assert "speed-up" in text
+    assert as_json("--published", "selection") == {
+        "published": {
+            "name": "selection",
+            "rows": [["resnet50, P102-100, seconds", 0.1376, pytest.approx(0.1377, abs=1e-4)]],
+        }
+    }
+    assert {"published", "ranking"} <= set(as_json("resnet50", "--published", "dear", "--methods", "ssgd"))
+
+
+def test_files(tmp_path):
+    run("resnet50", "--trace", "trace.json", "--out", "plan.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert any(event["name"].startswith("forward") for event in trace["traceEvents"])
+    text = (tmp_path / "plan.json").read_text()
+    plan, data = Plan.from_json(text), json.loads(text)
+    plan.check(tensor.name for tensor in builtin("resnet50").tensors)
+    assert data["method"] == data["ranking"]["best"].partition(":")[0]
+    assert isinstance(data["options"], dict)
+
+
+def saved(path, workers=4, provenance="measured here", **more):
+    costs = Costs.of_link(1e9, 1e-4, workers, 2)
+    exchanges = {k: Linear(c.startup_seconds, c.seconds_per_byte, provenance) for k, c in costs.exchanges.items()}
+    path.write_text(Costs(exchanges, **more).to_json())
+
+
+def test_measured_costs(tmp_path):
+    saved(tmp_path / "costs.json")
+    found = as_json("resnet50", "--costs", "costs.json")
+    asked = found["question"]
+    assert (asked["workers"], asked["ranks_per_node"], asked["network"]) == (4, 2, "measured")
+    assert 0 < found["ranking"]["measured_share"] < 1
+    assert "network measured" in " ".join(run("resnet50", "--costs", "costs.json").split())
+    wider = as_json("resnet50", "--costs", "costs.json", "--workers", "32", "--ranks-per-node", "2")
+    assert wider["ranking"]["measured_share"] < found["ranking"]["measured_share"]
+    assumed = as_json("resnet50", "--costs", "costs.json", "--link", "10gbit", "--latency", "20us")["question"]
+    assert (assumed["network"], assumed["workers"]) == ("assumed", 16)
+
+
+def test_measured_compute_counts_on_an_assumed_network(tmp_path):
+    saved(tmp_path / "costs.json", compute={"select": Linear(1.0, 0.0, "measured here")})
+    entries = as_json("resnet50", "--costs", "costs.json", "--link", "10gbit")["ranking"]["entries"]
+    assert next(e for e in entries if e["label"] == "topk:density=0.01")["step_seconds"] > 1
+
+
+@pytest.mark.parametrize(
+    "words", [["saved.json"], ["--profile", "saved.json"], ["resnet50", "--profile", "saved.json"]]
+)
+def test_a_saved_profile(tmp_path, words):
+    (tmp_path / "saved.json").write_text(builtin("resnet50", batch_size=1).to_json())
+    asked = as_json(*words)["question"]
+    assert asked["model"] == "resnet50"
+    assert asked["device"] == "cpu"
+    assert "1 samples" in asked["model_source"]
+
+
+def test_a_model_is_measured():
+    found = as_json("mlp:width=16:layers=2", "--workers", "2", "--methods", "acp:rank=2")
+    assert found["question"]["model_provenance"] == "measured here"
+    assert found["ranking"]["entries"][0]["measured_share"] > 0
+
+
+def test_ones_own_model_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "planned_net.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Linear(4, 4), lambda model, step, rank: model(torch.ones(1, 4)).sum()\n"
+    )
+    assert as_json("planned_net:build")["question"]["model"] == "planned_net:build"
+
+
+@pytest.mark.parametrize(
+    "words,says",
+    [
+        ([], "give a model"),
+        (["resnet5"], "did you mean 'resnet50'"),
+        (["resnet50", "--methods", "ssdg"], "did you mean 'ssgd'"),
+        (["resnet50", "--methods", "acp:rank=-1"], "rank"),
+        (["resnet50", "--methods", "topk"], "needs density"),
+        (["resnet50", "--methods", ","], "no methods given"),
+        (["resnet50", "--methods", "acp,acp"], "twice"),
+        (["resnet50", "--link", "1furlong"], "furlong"),
+        (["resnet50", "--latency", "soon"], "soon"),
+        (["resnet50", "--costs", "nowhere.json"], "nowhere.json cannot be read: No such file"),
+        (["resnet50", "--costs", "."], "cannot be read"),
+        (["resnet50", "--costs", "bad.json"], "not thinwire costs"),
+        (["resnet50", "--costs", "empty.json"], "no exchange between ranks"),
+        (["resnet50", "--costs", "costs.json", "--latency", "1ms"], "--latency"),
+        (["nowhere.json"], "nowhere.json cannot be read: No such file"),
+        (["bad.json"], "not a thinwire profile"),
+        (["binary.json"], "not a text file"),
+        (["saved.json", "--batch-size", "8"], "--batch-size is for the built-in names"),
+        (["saved.json", "--device-flops", "1e12"], "--device-flops is for the built-in names"),
+        (["vgg16", "--profile", "saved.json"], "not of 'vgg16'"),
+        (["resnet50", "--workers", "0"], "--workers 0"),
+        (["resnet50", "--workers", "1000000000"], "--workers 1000000000"),
+        (["resnet50", "--workers", "5", "--ranks-per-node", "2"], "no multiple"),
+        (["resnet50", "--ranks-per-node", "0"], "--ranks-per-node 0"),
+        (["resnet50", "--device", "a10"], "did you mean 'a100'"),
+        (["resnet50", "--device-flops", "0"], "device_flops"),
+        (["resnet50", "--batch-size", "0"], "batch_size"),
+        (["--published", "everything"], "cannot be reproduced"),
+        (["resnet50", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json"),
+        (["resnet50", "--out", "."], "--out ."),
+        (["no_such_module:build"], "cannot be loaded"),
+        (["mlp:depth=3"], "no option 'depth'"),
+    ],
+)
+def test_wrong_words_are_one_sentence_and_exit_2(words, says, tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00\x80")
+    (tmp_path / "empty.json").write_text(Costs({}).to_json())
+    (tmp_path / "saved.json").write_text(builtin("resnet50").to_json())
+    saved(tmp_path / "costs.json")
+    result = runner.invoke(app, ["plan", *words])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_gradients_that_cannot_be_simulated(tmp_path):
+    profile = builtin("resnet50")
+    (tmp_path / "odd.json").write_text(ModelProfile("odd", profile.tensors, 1.0, dtype_bytes=1).to_json())
+    result = runner.invoke(app, ["plan", "odd.json"])
+    assert result.exit_code == 2
+    assert "of 1 bytes" in result.stderr
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; from thinwire.cli.main import app\n"
+        "try:\n    app(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "plan", "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

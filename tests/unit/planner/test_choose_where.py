@@ -1,0 +1,170 @@
+"""The knee, the map, the groups and the assumed devices."""
+
+import json
+
+import pytest
+from timelines import profile_of
+
+from thinwire.methods.acp import ACP
+from thinwire.methods.cast import Cast
+from thinwire.methods.ssgd import SSGD
+from thinwire.methods.topk import TopK
+from thinwire.planner.choose import DEVICES, Map, choose, explain, knee, map_of
+from thinwire.planner.costs import Costs, assumed_compute
+from thinwire.planner.profiles import builtin
+from thinwire.planner.timeline import simulate
+from thinwire.program import Topology
+
+CANDIDATES = (("ssgd", SSGD()), ("cast", Cast()), ("topk", TopK(0.01)), ("acp", ACP(rank=4)))
+RESNET = builtin("resnet50", device_flops=1e13)
+
+
+def link(bits, latency=5e-5, per_node=1):
+    return lambda topology: Costs.of_link(bits, latency, topology.world_size, per_node)
+
+
+def efficiency(method, workers, costs, per_node=1):
+    alone = RESNET.forward_seconds + sum(RESNET.backward_seconds)
+    topology = Topology(workers, per_node)
+    return alone / simulate(method, RESNET, topology, costs(topology)).step_seconds
+
+
+@pytest.mark.parametrize("method", [SSGD(), ACP(rank=4)], ids=lambda m: m.name)
+@pytest.mark.parametrize("bits", [3e9, 1e10, 3e10, 1e11])
+def test_the_knee_is_where_efficiency_falls_below(method, bits):
+    found = knee(method, RESNET, link(bits))
+    if found is None:
+        assert efficiency(method, 4096, link(bits)) >= 0.8
+        return
+    assert efficiency(method, found, link(bits)) < 0.8
+    assert found == 2 or efficiency(method, found - 1, link(bits)) >= 0.8
+
+
+def test_the_knee_is_monotone():
+    """More bandwidth, less latency, a lower limit: not earlier."""
+    far = 1 << 20
+
+    def at(bits=1e10, latency=5e-5, limit=0.8):
+        return knee(SSGD(), RESNET, link(bits, latency), efficiency=limit) or far
+
+    rates = [at(bits=bits) for bits in (1e8, 1e9, 1e10, 3e10, 1e11, 9e11)]
+    latencies = [at(bits=3e10, latency=a) for a in (1e-3, 1e-4, 1e-5, 1e-6)]
+    limits = [at(bits=3e10, limit=limit) for limit in (0.99, 0.9, 0.8, 0.5, 0.2)]
+    for found in (rates, latencies, limits):
+        assert found == sorted(found)
+        assert found[0] < found[-1]
+
+
+def test_a_free_network_never_bends():
+    costs = Costs.of_link(1e15, 0.0, 8, compute=assumed_compute(1e15, 1e18))
+    assert knee(SSGD(), RESNET, costs, shared_compute=False) is None
+
+
+def test_costs_are_scaled_to_other_numbers_of_workers():
+    measured = Costs.of_link(1e11, 5e-5, 8)
+    assert knee(SSGD(), RESNET, measured) == knee(SSGD(), RESNET, link(1e11))
+
+
+def test_machines_are_whole():
+    found = knee(SSGD(), RESNET, link(1e11, per_node=8), ranks_per_node=8)
+    assert found % 8 == 0
+    assert knee(SSGD(), RESNET, link(1e6, per_node=8), ranks_per_node=8, most=16) in (8, 16)
+    assert knee(SSGD(), RESNET, link(1e12, 1e-6), most=3) is None
+
+
+@pytest.mark.parametrize(
+    "words,says",
+    [
+        ({"efficiency": 0.0}, "efficiency"),
+        ({"efficiency": 1.5}, "efficiency"),
+        ({"ranks_per_node": 0}, "ranks_per_node"),
+        ({"most": 0}, "most"),
+    ],
+)
+def test_wrong_arguments_of_the_knee(words, says):
+    with pytest.raises(ValueError, match=says):
+        knee(SSGD(), RESNET, link(1e9), **words)
+
+
+def prices(bits, topology):
+    return Costs.of_link(bits, 5e-5, topology.world_size, topology.layout[0])
+
+
+def test_the_map_is_choose_cell_by_cell():
+    bits, workers, told = (1e8, 1e10, 1e12), (1, 2, 16), []
+    found = map_of(
+        CANDIDATES, RESNET, bits, workers, costs=prices, on_cell=lambda done, total: told.append((done, total))
+    )
+    assert told == [(n, 9) for n in range(1, 10)]
+    for i, rate in enumerate(bits):
+        for j, count in enumerate(workers):
+            ranking = choose(CANDIDATES, RESNET, Topology(count), prices(rate, Topology(count)))
+            cell = found.cells[i][j]
+            assert (cell.winner, cell.winner_exact) == (ranking.best.label, ranking.best_exact.label)
+            assert cell.step_seconds == ranking.best.step_seconds
+            assert cell.why.startswith(ranking.sentence)
+            assert "is bound by" in cell.why
+            assert cell.dense_seconds <= ranking.entry("ssgd").step_seconds
+    assert {cell.winner for cell in found.cells[0][1:]} <= {"topk", "acp"}
+    assert found.cells[2][1].winner == "ssgd"
+
+
+def test_the_map_as_json():
+    found = map_of(CANDIDATES, RESNET, (1e9,), (4, 8), costs=prices, ranks_per_node=4, lossy=False)
+    data = json.loads(found.to_json())
+    assert data == found.to_data()
+    assert data["bits_per_second"] == [1e9]
+    assert data["workers"] == [4, 8]
+    assert set(data["cells"][0][1]) == {"winner", "winner_exact", "step_seconds", "dense_seconds", "why"}
+    assert data["cells"][0][0]["winner"] == "ssgd"
+    assert Map.from_json(found.to_json()) == found
+    for text in ("", "{}", '{"bits_per_second": [], "workers": [], "cells": [[{"winner": "a"}]]}'):
+        with pytest.raises(ValueError, match="not a thinwire map"):
+            Map.from_json(text)
+    with pytest.raises(ValueError, match="dealt out"):
+        map_of(CANDIDATES, RESNET, (1e9,), (6,), costs=prices, ranks_per_node=4)
+
+
+@pytest.mark.parametrize("method", [SSGD(), TopK(0.01), ACP(rank=4), Cast(merge="none")], ids=lambda m: m.name)
+def test_the_groups_are_those_of_the_timeline(method):
+    topology, costs = Topology(16), prices(1e10, Topology(16))
+    groups = explain(method, RESNET, topology, costs)
+    timeline = simulate(method, RESNET, topology, costs)
+    assert round(sum(g.sent_bytes for g in groups) / method.phases) == timeline.bytes_sent
+    for phase in range(method.phases):
+        mine = [g for g in groups if g.phase == phase]
+        assert [g.names for g in mine] == [b.names for b in timeline.plan.phases[phase]]
+        assert sum(g.elements for g in mine) == RESNET.elements
+        assert [g.ready_seconds for g in mine] == sorted(g.ready_seconds for g in mine)
+        assert mine[-1].ready_seconds == pytest.approx(sum(RESNET.backward_seconds))
+    links = sum(e.duration_seconds for e in timeline.events if e.lane == "link world")
+    assert sum(g.exchange_seconds for g in groups) == pytest.approx(links)
+
+
+def test_densities():
+    groups = explain(TopK(0.01), RESNET, Topology(4), prices(1e10, Topology(4)))
+    for group in groups:
+        assert (group.kept is None) == group.dense
+        if group.kept:
+            assert group.kept == int(0.01 * group.elements + 1e-6)
+            assert group.density == pytest.approx(0.01, rel=0.01)
+            assert group.sent_bytes == 3 * 8 * group.kept
+    assert any(group.dense for group in groups)
+    assert all(g.density is None for g in explain(SSGD(), RESNET, Topology(4), prices(1e10, Topology(4))))
+    assert explain(SSGD(), profile_of([0], [0.1]), Topology(4), prices(1e10, Topology(4)))[0].exchange_seconds == 0
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.name)
+def test_devices_price_every_method_and_are_assumed(device):
+    compute = device.compute()
+    assert {curve.provenance for curve in compute.values()} == {"assumed"}
+    costs = Costs.of_link(1e10, 5e-5, 8, node_bits_per_second=device.node_bits_per_second, compute=compute)
+    where = {"backend": device.backend, "shared_compute": device.shared_compute}
+    profile = builtin("resnet50", device_flops=device.training_flops)
+    assert choose(CANDIDATES, profile, Topology(8), costs, **where).left_out == ()
+    assert device.shared_compute == (device.name == "cpu")
+
+
+def test_faster_devices_come_later():
+    rates = [device.training_flops for device in DEVICES.values()]
+    assert rates == sorted(rates)

@@ -1,0 +1,94 @@
+"""Files as the verbs write them, made by the library's own dataclasses, for the tests of the report."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import thinwire as tw
+from thinwire.bench.demo import judge_demo
+from thinwire.bench.record import Point, RowRecord, RunRecord
+from thinwire.bench.rows import Row
+from thinwire.bench.spec import BenchSpec
+from thinwire.bench.summary import summarise
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import ModelProfile, ModuleTime, TensorTime
+from thinwire.planner.timeline import simulate, to_chrome_trace
+from thinwire.program import Topology
+
+LABELS = ("ddp", "thinwire ssgd", "thinwire acp")
+SPEC = BenchSpec("mlp", tuple(Row(name, "ddp") for name in LABELS), link="10mbit", link_bits=10**7)
+
+
+def record(labels=LABELS, curves=False):
+    def row(label, seconds, kind="ddp"):
+        curve = [Point(0, 0.0, math.nan, 5.0), Point(3, 3 * seconds, 2.0, 4.0)] if curves and kind == "ddp" else []
+        return RowRecord(
+            label,
+            kind,
+            step_seconds=[seconds - 0.1, seconds, seconds + 0.1],
+            forward_seconds=[0.3] * 3,
+            losses=[3.0, 2.5, 2.0],
+            wire_bytes=8e6,
+            wire_source="interface",
+            host_seconds=[0.01] * 3,
+            curve=curve,
+        )
+
+    rows = [row("compute", 1.0, "compute"), *(row(label, 4.0 - i) for i, label in enumerate(labels))]
+    return RunRecord("a small model", 1_000_000, 10, 4_000_000, 2, "eth0", rows)
+
+
+def bench(labels=LABELS, note="in network namespaces"):
+    return summarise(SPEC, record(labels), emulated=True, note=note).to_dict()
+
+
+def demo(emulated=False):
+    return judge_demo(SPEC, record(curves=True), emulated=emulated, note="no rights").to_dict()
+
+
+def ranking(label="acp rank=4", bound="network bandwidth"):
+    def entry(name, exact, seconds):
+        figures = {"step_seconds": seconds, "low_seconds": 0.9 * seconds, "high_seconds": 1.2 * seconds}
+        more = {"exposed_seconds": 0.1, "bytes_sent": 2_000_000, "bound_by": bound}
+        return {"label": name, "exact": exact, **figures, **more}
+
+    return {"entries": [entry("ssgd", True, 0.5), entry(label, False, 0.2)], "sentence": f"{label} is fastest"}
+
+
+def winners():
+    def cell(winner, dense):
+        why = f"the network bounds dense, not {winner}"
+        return {"winner": winner, "winner_exact": "ssgd", "step_seconds": 0.5, "dense_seconds": dense, "why": why}
+
+    cells = [[cell("acp rank=4", 5.0), cell("topk density=0.01", 8.0)], [cell("ssgd", 0.5), None]]
+    return {"model": "bert-base", "bits_per_second": [1e8, 1e10], "workers": [2, 16], "cells": cells}
+
+
+def six():
+    names = [f"m{i}" for i in range(6)]
+    tensors = tuple(TensorTime(f"{name}.w", (800, 500), 0.01) for name in names)
+    modules = tuple(ModuleTime(name, 0.005) for name in reversed(names))
+    return ModelProfile("six", tensors, 0.03, modules)
+
+
+def timeline():
+    return simulate(tw.SSGD(merge="none"), six(), Topology(4), Costs.of_link(1e9, 1e-4, 4), optimizer_seconds=0.002)
+
+
+def trace(label="predicted", slower=1.0):
+    events = timeline().events
+    slowed = [
+        replace(e, start_seconds=e.start_seconds * slower, duration_seconds=e.duration_seconds * slower) for e in events
+    ]
+    return to_chrome_trace(slowed, label=label)
+
+
+def write(folder, **data):
+    """Writes each value as a file of its name; returns the paths."""
+    paths = []
+    for name, value in data.items():
+        paths.append(folder / f"{name}.json")
+        paths[-1].write_text(json.dumps(value))
+    return paths
