@@ -59,6 +59,11 @@ class Contender:
         self.steps += 1
         return StepTime(end - start, forward - start, time.thread_time() - host, loss.item())
 
+    @property
+    def settling(self) -> bool:
+        """Whether thinwire is still measuring for its plan; the same on all ranks."""
+        return self.sync is not None and not self.sync.settled
+
     def rest(self) -> None:
         """Give back the gradients' memory until the next turn."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -80,8 +85,12 @@ class Contender:
     def _attach(self) -> None:
         import thinwire
 
-        method = thinwire.method(self.row.kind, **self.row.options)
-        self.sync = thinwire.attach(self.workload.model, self.optimizer, method)
+        if self.row.kind == "auto":
+            lossy = bool(self.row.options.get("lossy", False))
+            self.sync = thinwire.attach(self.workload.model, self.optimizer, "auto", lossy=lossy)
+        else:
+            method = thinwire.method(self.row.kind, **self.row.options)
+            self.sync = thinwire.attach(self.workload.model, self.optimizer, method)
         self._close = self.sync.detach
 
     def _wrap(self, group: Any) -> None:

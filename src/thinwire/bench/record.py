@@ -30,6 +30,7 @@ class RowRecord:
         wire_bytes: bytes sent per step, mean over nodes ("interface") or ranks ("stats", "formula").
         wire_source: where that comes from.
         curve: only where curves were asked for.
+        predicted_seconds: of a step, where a prediction was asked for.
         error: why the row failed; "" if it did not.
     """
 
@@ -43,6 +44,7 @@ class RowRecord:
     wire_source: str = ""
     host_seconds: list[float] = field(default_factory=list)
     curve: list[Point] = field(default_factory=list)
+    predicted_seconds: float | None = None
     error: str = ""
 
 

@@ -95,6 +95,10 @@ def _variants(options: dict[str, Value]) -> list[Row]:
 def _check_method(name: str, options: dict[str, Value]) -> None:
     from thinwire.methods.registry import METHODS, method
 
+    if name == "auto":
+        if set(options) - {"lossy"}:
+            raise ValueError("'auto' has the option lossy=true alone: it chooses the others itself")
+        return
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; {nearest(name, [*TORCH_ROWS, *METHODS])}")
     try:

@@ -21,6 +21,7 @@ class BenchSpec:
         rounds: how often every row gets its turn.
         warmup: untimed steps before a row's first turn; later turns begin with one untimed step.
         seconds_as: curves only: the last row trains as many seconds as the first took, not as many steps.
+        predict: also say what the planner predicts for each row.
         every: curves only: steps between two points of the curve.
         operation_seconds: time-out of one collective.
         timeout_seconds: time-out of the whole run.
@@ -40,6 +41,7 @@ class BenchSpec:
     seconds_as: bool = False
     operation_seconds: float = 300.0
     timeout_seconds: float = 3600.0
+    predict: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("steps", 1), ("rounds", 1), ("warmup", 0), ("every", 1)):

@@ -26,6 +26,7 @@ class RowSummary:
         host_seconds: median CPU seconds of the main thread in a step.
         loss: training loss, mean over ranks and the last steps, after ``loss_steps`` steps.
         ratio: step over that of the ``ddp`` row, or None without one.
+        predicted_seconds: what the planner makes of measured network and model.
         variants: label -> step seconds of the variants of which this is the fastest.
         error: why the row failed, or "".
     """
@@ -40,6 +41,7 @@ class RowSummary:
     loss: float | None = None
     loss_steps: int = 0
     ratio: float | None = None
+    predicted_seconds: float | None = None
     variants: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
@@ -146,6 +148,7 @@ def _summary(row: RowRecord, variants: dict[str, float], compute: float, referen
         loss=statistics.fmean(row.losses[-SMOOTH:]) if row.kind != COMPUTE else None,
         loss_steps=len(row.losses),
         ratio=step / reference if reference else None,
+        predicted_seconds=row.predicted_seconds,
         variants=variants,
     )
 

@@ -29,10 +29,12 @@ def bench_table(result: BenchResult) -> RenderableType:
     """The table and the lines under it."""
     table = Table(title=_title(result), title_justify="left")
     table.add_column("method")
-    for name in ("step", "spread", "exposed", "MB/step", "loss", "x ddp"):
+    predicted = any(row.predicted_seconds is not None for row in result.rows)
+    for name in ("step", "spread", "exposed", "MB/step", "loss", "x ddp", *(["predicted"] if predicted else [])):
         table.add_column(name, justify="right")
     for row in result.rows:
-        table.add_row(*_cells(row))
+        last = "-" if row.predicted_seconds is None else seconds(row.predicted_seconds)
+        table.add_row(*_cells(row), *([last] if predicted else []))
     return Group(table, *(Text(line) for line in _notes(result)))
 
 

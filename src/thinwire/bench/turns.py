@@ -74,6 +74,9 @@ class Turns:
             return found
 
         early = some(untimed)
+        while early is not None and contender.settling:  # a plan is being measured: as long on all ranks
+            more = some(1)
+            early = None if more is None else early + more
         before = self._sent(contender)
         times = some(steps) if early is not None else None
         after = self._sent(contender)

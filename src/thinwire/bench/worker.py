@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -53,12 +55,25 @@ def run(spec: BenchSpec) -> RunRecord:
     del workload, parameters
     rows = spec.rows if any(row.kind == COMPUTE for row in spec.rows) else (Row(COMPUTE, COMPUTE), *spec.rows)
     tracks = [Track(RowRecord(row.label, row.kind, row.family)) for row in rows]
+    predictor = _predictor(spec) if spec.predict else None
     if spec.curves:
         draw_curves(spec, rows, tracks, turns)
     else:
         _interleave(spec, rows, tracks, turns)
+    if predictor is not None:
+        compute = next(track.record for track in tracks if track.record.kind == COMPUTE)
+        for row, track in zip(rows, tracks):
+            track.record.predicted_seconds = predictor.predict(row, compute)
     shared.rows = [track.record for track in tracks]
     return shared
+
+
+def _predictor(spec: BenchSpec) -> Any:
+    from thinwire.bench.predict import Predictor
+    from thinwire.program import Topology
+
+    world = dist.get_world_size()
+    return Predictor(spec, Topology(world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _interleave(spec: BenchSpec, rows: tuple[Row, ...], tracks: list[Track], turns: Turns) -> None:

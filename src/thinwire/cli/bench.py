@@ -28,6 +28,9 @@ def bench(
     operation_timeout: Annotated[
         float, typer.Option(help="Seconds after which a silent exchange fails a row.")
     ] = 300.0,
+    predict: Annotated[
+        bool, typer.Option("--predict", help="Also measure network and model and say what the planner predicts.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw: a .png or .html file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
@@ -62,6 +65,7 @@ def bench(
         seed=seed,
         operation_seconds=operation_timeout,
         timeout_seconds=timeout,
+        predict=predict,
     )
     total = (len(rows) + 1) * (warmup + rounds * steps + rounds - 1)
     record, launched = run_ranks(spec, cluster, total_steps=total)

@@ -62,6 +62,11 @@ class Runner:
         """Whether some program can advance."""
         return bool(self._runnable)
 
+    @property
+    def oldest(self) -> int:
+        """The bucket that ``pump`` will advance."""
+        return self._runnable[0][0]
+
     def pump(self) -> None:
         """Advance one program by one segment, the oldest bucket first."""
         bucket, _, value = heapq.heappop(self._runnable)

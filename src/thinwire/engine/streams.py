@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from thinwire.engine.recorder import Recorder
 from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.program.ops import NextForward
 
@@ -22,6 +23,7 @@ class StreamExecutor:
         self._next = 0
         self._make: MakeProgram | None = None
         self.failure: Failure | None = None
+        self.recorder: Recorder | None = None
 
     def begin(self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None) -> None:
         """Open a step. What failed is known to the host when ``ready`` returns, so nobody is called."""
@@ -56,7 +58,10 @@ class StreamExecutor:
                     value = None
                     if not isinstance(op, NextForward):
                         where = f"{type(op).__name__} on lane {op.group.value}/0"
+                        start = self.recorder.now() if self.recorder else 0.0
                         value = self._wire.issue(op, op.group, 0, bucket).wait()
+                        if self.recorder:
+                            self.recorder.exchange(type(op).__name__, op.group, start, bucket, 0)
         except Exception as error:
             self.failure = Failure(error, bucket, where)
 

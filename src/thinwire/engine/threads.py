@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from thinwire.collectives.transport import Pending
+from thinwire.engine.recorder import Recorder
 from thinwire.engine.runner import Runner
 from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.program.ops import Collective, Scope
@@ -55,6 +56,7 @@ class ThreadExecutor:
         self._step: _Step | None = None
         self._finished = threading.Event()
         self.failure: Failure | None = None
+        self.recorder: Recorder | None = None
         self._cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._loop, name="thinwire-communicator", daemon=True)
         self._thread.start()
@@ -117,7 +119,7 @@ class ThreadExecutor:
                     if event.step is step:  # else a straggler of a failed step
                         self._take(step, event)
                 if step.runner.has_work:
-                    step.runner.pump()
+                    self._pump(step)
                 events = [] if alone else self._waiting()
         except BaseException as error:
             self.failure = Failure(error, step.bucket, step.where)
@@ -129,6 +131,15 @@ class ThreadExecutor:
         if not step.runner.left and not step.more:
             self._step = None
             self._finished.set()
+
+    def _pump(self, step: _Step) -> None:
+        recorder = self.recorder
+        if recorder is None:
+            step.runner.pump()
+            return
+        start, bucket = recorder.now(), step.runner.oldest
+        step.runner.pump()
+        recorder.add("segment", "method", start, bucket)
 
     def _waiting(self) -> list[_Event]:
         """What has happened meanwhile, without waiting; a request to stop stays in the queue."""
@@ -159,5 +170,15 @@ class ThreadExecutor:
     def _issue(self, step: _Step, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
         where = f"{type(op).__name__} on lane {scope.value}/{round_}"
         step.bucket, step.where = bucket, where
+        recorder = self.recorder
+        start = recorder.now() if recorder else 0.0
+        before = self._wire.ledger.total
         pending = self._wire.issue(op, scope, round_, bucket)
-        pending.on_done(lambda: self._events.put(_Event(step, bucket, pending, where=where)))
+        sent = self._wire.ledger.total - before
+
+        def done() -> None:
+            if recorder is not None:
+                recorder.exchange(type(op).__name__, scope, start, bucket, sent)
+            self._events.put(_Event(step, bucket, pending, where=where))
+
+        pending.on_done(done)

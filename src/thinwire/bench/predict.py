@@ -1,0 +1,75 @@
+"""What the planner would have said: each row's step from the measured network and the measured model."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import torch.distributed as dist
+
+from thinwire.bench.models.registry import build_model
+from thinwire.bench.record import RowRecord
+from thinwire.bench.rows import Row
+from thinwire.bench.spec import BenchSpec
+from thinwire.planner.costs import Costs
+from thinwire.planner.profiles import ModelProfile
+from thinwire.program import Topology
+
+PROBE_SECONDS = 8.0
+
+
+class Predictor:
+    """Measures once on all ranks at the same time, before the rows run.
+
+    Args:
+        spec: of the run.
+        topology: of its ranks.
+    """
+
+    def __init__(self, spec: BenchSpec, topology: Topology) -> None:
+        from thinwire.measure import probe, profile_model
+
+        self._spec, self._topology = spec, topology
+        workload = build_model(spec.model, spec.seed)
+        self._model = workload.model
+        rank = dist.get_rank()
+        dist.barrier()
+        self.profile: ModelProfile = profile_model(
+            workload.model, lambda step: workload.loss(workload.model, step, rank), steps=10, warmup=3
+        )
+        largest = min(16 << 20, max(1 << 16, workload.gradient_bytes))
+        self.costs: Costs = probe(
+            None, topology, largest_bytes=largest, seconds=PROBE_SECONDS, kernel_seconds=2.0
+        ).costs
+
+    def predict(self, row: Row, compute: RowRecord) -> float | None:
+        """Seconds of a step of a thinwire row; ``compute`` is the row without exchange."""
+        from thinwire.methods.registry import method as named
+        from thinwire.planner.measured import Measured
+        from thinwire.planner.plans import PlanTensor, make_plan
+        from thinwire.planner.timeline import simulate
+
+        if not row.is_thinwire or row.kind == "auto" or not compute.step_seconds:
+            return None
+        method = named(row.kind, **row.options)
+        owners = {id(p): m for m in self._model.modules() for p in m.parameters(recurse=False)}
+        tensors = [
+            PlanTensor(n, tuple(p.shape), method.dense(n, tuple(p.shape), owners.get(id(p))), str(p.dtype))
+            for n, p in self._model.named_parameters()
+            if p.requires_grad
+        ]
+        place = {t.name: i for i, t in enumerate(tensors)}
+        shared = len(os.sched_getaffinity(0)) < 2 * max(self._topology.layout) * self._nodes_here()
+        measured = Measured(self.profile, self.costs, self._topology, side_stream=not shared)
+        plan = make_plan(method, tensors, [place[t.name] for t in self.profile.tensors], (), "gloo", measured)
+        alone = statistics.median(compute.step_seconds)
+        passes = self.profile.forward_seconds + sum(self.profile.backward_seconds)
+        # The rest of a step without exchange: the optimizer, the data.
+        timeline = simulate(
+            method, self.profile, self._topology, self.costs, plan=plan, shared_compute=shared,
+            optimizer_seconds=max(0.0, alone - passes),
+        )  # fmt: skip
+        return timeline.step_seconds
+
+    def _nodes_here(self) -> int:
+        """In the lab all machines are this one."""
+        return self._topology.nodes if self._spec.link else 1

@@ -1,0 +1,36 @@
+"""The real timeline of some steps, on the lanes of the simulator, so that both open side by side."""
+
+from __future__ import annotations
+
+import time
+
+from thinwire.planner.timeline import Event
+from thinwire.program.ops import Scope
+
+
+class Recorder:
+    """Collects what took time; threads may add at once.
+
+    On CUDA these are the host's times: where work was issued, not where it ran (use torch.profiler there).
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._events: list[Event] = []
+
+    def now(self) -> float:
+        """Seconds since the start of the recording."""
+        return time.perf_counter() - self._began
+
+    def add(self, name: str, lane: str, start: float, bucket: int | None = None, sent: int = 0) -> None:
+        """Something that began at ``start`` and ends now."""
+        self._events.append(Event(name, lane, start, self.now() - start, bucket, sent))
+
+    def exchange(self, name: str, scope: Scope, start: float, bucket: int, sent: int) -> None:
+        """An exchange that has completed."""
+        self.add(name, f"link {scope.value}", start, bucket, sent)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """In order of their start."""
+        return tuple(sorted(self._events, key=lambda event: event.start_seconds))

@@ -1,0 +1,323 @@
+"""Ties hooks, buckets, programs and state of an attached model together, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
+from thinwire.engine.backward_end import BackwardEnd
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.parameters import DenseRule, Managed, managed_parameters
+from thinwire.engine.pilot import Decision, Pilot
+from thinwire.engine.planning import make_plan, trace_plan
+from thinwire.engine.recorder import Recorder
+from thinwire.program import Bucket, Method, Plan, Program, Slot, State, Topology
+
+ATTACHED = "_thinwire_sync"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of ``attach`` that are not the method's."""
+
+    unused: str = "zero"
+    pinned: Plan | None = None
+    timeout: timedelta | None = None
+    check_order: bool = False
+    note: str = ""
+    dense: DenseRule = "auto"
+
+
+class Steps:
+    """The machinery of :class:`~thinwire.engine.sync.GradientSync`, which adds what users call."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        method: Method,
+        dense: Method,
+        managed: list[Managed],
+        communicator: Communicator | None,
+        topology: Topology,
+        scaler: Any,
+        settings: Settings,
+        pilot: Pilot | None = None,
+    ) -> None:
+        self.model = model
+        self._pilot = pilot
+        self.method = method
+        self._dense = dense
+        self._managed = managed
+        self._by_name = {m.name: m for m in managed}
+        self._comm = communicator
+        self._scaler = scaler
+        self._settings = settings
+        self.topology = topology
+        self.rank = communicator.rank if communicator else 0
+        self.state = State(self.rank, topology)
+        self._enabled = True
+        self._handles: list[Any] = []
+        self._rejected, self._exposed, self._dense_bytes = 0, 0.0, 0
+        self._rebuilt = settings.pinned is not None
+        self._broken: str | None = None
+        self._recorder: Recorder | None = None
+        self._marks: dict[str, float] = {}
+        self.why: tuple[str, ...] = ()  # the pilot's reasons for the plan in force
+        self._running = False
+        self._fresh = False  # delivered gradients that no step() has used
+        self._versions: list[int | None] = [None] * len(managed)
+        self._end = BackwardEnd(self._finish)
+        order = [m.index for m in reversed(managed)]
+        backend = communicator.backend if communicator else "none"
+        self._backend = backend
+        first = settings.pinned or make_plan(method, managed, order, (), backend)
+        first.check(m.name for m in managed)
+        if communicator:
+            agree(self._facts(first), communicator.control, communicator.device)
+            broadcast_tensors([*model.parameters(), *model.buffers()], communicator.control)
+            self._adopt(first)
+            communicator.start()
+            self._install(optimizers)
+        else:
+            self.plan = first
+        object.__setattr__(model, ATTACHED, self)
+
+    # --- set-up -------------------------------------------------------------------------------------------------
+
+    def _facts(self, plan: Plan) -> dict[str, Any]:
+        kinds = {m.name: f"{list(m.shape)} {m.parameter.dtype}{' dense' if m.dense else ''}" for m in self._managed}
+        options = {key: str(value) for key, value in self.method.options().items()}
+        return {
+            "method": self.method.name,
+            "options": options,
+            "parameters": kinds,
+            "frozen": [f"{n} {list(p.shape)}" for n, p in self.model.named_parameters() if not p.requires_grad],
+            "buffers": [f"{n} {list(b.shape)}" for n, b in self.model.named_buffers()],
+            "topology": list(self.topology.layout),
+            "unused": self._settings.unused,
+            "plan": plan.hash,
+        }
+
+    def _adopt(self, plan: Plan) -> None:
+        """Put a plan in force; every rank does so at the same step."""
+        assert self._comm is not None
+        self.plan = plan
+        traced = trace_plan(plan, self.method, self._dense, self._managed, self.topology, self.rank)
+        self._comm.open_lanes(bucket for phase in traced for bucket in phase)
+        self._traced = traced
+        self._where: list[list[int]] = []
+        for phase in plan.phases:
+            where = [0] * len(self._managed)
+            for b, entry in enumerate(phase):
+                for name in entry.names:
+                    where[self._by_name[name].index] = b
+            self._where.append(where)
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+
+    def _install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for m in self._managed:
+            self._handles.append(m.parameter.register_post_accumulate_grad_hook(self._hook(m.index)))
+        for module in self.model.modules():
+            if module is self.model or any(True for _ in module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(self._forward_hook))
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_post_hook(self._stepped))
+
+    # --- hooks ---------------------------------------------------------------------------------------------------
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            if self._enabled:
+                self._arrive(index, parameter)
+
+        return arrived
+
+    def _forward_hook(self, module: nn.Module, args: Any) -> None:
+        if not self._enabled:
+            return
+        if not self._end.outside():
+            self._end.note()  # a forward re-run inside backward belongs to the outer pass
+        elif self._running:
+            self._fail("an earlier backward ended with an exception in the middle of the exchange")
+        if self._pilot is not None and module is self.model and not self._running:
+            self._pilot.timings.forward()
+
+    def _stepped(self, *_: Any) -> None:
+        self._fresh = False
+
+    def _arrive(self, index: int, parameter: Tensor) -> None:
+        if not self._running:
+            self._begin()
+        self._end.note()
+        if self._seen[index]:
+            raise RuntimeError(
+                f"{self._managed[index].name} received a gradient twice in one backward, after its exchange had begun; "
+                "use torch.utils.checkpoint with use_reentrant=False, or share the module less"
+            )
+        if self._fresh and self.method.has_residual and self._again(index, parameter):
+            raise RuntimeError(
+                "a second backward on top of averaged gradients: wrap all but the last in `with sync.no_sync():`, "
+                "or call optimizer.step() and zero_grad() in between"
+            )
+        self._seen[index] = True
+        self._arrival.append(index)
+        if self._pilot is not None:
+            self._pilot.timings.arrived(index)
+        bucket = self._current[index]
+        self._left[bucket] -= 1
+        if self._left[bucket] == 0:
+            self._ready(bucket)
+
+    def _ready(self, bucket: int) -> None:
+        assert self._comm is not None
+        method = self._dense if self._entries[bucket].dense else self.method
+        self._comm.executor.ready(bucket, light=method.light)
+
+    def _again(self, index: int, parameter: Tensor) -> bool:
+        """Whether autograd just added to a gradient that we delivered and nobody has touched since."""
+        version = self._versions[index]
+        return (
+            version is not None
+            and parameter.grad is not None
+            and parameter.grad._version == version + 1
+            and (parameter.grad is self._delivered.get(index))
+        )
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._broken:
+            raise RuntimeError(f"this GradientSync is unusable after an earlier failure: {self._broken}")
+        assert self._comm is not None
+        phase = self.state.step % len(self.plan.phases)
+        self._running = True
+        self._phase = phase
+        self._entries = self.plan.phases[phase]
+        self._current = self._where[phase]
+        self._left = [len(entry.names) for entry in self._entries]
+        self._seen = [False] * len(self._managed)
+        self._arrival: list[int] = []
+        self._buckets: list[Bucket | None] = [None] * len(self._entries)
+        self._scale = None
+        if self._scaler is not None and self._scaler.is_enabled():
+            device = self._comm.device
+            self._scale = self._scaler.scale(torch.ones((), dtype=torch.float32, device=device)).detach()
+        self.state.lr = None
+        self._comm.begin(self.state.step, [entry.names for entry in self._entries], self._program)
+
+    def _program(self, index: int) -> Program:
+        """The program of a bucket whose gradients are there; called by the executor."""
+        entry = self._entries[index]
+        slots = []
+        for name in entry.names:
+            p = self._by_name[name].parameter
+            slots.append(Slot(name, p.shape, None if p.grad is None else p.grad.detach(), p.dtype, p.device))
+        key = (self._phase, index)
+        if key not in self._buffers and (entry.dense or self.method.exact):
+            self._buffers[key] = torch.empty(sum(s.numel for s in slots), dtype=slots[0].dtype, device=slots[0].device)
+        bucket = Bucket(index, slots, scale=self._scale, buffer=self._buffers.get(key), kept=entry.kept)
+        self._buckets[index] = bucket
+        return (self._dense if entry.dense else self.method).reduce(bucket, self.state)
+
+    def _finish(self) -> None:
+        """End of backward: launch what is left, wait, commit, deliver."""
+        if not self._running:
+            return
+        assert self._comm is not None
+        for bucket, left in enumerate(self._left):
+            if left:
+                self._ready(bucket)
+        if self._recorder is not None and "backward" in self._marks:
+            self._recorder.add("backward", "compute", self._marks.pop("backward"))
+        started = time.perf_counter()
+        failure = self._comm.finish()
+        self._exposed += time.perf_counter() - started
+        if failure:
+            self._fail(failure)
+        if self._settings.check_order:
+            self._comm.check_order()
+        used = self._used_anywhere() if self._settings.unused == "exact" else None
+        self._commit()
+        self._deliver(used)
+        self._running = False
+        self._dense_bytes += self._dense_bytes_per_step()
+        if self._pilot is not None:
+            self._pilot.timings.ended()
+        if not self._rebuilt:
+            self._rebuild()
+        elif self._pilot is not None and (decision := self._pilot.after_step(self.method, self._dense)) is not None:
+            self._follow(decision)
+
+    def _follow(self, decision: Decision) -> None:
+        """Take over a decision of the pilot, at the end of a step, on all ranks alike."""
+        if decision.method is not None:
+            self.method = decision.method
+            self._managed = managed_parameters(self.model, self.method, self._settings.dense)
+            self._by_name = {m.name: m for m in self._managed}
+        self.why = decision.why
+        self._adopt(decision.plan)
+
+    def _fail(self, text: str) -> None:
+        self._broken = text
+        self._running = False
+        self.state.drop_step()
+        raise RuntimeError(text)
+
+    def _commit(self) -> None:
+        assert self._comm is not None
+        if self._comm.device.type == "cuda":
+            self.state.end_step_on_device()
+        elif not self.state.end_step():
+            self._rejected += 1
+
+    def _used_anywhere(self) -> list[bool]:
+        assert self._comm is not None
+        mine = bytes(m.parameter.grad is not None for m in self._managed)
+        everyone = gather_bytes(mine, self._comm.control, self._comm.device)
+        return [any(row[i] for row in everyone) for i in range(len(mine))]
+
+    def _deliver(self, used: list[bool] | None) -> None:
+        self._delivered: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            assert bucket is not None
+            for slot in bucket.slots:
+                m = self._by_name[slot.name]
+                if used is not None and not used[m.index]:
+                    m.parameter.grad = None
+                elif slot.result is not None:
+                    grad = m.parameter.grad
+                    if grad is None or grad.data_ptr() != slot.result.data_ptr() or grad.shape != slot.result.shape:
+                        m.parameter.grad = slot.result.data  # .data: a version counter of its own
+                grad = m.parameter.grad
+                if self.method.has_residual and grad is not None:
+                    self._versions[m.index] = grad._version
+                    self._delivered[m.index] = grad
+        self._buckets = []
+        self._fresh = True
+
+    def _dense_bytes_per_step(self) -> int:
+        size = sum(m.parameter.numel() * m.parameter.element_size() for m in self._managed)
+        world = self.topology.world_size
+        return round(2 * (world - 1) * size / world)
+
+    def _rebuild(self) -> None:
+        """Once: the plan in rank 0's order of arrival."""
+        assert self._comm is not None
+        self._rebuilt = True
+        seen = torch.full((len(self._managed),), -1, dtype=torch.int64)
+        seen[: len(self._arrival)] = torch.tensor(self._arrival, dtype=torch.int64)
+        order = seen.to(self._comm.device)
+        broadcast_tensors([order], self._comm.control)
+        arrived = [int(i) for i in order.tolist() if i >= 0]
+        late = [m.index for m in reversed(self._managed) if m.index not in set(arrived)]
+        plan = make_plan(self.method, self._managed, [*arrived, *late], late, self._backend)
+        if plan != self.plan:
+            self._adopt(plan)
