@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+
 import torch.distributed as dist
 
 from thinwire.bench.models.registry import build_model

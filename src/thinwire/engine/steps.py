@@ -179,7 +179,8 @@ class Steps:
     def _ready(self, bucket: int) -> None:
         assert self._comm is not None
         method = self._dense if self._entries[bucket].dense else self.method
-        self._comm.executor.ready(bucket, light=method.light)
+        light = method.light and len(self._traced[self._phase][bucket]) <= 1
+        self._comm.executor.ready(bucket, light=light)
 
     def _again(self, index: int, parameter: Tensor) -> bool:
         """Whether autograd just added to a gradient that we delivered and nobody has touched since."""

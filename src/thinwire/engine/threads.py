@@ -1,7 +1,7 @@
 """The executor for Gloo: a communicator thread advances the programs while autograd goes on in the main thread.
 
-The first segment of a *light* program, a copy and a send, is run by whoever finds the bucket ready: where every core
-has a rank, handing it over costs more than the copy (a step of 0.66 s against 0.62 s, 2 ranks on 2 cores, 1 Gbit/s).
+*Light* programs, a copy and one exchange, do without the thread: whoever finds the bucket ready starts them, and who
+waits for the end of the step completes them. Where every core has a rank, each hand-over would cost more than the copy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class _Step:
     failed: Callable[[], None] | None
     more: bool
     runner: Runner
+    light: set[int] = field(default_factory=set)
+    to_complete: queue.SimpleQueue[_Event | None] = field(default_factory=queue.SimpleQueue)  # by finish(); None: over
     bucket: int | None = None
     where: str = "start"
 
@@ -53,8 +55,8 @@ class ThreadExecutor:
         self._wire = wire
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over the current step and its runner
-        self._step: _Step | None = None
-        self._finished = threading.Event()
+        self._step: _Step | None = None  # under way
+        self._begun: _Step | None = None  # under way or over
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
         self._cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -65,12 +67,14 @@ class ThreadExecutor:
         """Open a step of ``size`` buckets; None: until one is ready as the last. ``failed`` is called by the thread."""
         with self._lock:
             self.failure = None
-            self._finished.clear()
             step = _Step(make, failed, size is None, Runner(size or 0, lambda *op: self._issue(step, *op)))
-            self._step = step
+            self._step = self._begun = step
 
     def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
-        """The bucket's gradients are complete (in the current stream's order on CUDA)."""
+        """The bucket's gradients are complete (in the current stream's order on CUDA).
+
+        ``light``: its program is a copy, one exchange and little else.
+        """
         step, cuda = self._step, None
         if step is None:  # it has failed; finish() says so
             return
@@ -79,6 +83,7 @@ class ThreadExecutor:
             cuda.record()
         event = _Event(step, bucket, None, last, cuda)
         if light and cuda is None and self._lock.acquire(blocking=False):
+            step.light.add(bucket)
             try:
                 with torch.no_grad():
                     self._advance([event], alone=True)
@@ -89,7 +94,20 @@ class ThreadExecutor:
 
     def finish(self) -> Failure | None:
         """Block until all programs of the step have ended, or one failed."""
-        self._finished.wait()
+        step = self._begun
+        assert step is not None
+        while (event := step.to_complete.get()) is not None:
+            assert event.pending is not None
+            error: BaseException | None = None
+            try:
+                event.pending.wait()
+            except RuntimeError as caught:
+                error = caught
+            with self._lock, torch.no_grad():
+                if error is not None:
+                    self._fail(step, error, event.bucket, event.where)
+                else:
+                    self._advance([event], alone=True)
         if self._cuda is not None:
             torch.cuda.current_stream().wait_stream(self._cuda)
         return self.failure
@@ -122,15 +140,20 @@ class ThreadExecutor:
                     self._pump(step)
                 events = [] if alone else self._waiting()
         except BaseException as error:
-            self.failure = Failure(error, step.bucket, step.where)
-            self._step = None
-            self._finished.set()
-            if step.failed is not None:
-                step.failed()
+            self._fail(step, error, step.bucket, step.where)
             return
         if not step.runner.left and not step.more:
             self._step = None
-            self._finished.set()
+            step.to_complete.put(None)
+
+    def _fail(self, step: _Step, error: BaseException, bucket: int | None, where: str) -> None:
+        if self._step is not step:  # it has failed before
+            return
+        self.failure = Failure(error, bucket, where)
+        self._step = None
+        step.to_complete.put(None)
+        if step.failed is not None:
+            step.failed()
 
     def _pump(self, step: _Step) -> None:
         recorder = self.recorder
@@ -171,14 +194,17 @@ class ThreadExecutor:
         where = f"{type(op).__name__} on lane {scope.value}/{round_}"
         step.bucket, step.where = bucket, where
         recorder = self.recorder
-        start = recorder.now() if recorder else 0.0
-        before = self._wire.ledger.total
+        start, before = recorder.now() if recorder else 0.0, self._wire.ledger.total
         pending = self._wire.issue(op, scope, round_, bucket)
-        sent = self._wire.ledger.total - before
+        sent, event = self._wire.ledger.total - before, _Event(step, bucket, pending, where=where)
+        queue_ = step.to_complete if bucket in step.light else self._events
+        if recorder is None and bucket in step.light:
+            queue_.put(event)
+            return
 
         def done() -> None:
             if recorder is not None:
                 recorder.exchange(type(op).__name__, scope, start, bucket, sent)
-            self._events.put(_Event(step, bucket, pending, where=where))
+            queue_.put(event)
 
         pending.on_done(done)
