@@ -114,6 +114,11 @@ class Bucket:
             slot.scale = scale
 
     @property
+    def filled(self) -> bool:
+        """Whether the gradients have been copied into ``flat``."""
+        return self._flat is not None
+
+    @property
     def flat(self) -> Tensor:
         """All gradients concatenated, raw units, 1-D. The program may overwrite it."""
         return self._gather(None)
