@@ -39,7 +39,8 @@ def _train(spec: BenchSpec, track: Track, turns: Turns, seconds: float | None) -
         record.curve.append(Point(0, 0.0, float("nan") if validation is None else validation, validation))
     while track.contender is not None:
         done = len(record.losses)
-        chunk = spec.every if seconds is not None else min(spec.every, spec.steps - done)
+        # Steps of the row that trains by the clock are short: judged as often, they would wait for their judge.
+        chunk = 3 * spec.every if seconds is not None else min(spec.every, spec.steps - done)
         turns.run(track, chunk, 0)
         if track.contender is None:
             return
