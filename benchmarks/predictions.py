@@ -1,0 +1,113 @@
+"""How good are the planner's predictions? ``python benchmarks/predictions.py --models chargpt --workers 2``
+
+In the lab: methods x links x workers x models. Of each cell the step that the simulator predicts, from the network and
+the model as measured just before, beside the measured one. Prints a table, the median and the worst error, and how
+often the method that is ranked first is within 5 % of the fastest; writes ``benchmarks/results/predictions.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from thinwire import lab
+from thinwire.bench.rows import parse_rows
+from thinwire.bench.session import run_session
+from thinwire.bench.spec import BenchSpec
+from thinwire.bench.summary import BenchResult, summarise
+
+RESULTS = Path(__file__).parent / "results" / "predictions.json"
+METHODS = "ssgd,cast:dtype=bf16,acp:rank=4,topk:density=0.01,omgs:density=0.01"
+MODELS = ("chargpt", "mlp:width=1024:layers=8:batch=64")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one network."""
+
+    model: str
+    link: str
+    workers: int
+    method: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative, signed."""
+        return self.predicted / self.measured - 1
+
+
+def measure(model: str, link: str, workers: int, rounds: int, steps: int) -> list[Cell]:
+    limit = None if link == "unlimited" else link
+    bits = lab.parse_rate(limit) if limit else None
+    spec = BenchSpec(model, parse_rows(METHODS), workers, limit, bits, steps, rounds, predict=True)
+    print(f"... {model}, {workers} workers, {link}", file=sys.stderr, flush=True)
+    record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, limit, None)))
+    result: BenchResult = summarise(spec, record, emulated=launched.emulated, note=launched.note)
+    cells = []
+    for row in result.rows:
+        if row.error:
+            print(f"    {row.label}: {row.error}", file=sys.stderr)
+        elif row.predicted_seconds is not None and row.step_seconds is not None:
+            cells.append(Cell(model, link, workers, row.label, row.step_seconds, row.predicted_seconds))
+    return cells
+
+
+def judge(cells: list[Cell]) -> list[str]:
+    """The figures of the grid, apart where there are more ranks than cores."""
+    lines = []
+    cores = os.cpu_count() or 1
+    for words, group in (
+        ("no more ranks than cores", [c for c in cells if c.workers <= cores]),
+        ("more ranks than cores", [c for c in cells if c.workers > cores]),
+    ):
+        if group:
+            errors = sorted(abs(c.error) for c in group)
+            lines.append(f"{words}: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}")
+    networks = sorted({(c.model, c.link, c.workers) for c in cells})
+    right = 0
+    for network in networks:
+        here = [c for c in cells if (c.model, c.link, c.workers) == network]
+        first = min(here, key=lambda c: c.predicted)
+        right += first.measured <= 1.05 * min(c.measured for c in here)
+    lines.append(f"the method ranked first is within 5 % of the fastest in {right} of {len(networks)} networks")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--links", default="100mbit,1gbit,unlimited")
+    parser.add_argument("--workers", default="2,4")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    options = parser.parse_args()
+    cells: list[Cell] = []
+    for model in options.models.split(","):
+        for workers in map(int, options.workers.split(",")):
+            for link in options.links.split(","):
+                cells += measure(model, link, workers, options.rounds, options.steps)
+    table = Table("model", "workers", "link", "method", "measured", "predicted", "error")
+    for c in cells:
+        name = c.model.split(":")[0]
+        figures = (f"{c.measured:.3f} s", f"{c.predicted:.3f} s", f"{c.error:+.0%}")
+        table.add_row(name, str(c.workers), c.link, c.method, *figures)
+    Console().print(table)
+    lines = judge(cells)
+    print("\n".join(lines))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"summary": lines, "cells": [asdict(c) for c in cells]}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
