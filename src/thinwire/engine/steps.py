@@ -18,7 +18,7 @@ from thinwire.engine.parameters import DenseRule, Managed, managed_parameters
 from thinwire.engine.pilot import Decision, Pilot
 from thinwire.engine.planning import make_plan, trace_plan
 from thinwire.engine.recorder import Recorder
-from thinwire.program import Bucket, Method, Plan, Program, Slot, State, Topology
+from thinwire.program import Bucket, Method, Plan, PlanBucket, Program, Slot, State, Topology
 
 ATTACHED = "_thinwire_sync"
 
@@ -33,6 +33,29 @@ class Settings:
     check_order: bool = False
     note: str = ""
     dense: DenseRule = "auto"
+
+
+class _Memory:
+    """What a bucket of plain averaging keeps from step to step: one buffer, cut up, and its slots.
+
+    ``gradients`` are the views that become ``.grad``: with version counters of their own.
+    """
+
+    def __init__(self, slots: list[Slot], parameters: list[nn.Parameter]) -> None:
+        first = slots[0]
+        self.slots, self.parameters = slots, parameters
+        self.buffer = torch.empty(sum(s.numel for s in slots), dtype=first.dtype, device=first.device)
+        pieces = self.buffer.split([s.numel for s in slots])
+        self.views = [piece.view(s.shape) for s, piece in zip(slots, pieces)]
+        self.gradients = [view.data for view in self.views]
+        self.handed_over = False
+
+
+def _teach_malloc() -> None:
+    """Let glibc keep what a step frees: it learns from the largest block it has seen freed, and otherwise gives the
+    activations' memory back to the system after every step, to fault it in again (10 MB a step on a 10 M model).
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 class Steps:
@@ -120,7 +143,9 @@ class Steps:
                 for name in entry.names:
                     where[self._by_name[name].index] = b
             self._where.append(where)
-        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._memory: dict[tuple[int, int], _Memory] = {}
+        if self._comm.device.type == "cpu":
+            _teach_malloc()
 
     def _install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for m in self._managed:
@@ -189,10 +214,16 @@ class Steps:
 
         Kept to the end of backward, it would be given back to the system and faulted in again at every step (5 %).
         """
-        for slot in bucket.slots:
-            if slot.value is not None and slot.result is not None:
+        memory = self._memory.get((self._phase, bucket.index))
+        if memory is None:
+            return
+        memory.handed_over = True
+        for slot, parameter, grad in zip(memory.slots, memory.parameters, memory.gradients):
+            if slot.value is None:  # unused here: gets its average at the end
+                memory.handed_over = False
+            else:
                 slot.value = slot.result
-                self._by_name[slot.name].parameter.grad = slot.result.data
+                parameter.grad = grad
 
     def _again(self, index: int, parameter: Tensor) -> bool:
         """Whether autograd just added to a gradient that we delivered and nobody has touched since."""
@@ -229,14 +260,29 @@ class Steps:
     def _program(self, index: int) -> Program:
         """The program of a bucket whose gradients are there; called by the executor."""
         entry = self._entries[index]
+        key = (self._phase, index)
+        if key in self._memory:
+            return self._again_in(self._memory[key], entry, index)
         slots = []
         for name in entry.names:
             p = self._by_name[name].parameter
             slots.append(Slot(name, p.shape, None if p.grad is None else p.grad.detach(), p.dtype, p.device))
-        key = (self._phase, index)
-        if key not in self._buffers and (entry.dense or self.method.exact):
-            self._buffers[key] = torch.empty(sum(s.numel for s in slots), dtype=slots[0].dtype, device=slots[0].device)
-        bucket = Bucket(index, slots, scale=self._scale, buffer=self._buffers.get(key), kept=entry.kept)
+        bucket = Bucket(index, slots, scale=self._scale, kept=entry.kept)
+        if entry.dense or self.method.light:
+            memory = _Memory(slots, [self._by_name[name].parameter for name in entry.names])
+            self._memory[key] = memory
+            bucket = Bucket(index, slots, scale=self._scale, buffer=memory.buffer, kept=entry.kept, views=memory.views)
+        self._buckets[index] = bucket
+        return (self._dense if entry.dense else self.method).reduce(bucket, self.state)
+
+    def _again_in(self, memory: _Memory, entry: PlanBucket, index: int) -> Program:
+        """The program of a bucket that has memory from an earlier step: nothing is built anew."""
+        for slot, parameter in zip(memory.slots, memory.parameters):
+            grad = parameter.grad
+            slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
+            slot.result = None
+        memory.handed_over = False
+        bucket = Bucket(index, memory.slots, scale=self._scale, buffer=memory.buffer, views=memory.views)
         self._buckets[index] = bucket
         return (self._dense if entry.dense else self.method).reduce(bucket, self.state)
 
@@ -299,8 +345,12 @@ class Steps:
 
     def _deliver(self, used: list[bool] | None) -> None:
         self._delivered: dict[int, Tensor] = {}
+        plain = used is None and not self.method.has_residual
         for bucket in self._buckets:
             assert bucket is not None
+            memory = self._memory.get((self._phase, bucket.index))
+            if plain and memory is not None and memory.handed_over:
+                continue
             for slot in bucket.slots:
                 m = self._by_name[slot.name]
                 if used is not None and not used[m.index]:

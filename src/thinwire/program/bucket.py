@@ -86,6 +86,7 @@ class Bucket:
         scale: 0-dim tensor, the loss scale that is in the gradients; None for 1.
         buffer: memory for ``flat``, with at least ``numel`` elements; allocated when needed if None.
         kept: elements that a sparse method sends, where the plan says so; 0: it does not.
+        views: ``buffer`` cut into the slots' shapes, where somebody has done so before.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Bucket:
         scale: Tensor | None = None,
         buffer: Tensor | None = None,
         kept: int = 0,
+        views: Sequence[Tensor] | None = None,
     ) -> None:
         self.index = index
         self.kept = kept
@@ -105,6 +107,7 @@ class Bucket:
         self.dtype = self.slots[0].dtype
         self.device = self.slots[0].device
         self._buffer = buffer
+        self._views = views
         self._flat: Tensor | None = None
         for slot in self.slots:
             if slot.dtype != self.dtype:
@@ -138,10 +141,8 @@ class Bucket:
         flat = self._flat = buffer[: self.numel]
         if self.device.type == "meta":  # shapes alone: arithmetic on meta tensors would import torch's compiler, 2 s
             return flat
-        targets, sources, start = [], [], 0
-        for slot in self.slots:
-            view = flat[start : start + slot.numel].view(slot.shape)
-            start += slot.numel
+        targets, sources = [], []
+        for slot, view in zip(self.slots, self.split(flat) if self._views is None else self._views):
             slot.result = view
             if slot.value is None:
                 view.zero_()
