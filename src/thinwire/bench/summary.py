@@ -74,9 +74,12 @@ class BenchResult:
         return asdict(self)
 
     def row(self, label: str) -> RowSummary:
-        """The row whose label is or begins with this text."""
+        """The row whose label is this text, else the first that begins with it."""
         for row in self.rows:
-            if row.label == label or row.label.startswith(label + " "):
+            if row.label == label:
+                return row
+        for row in self.rows:
+            if row.label.startswith(label + " "):
                 return row
         raise KeyError(label)
 
