@@ -4,6 +4,8 @@ import torch
 
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
+from thinwire.methods.lags import LAGS
+from thinwire.methods.omgs import OMGS
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.ssgd import SSGD
@@ -18,6 +20,8 @@ FEEDBACK = [
     TopK(0.1),
     TopK(0.05, wire="fp16"),
     TopK(0.3, wire="bf16"),
+    OMGS(0.1),
+    LAGS(20),
 ]
 EVERY = [SSGD(), SSGD(ordered=True), Cast(), Cast("fp16"), *FEEDBACK]
 SHAPES = {"w": (12, 9), "b": (5,), "conv": (6, 4, 2, 2), "s": (), "empty": (0, 3), "row": (1, 8), "column": (8, 1)}

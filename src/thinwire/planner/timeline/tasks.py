@@ -90,8 +90,7 @@ def _modules(profile: ModelProfile) -> list[ModuleTime]:
         modules = [ModuleTime(name, weight) for name, weight in weights.items()] or [ModuleTime("model", 0.0)]
     total = sum(module.forward_seconds for module in modules)
     if total > 0:
-        factor = profile.forward_seconds / total
-        return [ModuleTime(m.name, m.forward_seconds * factor) for m in modules]
+        return [ModuleTime(m.name, m.forward_seconds / total * profile.forward_seconds) for m in modules]
     return [ModuleTime(m.name, profile.forward_seconds / len(modules)) for m in modules]
 
 
