@@ -24,8 +24,8 @@ from torch import Tensor
 from thinwire.adapters.ddp_layout import gradient_views, joined
 from thinwire.adapters.ddp_names import Ordinals
 from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
+from thinwire.collectives.topology import topology_of
 from thinwire.engine.agreement import agree
-from thinwire.engine.attach import _topology as default_topology
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.methods.registry import resolve
@@ -128,7 +128,7 @@ class DDPSync:
             if not dist.is_initialized():
                 raise RuntimeError("call torch.distributed.init_process_group before using the hook's state")
             world = dist.get_world_size(self._group)
-            topology = self._given or default_topology(world)
+            topology = self._given or topology_of(world)
             if topology.world_size != world:
                 raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
             if world == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 
 import torch.distributed as dist
@@ -44,32 +43,21 @@ class Predictor:
 
     def predict(self, row: Row, compute: RowRecord) -> float | None:
         """Seconds of a step of a thinwire row; ``compute`` is the row without exchange."""
+        from thinwire.engine.parameters import managed_parameters
+        from thinwire.engine.planning import price_plan
+        from thinwire.measure.cores import spare_cores
         from thinwire.methods.registry import method as named
         from thinwire.planner.measured import Measured
-        from thinwire.planner.plans import PlanTensor, make_plan
-        from thinwire.planner.timeline import simulate
 
         if not row.is_thinwire or row.kind == "auto" or not compute.step_seconds:
             return None
         method = named(row.kind, **row.options)
-        owners = {id(p): m for m in self._model.modules() for p in m.parameters(recurse=False)}
-        tensors = [
-            PlanTensor(n, tuple(p.shape), method.dense(n, tuple(p.shape), owners.get(id(p))), str(p.dtype))
-            for n, p in self._model.named_parameters()
-            if p.requires_grad
-        ]
-        place = {t.name: i for i, t in enumerate(tensors)}
-        shared = len(os.sched_getaffinity(0)) < 2 * max(self._topology.layout) * self._nodes_here()
-        measured = Measured(self.profile, self.costs, self._topology, side_stream=not shared)
-        plan = make_plan(method, tensors, [place[t.name] for t in self.profile.tensors], (), "gloo", measured)
+        side_stream = spare_cores(max(self._topology.layout) * self._nodes_here())
+        measured = Measured(self.profile, self.costs, self._topology, side_stream)
         alone = statistics.median(compute.step_seconds)
         passes = self.profile.forward_seconds + sum(self.profile.backward_seconds)
-        # The rest of a step without exchange: the optimizer, the data.
-        timeline = simulate(
-            method, self.profile, self._topology, self.costs, plan=plan, shared_compute=shared,
-            optimizer_seconds=max(0.0, alone - passes),
-        )  # fmt: skip
-        return timeline.step_seconds
+        rest = max(0.0, alone - passes)  # of a step without exchange: the optimizer, the data
+        return price_plan(method, managed_parameters(self._model, method, "auto"), "gloo", measured, None, rest)[1]
 
     def _nodes_here(self) -> int:
         """In the lab all machines are this one."""

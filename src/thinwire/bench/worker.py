@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,10 +69,9 @@ def run(spec: BenchSpec) -> RunRecord:
 
 def _predictor(spec: BenchSpec) -> Any:
     from thinwire.bench.predict import Predictor
-    from thinwire.program import Topology
+    from thinwire.collectives.topology import topology_of
 
-    world = dist.get_world_size()
-    return Predictor(spec, Topology(world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return Predictor(spec, topology_of(dist.get_world_size()))
 
 
 def _interleave(spec: BenchSpec, rows: tuple[Row, ...], tracks: list[Track], turns: Turns) -> None:

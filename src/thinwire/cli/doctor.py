@@ -41,9 +41,9 @@ def examine() -> dict[str, Any]:
     import torch.distributed as dist
 
     from thinwire import __version__, lab
+    from thinwire.measure.cores import usable_cores
 
     backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "thinwire": __version__,
@@ -51,7 +51,7 @@ def examine() -> dict[str, Any]:
         "torch": torch.__version__,
         "backends": backends,
         "backend in use": "nccl" if gpus and "nccl" in backends else "gloo",
-        "cores": cores,
+        "cores": usable_cores(),
         "gpus": gpus or ["none"],
         "interface": os.environ.get("GLOO_SOCKET_IFNAME") or default_interface() or "unknown",
         "lab": _LAB[lab.available()],

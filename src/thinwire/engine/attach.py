@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.collectives.topology import topology_of
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
 from thinwire.engine.pilot import Pilot, wanted
@@ -105,7 +105,7 @@ def attach(
         chosen = SSGD(merge=chosen.merge)
     managed = managed_parameters(model, chosen, dense)
     check_optimizers(managed, optimizers)
-    topology = topology or _topology(world)
+    topology = topology or topology_of(world)
     if topology.world_size != world:
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
@@ -126,10 +126,3 @@ def attach(
         if communicator is not None:
             communicator.close(broken=False)
         raise
-
-
-def _topology(world: int) -> Topology:
-    """From torchrun's variables where they fit the group; else every rank on a machine of its own."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    whole = dist.is_initialized() and world == dist.get_world_size() if dist.is_available() else False
-    return Topology(world, local if whole and local > 0 and world % local == 0 else 1)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from thinwire.engine.parameters import Managed
 from thinwire.planner import plans
 from thinwire.planner.measured import Measured
-from thinwire.planner.plans import default_merge
+from thinwire.planner.timeline import simulate
 from thinwire.program import Method, Plan, Topology
 from thinwire.program.trace import Step, trace
 
-__all__ = ["default_merge", "make_plan", "trace_plan"]
+__all__ = ["make_plan", "price_plan", "trace_plan"]
 
 
 def make_plan(
@@ -27,6 +27,32 @@ def make_plan(
         plans.PlanTensor(m.name, m.shape, m.dense, str(m.parameter.dtype), m.parameter.element_size()) for m in managed
     ]
     return plans.make_plan(method, tensors, order, late, backend, measured)
+
+
+def price_plan(
+    method: Method,
+    managed: Sequence[Managed],
+    backend: str,
+    measured: Measured,
+    dense: Method | None,
+    optimizer_seconds: float,
+) -> tuple[Plan, float]:
+    """The plan that measured times lead to, in their order of arrival, and the predicted seconds of a step."""
+    index = {m.name: m.index for m in managed}
+    order = [index[tensor.name] for tensor in measured.profile.tensors]
+    plan = make_plan(method, managed, order, (), backend, measured)
+    timeline = simulate(
+        method,
+        measured.profile,
+        measured.topology,
+        measured.costs,
+        plan=plan,
+        backend=backend,
+        dense=dense,
+        shared_compute=not measured.side_stream,
+        optimizer_seconds=optimizer_seconds,
+    )
+    return plan, timeline.step_seconds
 
 
 def trace_plan(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.engine.parameters import Managed
-from thinwire.engine.planning import make_plan
+from thinwire.engine.planning import price_plan
 from thinwire.engine.timings import Measurement
+from thinwire.measure.cores import spare_cores
 from thinwire.methods.registry import method as named
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import Measured, needs_measurement
-from thinwire.planner.timeline import simulate
 from thinwire.program import Method, Plan, Topology
 
 Named = tuple[str, dict[str, Any]]
@@ -96,25 +95,7 @@ class Prices:
         return _Offer(name, options, *self._price(named(name, **options)))
 
     def _price(self, method: Method) -> tuple[Plan, float]:
-        profile, shared = self.measurement.profile, self.backend == "gloo" and not self._spare_cores()
-        managed = self.manage(method)
-        index = {m.name: m.index for m in managed}
-        measured = Measured(profile, self.costs, self.topology, side_stream=not shared)
-        plan = make_plan(method, managed, [index[t.name] for t in profile.tensors], (), self.backend, measured)
-        timeline = simulate(
-            method,
-            profile,
-            self.topology,
-            self.costs,
-            plan=plan,
-            backend=self.backend,
-            dense=self.dense,
-            shared_compute=shared,
-            optimizer_seconds=self.measurement.outside_seconds,
-        )
-        return plan, timeline.step_seconds
-
-    def _spare_cores(self) -> bool:
-        """Whether the communicator threads of this machine's ranks have cores of their own."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cores >= 2 * max(self.topology.layout)
+        side_stream = self.backend != "gloo" or spare_cores(max(self.topology.layout))
+        measured = Measured(self.measurement.profile, self.costs, self.topology, side_stream)
+        outside = self.measurement.outside_seconds
+        return price_plan(method, self.manage(method), self.backend, measured, self.dense, outside)

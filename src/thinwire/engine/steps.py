@@ -36,19 +36,33 @@ class Settings:
 
 
 class _Memory:
-    """What a bucket of plain averaging keeps from step to step: one buffer, cut up, and its slots.
+    """What a bucket keeps from step to step: its slots, and for a light program one buffer, cut up.
 
-    ``gradients`` are the views that become ``.grad``: with version counters of their own.
+    ``gradients`` are the cuts that become ``.grad``: with version counters of their own.
     """
 
-    def __init__(self, slots: list[Slot], parameters: list[nn.Parameter]) -> None:
-        first = slots[0]
-        self.slots, self.parameters = slots, parameters
-        self.buffer = torch.empty(sum(s.numel for s in slots), dtype=first.dtype, device=first.device)
-        pieces = self.buffer.split([s.numel for s in slots])
-        self.views = [piece.view(s.shape) for s, piece in zip(slots, pieces)]
-        self.gradients = [view.data for view in self.views]
+    def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], light: bool) -> None:
+        self.parameters, self.kept = parameters, entry.kept
+        self.slots = [Slot(n, p.shape, None, p.dtype, p.device) for n, p in zip(entry.names, parameters)]
+        self.buffer: Tensor | None = None
+        self.views: list[Tensor] | None = None
+        self.gradients: list[Tensor] = []
         self.handed_over = False
+        if light:
+            first = self.slots[0]
+            self.buffer = torch.empty(sum(s.numel for s in self.slots), dtype=first.dtype, device=first.device)
+            pieces = self.buffer.split([s.numel for s in self.slots])
+            self.views = [piece.view(s.shape) for s, piece in zip(self.slots, pieces)]
+            self.gradients = [view.data for view in self.views]
+
+    def bucket(self, index: int, scale: Tensor | None) -> Bucket:
+        """A step's bucket of the gradients that are there now."""
+        for slot, parameter in zip(self.slots, self.parameters):
+            grad = parameter.grad
+            slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
+            slot.result = None
+        self.handed_over = False
+        return Bucket(index, self.slots, scale=scale, buffer=self.buffer, kept=self.kept, views=self.views)
 
 
 def _teach_malloc() -> None:
@@ -108,6 +122,8 @@ class Steps:
             broadcast_tensors([*model.parameters(), *model.buffers()], communicator.control)
             self._adopt(first)
             communicator.start()
+            if communicator.device.type == "cpu":
+                _teach_malloc()
             self._install(optimizers)
         else:
             self.plan = first
@@ -144,8 +160,6 @@ class Steps:
                     where[self._by_name[name].index] = b
             self._where.append(where)
         self._memory: dict[tuple[int, int], _Memory] = {}
-        if self._comm.device.type == "cpu":
-            _teach_malloc()
 
     def _install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for m in self._managed:
@@ -203,8 +217,7 @@ class Steps:
 
     def _ready(self, bucket: int) -> None:
         assert self._comm is not None
-        method = self._dense if self._entries[bucket].dense else self.method
-        light = method.light and len(self._traced[self._phase][bucket]) <= 1
+        light = self._method_of(bucket).light and len(self._traced[self._phase][bucket]) <= 1
         self._comm.executor.ready(bucket, light=light)
         if light and (made := self._buckets[bucket]) is not None and made.filled:
             self._hand_over(made)
@@ -214,9 +227,7 @@ class Steps:
 
         Kept to the end of backward, it would be given back to the system and faulted in again at every step (5 %).
         """
-        memory = self._memory.get((self._phase, bucket.index))
-        if memory is None:
-            return
+        memory = self._memory[self._phase, bucket.index]
         memory.handed_over = True
         for slot, parameter, grad in zip(memory.slots, memory.parameters, memory.gradients):
             if slot.value is None:  # unused here: gets its average at the end
@@ -259,32 +270,17 @@ class Steps:
 
     def _program(self, index: int) -> Program:
         """The program of a bucket whose gradients are there; called by the executor."""
-        entry = self._entries[index]
-        key = (self._phase, index)
-        if key in self._memory:
-            return self._again_in(self._memory[key], entry, index)
-        slots = []
-        for name in entry.names:
-            p = self._by_name[name].parameter
-            slots.append(Slot(name, p.shape, None if p.grad is None else p.grad.detach(), p.dtype, p.device))
-        bucket = Bucket(index, slots, scale=self._scale, kept=entry.kept)
-        if entry.dense or self.method.light:
-            memory = _Memory(slots, [self._by_name[name].parameter for name in entry.names])
-            self._memory[key] = memory
-            bucket = Bucket(index, slots, scale=self._scale, buffer=memory.buffer, kept=entry.kept, views=memory.views)
+        method, key = self._method_of(index), (self._phase, index)
+        if key not in self._memory:
+            entry = self._entries[index]
+            parameters = [self._by_name[name].parameter for name in entry.names]
+            self._memory[key] = _Memory(entry, parameters, method.light)
+        bucket = self._memory[key].bucket(index, self._scale)
         self._buckets[index] = bucket
-        return (self._dense if entry.dense else self.method).reduce(bucket, self.state)
+        return method.reduce(bucket, self.state)
 
-    def _again_in(self, memory: _Memory, entry: PlanBucket, index: int) -> Program:
-        """The program of a bucket that has memory from an earlier step: nothing is built anew."""
-        for slot, parameter in zip(memory.slots, memory.parameters):
-            grad = parameter.grad
-            slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
-            slot.result = None
-        memory.handed_over = False
-        bucket = Bucket(index, memory.slots, scale=self._scale, buffer=memory.buffer, views=memory.views)
-        self._buckets[index] = bucket
-        return (self._dense if entry.dense else self.method).reduce(bucket, self.state)
+    def _method_of(self, bucket: int) -> Method:
+        return self._dense if self._entries[bucket].dense else self.method
 
     def _finish(self) -> None:
         """End of backward: launch what is left, wait, commit, deliver."""
@@ -348,8 +344,7 @@ class Steps:
         plain = used is None and not self.method.has_residual
         for bucket in self._buckets:
             assert bucket is not None
-            memory = self._memory.get((self._phase, bucket.index))
-            if plain and memory is not None and memory.handed_over:
+            if plain and self._memory[self._phase, bucket.index].handed_over:
                 continue
             for slot in bucket.slots:
                 m = self._by_name[slot.name]
@@ -363,6 +358,7 @@ class Steps:
                 if self.method.has_residual and grad is not None:
                     self._versions[m.index] = grad._version
                     self._delivered[m.index] = grad
+                slot.value = slot.result = None  # the gradients' memory is not ours to keep
         self._buckets = []
         self._fresh = True
 

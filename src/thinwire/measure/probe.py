@@ -6,7 +6,6 @@ with the same costs.
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.collectives.lanes import Lanes
+from thinwire.collectives.topology import topology_of
 from thinwire.measure.fit import never_falling
 from thinwire.measure.kernels import KERNELS, kernel_points
 from thinwire.measure.result import Measurement, ProbeResult
@@ -69,7 +69,7 @@ def probe(
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     if not seconds > 0 or kernel_seconds < 0:
         raise ValueError(f"seconds={seconds} must be positive and kernel_seconds={kernel_seconds} not negative")
-    topology = topology or _topology(len(ranks))
+    topology = topology or topology_of(len(ranks))
     if topology.world_size != len(ranks):
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {len(ranks)}")
     backend = str(dist.get_backend(group))
@@ -89,12 +89,6 @@ def probe(
         lanes.release(broken=broken)
     on_progress(1.0, "done")
     return run.result(backend, topology.layout, compute)
-
-
-def _topology(world: int) -> Topology:
-    """From torchrun's variables where they fit the group; else every rank on a machine of its own."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Topology(world, local if world == dist.get_world_size() and local > 0 and world % local == 0 else 1)
 
 
 def _source(backend: str, world: int) -> str:

@@ -12,7 +12,7 @@ from thinwire.planner.merge import Merge, greedy_mgwfbp, greedy_omgs, optimal_de
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.ratios import lags
 from thinwire.program import Method, Scope, Topology
-from thinwire.program.trace import trace
+from thinwire.program.trace import steady_step, trace
 
 RULES = ("optimal", "mgwfbp", "omgs", "lags")
 """Ways of cutting that need a measurement."""
@@ -57,7 +57,7 @@ def needs_measurement(method: Method) -> bool:
 def cut(
     rule: str,
     method: Method,
-    shapes: Sequence[tuple[int, ...]],
+    sizes: list[int],
     payload: Sequence[int],
     seconds: Sequence[float],
     itemsize: int,
@@ -69,14 +69,13 @@ def cut(
     Args:
         rule: one of ``RULES``.
         method: their program.
-        shapes: in backward order.
+        sizes: elements, in backward order.
         payload: of each alone, as ``Method.payload`` gives them.
         seconds: of backward, from the tensor before (of this kind) to this one.
         itemsize: bytes of a payload element.
         measured: prices.
         phase: of the method.
     """
-    sizes = [_elements(shape) for shape in shapes]
     if rule == "lags":
         return _layers(method, sizes, seconds, measured)
     if method.name in ("topk", "omgs"):
@@ -132,7 +131,7 @@ def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: M
 def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Callable[[int], float]:
     """Seconds of the exchanges of one message of so many bytes: the kinds are those that the program yields."""
     topology = measured.topology
-    steps = [s for s in trace(method, [("x", (size,))], topology, step=(method.phases << 40) + phase) if s.scope]
+    steps = [s for s in trace(method, [("x", (size,))], topology, step=steady_step(method, phase)) if s.scope]
     largest = max((s.message_bytes for s in steps), default=1) or 1
     shares = [(s.kind, s.scope, len(topology.members(s.scope, 0)), s.message_bytes / largest) for s in steps if s.scope]
 
@@ -145,10 +144,3 @@ def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Call
 def _first_segment(method: Method, size: int, measured: Measured, phase: int) -> float:
     seconds = method.compute_seconds([(size,)], phase, measured.topology, measured.costs) if size else None
     return seconds[0] if seconds else 0.0
-
-
-def _elements(shape: Sequence[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= int(n)
-    return size

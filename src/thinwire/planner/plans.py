@@ -88,8 +88,9 @@ def make_plan(
                 parts = _given(rule, len(entries))
             elif measured is not None and rule in RULES:
                 waits = _since_last_of_kind(order, indices, [seconds.get(tensors[i].name, 0.0) for i in order])
-                shapes = [t.shape for t in entries]
-                parts = cut(rule, method, shapes, payload, waits, entries[0].itemsize, measured, phase)
+                parts = cut(
+                    rule, method, [t.size for t in entries], payload, waits, entries[0].itemsize, measured, phase
+                )
             else:
                 parts = [Part(group) for group in fuse(payload, _limit(rule, entries, payload))]
             for part in parts:

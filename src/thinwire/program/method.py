@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -46,13 +47,7 @@ class Method(abc.ABC):
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """Elements on the wire for each tensor of these shapes, in fp32 units: what fusion thresholds are scaled by."""
-        sizes = []
-        for shape in shapes:
-            size = 1
-            for n in shape:
-                size *= int(n)
-            sizes.append(size)
-        return sizes
+        return [math.prod(shape) for shape in shapes]
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Any

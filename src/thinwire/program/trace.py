@@ -27,6 +27,11 @@ class Step:
     sent_bytes: int
 
 
+def steady_step(method: Method, phase: int) -> int:
+    """A step of this phase at which warm-ups and dense first steps are long over."""
+    return (method.phases << 40) + phase
+
+
 def trace(
     method: Method,
     shapes: Sequence[tuple[str, Sequence[int]]],
@@ -49,7 +54,7 @@ def memory(
     """What ``method`` remembers of these parameters once it is under way: a state of meta tensors."""
     state = State(rank, topology)
     for phase in range(method.phases):
-        state.step = (method.phases << 40) + phase
+        state.step = steady_step(method, phase)
         _run(method, shapes, state, dtype)
         state.end_step()
     return state

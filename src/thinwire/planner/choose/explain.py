@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from thinwire.kernels.select import keep_count
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
-from thinwire.planner.timeline.programs import Place, Plain
+from thinwire.planner.timeline.programs import DTYPES, Place, Plain
 from thinwire.planner.timeline.simulate import plan_of
 from thinwire.program import Method, Topology
-from thinwire.program.trace import trace
-
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+from thinwire.program.trace import steady_step, trace
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ def explain(
 ) -> tuple[Group, ...]:
     """The groups of the plan that ``attach`` makes, phase by phase, in launch order."""
     tensor_of = {tensor.name: tensor for tensor in model_profile.tensors}
-    place, dtype = Place(topology), _DTYPES[model_profile.dtype_bytes]
+    place, dtype = Place(topology), DTYPES[model_profile.dtype_bytes]
     arrival, clock = {}, 0.0
     for tensor in model_profile.tensors:
         clock += tensor.backward_seconds
@@ -66,7 +62,7 @@ def explain(
         for index, bucket in enumerate(buckets):
             shapes = [(name, tensor_of[name].shape) for name in bucket.names]
             elements = sum(math.prod(shape) for _, shape in shapes)
-            step = (method.phases << 40) + phase  # warm-up is over
+            step = steady_step(method, phase)
             program = Plain() if bucket.dense else method
             hops = [s for s in trace(program, shapes, topology, rank=place.rank, step=step, dtype=dtype) if s.scope]
             sparse = density is not None and not bucket.dense and elements

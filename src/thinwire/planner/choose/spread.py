@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from thinwire.planner.costs import Costs
@@ -10,7 +10,7 @@ from thinwire.planner.curves import Provenance
 from thinwire.planner.formulas import KINDS
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline.programs import Place
-from thinwire.planner.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Event, Timeline
+from thinwire.planner.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Event, Timeline, union_seconds
 from thinwire.program import Scope, Topology
 
 UNCERTAINTY: Mapping[Provenance, float] = {"measured here": 0.10, "measured elsewhere": 0.25, "assumed": 0.40}
@@ -70,16 +70,7 @@ def measured_share(timeline: Timeline, profile: ModelProfile, topology: Topology
     share = before = 0.0
     for (_, counts), intervals in sorted(ranks.items()):  # what is not measured first
         covered += intervals
-        after = _length(covered)
+        after = union_seconds(covered)
         share += (after - before) if counts else 0.0
         before = after
     return share / before if before else 0.0
-
-
-def _length(intervals: Sequence[tuple[float, float]]) -> float:
-    total, end = 0.0, float("-inf")
-    for first, last in sorted(intervals):
-        if last > end:
-            total += last - max(first, end)
-            end = last
-    return total

@@ -14,10 +14,10 @@ from thinwire.planner.checks import check_seconds
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.program import AllReduce, Bucket, Method, Plan, Program, Scope, State, Topology
-from thinwire.program.trace import Step, trace
+from thinwire.program.trace import Step, steady_step, trace
 
 Shapes = tuple[tuple[int, ...], ...]
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,16 @@ def _steps(
     method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None, kept: int
 ) -> list[Step]:
     named = [(str(i), shape) for i, shape in enumerate(shapes)]
-    step = (method.phases << 40) + phase  # warm-up is over
+    step = steady_step(method, phase)
     program = method if yields is None else _Short(method, yields)
-    return trace(program, named, place.topology, rank=place.rank, step=step, dtype=_DTYPES[itemsize], kept=kept)
+    return trace(program, named, place.topology, rank=place.rank, step=step, dtype=DTYPES[itemsize], kept=kept)
 
 
 def parts_of(
     method: Method, dense: Method, plan: Plan, phase: int, profile: ModelProfile, place: Place, costs: Costs
 ) -> list[tuple[Part, Part | None]]:
     """Per bucket of a phase: what runs during backward, and what may wait for the next forward (None: nothing)."""
-    if profile.dtype_bytes not in _DTYPES:
+    if profile.dtype_bytes not in DTYPES:
         raise ValueError(f"gradients of {profile.dtype_bytes} bytes cannot be simulated, only of 2, 4 or 8")
     shape_of = {tensor.name: tensor.shape for tensor in profile.tensors}
     known: dict[tuple[bool, Shapes, int], tuple[list[float], list[Step]]] = {}

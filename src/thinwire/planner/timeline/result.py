@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from thinwire.program import Plan
@@ -67,11 +67,11 @@ def exposed_seconds(events: Iterable[Event]) -> float:
         if event.name != EXCHANGE_CPU:
             side = working if event.lane in (COMPUTE, METHOD) else sending
             side.append((event.start_seconds, event.end_seconds))
-    return _measure([*working, *sending]) - _measure(working)
+    return union_seconds([*working, *sending]) - union_seconds(working)
 
 
-def _measure(intervals: Sequence[tuple[float, float]]) -> float:
-    """Length of the union."""
+def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of (start, end) pairs."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(intervals):
         if last > end:
