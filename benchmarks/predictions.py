@@ -2,7 +2,8 @@
 
 In the lab: methods x links x workers x models. Of each cell the step that the simulator predicts, from the network and
 the model as measured just before, beside the measured one. Prints a table, the median and the worst error, and how
-often the method that is ranked first is within 5 % of the fastest; writes ``benchmarks/results/predictions.json``.
+often the method that is ranked first is within 5 % of the fastest; writes ``benchmarks/results/predictions.json``
+after every network. What was not rerun stays in the file: ``--show`` prints it as it is.
 """
 
 from __future__ import annotations
@@ -84,6 +85,16 @@ def judge(cells: list[Cell]) -> list[str]:
     return lines
 
 
+def load() -> list[Cell]:
+    kept = json.loads(RESULTS.read_text())["cells"] if RESULTS.exists() else []
+    return [Cell(**cell) for cell in kept]
+
+
+def save(cells: list[Cell]) -> None:
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"summary": judge(cells), "cells": [asdict(c) for c in cells]}, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -91,22 +102,22 @@ def main() -> None:
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    cells: list[Cell] = []
-    for model in options.models.split(","):
+    cells = load()
+    for model in [] if options.show else options.models.split(","):
         for workers in map(int, options.workers.split(",")):
             for link in options.links.split(","):
-                cells += measure(model, link, workers, options.rounds, options.steps)
+                fresh = measure(model, link, workers, options.rounds, options.steps)
+                cells = [c for c in cells if (c.model, c.link, c.workers) != (model, link, workers)] + fresh
+                save(cells)
     table = Table("model", "workers", "link", "method", "measured", "predicted", "error")
-    for c in cells:
+    for c in sorted(cells, key=lambda c: (c.model, c.workers, c.link)):
         name = c.model.split(":")[0]
         figures = (f"{c.measured:.3f} s", f"{c.predicted:.3f} s", f"{c.error:+.0%}")
         table.add_row(name, str(c.workers), c.link, c.method, *figures)
     Console().print(table)
-    lines = judge(cells)
-    print("\n".join(lines))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"summary": lines, "cells": [asdict(c) for c in cells]}, indent=2) + "\n")
+    print("\n".join(judge(cells)))
 
 
 if __name__ == "__main__":

@@ -66,8 +66,10 @@ def profile_model(
             late = seconds is not None and time.perf_counter() - began > seconds
             if late and record.steps >= min(steps, _LEAST_STEPS):
                 break
+    kinds = {id(p): type(m).__name__ for m in model.modules() for p in m.parameters(recurse=False)}
     tensors = tuple(
-        TensorTime(n, tuple(shapes[n].shape), lasted) for n, lasted in record.backward(list(shapes)).items()
+        TensorTime(n, tuple(shapes[n].shape), lasted, kinds.get(id(shapes[n]), ""))
+        for n, lasted in record.backward(list(shapes)).items()
     )
     modules = tuple(ModuleTime(n, lasted) for n, lasted in record.modules().items())
     return ModelProfile(

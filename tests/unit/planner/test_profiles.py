@@ -5,7 +5,9 @@ import json
 import pytest
 from random_nets import SHAPE_FILE
 
+from thinwire.methods.topk import TopK
 from thinwire.planner.profiles import BUILTIN, ModelProfile, ModuleTime, TensorTime, builtin
+from thinwire.planner.timeline.simulate import plan_of
 
 # Elements, tensors, forward GFLOPs of one image (or of one token, without attention), as widely published.
 KNOWN = {
@@ -55,6 +57,13 @@ def test_batch_and_rate_scale_the_seconds():
     assert half.forward_seconds == pytest.approx(two.forward_seconds)
     assert "scaled by 0.5" in half.source
     assert half.sizes == one.sizes
+
+
+def test_a_topk_plan_keeps_embeddings_and_vectors_dense():
+    plan = plan_of(TopK(density=0.01), builtin("gpt2"), "gloo")
+    dense = {name for bucket in plan.phases[0] if bucket.dense for name in bucket.names}
+    assert {"transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.bias"} <= dense
+    assert "transformer.h.0.mlp.c_fc.weight" not in dense
 
 
 def test_json_keeps_the_profile():

@@ -16,11 +16,13 @@ class Layer:
         name: as in the model.
         flops: forward FLOPs of one sample.
         parameters: (short name, shape) in order of registration; none for attention cores and tied heads.
+        kind: class of the module, where a method may care.
     """
 
     name: str
     flops: float
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def estimate(name: str, layers: Sequence[Layer], how: Estimate, source: str) -> 
     for position, layer in reversed(list(enumerate(layers))):
         waiting += layer.flops / rate * (2 if position else 1)
         for short, shape in reversed(layer.parameters):
-            tensors.append(TensorTime(f"{layer.name}.{short}", shape, waiting))
+            tensors.append(TensorTime(f"{layer.name}.{short}", shape, waiting, layer.kind))
             waiting = 0.0
     modules = tuple(ModuleTime(layer.name, layer.flops / rate) for layer in layers)
     source = f"{source}, {how.batch_size} samples at {how.device_flops / 1e12:g} TFLOP/s"

@@ -14,11 +14,15 @@ from thinwire.planner.curves import Provenance, check_provenance
 
 @dataclass(frozen=True)
 class TensorTime:
-    """One parameter, and the backward seconds from the gradient before to this one."""
+    """One parameter, and the backward seconds from the gradient before to this one.
+
+    ``kind``: class of the module that owns it ("Embedding"), as far as known: some methods keep some kinds dense.
+    """
 
     name: str
     shape: tuple[int, ...]
     backward_seconds: float
+    kind: str = ""
 
     @property
     def size(self) -> int:
@@ -117,7 +121,12 @@ class ModelProfile:
         try:
             data: Any = json.loads(text)
             tensors = tuple(
-                TensorTime(str(t["name"]), tuple(int(n) for n in t["shape"]), float(t["backward_seconds"]))
+                TensorTime(
+                    str(t["name"]),
+                    tuple(int(n) for n in t["shape"]),
+                    float(t["backward_seconds"]),
+                    str(t.get("kind", "")),
+                )
                 for t in data["tensors"]
             )
             modules = tuple(ModuleTime(str(m["name"]), float(m["forward_seconds"])) for m in data["modules"])

@@ -6,7 +6,7 @@ from thinwire.planner.profiles.layers import Layer, linear, norm
 
 
 def _table(name: str, rows: int, hidden: int, positions: int) -> Layer:
-    return Layer(name, float(hidden * positions), (("weight", (rows, hidden)),))
+    return Layer(name, float(hidden * positions), (("weight", (rows, hidden)),), "Embedding")
 
 
 def _attention(name: str, hidden: int, positions: int) -> Layer:
