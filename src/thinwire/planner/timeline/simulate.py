@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from thinwire.planner.checks import check_number
 from thinwire.planner.costs import Costs
 from thinwire.planner.plans import PlanTensor, make_plan
@@ -97,10 +99,10 @@ def simulate(
 
 def plan_of(method: Method, profile: ModelProfile, backend: str) -> Plan:
     """The plan that ``attach`` makes for tensors that arrive in the profile's order."""
-    tensors = [
-        PlanTensor(t.name, t.shape, method.dense(t.name, t.shape, None), f"{profile.dtype_bytes}", profile.dtype_bytes)
-        for t in profile.tensors
-    ]
+    kinds = {"Embedding": nn.Embedding(1, 1), "EmbeddingBag": nn.EmbeddingBag(1, 1)}
+    dense = [method.dense(t.name, t.shape, kinds.get(t.kind)) for t in profile.tensors]
+    itemsize = profile.dtype_bytes
+    tensors = [PlanTensor(t.name, t.shape, d, f"{itemsize}", itemsize) for t, d in zip(profile.tensors, dense)]
     return make_plan(method, tensors, range(len(tensors)), (), backend)
 
 
