@@ -58,11 +58,14 @@ def plan(
     console = Console(quiet=json)
     if published is not None:
         from thinwire.cli.plan_tables import published_table
-        from thinwire.planner.published import reproduce
+        from thinwire.planner.published import reproduce, why_off
 
         rows = reproduce(published)
-        answer["published"] = {"name": published, "rows": [list(row) for row in rows]}
+        why = why_off(published)
+        answer["published"] = {"name": published, "rows": [list(row) for row in rows], "why_off": why}
         console.print(published_table(published, rows))
+        if why:
+            console.print(why)
     if model is not None or profile is not None:
         from thinwire.cli.plan_inputs import check_file, read_question
 

@@ -131,6 +131,7 @@ def test_published():
         "published": {
             "name": "selection",
             "rows": [["resnet50, P102-100, seconds", 0.1376, pytest.approx(0.1377, abs=1e-4)]],
+            "why_off": None,
         }
     }
     assert {"published", "ranking"} <= set(as_json("resnet50", "--published", "dear", "--methods", "ssgd"))

@@ -14,7 +14,7 @@ from thinwire.planner.published.constants import (
     sort_2019,
 )
 from thinwire.planner.published.figures import FIGURES, Figure, figure
-from thinwire.planner.published.reproduce import REPRODUCIBLE, pipelining_bound, reproduce
+from thinwire.planner.published.reproduce import REPRODUCIBLE, pipelining_bound, reproduce, why_off
 
 __all__ = [
     "ALL_GATHER_1GBE",
@@ -31,4 +31,5 @@ __all__ = [
     "pipelining_bound",
     "reproduce",
     "sort_2019",
+    "why_off",
 ]
