@@ -27,12 +27,11 @@ def to_wire(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack(values: Tensor, indices: Tensor) -> Tensor:
-    """Values (in their wire dtype) and int64 indices below 2^31, both ``[k]`` -> uint8 ``[message_bytes]``."""
-    k = values.numel()
+    """Values (in their wire dtype) and int64 indices below 2^31, ``[..., k]`` -> uint8 ``[..., message_bytes]``."""
     body = values.contiguous().view(torch.uint8)
-    gap = _value_bytes(k, values.dtype) - body.numel()
-    parts = [body, body.new_zeros(gap)] if gap else [body]
-    return torch.cat([*parts, indices.to(torch.int32).view(torch.uint8)])
+    gap = _value_bytes(values.shape[-1], values.dtype) - body.shape[-1]
+    parts = [body, body.new_zeros(*body.shape[:-1], gap)] if gap else [body]
+    return torch.cat([*parts, indices.to(torch.int32).view(torch.uint8)], -1)
 
 
 def unpack(message: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -49,6 +48,61 @@ def add_pairs(out: Tensor, values: Tensor, indices: Tensor) -> Tensor:
     for v, i in zip(values.unbind(), indices.unbind()):
         out.index_add_(0, i, v.to(out.dtype))
     return out
+
+
+def by_index(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The pairs in ascending order of their indices."""
+    if indices.device.type == "meta":
+        return values, indices
+    indices, order = torch.sort(indices)
+    return values[order], indices
+
+
+def merge_pairs(mine: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest entries of the sum of two sparse vectors of k pairs each: gTop-k's operator.
+
+    Args:
+        mine, other: (values, indices) in ascending order of indices, which are distinct in each. Swapped, they give
+            the same sums to the bit.
+
+    Returns:
+        (values, indices, places): by :func:`largest_pairs`, in ascending order of indices; the place in ``mine`` of
+        each index, -1 if it is not there.
+    """
+    k = mine[1].numel()
+    if mine[1].device.type == "meta":
+        return mine[0].new_empty(k), mine[1].new_empty(k), mine[1].new_empty(k)
+    indices, order = torch.sort(torch.cat([mine[1], other[1]]), stable=True)
+    values = torch.cat([mine[0], other[0]])[order]
+    twin = torch.zeros_like(indices, dtype=torch.bool)  # the second of two equal indices, which is the other's
+    torch.eq(indices[1:], indices[:-1], out=twin[1:])
+    values[:-1] += torch.where(twin[1:], values[1:], 0)
+    kept = largest(values, torch.where(twin, -1, indices), k)
+    return take(values, kept, k), take(indices, kept, k), take(torch.where(order < k, order, -1), kept, k)
+
+
+def largest(values: Tensor, indices: Tensor, k: int) -> Tensor:
+    """Where each pair goes if the k largest by (magnitude, place) stay, in the order they have: 0 to k - 1, else k.
+
+    NaN is the largest, a pair of index -1 the smallest. Fixed shapes, no sort: equal input, equal output everywhere.
+    """
+    size = torch.where(indices < 0, -1.0, torch.where(values.isnan(), torch.inf, values.abs()))
+    limit = torch.topk(size, k, sorted=False).values.amin()
+    above, equal = size > limit, size == limit
+    keep = above | (equal & (equal.cumsum(0) <= k - above.sum()))
+    return torch.where(keep, keep.cumsum(0) - 1, k)
+
+
+def take(x: Tensor, places: Tensor, k: int) -> Tensor:
+    """The k elements that :func:`largest` keeps."""
+    return x.new_empty(k + 1).scatter_(0, places, x)[:k]
+
+
+def contains(indices: Tensor, wanted: Tensor) -> Tensor:
+    """Whether each of ``wanted`` is among ``indices``, which are in ascending order."""
+    if indices.device.type == "meta":
+        return torch.empty(wanted.shape, dtype=torch.bool, device="meta")
+    return indices[torch.searchsorted(indices, wanted).clamp_(max=indices.numel() - 1)] == wanted
 
 
 def _value_bytes(k: int, dtype: torch.dtype) -> int:

@@ -30,3 +30,15 @@ def normal(rows: int, columns: int, *words: object, dtype: torch.dtype, device: 
     if device.type == "meta":
         return torch.empty(rows, columns, dtype=dtype, device=device)
     return torch.randn(rows, columns, generator=generator(*words)).to(device=device, dtype=dtype)
+
+
+def noise(n: int, *words: object, device: torch.device) -> Tensor:
+    """``n`` int16 numbers, uniform over all of int16: what stochastic rounding adds. Drawn on ``device``.
+
+    Four of them from one 64-bit draw, as draws are most of a quantiser's time on a CPU.
+    """
+    if device.type == "meta":
+        return torch.empty(n, dtype=torch.int16, device=device)
+    draw = torch.Generator(device).manual_seed(seed_of(*words))
+    wide = torch.empty(-(-n // 4), dtype=torch.int64, device=device)
+    return wide.random_(-(2**63), None, generator=draw).view(torch.int16)[:n]

@@ -6,15 +6,26 @@ What does not live here: what is done with the entries that are not chosen (meth
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels.select.exact import exact
+from thinwire.kernels.select.gaussian import gaussian
+from thinwire.kernels.select.histogram import histogram
+from thinwire.kernels.select.mstopk import mstopk
+from thinwire.kernels.select.threshold import threshold
 
 Selector = Callable[..., Tensor]
-ALGORITHMS: dict[str, Selector] = {"exact": exact}
+ALGORITHMS: dict[str, Selector] = {
+    "exact": exact,
+    "histogram": histogram,
+    "mstopk": mstopk,
+    "gaussian": gaussian,
+    "threshold": threshold,
+}
 
 
 def keep_count(d: int, rho: float) -> int:
@@ -27,17 +38,26 @@ def keep_count(d: int, rho: float) -> int:
     return min(d, max(1, int(rho * d + 1e-6))) if d else 0
 
 
+def options_of(algorithm: str) -> tuple[str, ...]:
+    """The names of an algorithm's options."""
+    parameters = signature(ALGORITHMS[algorithm]).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY)
+
+
 def top_k(
     x: Tensor, k: int, algorithm: str = "exact", generator: torch.Generator | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The k entries of largest magnitude, in no particular order.
 
     Args:
-        x: 1-D, any strides; 16-bit floats are compared as fp32.
+        x: 1-D, any strides; 16-bit floats are compared as fp32. On meta: shapes only.
         k: how many; more than there are means all.
-        algorithm: "exact".
-        generator: for algorithms that draw; "exact" does not.
-        options: of the algorithm; "exact" has none.
+        algorithm: "exact"; "histogram": exact but for the choice among equals; "mstopk", "gaussian", "threshold":
+            approximate. On a GPU all run without a host read.
+        generator: for algorithms that draw (all but "exact"); None: torch's default generator of the CPU. A program
+            passes one that depends on seed, step and bucket alone.
+        options: of the algorithm, see its function: "histogram": passes, window, engine; "mstopk": samplings, base,
+            window; "gaussian": rounds, window; "threshold": sample, rounds.
 
     Returns:
         (values, indices): ``values`` bit-equal to ``x[indices]``; indices int64, distinct. Non-finite entries
@@ -52,7 +72,16 @@ def top_k(
         raise ValueError(f"top_k needs a 1-D tensor, not {x.ndim}-D")
     if k < 0:
         raise ValueError(f"k must not be negative, not {k}")
-    if options:
-        raise ValueError(f"algorithm={algorithm!r} has no option {sorted(options)[0]!r}")
-    indices = ALGORITHMS[algorithm](x, min(k, x.numel()))
+    for name in options:
+        if name not in options_of(algorithm):
+            known = ", ".join(options_of(algorithm)) or "none"
+            raise ValueError(f"algorithm={algorithm!r} has no option {name!r}; its options: {known}")
+    k = min(k, x.numel())
+    if x.is_meta:
+        indices = torch.empty(k, dtype=torch.int64, device=x.device)
+        return x[indices], indices
+    if k == 0 or (k == x.numel() and not options):
+        indices = torch.arange(k, device=x.device)
+    else:
+        indices = ALGORITHMS[algorithm](x, k, generator, **options)
     return x[indices], indices

@@ -1,0 +1,152 @@
+"""Quantisers: a 1-D tensor as small integer codes and a few scales, and back.
+
+Block codec: s = 2^(bits - 1) - 1 levels on either side of 0 (bits 2, 4, 8: 1, 7, 127). Per block v of elements, with
+N = max|v| or |v|_2, a code is round(s v / N) + s, and stands for (code - s) N / s. Rounded to nearest even, or, given
+noise, to one of the two neighbours so that the mean over draws is v. The last block of a tensor may be shorter. A
+block that holds NaN or infinity has a scale that is not finite; its codes mean nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BITS = (2, 4, 8)
+_PIECE = 1 << 16  # elements, which stay in a CPU's cache
+_WIDE = {2: torch.int16, 4: torch.int32}  # so many codes of one byte each, read as one integer
+_STEP = 2.0**-16  # of the noise
+
+
+def levels(bits: int) -> int:
+    """Levels on either side of zero.
+
+    Example:
+        >>> [levels(bits) for bits in BITS]
+        [1, 7, 127]
+    """
+    return int(2 ** (bits - 1)) - 1
+
+
+def packed_bytes(n: int, bits: int) -> int:
+    """Bytes of ``n`` packed codes."""
+    return -(-n * bits // 8)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack uint8 codes ``[n]`` below 2^bits into uint8 ``[ceil(n bits / 8)]``: low bits first, padded with 0.
+
+    Example:
+        >>> pack_codes(torch.tensor([1, 2, 3], dtype=torch.uint8), 4)
+        tensor([33,  3], dtype=torch.uint8)
+    """
+    per = 8 // bits
+    if per == 1:
+        return codes
+    n = codes.numel()
+    if n % per or codes.storage_offset() % per or not codes.is_contiguous():
+        padded = codes.new_zeros(n + -n % per)
+        padded[:n] = codes
+        codes = padded
+    wide = codes.view(_WIDE[per])
+    packed = wide
+    for j in range(1, per):
+        packed = packed | (wide >> ((8 - bits) * j))
+    return packed.to(torch.uint8)
+
+
+def unpack_codes(packed: Tensor, n: int, bits: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """The first ``n`` codes of ``packed``, as a new tensor of ``dtype``."""
+    per = 8 // bits
+    out = torch.empty(packed.numel(), per, dtype=dtype, device=packed.device)
+    for j in range(per):
+        out[:, j] = (packed >> (bits * j)) & (2**bits - 1)
+    return out.view(-1)[:n]
+
+
+def encode(a: Tensor, bits: int, block: int, norm: str = "max", noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a 1-D tensor.
+
+    Args:
+        a: ``[n]``, fp32 or fp64; not edited.
+        bits: 2, 4 or 8.
+        block: elements that share a scale; with fewer than 8 bits a multiple of 8.
+        norm: "max" or "l2".
+        noise: int16 ``[n]``, uniform over all int16 (``seeding.noise``): round at random, without bias up to 2^-17 of
+            a level. None: to nearest even.
+
+    Returns:
+        Packed codes, uint8 ``[ceil(n bits / 8)]``, and the scales N / s, ``[ceil(n / block)]`` in the dtype of ``a``.
+    """
+    n, s = a.numel(), levels(bits)
+    codes = torch.empty(packed_bytes(n, bits), dtype=torch.uint8, device=a.device)
+    scales = a.new_empty(-(-n // block))
+    if a.device.type == "meta":
+        return codes, scales
+    size = _piece(block, a.device)
+    for start in range(0, n, size):
+        x = a[start : start + size]
+        count = x.numel()
+        rows = torch.nn.functional.pad(x, (0, -count % block)).view(-1, block) if count % block else x.view(-1, block)
+        top = rows.abs().amax(1) if norm == "max" else torch.linalg.vector_norm(rows, dim=1)
+        scales[start // block :][: len(rows)] = top / s
+        part = None if noise is None else noise[start : start + count]
+        made = _codes(rows, top[:, None], s, part)
+        first = start * bits // 8
+        codes[first : first + packed_bytes(count, bits)] = pack_codes(made.view(-1)[:count], bits)
+    return codes, scales
+
+
+def add_decoded(out: Tensor, codes: Tensor, scales: Tensor, bits: int, block: int) -> None:
+    """To ``out`` [n] add what each row of codes [P, bytes] and scales [P, blocks] stands for, in order of the rows."""
+    if out.device.type == "meta":
+        return
+    n, s, size = out.numel(), levels(bits), _piece(block, out.device)
+    for start in range(0, n, size):
+        part = out[start : start + size]
+        count = part.numel()
+        full = count // block * block
+        first, end = start * bits // 8, packed_bytes(start + count, bits)
+        for row, scale in zip(codes.unbind(), scales.unbind()):
+            level = unpack_codes(row[first:end], count, bits, part.dtype).sub_(s)
+            here = scale[start // block :]
+            part[:full].view(-1, block).addcmul_(level[:full].view(-1, block), here[: full // block, None])
+            if full < count:
+                part[full:].addcmul_(level[full:], here[full // block])
+
+
+def magnitude(a: Tensor, clip: float | None) -> Tensor:
+    """max|a|, 0-dim, but at most ``clip`` root mean squares of ``a``; NaN or infinite if any element is."""
+    if a.device.type == "meta":
+        return a.new_empty(())
+    low, high = torch.aminmax(a)
+    top = torch.maximum(-low, high)
+    if clip is None:
+        return top
+    limit = torch.linalg.vector_norm(a) * (clip / a.numel() ** 0.5)
+    return torch.where(limit > 0, torch.minimum(top, limit), top)  # no limit where all squares vanish
+
+
+def ternary(a: Tensor, own: Tensor, shared: Tensor, noise: Tensor) -> Tensor:
+    """Clamp ``a`` [n] to +-``own``, then int8 codes -1, 0, 1 whose mean over draws is a / ``shared``."""
+    codes = torch.empty(a.numel(), dtype=torch.int8, device=a.device)
+    if a.device.type == "meta":
+        return codes
+    for x, part, out in zip(*(torch.split(t, _piece(1, a.device)) for t in (a, noise, codes))):
+        out.copy_(_codes(torch.clamp(x, -own, own), shared, 1, part)).sub_(1)
+    return codes
+
+
+def _codes(x: Tensor, top: Tensor, s: int, noise: Tensor | None) -> Tensor:
+    """uint8 codes 0 .. 2 s of ``x`` within +-``top``; NaN is cast to something, its scale rejects the step."""
+    x = (x / torch.where(top > 0, top, 1)).mul_(s)
+    if noise is None:
+        x.round_().add_(s)
+    else:  # the floor of x + u with u in (0, 1); the cast below cuts, and x + s is not negative
+        x.view(-1)[: noise.numel()].add_(noise, alpha=_STEP)
+        x.add_(s + 0.5 + _STEP / 2)
+    return x.clamp_(0, 2 * s).to(torch.uint8)
+
+
+def _piece(block: int, device: torch.device) -> int:
+    size = _PIECE if device.type == "cpu" else 1 << 40
+    return block * max(1, size // block)

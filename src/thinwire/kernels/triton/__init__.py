@@ -1,0 +1,14 @@
+"""Triton kernels for CUDA tensors, each the twin of a torch function that tests compare it with.
+
+What does not live here: anything that works without Triton; its modules are imported late, by who asks for them.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+
+def require() -> None:
+    """Raise ``ImportError`` with one clear sentence where Triton is missing."""
+    if find_spec("triton") is None:
+        raise ImportError('engine="triton" needs Triton, which is not installed: pip install triton, or engine="torch"')

@@ -1,0 +1,166 @@
+import numpy as np
+import pytest
+import torch
+
+from thinwire.kernels.quantise import (
+    add_decoded,
+    encode,
+    levels,
+    magnitude,
+    pack_codes,
+    packed_bytes,
+    ternary,
+    unpack_codes,
+)
+from thinwire.kernels.seeding import noise
+
+CPU = torch.device("cpu")
+
+
+def normal(n, seed=0, dtype=torch.float64):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def reference(a, bits, block, norm, draw):
+    """Codes and scales, block by block and element by element."""
+    s, codes, scales = 2 ** (bits - 1) - 1, [], []
+    for start in range(0, len(a), block):
+        v = a[start : start + block]
+        top = np.abs(v).max() if norm == "max" else np.sqrt((v * v).sum())
+        scales.append(top / s)
+        for i, x in enumerate(v):
+            level = abs(x) / top * s if top else 0.0
+            if draw is None:
+                low = np.round(level)
+            else:  # the noise as a probability; below zero the upper neighbour is the one of smaller magnitude
+                u = (int(draw[start + i]) + 32768.5) / 65536
+                low = np.floor(level) + (level % 1 > (u if x < 0 else 1 - u))
+            codes.append(int(np.sign(x) * low) + s)
+    return np.array(codes, dtype=np.uint8), np.array(scales)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_are_packed_low_bits_first(bits):
+    for n in range(71):
+        codes = torch.randint(0, 2**bits, (n + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))[3:]
+        packed = pack_codes(codes, bits)
+        want = np.packbits(
+            np.unpackbits(codes.numpy()[:, None], axis=1, bitorder="little")[:, :bits], bitorder="little"
+        )
+        assert packed.dtype == torch.uint8
+        assert np.array_equal(packed.numpy(), want)
+        assert packed.numel() == packed_bytes(n, bits)
+        assert torch.equal(unpack_codes(packed, n, bits), codes)
+
+
+@pytest.mark.parametrize("rounding", ["random", "nearest"])
+@pytest.mark.parametrize("norm", ["max", "l2"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_equal_a_loop_over_the_elements(bits, norm, rounding):
+    for n, block in ((1, 8), (64, 16), (531, 64)):
+        a = normal(n, n)
+        a[n // 3] = 0
+        a[block : 2 * block] = 0  # a block of zeros
+        draw = noise(n, "test", n, device=CPU) if rounding == "random" else None
+        codes, scales = encode(a, bits, block, norm, draw)
+        want_codes, want_scales = reference(a.numpy(), bits, block, norm, draw)
+        assert np.array_equal(unpack_codes(codes, n, bits).numpy(), want_codes)
+        np.testing.assert_allclose(scales.numpy(), want_scales, rtol=1e-14)
+
+
+@pytest.mark.parametrize("bits,block", [(2, 8), (4, 512), (8, 24), (4, 80_000)])
+def test_long_tensors_equal_their_blocks_one_by_one(bits, block):
+    n = 200_003
+    a, draw = normal(n, 1, torch.float32), noise(n, "long", device=CPU)
+    codes, scales = encode(a, bits, block, "max", draw)
+    out = torch.zeros(n)
+    add_decoded(out, codes[None], scales[None], bits, block)
+    for i in (0, 1, scales.numel() // 2, scales.numel() - 1):
+        here = slice(i * block, (i + 1) * block)
+        part, scale = encode(a[here], bits, block, "max", draw[here])
+        count = a[here].numel()
+        assert torch.equal(unpack_codes(codes, n, bits)[here], unpack_codes(part, count, bits))
+        assert scale == scales[i]
+        assert torch.equal(out[here], (unpack_codes(part, count, bits, torch.float32) - levels(bits)) * scale)
+    assert (out - a).abs().max() <= scales.max() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rows_are_added_in_order(bits):
+    n, block = 100, 16
+    parts = [encode(normal(n, i), bits, block) for i in range(3)]
+    codes, scales = (torch.stack([part[j] for part in parts]) for j in (0, 1))
+    out, want = normal(n, 9), normal(n, 9)
+    add_decoded(out, codes, scales, bits, block)
+    for row, scale in zip(codes, scales):
+        want += (unpack_codes(row, n, bits, torch.float64) - levels(bits)) * scale.repeat_interleave(block)[:n]
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-14)
+
+
+def test_nearest_is_half_to_even():
+    a = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
+    assert (unpack_codes(encode(a, 8, 8)[0], 6, 8, torch.float32) - 127).tolist() == [127, 0, 2, 2, 0, -2]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("norm", ["max", "l2"])
+def test_a_bad_element_spoils_the_scale_of_its_block(bad, norm):
+    a = normal(64)
+    a[20] = bad
+    _, scales = encode(a, 4, 16, norm, noise(64, "bad", device=CPU))
+    assert scales.isfinite().tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("tiny", [1e-45, 1e-38, 1e38])
+def test_extreme_magnitudes(tiny):
+    a = torch.tensor([tiny, -tiny, 0.0, tiny])
+    draw = noise(4, "tiny", device=CPU)
+    codes, scales = encode(a, 2, 8, "max", draw)
+    assert unpack_codes(codes, 4, 2).tolist() == [2, 0, 1, 2]
+    assert scales.tolist() == [a[0]]
+    assert ternary(a, a[0], a[0], draw).tolist() == [1, -1, 0, 1]
+
+
+def test_shapes_on_meta():
+    a = torch.empty(100, device="meta")
+    codes, scales = encode(a, 4, 16)
+    assert (codes.shape, scales.shape, codes.dtype) == ((50,), (7,), torch.uint8)
+    add_decoded(a, codes[None], scales[None], 4, 16)
+    assert magnitude(a, 2.5).shape == ()
+    assert ternary(a, scales[0], scales[0], noise(100, device=a.device)).dtype == torch.int8
+
+
+def test_magnitude():
+    a = normal(500)
+    assert magnitude(a, None) == a.abs().max()
+    assert magnitude(a, 1.5) == pytest.approx(1.5 * a.square().mean().sqrt().item(), rel=1e-12)
+    assert magnitude(a, 100.0) == a.abs().max()
+    assert magnitude(torch.zeros(3), 2.5) == 0
+    assert magnitude(torch.full((7,), -3.0), 2.5) == 3  # a constant tensor is not clamped to nothing
+    for extreme in (1e30, 1e-30):  # whose squares are infinite, or zero
+        assert magnitude(torch.full((7,), extreme), 2.5) == torch.tensor(extreme)
+    for bad in (torch.nan, torch.inf):
+        assert not magnitude(torch.tensor([1.0, bad]), 2.5).isfinite()
+
+
+def test_ternary_against_a_loop():
+    a, draw = normal(1000), noise(1000, "t", device=CPU)
+    own, shared = torch.tensor(1.2).double(), torch.tensor(2.0).double()
+    want = []
+    for x, k in zip(a.tolist(), draw.tolist()):
+        x, u = max(-1.2000000476837158, min(1.2000000476837158, x)), (k + 32768.5) / 65536
+        want.append(int(np.floor(x / 2 + u)))
+    assert ternary(a, own, shared, draw).tolist() == want
+
+
+def test_noise_depends_on_the_words_and_is_uniform():
+    a = noise(100_001, 0, "layer", 3, 1, device=CPU)
+    assert torch.equal(a, noise(100_001, 0, "layer", 3, 1, device=CPU))
+    assert torch.equal(a[:1000], noise(1000, 0, "layer", 3, 1, device=CPU))
+    for words in ((1, "layer", 3, 1), (0, "other", 3, 1), (0, "layer", 4, 1), (0, "layer", 3, 0)):
+        assert (a == noise(100_001, *words, device=CPU)).float().mean() < 0.001
+    for lane in range(4):  # of a 64-bit draw
+        counts = torch.bincount(a[lane::4].int() + 32768 >> 10, minlength=64).double()
+        assert counts.numel() == 64
+        expected = counts.sum() / 64
+        assert ((counts - expected) ** 2 / expected).sum() < 120  # chi-square, 63 degrees: p = 1e-5

@@ -1,0 +1,113 @@
+import re
+
+import pytest
+import torch
+from selections import SEARCHES, contract, seeded, static_shapes, vectors
+
+from thinwire.kernels.select import ALGORITHMS, magnitudes, options_of, top_k
+from thinwire.methods.topk import TopK
+from thinwire.program import Topology
+from thinwire.program.trace import trace
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+@pytest.mark.parametrize("d", [1, 7, 1023, 1025])
+def test_contract_and_the_text_for_gpus_chooses_the_same(algorithm, d):
+    for name, x in vectors(d):
+        for k in sorted({1, 2, d // 10, d // 2, d - 1, d, d + 5} - {0}):
+            values, indices = top_k(x, k, algorithm, seeded(k))
+            contract(x, k, values, indices)
+            with static_shapes():
+                values, static = top_k(x, k, algorithm, seeded(k))
+            contract(x, k, values, static)
+            assert torch.equal(static.sort().values, indices.sort().values), (name, k)
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+def test_contract_at_a_million(algorithm):
+    d = 10**6 + 3
+    for name, x in vectors(d):
+        if name in ("normal", "half zeros", "zeros", "spike", "two-valued"):
+            for k in (1, d // 1000, d // 10) if name == "normal" else (d // 1000,):
+                contract(x, k, *top_k(x, k, algorithm, seeded()))
+    x = torch.randn(d, generator=seeded())
+    for k in (2, d - 1):
+        contract(x, k, *top_k(x, k, algorithm, seeded()))
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_and_strides(algorithm, dtype):
+    for d in (1025, 200_001):
+        x = torch.randn(2 * d, generator=seeded(1)).to(dtype)
+        for view, k in ((x[::2], 10), (x, d // 50)):
+            values, indices = top_k(view, k, algorithm, seeded())
+            contract(view, k, values, indices)
+            with static_shapes():
+                static = top_k(view, k, algorithm, seeded())[1]
+            assert torch.equal(static.sort().values, indices.sort().values)
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+@pytest.mark.parametrize("d", [1000, 100_000])
+@pytest.mark.parametrize("count", [1, 3, 500])
+def test_non_finite_entries_are_seen(algorithm, d, count):
+    x = torch.randn(d, generator=seeded())
+    where = torch.randperm(d, generator=seeded(1))[:count]
+    x[where] = torch.nan
+    x[where[: count // 2]] = -torch.inf
+    for call in (lambda: top_k(x, 100, algorithm, seeded()), lambda: static(x, algorithm)):
+        values, indices = call()
+        contract(x, 100, values, indices)
+        assert int((~values.isfinite()).sum()) >= min(100, count) * (1.0 if count < 100 else 0.9)
+
+
+def static(x, algorithm):
+    with static_shapes():
+        return top_k(x, 100, algorithm, seeded())
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+def test_a_few_entries_in_question_are_set_apart(algorithm, monkeypatch):
+    """Pieces smaller than the vector, and the few above a threshold kept by themselves, change nothing."""
+    x = torch.randn(5000, generator=seeded())
+    want = top_k(x, 50, algorithm, seeded())[1]
+    monkeypatch.setattr(magnitudes, "PIECE", 64)
+    assert torch.equal(top_k(x, 50, algorithm, seeded())[1].sort().values, want.sort().values)
+    monkeypatch.setattr(magnitudes, "_FEW", 10**9)
+    assert torch.equal(top_k(x, 50, algorithm, seeded())[1].sort().values, want.sort().values)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_shapes_alone(algorithm):
+    values, indices = top_k(torch.empty(100, device="meta"), 7, algorithm)
+    assert values.shape == indices.shape == (7,)
+    steps = trace(TopK(density=0.1, select=algorithm), [("w", (10, 10))], Topology(4))
+    assert [step.message_bytes for step in steps] == [80]
+
+
+@pytest.mark.parametrize("algorithm", SEARCHES)
+def test_a_generator_decides_and_the_default_one_is_left_alone(algorithm):
+    x = torch.ones(1000)
+    before = torch.get_rng_state()
+    runs = [top_k(x, 10, algorithm, seeded(7))[1].tolist() for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert runs[0] == runs[1]
+    assert any(top_k(x, 10, algorithm, seeded(s))[1].tolist() != runs[0] for s in range(5))
+
+
+def test_refusals():
+    x = torch.ones(4)
+    assert options_of("exact") == ()
+    for algorithm, options, words in (
+        ("histogram", {"passes": 0}, "passes=0 must lie in 1..3"),
+        ("histogram", {"engine": "cuda"}, 'write "torch" or "triton"'),
+        ("histogram", {"samplings": 3}, "no option 'samplings'; its options: passes, window, engine"),
+        ("mstopk", {"samplings": 0}, "samplings=0"),
+        ("mstopk", {"base": "median"}, "base='median' is unknown"),
+        ("mstopk", {"window": "square"}, 'write "circular" or "line"'),
+        ("gaussian", {"rounds": -1}, "rounds=-1"),
+        ("threshold", {"sample": 0.0}, "sample=0.0"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            top_k(x, 1, algorithm, **options)
