@@ -13,19 +13,28 @@ __version__ = "0.1.0"
 _HOME = {
     "ACP": "methods.acp",
     "Cast": "methods.cast",
+    "DGC": "methods.dgc",
+    "GTopK": "methods.gtopk",
+    "OkTopk": "methods.oktopk",
+    "DeAR": "methods.dear",
     "GradientSync": "engine.sync",
+    "HiTopK": "methods.hitopk",
     "LocalWorld": "program.local_world",
     "Method": "program.method",
     "Plan": "program.plan",
     "PowerSGD": "methods.powersgd",
+    "QSGD": "methods.qsgd",
     "SSGD": "methods.ssgd",
     "OMGS": "methods.omgs",
+    "OneBit": "methods.onebit",
     "LAGS": "methods.lags",
     "SignSGD": "methods.sign",
     "Stats": "engine.stats",
+    "TernGrad": "methods.terngrad",
     "TopK": "methods.topk",
     "Topology": "program.topology",
     "attach": "engine.attach",
+    "chain": "methods.chain",
     "ddp_hook": "adapters.ddp",
     "method": "methods.registry",
 }
@@ -38,12 +47,21 @@ if TYPE_CHECKING:
     from thinwire.engine.sync import GradientSync
     from thinwire.methods.acp import ACP
     from thinwire.methods.cast import Cast
+    from thinwire.methods.chain import chain
+    from thinwire.methods.dear import DeAR
+    from thinwire.methods.dgc import DGC
+    from thinwire.methods.gtopk import GTopK
+    from thinwire.methods.hitopk import HiTopK
     from thinwire.methods.lags import LAGS
+    from thinwire.methods.oktopk import OkTopk
     from thinwire.methods.omgs import OMGS
+    from thinwire.methods.onebit import OneBit
     from thinwire.methods.powersgd import PowerSGD
+    from thinwire.methods.qsgd import QSGD
     from thinwire.methods.registry import method
     from thinwire.methods.sign import SignSGD
     from thinwire.methods.ssgd import SSGD
+    from thinwire.methods.terngrad import TernGrad
     from thinwire.methods.topk import TopK
     from thinwire.program.local_world import LocalWorld
     from thinwire.program.method import Method
@@ -52,20 +70,29 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACP",
+    "DGC",
     "LAGS",
     "OMGS",
+    "QSGD",
     "SSGD",
     "Cast",
+    "DeAR",
+    "GTopK",
     "GradientSync",
+    "HiTopK",
     "LocalWorld",
     "Method",
+    "OkTopk",
+    "OneBit",
     "Plan",
     "PowerSGD",
     "SignSGD",
     "Stats",
+    "TernGrad",
     "TopK",
     "Topology",
     "attach",
+    "chain",
     "ddp_hook",
     "method",
 ]

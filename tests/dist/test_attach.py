@@ -40,6 +40,9 @@ METHODS = [
     ("powersgd", {"rank": 2, "merge": "none"}),
     ("topk", {"density": 0.1, "merge": "none"}),
     ("signsgd", {"merge": "none"}),
+    ("cast", {"dtype": torch.int8, "merge": "none"}),
+    ("qsgd", {}),
+    ("terngrad", {}),
 ]
 
 

@@ -17,6 +17,8 @@ METHODS = [
     ("topk", {"density": 0.1}),
     ("powersgd", {"rank": 2}),
     ("signsgd", {}),
+    ("cast", {"dtype": torch.int8, "merge": "none"}),
+    ("qsgd", {}),
 ]
 
 
@@ -46,7 +48,7 @@ def _resume(rank, size, folder):
         _steps(other, other_optimizer, rank, step, 10)
         same = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(other)))
         residuals = all(torch.equal(v, other_sync.state.residuals[n]) for n, v in sync.state.residuals.items())
-        equal.append((name, same, residuals, bool(sync.state.residuals)))
+        equal.append((name, same, residuals, bool(sync.state.residuals) == sync.method.has_residual))
         other_sync.detach()
     return equal
 

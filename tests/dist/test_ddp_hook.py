@@ -23,6 +23,9 @@ METHODS = [
     ("powersgd", {"rank": 2}),
     ("topk", {"density": 0.1}),
     ("signsgd", {}),
+    ("cast", {"dtype": torch.int8}),
+    ("qsgd", {}),
+    ("terngrad", {}),
 ]
 SMALL = 0.003  # MiB: several buckets of the tiny models
 

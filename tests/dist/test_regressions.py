@@ -459,7 +459,7 @@ def _control(rank, size):
 
 def test_control_torch_hook_m1_m2(record_property):
     try:
-        bad, ratios = run(_control, 2, seconds=25)[0]
+        bad, ratios = run(_control, 2, seconds=40, fresh=True)[0]
     except RankFailed as error:
         pytest.xfail(f"torch's PowerSGD hook: {str(error).splitlines()[0]}")
     record_property("bad_steps", bad)
@@ -475,7 +475,7 @@ def _control_m4(rank, size):
 @pytest.mark.slow
 def test_control_torch_hook_m4(record_property):
     try:
-        digests = run(_control_m4, 2, seconds=30)
+        digests = run(_control_m4, 2, seconds=40, fresh=True)
     except RankFailed as error:
         reason = " | ".join(str(error).splitlines())[:200]
         record_property("outcome", reason)

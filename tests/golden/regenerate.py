@@ -20,20 +20,31 @@ CASES = {
     "ssgd": ("ssgd", {}),
     "cast": ("cast", {}),
     "cast_fp16": ("cast", {"dtype": "fp16"}),
+    "cast_int8": ("cast", {"dtype": "int8", "block": 16}),
+    "qsgd": ("qsgd", {"block": 16}),
+    "terngrad": ("terngrad", {}),
     "signsgd": ("signsgd", {}),
     "signsgd_levels2": ("signsgd", {"levels": 2}),
     "signsgd_majority": ("signsgd", {"error_feedback": False, "vote": "majority"}),
     "topk": ("topk", {"density": 0.1}),
     "topk_fp16": ("topk", {"density": 0.1, "wire": "fp16"}),
+    "ssgd_torus": ("ssgd", {"collective": "torus"}),
+    "hitopk": ("hitopk", {"density": 0.1}),
+    "gtopk": ("gtopk", {"density": 0.1}),
+    "oktopk": ("oktopk", {"density": 0.1}),
+    "dgc": ("dgc", {"density": 0.1, "select": "exact"}),
+    "dgc_nesterov": ("dgc", {"density": 0.1, "select": "exact", "nesterov": True, "clip": 1.0, "wire": "bf16"}),
     "powersgd": ("powersgd", {"rank": 2, "min_rate": 1.0}),
     "acp": ("acp", {"rank": 2, "min_rate": 1.0}),
 }
+LAYOUTS = {"ssgd_torus": (4, 2), "hitopk": (4, 2)}  # ranks in all, and on each node
 
 
 def trajectory(case: str) -> dict[str, list[float]]:
     """Loss before every step, and the norm of rank 1's residual and two parameters after it (fp64)."""
     name, options = CASES[case]
-    made, world = method(name, **options), LocalWorld(RANKS, plan=PLAN)
+    ranks, per_node = LAYOUTS.get(case, (RANKS, None))
+    made, world = method(name, **options), LocalWorld(ranks, per_node, plan=PLAN)
     # Inputs by formula, not from a random generator, so that they are the same with every version of torch.
     rows, columns = torch.arange(24.0).double()[:, None], torch.arange(8.0).double()[None]
     x = torch.sin(1.7 * rows + 0.9 * columns + 0.13 * rows * columns)
@@ -48,7 +59,7 @@ def trajectory(case: str) -> dict[str, list[float]]:
     record: dict[str, list[float]] = {"loss": [], "residual": [], "one": [], "two": []}
     for _ in range(STEPS):
         gradients, losses = [], []
-        for part_x, part_y in zip(x.chunk(RANKS), y.chunk(RANKS)):
+        for part_x, part_y in zip(x.chunk(ranks), y.chunk(ranks)):
             leaves = {key: value.clone().requires_grad_() for key, value in parameters.items()}
             hidden = torch.tanh(part_x @ leaves["one.weight"].T + leaves["one.bias"])
             loss = (hidden @ leaves["two.weight"].T + leaves["two.bias"] - part_y).square().mean()
@@ -58,7 +69,7 @@ def trajectory(case: str) -> dict[str, list[float]]:
         averaged = world.step(made, gradients)[0]
         parameters = {key: value - rate * averaged[key] for key, value in parameters.items()}
         residual = sum(r.square().sum().item() for r in world.residuals()[1].values()) ** 0.5
-        record["loss"].append(sum(losses) / RANKS)
+        record["loss"].append(sum(losses) / ranks)
         record["residual"].append(residual)
         record["one"].append(parameters["one.weight"][3, 2].item())
         record["two"].append(parameters["two.weight"][1, 7].item())

@@ -136,6 +136,9 @@ OPTIONS = {
     "cast": {},
     "signsgd": {},
     "topk": {"density": 0.01},
+    "gtopk": {"density": 0.01},
+    "oktopk": {"density": 0.01},
+    "dgc": {},
     "powersgd": {"rank": 4},
     "acp": {"rank": 4},
 }

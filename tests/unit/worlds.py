@@ -4,11 +4,19 @@ import torch
 
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
+from thinwire.methods.dear import DeAR
+from thinwire.methods.dgc import DGC
+from thinwire.methods.gtopk import GTopK
+from thinwire.methods.hitopk import HiTopK
 from thinwire.methods.lags import LAGS
+from thinwire.methods.oktopk import OkTopk
 from thinwire.methods.omgs import OMGS
+from thinwire.methods.onebit import OneBit
 from thinwire.methods.powersgd import PowerSGD
+from thinwire.methods.qsgd import QSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.ssgd import SSGD
+from thinwire.methods.terngrad import TernGrad
 from thinwire.methods.topk import TopK
 
 FEEDBACK = [
@@ -17,19 +25,28 @@ FEEDBACK = [
     PowerSGD(rank=2, min_rate=1.0),
     SignSGD(),
     SignSGD(levels=2),
+    Cast("int8", block=16),
     TopK(0.1),
     TopK(0.05, wire="fp16"),
     TopK(0.3, wire="bf16"),
+    TopK(0.1, exchange="auto"),
+    GTopK(0.1),
+    OkTopk(0.1),
+    OkTopk(0.2, wire="fp16", capacity=1.0),
+    HiTopK(0.1),
     OMGS(0.1),
     LAGS(20),
 ]
-EVERY = [SSGD(), SSGD(ordered=True), Cast(), Cast("fp16"), *FEEDBACK]
+MOMENTUM = [DGC(0.1), DGC(1.0, nesterov=True)]
+UNBIASED = [QSGD(), QSGD(bits=2, norm="l2"), TernGrad()]
+DECOUPLED = [DeAR(), Cast(decoupled=True), ACP(rank=2, min_rate=1.0, decoupled=True)]
+EVERY = [SSGD(), SSGD(ordered=True), Cast(), Cast("fp16"), *DECOUPLED, OneBit(), *UNBIASED, *MOMENTUM, *FEEDBACK]
 SHAPES = {"w": (12, 9), "b": (5,), "conv": (6, 4, 2, 2), "s": (), "empty": (0, 3), "row": (1, 8), "column": (8, 1)}
 PLAN = [["w", "b", "empty"], ["conv", "s"], ["row", "column"]]
 
 
 def label(method):
-    default = type(method)(0.5) if isinstance(method, TopK) else type(method)()
+    default = type(method)(0.5) if isinstance(method, (TopK, HiTopK)) else type(method)()
     changed = [f"{k}={v}" for k, v in method.options().items() if default.options()[k] != v]
     return "-".join([method.name, *changed])
 

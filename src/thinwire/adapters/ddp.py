@@ -98,7 +98,7 @@ class DDPSync:
         topology: Topology | None,
     ) -> None:
         self.method = method
-        self._dense: Method = SSGD(ordered=bool(getattr(method, "ordered", False)))
+        self._dense: Method = method.beside() or SSGD(ordered=bool(getattr(method, "ordered", False)))
         self._scaler, self._timeout, self._group, self._given = scaler, timeout, group, topology
         self._state: State | None = None
         self._comm: Communicator | None = None
@@ -209,7 +209,7 @@ class DDPSync:
         programs: list[int] = []
         for dense in (False, True):
             slots = [
-                Slot(name, p.shape, view, buffer.dtype, buffer.device)
+                Slot(name, p.shape, view, buffer.dtype, buffer.device, p)
                 for name, p, view, keep in zip(names, parameters, views, kept)
                 if keep is dense
             ]

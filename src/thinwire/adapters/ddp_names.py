@@ -58,7 +58,8 @@ class Ordinals:
             self._check(state)
 
     def _check(self, state: State) -> None:
-        extra = sorted(set(state.residuals) - set(self._names.values()))
+        remembered = {*state.residuals, *(owner for _, owner in state.locals)}
+        extra = sorted(remembered - set(self._names.values()))
         if extra:
             raise ValueError(f"the state has residuals of parameters that the model has not: {', '.join(extra[:3])}")
 
@@ -72,6 +73,9 @@ def _fit(name: str, parameter: Tensor, state: State) -> None:
                 f"but the model's is {list(parameter.shape)}: it was saved by another model"
             )
         state.residuals[name] = loaded.to(parameter.device, working_dtype(parameter.dtype))
+    for (kind, owner), value in list(state.locals.items()):
+        if owner == name:
+            state.locals[kind, owner] = value.to(parameter.device, working_dtype(parameter.dtype))
     for (kind, owner), value in list(state.fields.items()):
         if owner == name:
             state.fields[kind, owner] = value.to(parameter.device)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.engine.persistence import VERSION, blank, reshard, split, split_shared
+from thinwire.engine.persistence import VERSION, blank, local_keys, local_of, reshard, split, split_shared
 from thinwire.program import Method, State
 
 log = logging.getLogger("thinwire")
@@ -34,9 +34,12 @@ def to_state_dict(state: State, method: Method, parameters: Iterable[tuple[str, 
         "residuals": len(snapshot["residual"]),
     }
     kept = [(name, p) for name, p in parameters if not method.dense(name, tuple(p.shape), None)]
-    flat.update(blank(method, kept, state.topology, state.rank))
-    for name, value in snapshot["residual"].items():
-        flat[f"residual/{state.rank}/{name}"] = value
+    if not method.shards:
+        flat.update(blank(method, kept, state.topology, state.rank))
+    shapes = {name: tuple(p.shape) for name, p in kept}
+    for name, value in snapshot["residual"].items():  # a slice with zeros around it: buckets are DDP's
+        flat[f"residual/{state.rank}/{name}"] = state.extended(name, shapes[name]).clone() if name in shapes else value
+    flat.update(local_keys(snapshot, state.rank))
     for kind, named in snapshot["shared"].items():
         for name, value in named.items():
             flat[f"shared/{kind}/{name}"] = value
@@ -73,8 +76,9 @@ def from_state_dict(state: State, method: Method, saved: Mapping[str, Any]) -> N
         mine = {
             name: reshard([named[name] for named in residuals.values() if name in named], old_size) for name in names
         }
+    local = local_of(saved, state.rank, old_size == state.size)
     shared = split_shared(saved)
     if shared and saved["options"] != _options(method):
         log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
         shared = {}
-    state.restore({"step": saved["step"], "residual": mine, "shared": shared})
+    state.restore({"step": saved["step"], "residual": mine, "shared": shared, "local": local})

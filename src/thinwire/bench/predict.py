@@ -37,8 +37,9 @@ class Predictor:
             workload.model, lambda step: workload.loss(workload.model, step, rank), steps=10, warmup=3
         )
         largest = min(16 << 20, max(1 << 16, workload.gradient_bytes))
+        scopes = 3 if topology.nodes > 1 and max(topology.layout) > 1 else 1  # as many groups to measure
         self.costs: Costs = probe(
-            None, topology, largest_bytes=largest, seconds=PROBE_SECONDS, kernel_seconds=2.0
+            None, topology, largest_bytes=largest, seconds=PROBE_SECONDS * scopes, kernel_seconds=2.0
         ).costs
 
     def predict(self, row: Row, compute: RowRecord) -> float | None:
@@ -52,13 +53,9 @@ class Predictor:
         if not row.is_thinwire or row.kind == "auto" or not compute.step_seconds:
             return None
         method = named(row.kind, **row.options)
-        side_stream = spare_cores(max(self._topology.layout) * self._nodes_here())
+        side_stream = spare_cores(self._topology.world_size)  # the bench's nodes are all this machine
         measured = Measured(self.profile, self.costs, self._topology, side_stream)
         alone = statistics.median(compute.step_seconds)
         passes = self.profile.forward_seconds + sum(self.profile.backward_seconds)
         rest = max(0.0, alone - passes)  # of a step without exchange: the optimizer, the data
         return price_plan(method, managed_parameters(self._model, method, "auto"), "gloo", measured, None, rest)[1]
-
-    def _nodes_here(self) -> int:
-        """In the lab all machines are this one."""
-        return self._topology.nodes if self._spec.link else 1

@@ -16,6 +16,7 @@ class BenchSpec:
         model: as ``build_model`` reads it.
         rows: what is compared.
         workers: number of ranks.
+        ranks_per_node: of them, how many share a node and its link.
         link: the user's words, or None for no limit; ``link_bits`` the same in bits per second.
         steps: timed steps of one row in one round.
         rounds: how often every row gets its turn.
@@ -42,9 +43,11 @@ class BenchSpec:
     operation_seconds: float = 300.0
     timeout_seconds: float = 3600.0
     predict: bool = False
+    ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("workers", 1), ("steps", 1), ("rounds", 1), ("warmup", 0), ("every", 1)):
+        for name in ("workers", "ranks_per_node", "steps", "rounds", "warmup", "every"):
+            least = 0 if name == "warmup" else 1
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.timeout_seconds <= 0 or self.operation_seconds <= 0:

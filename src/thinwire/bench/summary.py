@@ -102,7 +102,8 @@ def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) 
     forward = statistics.median(compute_row.forward_seconds)
     baseline = next((r for r in record.rows if r.label == "ddp" and not r.error and r.step_seconds), None)
     reference = statistics.median(baseline.step_seconds) if baseline else None
-    ring = 2 * (record.workers - 1) / record.workers * record.gradient_bytes
+    nodes = max(1, record.workers // spec.ranks_per_node)  # what is summed inside one costs its link nothing
+    ring = 2 * (nodes - 1) / nodes * record.gradient_bytes
     return BenchResult(
         model=spec.model,
         describe=record.describe,

@@ -66,6 +66,7 @@ def bench(
         operation_seconds=operation_timeout,
         timeout_seconds=timeout,
         predict=predict,
+        ranks_per_node=ranks_per_node,
     )
     total = (len(rows) + 1) * (warmup + rounds * steps + rounds - 1)
     record, launched = run_ranks(spec, cluster, total_steps=total)

@@ -22,6 +22,8 @@ DEFAULT_METHODS = (
     "signsgd",
     "topk:density=0.01",
     "topk:density=0.001",
+    "gtopk:density=0.01",
+    "oktopk:density=0.01",
     "powersgd:rank=4",
     "acp:rank=4",
     "acp:rank=32",

@@ -7,7 +7,7 @@ process, and given back on ``detach``: making a Gloo group opens a socket to eve
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,8 @@ class Lane:
     """Global ranks, ascending; an op's group ranks index this tuple."""
     rank: int
     """This rank's place in ``ranks``."""
+    back: dist.ProcessGroup | None = None
+    """A second group, for messages from a higher rank to a lower one; see ``swap.py``."""
 
     @property
     def size(self) -> int:
@@ -60,14 +62,20 @@ class Lanes:
         self._held: dict[tuple[str, Scope, int], Lane] = {}
         self._leases: list[tuple[tuple[Any, ...], dist.ProcessGroup]] = []
 
-    def get(self, purpose: str, scope: Scope, round_: int) -> Lane:
-        """The lane of a round. The first request makes it: all ranks of the group must ask in the same order."""
+    def get(self, purpose: str, scope: Scope, round_: int, *, two_way: bool = False) -> Lane:
+        """The lane of a round. The first request makes it: all ranks of the group must ask in the same order.
+
+        ``two_way``: for messages between pairs of ranks, with a group for each direction.
+        """
         key = (purpose, scope, round_)
-        if key not in self._held:
+        held = self._held.get(key)
+        if held is None:
             members = self._topology.members(scope, self._rank)
             ranks = tuple(self._ranks[r] for r in members)
-            self._held[key] = Lane(self._lease(ranks), ranks, members.index(self._rank))
-        return self._held[key]
+            held = self._held[key] = Lane(self._lease(ranks), ranks, members.index(self._rank))
+        if two_way and held.back is None and held.size > 1:
+            held = self._held[key] = replace(held, back=self._lease(held.ranks))
+        return held
 
     def _lease(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         _fresh_pool()

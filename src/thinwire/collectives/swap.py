@@ -3,6 +3,8 @@
 Receives are posted before sends. The other way round, the note "ready to receive" queues behind this rank's own data
 and, where ranks are skewed, the two directions of the link take turns: twice the time (8 MiB each way at 100 Mbit/s,
 20 ms of skew: 1.42 s against 0.73 s). torch's ``all_to_all_single`` has the same fault, so ours is made of these.
+For the same reason a lane has a second group: with messages up one connection and down the other, the note for the next
+bucket does not queue behind the data of this one.
 """
 
 from __future__ import annotations
@@ -58,14 +60,29 @@ class Swap:
 
 def swap(sending: Mapping[int, Tensor], receiving: Mapping[int, Tensor], lane: Lane, tag: int) -> Swap:
     """Send and receive one message per peer (ranks within the lane)."""
-    works = [dist.irecv(x, lane.ranks[peer], group=lane.group, tag=tag) for peer, x in receiving.items()]
-    works += [dist.isend(x, lane.ranks[peer], group=lane.group, tag=tag) for peer, x in sending.items()]
+
+    def group(source: int, target: int) -> dist.ProcessGroup:
+        return lane.back if lane.back is not None and source > target else lane.group
+
+    works = [dist.irecv(x, lane.ranks[p], group=group(p, lane.rank), tag=tag) for p, x in receiving.items()]
+    works += [dist.isend(x, lane.ranks[p], group=group(lane.rank, p), tag=tag) for p, x in sending.items()]
     return Swap(works)
 
 
 def all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Swap:
     """Chunk r of ``x`` to rank r; the received chunks into ``out``, in rank order. Both ``[W, ...]``, contiguous."""
     out[lane.rank].copy_(x[lane.rank])
+    return _to_all(x, list(out), lane, tag)
+
+
+def parts_of_all(x: Tensor, lane: Lane, tag: int) -> tuple[Swap, list[Tensor]]:
+    """As ``all_to_all``, without a copy of this rank's own chunk: what is to be received, in rank order."""
+    others = iter(x.new_empty((lane.size - 1, *x.shape[1:])))
+    parts = [x[rank] if rank == lane.rank else next(others) for rank in range(lane.size)]
+    return _to_all(x, parts, lane, tag), parts
+
+
+def _to_all(x: Tensor, out: list[Tensor], lane: Lane, tag: int) -> Swap:
     # Nearest neighbours first, so that no rank is everybody's first choice.
     peers = [(lane.rank + step) % lane.size for step in range(1, lane.size)]
     return swap({peer: x[peer] for peer in peers}, {peer: out[peer] for peer in reversed(peers)}, lane, tag)

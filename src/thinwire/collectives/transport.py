@@ -7,7 +7,7 @@ all-reduce and a slice. The all-to-all is made of sends and receives, see ``swap
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.lanes import Lane
-from thinwire.collectives.swap import Swap, all_to_all, swap
+from thinwire.collectives.swap import Swap, all_to_all, parts_of_all, swap
 from thinwire.program.bucket import working_dtype
 from thinwire.program.ops import (
     AllGather,
@@ -31,6 +31,9 @@ from thinwire.program.ops import (
 # torch 2.13 gave it a shorter name and deprecates the old one, which is all that 2.9 has.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+PAIRWISE = ("ReduceScatter", "AllToAll", "Exchange")
+"""Kinds of ops that on Gloo are messages between pairs of ranks."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
     if isinstance(op, AllReduce):
         return Pending((dist.all_reduce(x, group=group, async_op=True),), lambda: x)
     if isinstance(op, AllGather):
-        out = x.new_empty((size, *x.shape))
+        out = x.new_empty((size, *x.shape)) if op.out is None else op.out.view(size, *x.shape)
         work = all_gather_flat(out.view(-1), x.view(-1), group=group, async_op=True)
         return Pending((work,), lambda: out)
     if isinstance(op, AllToAll):
@@ -107,19 +110,19 @@ def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
     if not _on_gloo(lane):
         shard = x.new_empty(x.numel() // lane.size)
         return Pending((reduce_scatter_flat(shard, x, group=lane.group, async_op=True),), lambda: shard)
-    received = torch.empty_like(x)
-    return Pending((_all_to_all(x, received, lane, tag),), lambda: ordered_sum(received.view(lane.size, -1)))
+    work, parts = parts_of_all(x.view(lane.size, -1), lane, tag)
+    return Pending((work,), lambda: ordered_sum(parts))
 
 
-def ordered_sum(parts: Tensor) -> Tensor:
-    """Sum ``[W, k]`` over W in rank order, 16-bit floats in fp32; result ``[k]`` in the input dtype."""
-    dtype = parts.dtype
+def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Sum W tensors ``[k]`` in rank order, 16-bit floats in fp32; a new tensor of their dtype."""
+    dtype = parts[0].dtype
     wide = working_dtype(dtype) if dtype.is_floating_point else dtype
-    if wide == dtype:
-        total = parts[0].clone()
-    else:
-        total = parts[0].to(wide)
-    for part in parts[1:]:
+    total = parts[0].to(wide)
+    if len(parts) == 1:
+        return total.to(dtype, copy=True)
+    total = total + parts[1]
+    for part in parts[2:]:
         total += part
     return total.to(dtype)
 

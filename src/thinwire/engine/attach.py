@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,14 +13,18 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.collectives.topology import topology_of
+from thinwire.engine.alone import Alone
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
 from thinwire.engine.pilot import Pilot, wanted
 from thinwire.engine.sync import ATTACHED, GradientSync, Settings
+from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
 from thinwire.planner.costs import Costs
 from thinwire.program import Method, Plan, Topology
+
+logger = logging.getLogger("thinwire")
 
 
 def attach(
@@ -101,25 +107,34 @@ def attach(
     note = ""
     if alone:
         if not chosen.exact:
-            note = f"one rank only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd"
-        chosen = SSGD(merge=chosen.merge)
+            note = f"one rank only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd{chosen.alone}"
+            if chosen.alone:
+                logger.warning("thinwire: %s", note)
+        chosen = SSGD(merge=chosen.merge, **schedule(chosen))
     managed = managed_parameters(model, chosen, dense)
     check_optimizers(managed, optimizers)
+    for o in optimizers:
+        chosen.check_optimizer(o)
     topology = topology or topology_of(world)
+    if getattr(chosen, "collective", "") == "auto" and (topology.nodes == 1 or max(topology.layout) == 1):
+        chosen = replace(chosen, collective="flat")  # type: ignore[type-var]  # nothing to choose from, nor to measure
     if topology.world_size != world:
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-    communicator = None
+    communicator: Communicator | Alone | None = None
     if not alone:
         communicator = Communicator(group, topology, managed[0].parameter.device, limit)
+    elif deferring(chosen) is not None:
+        communicator = Alone(managed[0].parameter.device)
     settings = Settings(unused, pinned, limit, check_order, note, dense)
     pilot = None
-    if communicator is not None and wanted(chosen, pinned, adaptive, auto):
+    if isinstance(communicator, Communicator) and wanted(chosen, pinned, adaptive, auto):
         pilot = Pilot(
             communicator, topology, lambda m: managed_parameters(model, m, dense),
             auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
         )  # fmt: skip
-    plain = SSGD(ordered=bool(getattr(chosen, "ordered", False)))
+    ordered, collective = bool(getattr(chosen, "ordered", False)), getattr(chosen, "collective", "flat")
+    plain = chosen.beside() or SSGD(ordered=ordered, collective=collective, **schedule(chosen))
     try:
         return GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings, pilot)
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,13 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
-from thinwire.engine.agreement import gather_bytes
+from thinwire.collectives.transport import PAIRWISE, all_gather_flat
+from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
 from thinwire.engine.executor import Executor, StreamExecutor, ThreadExecutor
 from thinwire.engine.late import LateRanks
-from thinwire.engine.wire import MakeProgram, Wire
+from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.program import NextForward, Program, Scope, Topology
 from thinwire.program.ops import Collective
 from thinwire.program.trace import Step
@@ -45,6 +48,8 @@ class Communicator:
         self.backend = _backend(group, device)
         self.device = device
         self.ledger = Ledger()
+        self._topology = topology
+        self._two_levels = topology.nodes > 1 and max(topology.layout) > 1
         self._lanes = Lanes(self.ranks, topology, self.rank, timeout)
         self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self._wire = Wire(self._lanes, self.ledger, self._note)
@@ -54,6 +59,24 @@ class Communicator:
         self._names: Sequence[Sequence[str]] = ()
         self.executor: Executor
 
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Raise ``ValueError``, naming the difference, unless all ranks bring the same facts."""
+        agree(facts, self.control, self.device)
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite the tensors with rank 0's."""
+        broadcast_tensors(tensors, self.control)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Every rank's message, in rank order."""
+        return gather_bytes(message, self.control, self.device)
+
+    def gather_tensor(self, x: Tensor) -> Tensor:
+        """Every rank's 1-D tensor, of one length on all: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""
+        everyone = x.new_empty(self.control.size * x.numel())
+        all_gather_flat(everyone, x, group=self.control.group)
+        return everyone.view(self.control.size, -1)
+
     def start(self) -> None:
         """Start the executor; after everything at ``attach`` that can fail."""
         kind = StreamExecutor if self.backend == "nccl" else ThreadExecutor
@@ -62,18 +85,26 @@ class Communicator:
     def open_lanes(self, programs: Iterable[Sequence[Step]]) -> None:
         """Make the process groups that a plan's programs need, in the same order on all ranks."""
         deepest: dict[Scope, int] = {}
+        pairwise: set[int] = set()  # rounds of the world in which ranks send to one another
         for steps in programs:
+            kinds = [step.kind for step in steps if step.scope is Scope.WORLD]
+            pairwise.update(k for k, kind in enumerate(kinds) if self.backend != "nccl" and kind in PAIRWISE)
             counts = Counter(step.scope for step in steps if step.scope is not None)
             for scope, count in counts.items():
                 deepest[scope] = max(deepest.get(scope, 0), 1 if self.backend == "nccl" else count)
+        if self._two_levels:  # a leader's program has more exchanges, but torch names groups by how many a rank has
+            rows = gather_bytes(bytes(deepest.get(scope, 0) for scope in Scope), self.control, self.device)
+            most = {scope: max(row[i] for row in rows) for i, scope in enumerate(Scope)}
+            deepest = {scope: count for scope, count in most.items() if count}
         for scope in sorted(deepest, key=lambda s: s.value):
             for round_ in range(deepest[scope]):
-                self._lanes.get("bucket", scope, round_)
+                two_way = scope is Scope.WORLD and round_ in pairwise
+                self._lanes.get("bucket", scope, round_, two_way=two_way)
 
-    def begin(self, step: int, names: Sequence[Sequence[str]], make: MakeProgram) -> None:
-        """Open a step."""
+    def begin(self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, *, pause: bool = False) -> None:
+        """Open a step; ``pause``: its programs stop at their ``NextForward``, see the executors."""
         self._step, self._names = step, names
-        self.executor.begin(len(names), make)
+        self.executor.begin(len(names), make, pause=pause)
 
     def begin_open(
         self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, failed: Callable[[], None]
@@ -84,7 +115,13 @@ class Communicator:
 
     def finish(self) -> str | None:
         """Wait for the step's programs. Returns a sentence if one failed."""
-        failure = self.executor.finish()
+        return self._sentence(self.executor.finish())
+
+    def wait(self, bucket: int) -> str | None:
+        """Wait for the rest of a paused program that has been resumed. Returns a sentence if one failed."""
+        return self._sentence(self.executor.wait(bucket))
+
+    def _sentence(self, failure: Failure | None) -> str | None:
         if failure is None:
             return None
         bucket = "none"
@@ -119,10 +156,16 @@ class Communicator:
 
     def check_order(self) -> None:
         """Raise ``RuntimeError`` unless all ranks have issued the same sequence of ops per lane since ``attach``."""
-        lanes = sorted((name, digest.hexdigest()) for name, digest in self._order.items())
-        digests = gather_bytes(hashlib.blake2b(repr(lanes).encode(), digest_size=8).digest(), self.control, self.device)
-        if len(set(digests)) > 1:
-            raise RuntimeError(f"the ranks have issued different collectives by step {self._step}")
+        mine = {name: digest.hexdigest() for name, digest in sorted(self._order.items())}
+        everyone = gather_bytes(json.dumps(mine).encode(), self.control, self.device)
+        if len(set(everyone)) == 1:
+            return
+        lanes = [json.loads(text) for text in everyone]
+        for rank, issued in enumerate(lanes):  # a lane's own ranks must agree: a node's leader may issue more
+            for name in issued:
+                members = self._topology.members(Scope(name.split("/")[0]), rank)
+                if len({lanes[other].get(name) for other in members}) > 1:
+                    raise RuntimeError(f"the ranks have issued different collectives by step {self._step}")
 
     def close(self, *, broken: bool) -> None:
         """End the executor and give the process groups back."""

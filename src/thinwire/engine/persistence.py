@@ -1,7 +1,8 @@
 """State of a GradientSync as a flat dict, and back, also on another number of ranks.
 
-Keys: ``residual/<rank>/<name>`` (ranks have different ones), ``shared/<field>/<name>`` (equal on all ranks), and plain
-values. Residuals are in unscaled gradient units, so neither a bucket plan nor a loss scale is in them.
+Keys: ``residual/<rank>/<name>`` and ``local/<rank>/<field>/<name>`` (ranks have different ones),
+``shared/<field>/<name>`` (equal on all ranks), and plain values. Residuals are in unscaled gradient units, so neither a
+bucket plan nor a loss scale is in them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.program import Method, Plan, Topology
+from thinwire.program.state import extend
 from thinwire.program.trace import memory
 
 if TYPE_CHECKING:
@@ -38,9 +40,15 @@ def to_state_dict(sync: GradientSync) -> dict[str, Any]:
         "plan": sync.plan.to_json(),
     }
     compressed = [(m.name, m.parameter) for m in sync._managed if not m.dense]
-    flat.update(blank(sync.method, compressed, sync.topology, sync.rank))
+    flat.update(
+        blank(sync.method, compressed, sync.topology, sync.rank) if not sync.method.shards else blank_shards(sync)
+    )
     for name, value in snapshot["residual"].items():
         flat[f"residual/{sync.rank}/{name}"] = value
+    flat.update(blank(sync._dense, [(m.name, m.parameter) for m in sync._managed if m.dense], sync.topology, sync.rank))
+    flat.update(local_keys(snapshot, sync.rank))
+    for name, begin in snapshot["offset"].items():
+        flat[f"offset/{sync.rank}/{name}"] = begin
     for field, named in snapshot["shared"].items():
         for name, value in named.items():
             flat[f"shared/{field}/{name}"] = value
@@ -56,6 +64,39 @@ def blank(method: Method, parameters: Iterable[tuple[str, Tensor]], topology: To
             flat[f"residual/{rank}/{name}"] = torch.zeros_like(value, device=x.device)
         for (field, _), value in found.fields.items():
             flat[f"shared/{field}/{name}"] = torch.zeros_like(value, device=x.device)
+        for (field, _), value in found.locals.items():
+            flat[f"local/{rank}/{field}/{name}"] = torch.zeros_like(value, device=x.device)
+    return flat
+
+
+def local_keys(snapshot: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """The local fields of a snapshot under their keys."""
+    return {f"local/{rank}/{field}/{n}": x for field, named in snapshot["local"].items() for n, x in named.items()}
+
+
+def local_of(state: Mapping[str, Any], rank: int, same_size: bool) -> dict[str, dict[str, Tensor]]:
+    """The local fields for this rank, by field and name: its own, or on another number of ranks the mean."""
+    everyone = split(state, "local/")
+    if same_size:
+        mine = everyone.get(str(rank), {})
+    else:
+        keys = sorted({key for named in everyone.values() for key in named})
+        mine = {key: reshard([named[key] for named in everyone.values()], len(everyone)) for key in keys}
+    return split(mine, "")
+
+
+def blank_shards(sync: GradientSync) -> dict[str, Any]:
+    """As ``blank``, for a method whose residuals are slices that follow from the plan in force."""
+    flat: dict[str, Any] = {}
+    for entry in sync.plan.buckets(sync.state.step):
+        if entry.dense:
+            continue
+        first = sync._by_name[entry.names[0]].parameter
+        shapes = [(name, sync._by_name[name].shape) for name in entry.names]
+        found = memory(sync.method, shapes, sync.topology, rank=sync.rank, dtype=first.dtype)
+        for name, value in found.residuals.items():
+            flat[f"residual/{sync.rank}/{name}"] = torch.zeros_like(value, device=first.device)
+            flat[f"offset/{sync.rank}/{name}"] = found.offsets[name]
     return flat
 
 
@@ -83,9 +124,10 @@ def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
             f"the state was saved by {state['method']!r} but {sync.method.name!r} is attached; attach with the same "
             "method, or start without this state (what was owed to the model is then lost)"
         )
-    residuals = split(state, "residual/")
-    _check_names(sync, {name for named in residuals.values() for name in named})
+    residuals, offsets = split(state, "residual/"), split(state, "offset/")
     old_size = int(state["world_size"])
+    local = local_of(state, sync.rank, old_size == sync.topology.world_size)
+    _check_names(sync, {name for named in [*residuals.values(), *local.values()] for name in named})
     if old_size == sync.topology.world_size:
         mine = residuals.get(str(sync.rank), {})
         if not mine and (residuals or sync.method.has_residual) and int(state["step"]) > 0 and residuals:
@@ -94,6 +136,10 @@ def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
                 "which keeps those of every rank"
             )
     else:
+        for rank, slices in offsets.items():
+            for name, begin in slices.items():
+                residuals[rank][name] = extend(residuals[rank][name], int(begin), sync._by_name[name].shape)
+        offsets = {}
         mine = _resharded(residuals, old_size, sync)
     device = sync._managed[0].parameter.device
     shared = split_shared(state)
@@ -104,7 +150,9 @@ def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
     snapshot = {
         "step": state["step"],
         "residual": {name: value.to(device) for name, value in mine.items()},
+        "offset": {name: int(begin) for name, begin in offsets.get(str(sync.rank), {}).items()},
         "shared": {f: {name: value.to(device) for name, value in named.items()} for f, named in shared.items()},
+        "local": {f: {name: value.to(device) for name, value in named.items()} for f, named in local.items()},
     }
     sync.state.restore(snapshot)
     if sync._settings.pinned is None and options == state["options"] and state.get("plan"):

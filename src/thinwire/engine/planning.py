@@ -65,7 +65,7 @@ def trace_plan(
         traced = []
         for bucket in buckets:
             entries = [by_name[name] for name in bucket.names]
-            program = dense if bucket.dense else method
+            program = bucket.applied(dense if bucket.dense else method)
             shapes = [(m.name, m.shape) for m in entries]
             traced.append(
                 trace(

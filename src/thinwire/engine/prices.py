@@ -23,11 +23,15 @@ EXACT: tuple[Named, ...] = (
     ("ssgd", {"merge": 25}),
     ("ssgd", {"merge": "single"}),
 )
+HIERARCHICAL: tuple[Named, ...] = (
+    ("ssgd", {"collective": "auto"}),
+    ("ssgd", {"collective": "auto", "merge": "optimal"}),
+)
 LOSSY: tuple[Named, ...] = (
     ("cast", {"dtype": "bf16"}),
     ("acp", {"rank": 4}),
     ("powersgd", {"rank": 4}),
-    ("topk", {"density": 0.01}),
+    ("topk", {"density": 0.01, "exchange": "auto"}),
     ("signsgd", {}),
 )
 _WORTH = 0.03  # by which another exact plan must be faster to be taken
@@ -73,7 +77,8 @@ class Prices:
 
     def best(self, lossy: bool) -> dict[str, Any]:
         """The fastest exact plan; with ``lossy`` the fastest of all, if it gains more than a little."""
-        exact = [self._offer(*candidate) for candidate in EXACT]
+        levels = self.topology.nodes > 1 and max(self.topology.layout) > 1
+        exact = [self._offer(*candidate) for candidate in (*EXACT, *(HIERARCHICAL if levels else ()))]
         usual, chosen = exact[0], min(exact, key=lambda offer: offer.seconds)
         if chosen.seconds > (1 - _WORTH) * usual.seconds:
             chosen = usual

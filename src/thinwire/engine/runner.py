@@ -3,12 +3,16 @@
 Order is fixed by the plan, never by completion. The k-th collective that bucket b yields within a scope goes to lane
 (scope, k), and only when every earlier bucket has issued its own k-th there, or has ended with fewer. So every rank
 puts the same sequence on every process group, whatever arrives first.
+
+On the decoupled schedule a program's ``NextForward`` is its end for this runner; what is left is taken up by a second
+one, in an order of its own.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from thinwire.program.ops import Collective, NextForward, Program, Scope
@@ -17,16 +21,31 @@ Issue = Callable[[Collective, Scope, int, int], None]
 """(op, scope, round, bucket): start it; later call ``Runner.completed(bucket, result)``."""
 
 
+@dataclass(frozen=True, eq=False)
+class Paused:
+    """A program at its ``NextForward``: ``shard`` is the last thing it received, ``rounds`` what it has issued."""
+
+    program: Program
+    shard: Any
+    pause: NextForward
+    rounds: dict[Scope, int]
+
+
 class Runner:
     """The programs of one step.
 
     Args:
         size: number of buckets.
         issue: starts an op on its lane.
+        pause: programs end here at their ``NextForward`` and are kept in ``paused``; False: they go on at once.
+        ended: told each bucket whose program has ended.
     """
 
-    def __init__(self, size: int, issue: Issue) -> None:
-        self._issue = issue
+    def __init__(
+        self, size: int, issue: Issue, *, pause: bool = False, ended: Callable[[int], None] | None = None
+    ) -> None:
+        self._issue, self._pause, self._tell = issue, pause, ended
+        self.paused: dict[int, Paused] = {}
         self._programs: list[Program | None] = [None] * size
         self._ended = [False] * size
         self._round: list[dict[Scope, int]] = [{} for _ in range(size)]
@@ -35,6 +54,15 @@ class Runner:
         self._runnable: list[tuple[int, int, Any]] = []
         self._count = 0
         self.left = size
+
+    @classmethod
+    def resume(cls, paused: Sequence[Paused], issue: Issue, ended: Callable[[int], None] | None = None) -> Runner:
+        """A runner of what is left of some programs, in this order; they are ready to advance."""
+        runner = cls(len(paused), issue, ended=ended)
+        for place, waiting in enumerate(paused):
+            runner._round[place] = dict(waiting.rounds)
+            runner.start(place, waiting.program)
+        return runner
 
     def grow(self, size: int) -> None:
         """There are at least ``size`` buckets (where their number is not known in advance)."""
@@ -74,20 +102,29 @@ class Runner:
         assert program is not None
         try:
             op = program.send(value)
+            if self._pause and isinstance(op, NextForward):
+                self.paused[bucket] = Paused(program, value, op, self._round[bucket])
+                self._end(bucket)
+                return
             while isinstance(op, NextForward):  # coupled schedule: the rest runs at once
                 op = program.send(None)
         except StopIteration:
-            self._programs[bucket] = None
-            self._ended[bucket] = True
-            self.left -= 1
-            for lane in list(self._held):
-                self._flush(lane)
+            self._end(bucket)
             return
         round_ = self._round[bucket].get(op.group, 0)
         self._round[bucket][op.group] = round_ + 1
         lane = (op.group, round_)
         self._held.setdefault(lane, {})[bucket] = op
         self._flush(lane)
+
+    def _end(self, bucket: int) -> None:
+        self._programs[bucket] = None
+        self._ended[bucket] = True
+        self.left -= 1
+        for lane in list(self._held):
+            self._flush(lane)
+        if self._tell is not None:
+            self._tell(bucket)
 
     def _flush(self, lane: tuple[Scope, int]) -> None:
         """Issue what the plan's order allows on one lane."""

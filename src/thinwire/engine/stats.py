@@ -30,7 +30,8 @@ class Stats:
         method: what runs. note: why that is not what was asked for, if so. world_size: ranks.
         steps: synchronised backwards. rejected_steps: those with a non-finite value, whose state was not kept.
         bytes_sent: on the wire by this rank. dense_bytes: what S-SGD in the gradients' dtype would have sent.
-        exposed_seconds: time that backward waited for communication. rebuilt: whether the plan follows arrival order.
+        exposed_seconds: time that backward, and with a decoupled method the forward, waited for communication.
+        deferred_seconds: the forward's share of it. rebuilt: whether the plan follows arrival order.
         collectives, bytes_by_kind: by kind of op. buckets: the plan in force.
     """
 
@@ -42,6 +43,7 @@ class Stats:
     bytes_sent: int = 0
     dense_bytes: int = 0
     exposed_seconds: float = 0.0
+    deferred_seconds: float = 0.0
     rebuilt: bool = False
     collectives: dict[str, int] = field(default_factory=dict)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)

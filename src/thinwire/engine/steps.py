@@ -6,19 +6,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
+from thinwire.engine.alone import Alone
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.communicator import Communicator
+from thinwire.engine.deferred import Deferred
+from thinwire.engine.memory import Memory, teach_malloc
 from thinwire.engine.parameters import DenseRule, Managed, managed_parameters
 from thinwire.engine.pilot import Decision, Pilot
 from thinwire.engine.planning import make_plan, trace_plan
 from thinwire.engine.recorder import Recorder
-from thinwire.program import Bucket, Method, Plan, PlanBucket, Program, Slot, State, Topology
+from thinwire.engine.shards import Shards
+from thinwire.methods.decoupling import deferring
+from thinwire.program import Bucket, Method, Plan, Program, State, Topology
 
 ATTACHED = "_thinwire_sync"
 
@@ -35,43 +39,6 @@ class Settings:
     dense: DenseRule = "auto"
 
 
-class _Memory:
-    """What a bucket keeps from step to step: its slots, and for a light program one buffer, cut up.
-
-    ``gradients`` are the cuts that become ``.grad``: with version counters of their own.
-    """
-
-    def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], light: bool) -> None:
-        self.parameters, self.kept = parameters, entry.kept
-        self.slots = [Slot(n, p.shape, None, p.dtype, p.device) for n, p in zip(entry.names, parameters)]
-        self.buffer: Tensor | None = None
-        self.views: list[Tensor] | None = None
-        self.gradients: list[Tensor] = []
-        self.handed_over = False
-        if light:
-            first = self.slots[0]
-            self.buffer = torch.empty(sum(s.numel for s in self.slots), dtype=first.dtype, device=first.device)
-            pieces = self.buffer.split([s.numel for s in self.slots])
-            self.views = [piece.view(s.shape) for s, piece in zip(self.slots, pieces)]
-            self.gradients = [view.data for view in self.views]
-
-    def bucket(self, index: int, scale: Tensor | None) -> Bucket:
-        """A step's bucket of the gradients that are there now."""
-        for slot, parameter in zip(self.slots, self.parameters):
-            grad = parameter.grad
-            slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
-            slot.result = None
-        self.handed_over = False
-        return Bucket(index, self.slots, scale=scale, buffer=self.buffer, kept=self.kept, views=self.views)
-
-
-def _teach_malloc() -> None:
-    """Let glibc keep what a step frees: it learns from the largest block it has seen freed, and otherwise gives the
-    activations' memory back to the system after every step, to fault it in again (10 MB a step on a 10 M model).
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
-
-
 class Steps:
     """The machinery of :class:`~thinwire.engine.sync.GradientSync`, which adds what users call."""
 
@@ -82,7 +49,7 @@ class Steps:
         method: Method,
         dense: Method,
         managed: list[Managed],
-        communicator: Communicator | None,
+        communicator: Communicator | Alone | None,
         topology: Topology,
         scaler: Any,
         settings: Settings,
@@ -109,6 +76,7 @@ class Steps:
         self._marks: dict[str, float] = {}
         self.why: tuple[str, ...] = ()  # the pilot's reasons for the plan in force
         self._running = False
+        self._deferred: Deferred | None = None
         self._fresh = False  # delivered gradients that no step() has used
         self._versions: list[int | None] = [None] * len(managed)
         self._end = BackwardEnd(self._finish)
@@ -118,12 +86,14 @@ class Steps:
         first = settings.pinned or make_plan(method, managed, order, (), backend)
         first.check(m.name for m in managed)
         if communicator:
-            agree(self._facts(first), communicator.control, communicator.device)
-            broadcast_tensors([*model.parameters(), *model.buffers()], communicator.control)
+            communicator.agree(self._facts(first))
+            communicator.broadcast([*model.parameters(), *model.buffers()])
             self._adopt(first)
             communicator.start()
             if communicator.device.type == "cpu":
-                _teach_malloc()
+                teach_malloc()
+            if (options := deferring(method)) is not None:
+                self._deferred = Deferred(model, managed, optimizers, communicator, self.state, options, self._fail)
             self._install(optimizers)
         else:
             self.plan = first
@@ -138,6 +108,7 @@ class Steps:
             "method": self.method.name,
             "options": options,
             "parameters": kinds,
+            "parameters in order": list(kinds),
             "frozen": [f"{n} {list(p.shape)}" for n, p in self.model.named_parameters() if not p.requires_grad],
             "buffers": [f"{n} {list(b.shape)}" for n, b in self.model.named_buffers()],
             "topology": list(self.topology.layout),
@@ -159,7 +130,7 @@ class Steps:
                 for name in entry.names:
                     where[self._by_name[name].index] = b
             self._where.append(where)
-        self._memory: dict[tuple[int, int], _Memory] = {}
+        self._memory: dict[tuple[int, int], Memory] = {}
 
     def _install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for m in self._managed:
@@ -217,7 +188,8 @@ class Steps:
 
     def _ready(self, bucket: int) -> None:
         assert self._comm is not None
-        light = self._method_of(bucket).light and len(self._traced[self._phase][bucket]) <= 1
+        once = self._deferred is not None or len(self._traced[self._phase][bucket]) <= 1
+        light = self._method_of(bucket).light and once
         self._comm.executor.ready(bucket, light=light)
         if light and (made := self._buckets[bucket]) is not None and made.filled:
             self._hand_over(made)
@@ -225,7 +197,8 @@ class Steps:
     def _hand_over(self, bucket: Bucket) -> None:
         """Let ``.grad`` be the bucket's memory from now on: what autograd allocated serves the gradients to come.
 
-        Kept to the end of backward, it would be given back to the system and faulted in again at every step (5 %).
+        Kept to the end of backward, it would be given back to the system and faulted in again at every step (5 %). On
+        the decoupled schedule there is nothing to show for it yet.
         """
         memory = self._memory[self._phase, bucket.index]
         memory.handed_over = True
@@ -234,7 +207,7 @@ class Steps:
                 memory.handed_over = False
             else:
                 slot.value = slot.result
-                parameter.grad = grad
+                parameter.grad = None if self._deferred else grad
 
     def _again(self, index: int, parameter: Tensor) -> bool:
         """Whether autograd just added to a gradient that we delivered and nobody has touched since."""
@@ -266,7 +239,10 @@ class Steps:
             device = self._comm.device
             self._scale = self._scaler.scale(torch.ones((), dtype=torch.float32, device=device)).detach()
         self.state.lr = None
-        self._comm.begin(self.state.step, [entry.names for entry in self._entries], self._program)
+        if self._deferred is not None:
+            self._deferred.begin()
+        names = [entry.names for entry in self._entries]
+        self._comm.begin(self.state.step, names, self._program, pause=self._deferred is not None)
 
     def _program(self, index: int) -> Program:
         """The program of a bucket whose gradients are there; called by the executor."""
@@ -274,13 +250,15 @@ class Steps:
         if key not in self._memory:
             entry = self._entries[index]
             parameters = [self._by_name[name].parameter for name in entry.names]
-            self._memory[key] = _Memory(entry, parameters, method.light)
+            ranks = self.topology.world_size if self._deferred else 1
+            self._memory[key] = Memory(entry, parameters, light=method.light, ranks=ranks)
         bucket = self._memory[key].bucket(index, self._scale)
         self._buckets[index] = bucket
         return method.reduce(bucket, self.state)
 
     def _method_of(self, bucket: int) -> Method:
-        return self._dense if self._entries[bucket].dense else self.method
+        entry = self._entries[bucket]
+        return entry.applied(self._dense if entry.dense else self.method)
 
     def _finish(self) -> None:
         """End of backward: launch what is left, wait, commit, deliver."""
@@ -299,9 +277,12 @@ class Steps:
             self._fail(failure)
         if self._settings.check_order:
             self._comm.check_order()
-        used = self._used_anywhere() if self._settings.unused == "exact" else None
-        self._commit()
-        self._deliver(used)
+        if self._deferred is not None:
+            self._defer()
+        else:
+            used = self._used_anywhere() if self._settings.unused == "exact" else None
+            self._commit()
+            self._deliver(used)
         self._running = False
         self._dense_bytes += self._dense_bytes_per_step()
         if self._pilot is not None:
@@ -320,7 +301,7 @@ class Steps:
         self.why = decision.why
         self._adopt(decision.plan)
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str) -> NoReturn:
         self._broken = text
         self._running = False
         self.state.drop_step()
@@ -336,7 +317,7 @@ class Steps:
     def _used_anywhere(self) -> list[bool]:
         assert self._comm is not None
         mine = bytes(m.parameter.grad is not None for m in self._managed)
-        everyone = gather_bytes(mine, self._comm.control, self._comm.device)
+        everyone = self._comm.gather(mine)
         return [any(row[i] for row in everyone) for i in range(len(mine))]
 
     def _deliver(self, used: list[bool] | None) -> None:
@@ -362,21 +343,40 @@ class Steps:
         self._buckets = []
         self._fresh = True
 
+    def _defer(self) -> None:
+        """Leave the rest of the step to ``optimizer.step()`` and the next forward."""
+        assert self._deferred is not None
+        assert self._comm is not None
+        buckets = [bucket for bucket in self._buckets if bucket is not None]
+        where = [(0, 0)] * len(self._managed)
+        for b, entry in enumerate(self._entries):
+            for place, name in enumerate(entry.names):
+                where[self._by_name[name].index] = b, place
+        light = [b for b in range(len(buckets)) if self._method_of(b).light]
+        memories = [self._memory[self._phase, b] for b in range(len(buckets))]
+        shards = Shards(buckets, memories, self._comm.executor.paused, light, where)
+        started = time.perf_counter()
+        finite = self._deferred.take(shards, exact=self._settings.unused == "exact")
+        self._exposed += time.perf_counter() - started
+        if finite is not None and self.method.has_residual:
+            self.state.verdict(finite)
+        self._commit()
+        self._buckets = []
+
     def _dense_bytes_per_step(self) -> int:
         size = sum(m.parameter.numel() * m.parameter.element_size() for m in self._managed)
         world = self.topology.world_size
         return round(2 * (world - 1) * size / world)
 
     def _rebuild(self) -> None:
-        """Once: the plan in rank 0's order of arrival."""
+        """Once: the plan in rank 0's order of arrival; decoupled: the reverse of the order in which layers need it."""
         assert self._comm is not None
         self._rebuilt = True
-        seen = torch.full((len(self._managed),), -1, dtype=torch.int64)
-        seen[: len(self._arrival)] = torch.tensor(self._arrival, dtype=torch.int64)
-        order = seen.to(self._comm.device)
-        broadcast_tensors([order], self._comm.control)
-        arrived = [int(i) for i in order.tolist() if i >= 0]
-        late = [m.index for m in reversed(self._managed) if m.index not in set(arrived)]
-        plan = make_plan(self.method, self._managed, [*arrived, *late], late, self._backend)
+        unseen = [m.index for m in reversed(self._managed) if not self._seen[m.index]]
+        order = (self._deferred and self._deferred.order()) or [*self._arrival, *unseen]
+        agreed = torch.tensor([order, [int(i in unseen) for i in order]], dtype=torch.int64, device=self._comm.device)
+        self._comm.broadcast([agreed])
+        order, late = agreed.tolist()
+        plan = make_plan(self.method, self._managed, order, [i for i, flag in zip(order, late) if flag], self._backend)
         if plan != self.plan:
             self._adopt(plan)

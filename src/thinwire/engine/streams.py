@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from thinwire.engine.recorder import Recorder
+from thinwire.engine.runner import Paused
 from thinwire.engine.wire import Failure, MakeProgram, Wire
-from thinwire.program.ops import NextForward
+from thinwire.program.ops import NextForward, Program
 
 
 class StreamExecutor:
@@ -22,12 +23,21 @@ class StreamExecutor:
         self._ready: dict[int, Any] = {}
         self._next = 0
         self._make: MakeProgram | None = None
+        self._pause = False
+        self._paused: dict[int, Paused] = {}
+        self._over: dict[int, Any] = {}
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
 
-    def begin(self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None) -> None:
-        """Open a step. What failed is known to the host when ``ready`` returns, so nobody is called."""
+    def begin(
+        self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
+    ) -> None:
+        """Open a step. What failed is known to the host when ``ready`` returns, so nobody is called.
+
+        ``pause``: at their ``NextForward`` programs are put aside, for ``resume``.
+        """
         self._ready.clear()
+        self._pause, self._paused = pause, {}
         self._next, self._make, self.failure = 0, make, None
 
     def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
@@ -41,19 +51,43 @@ class StreamExecutor:
             self._run(self._next, self._ready[self._next])
             self._next += 1
 
-    def _run(self, bucket: int, event: Any) -> None:
+    @property
+    def paused(self) -> Mapping[int, Paused]:
+        """The programs that wait for the next forward, by bucket."""
+        return self._paused
+
+    def resume(self, order: Sequence[int], light: Sequence[int]) -> None:
+        """Run the rest of these buckets' programs, in this order."""
+        self._over = {}
+        for bucket in order:
+            if self.failure is not None:
+                return
+            self._run(bucket, None, self._paused[bucket].program)
+            if self._stream is not None:
+                self._over[bucket] = self._stream.record_event()
+
+    def wait(self, bucket: int) -> Failure | None:
+        """Order the current stream after the rest of the bucket's program."""
+        if bucket in self._over:
+            torch.cuda.current_stream().wait_event(self._over[bucket])
+        return self.failure
+
+    def _run(self, bucket: int, event: Any, program: Program | None = None) -> None:
         assert self._make is not None
-        where = "start"
+        where, pause = "start", self._pause and program is None
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-                if self._stream is not None:
+                if self._stream is not None and event is not None:
                     self._stream.wait_event(event)
-                program = self._make(bucket)
+                program = self._make(bucket) if program is None else program
                 value: Any = None
                 while True:
                     try:
                         op = program.send(value)
                     except StopIteration:
+                        return
+                    if pause and isinstance(op, NextForward):
+                        self._paused[bucket] = Paused(program, value, op, {})
                         return
                     value = None
                     if not isinstance(op, NextForward):

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from thinwire.engine import persistence
-from thinwire.engine.agreement import gather_bytes
+from thinwire.engine import clip, persistence
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.engine.steps import ATTACHED, Settings, Steps
 from thinwire.planner.timeline import write_trace
-from thinwire.program import Plan, Program
+from thinwire.program import Plan, PlanBucket, Program
 
 __all__ = ["ATTACHED", "GradientSync", "Settings"]
 
@@ -23,7 +22,8 @@ __all__ = ["ATTACHED", "GradientSync", "Settings"]
 class GradientSync(Steps):
     """Averages a model's gradients over ranks while backward runs. Made by :func:`thinwire.attach`.
 
-    After ``backward()`` has returned, ``.grad`` holds the average.
+    After ``backward()`` has returned, ``.grad`` holds the average; with a decoupled method, parameters are up to date
+    when the next forward needs them.
     """
 
     @contextmanager
@@ -36,17 +36,42 @@ class GradientSync(Steps):
             self._enabled = before
 
     def synchronize(self) -> None:
-        """After passes that were all ``no_sync``: reduce what has been accumulated. All ranks must call it."""
+        """Do all that is still to be done. All ranks must call it after passes that were all ``no_sync``.
+
+        What these have accumulated is reduced. With a decoupled method, updates that wait for the next forward are
+        made, before parameters are read by other means than a forward or ``state_dict``: that part is local.
+        """
+        if self._deferred is not None:
+            self._deferred.complete()
+            if not self._deferred.accumulated:
+                return
         if self._comm is not None and self._enabled and not self._running:
             self._begin()
             self._rebuilt, before = True, self._rebuilt
             self._finish()
             self._rebuilt = before
 
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Names of the parameters that wait for their update (decoupled methods)."""
+        return () if self._deferred is None else tuple(self._managed[i].name for i in self._deferred.pending)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the averaged gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_``. Returns the norm."""
-        parameters = [m.parameter for m in self._managed]
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        """Clip the averaged gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_``. Returns the norm.
+
+        After ``scaler.unscale_``, before ``optimizer.step()``. With a decoupled method all ranks must call it.
+        """
+        norm_type = clip.check_norm_type(norm_type)
+        if self._deferred is not None:
+            norm = self._deferred.clip(max_norm, norm_type, error_if_nonfinite)
+            if norm is not None:
+                return norm
+        buckets = [[self._by_name[name].parameter for name in entry.names] for entry in self._last_plan()]
+        return clip.coupled(buckets, self.topology.world_size, max_norm, norm_type, error_if_nonfinite)
+
+    def _last_plan(self) -> tuple[PlanBucket, ...]:
+        """The buckets of the last step."""
+        return self.plan.buckets(max(0, self.state.step - 1))
 
     def run(self, program: Program, *, lane: str = "control") -> Any:
         """Run a program on tensors that are not parameters, now, in the calling thread, on lanes of its own.
@@ -63,7 +88,7 @@ class GradientSync(Steps):
         """Whether any rank raises the flag; equal on all ranks."""
         if self._comm is None:
             return flag
-        return any(row[0] for row in gather_bytes(bytes([flag]), self._comm.control, self._comm.device))
+        return any(row[0] for row in self._comm.gather(bytes([flag])))
 
     def stats(self) -> Stats:
         """Counters since ``attach``."""
@@ -88,7 +113,8 @@ class GradientSync(Steps):
             rejected_steps=self._rejected,
             bytes_sent=ledger.total,
             dense_bytes=self._dense_bytes,
-            exposed_seconds=self._exposed,
+            exposed_seconds=self._exposed + (self._deferred.exposed_seconds if self._deferred else 0.0),
+            deferred_seconds=self._deferred.exposed_seconds if self._deferred else 0.0,
             rebuilt=self._rebuilt,
             collectives=dict(ledger.issued),
             bytes_by_kind=dict(ledger.bytes),
@@ -96,7 +122,9 @@ class GradientSync(Steps):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, no side effect."""
+        """This rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, but pending updates."""
+        if self._deferred is not None:
+            self._deferred.complete()
         return persistence.to_state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,6 +133,8 @@ class GradientSync(Steps):
         Raises:
             ValueError: it does not fit the model, or lacks what this rank needs.
         """
+        if self._deferred is not None:
+            self._deferred.complete()
         persistence.from_state_dict(self, state)
 
     @property
@@ -151,6 +181,8 @@ class GradientSync(Steps):
         if self._running:
             raise RuntimeError("a plan can be adopted between steps only")
         plan.check(self._by_name)
+        if self._deferred is not None:
+            self._deferred.complete()
         self._rebuilt = True
         if self._comm is not None:
             self._adopt(plan)
@@ -159,6 +191,13 @@ class GradientSync(Steps):
 
     def detach(self) -> None:
         """Take the hooks out, end the communicator thread, give the process groups back. Idempotent, local."""
+        try:
+            if self._deferred is not None:
+                self._deferred.detach(broken=self._broken is not None)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

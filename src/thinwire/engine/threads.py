@@ -2,13 +2,15 @@
 
 *Light* programs, a copy and one exchange, do without the thread: whoever finds the bucket ready starts them, and who
 waits for the end of the step completes them. Where every core has a rank, each hand-over would cost more than the copy.
+
+On the decoupled schedule a step has two halves: ``begin`` to ``finish``, then ``resume``, and ``wait`` for each bucket.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +19,17 @@ import torch
 
 from thinwire.collectives.transport import Pending
 from thinwire.engine.recorder import Recorder
-from thinwire.engine.runner import Runner
+from thinwire.engine.runner import Paused, Runner
 from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.program.ops import Collective, Scope
 
 
 @dataclass(eq=False)
 class _Step:
-    """A step under way. ``more``: further buckets may come. ``where``: what the last advance was about."""
+    """A step under way. ``more``: further buckets may come. ``where``: what the last advance was about.
+
+    Of a second half, ``order`` says which bucket its runner's k-th is, and ``over`` which have ended.
+    """
 
     make: MakeProgram
     failed: Callable[[], None] | None
@@ -34,14 +39,20 @@ class _Step:
     to_complete: queue.SimpleQueue[_Event | None] = field(default_factory=queue.SimpleQueue)  # by finish(); None: over
     bucket: int | None = None
     where: str = "start"
+    order: Sequence[int] | None = None
+    over: dict[int, threading.Event] = field(default_factory=dict)
+
+    def number(self, place: int | None) -> int | None:
+        """The plan's number of the runner's bucket."""
+        return place if self.order is None or place is None else self.order[place]
 
 
 @dataclass(frozen=True, eq=False)
 class _Event:
-    """A bucket is ready (``pending`` is None), or its op has completed."""
+    """A bucket is ready (``pending`` is None), or its op has completed; None for the bucket: a second half begins."""
 
     step: _Step
-    bucket: int
+    bucket: int | None
     pending: Pending | None = None
     last: bool = False
     cuda: Any = None
@@ -57,17 +68,24 @@ class ThreadExecutor:
         self._lock = threading.Lock()  # over the current step and its runner
         self._step: _Step | None = None  # under way
         self._begun: _Step | None = None  # under way or over
+        self._second: _Step | None = None  # the same of a second half
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
         self._cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._loop, name="thinwire-communicator", daemon=True)
         self._thread.start()
 
-    def begin(self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None) -> None:
-        """Open a step of ``size`` buckets; None: until one is ready as the last. ``failed`` is called by the thread."""
+    def begin(
+        self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
+    ) -> None:
+        """Open a step of ``size`` buckets; None: until one is ready as the last. ``failed`` is called by the thread.
+
+        ``pause``: at their ``NextForward`` programs are put aside, for ``resume``.
+        """
         with self._lock:
             self.failure = None
-            step = _Step(make, failed, size is None, Runner(size or 0, lambda *op: self._issue(step, *op)))
+            runner = Runner(size or 0, lambda *op: self._issue(step, *op), pause=pause)
+            step = _Step(make, failed, size is None, runner)
             self._step = self._begun = step
 
     def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
@@ -96,6 +114,13 @@ class ThreadExecutor:
         """Block until all programs of the step have ended, or one failed."""
         step = self._begun
         assert step is not None
+        self._complete(step)
+        if self._cuda is not None:
+            torch.cuda.current_stream().wait_stream(self._cuda)
+        return self.failure
+
+    def _complete(self, step: _Step, place: int | None = None) -> None:
+        """Complete light programs until the step is over, or until one of its buckets is."""
         while (event := step.to_complete.get()) is not None:
             assert event.pending is not None
             error: BaseException | None = None
@@ -105,9 +130,49 @@ class ThreadExecutor:
                 error = caught
             with self._lock, torch.no_grad():
                 if error is not None:
-                    self._fail(step, error, event.bucket, event.where)
+                    self._fail(step, error, step.number(event.bucket), event.where)
                 else:
                     self._advance([event], alone=True)
+            if place is not None and step.over[place].is_set():
+                return
+
+    @property
+    def paused(self) -> Mapping[int, Paused]:
+        """The programs that wait for the next forward, by bucket; once the first half has ended."""
+        assert self._begun is not None
+        return self._begun.runner.paused
+
+    def resume(self, order: Sequence[int], light: Sequence[int]) -> None:
+        """Let the paused programs of these buckets go on, all at once; their next ops are issued in this order.
+
+        Those that are ``light`` send once more, and are completed by who waits for them.
+        """
+        assert self._begun is not None
+        with self._lock:
+            ended = {place: threading.Event() for place in range(len(order))}
+            runner = Runner.resume(
+                [self.paused[b] for b in order], lambda *op: self._issue(step, *op), lambda place: ended[place].set()
+            )
+            step = _Step(self._begun.make, None, False, runner, order=tuple(order), over=ended)
+            if self._cuda is None:
+                step.light.update(place for place, bucket in enumerate(order) if bucket in light)
+            self._second = step
+            self._step = step if order else None
+            if order and self._cuda is None:
+                with torch.no_grad():
+                    self._advance([], alone=True)
+        if self._cuda is not None:
+            self._events.put(_Event(step, None))
+
+    def wait(self, bucket: int) -> Failure | None:
+        """Block until a program of the second half has ended, or one failed. CUDA: order this stream after it."""
+        step = self._second
+        assert step is not None
+        assert step.order is not None
+        place = step.order.index(bucket)
+        if place in step.light and not step.over[place].is_set():
+            self._complete(step, place)
+        step.over[place].wait()
         if self._cuda is not None:
             torch.cuda.current_stream().wait_stream(self._cuda)
         return self.failure
@@ -152,6 +217,8 @@ class ThreadExecutor:
         self.failure = Failure(error, bucket, where)
         self._step = None
         step.to_complete.put(None)
+        for over in step.over.values():
+            over.set()
         if step.failed is not None:
             step.failed()
 
@@ -160,7 +227,7 @@ class ThreadExecutor:
         if recorder is None:
             step.runner.pump()
             return
-        start, bucket = recorder.now(), step.runner.oldest
+        start, bucket = recorder.now(), step.number(step.runner.oldest)
         step.runner.pump()
         recorder.add("segment", "method", start, bucket)
 
@@ -179,7 +246,9 @@ class ThreadExecutor:
         return events
 
     def _take(self, step: _Step, event: _Event) -> None:
-        step.bucket, step.where = event.bucket, event.where
+        if event.bucket is None:
+            return
+        step.bucket, step.where = step.number(event.bucket), event.where
         if event.pending is not None:
             step.runner.completed(event.bucket, event.pending.wait())
             return
@@ -190,15 +259,17 @@ class ThreadExecutor:
             torch.cuda.current_stream().wait_event(event.cuda)
         step.runner.start(event.bucket, step.make(event.bucket))
 
-    def _issue(self, step: _Step, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
+    def _issue(self, step: _Step, op: Collective, scope: Scope, round_: int, place: int) -> None:
         where = f"{type(op).__name__} on lane {scope.value}/{round_}"
+        bucket = step.number(place)
+        assert bucket is not None
         step.bucket, step.where = bucket, where
         recorder = self.recorder
         start, before = recorder.now() if recorder else 0.0, self._wire.ledger.total
         pending = self._wire.issue(op, scope, round_, bucket)
-        sent, event = self._wire.ledger.total - before, _Event(step, bucket, pending, where=where)
-        queue_ = step.to_complete if bucket in step.light else self._events
-        if recorder is None and bucket in step.light:
+        sent, event = self._wire.ledger.total - before, _Event(step, place, pending, where=where)
+        queue_ = step.to_complete if place in step.light else self._events
+        if recorder is None and place in step.light:
             queue_.put(event)
             return
 

@@ -24,6 +24,8 @@ from torch import Tensor
 from thinwire.kernels.lowrank import peel_left, peel_right, project_right
 from thinwire.kernels.orthogonal import orthogonalise_all
 from thinwire.methods.base import all_finite, all_reduce, average_flat, poison
+from thinwire.methods.decoupling import Decoupling, average_decoupled, check_decoupling, decoupled_sum
+from thinwire.methods.exchanges import check_collective
 from thinwire.methods.feedback import accumulate
 from thinwire.methods.lowrank import LowRank, pack, unpack, verify_bases, write_product
 from thinwire.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, READ, WRITE, Prices
@@ -32,7 +34,7 @@ from thinwire.program import Bucket, Program, Slot, State, Topology
 
 
 @dataclass(frozen=True)
-class ACP(LowRank):
+class ACP(LowRank, Decoupling):
     """Send one low-rank factor per step.
 
     Args:
@@ -45,11 +47,19 @@ class ACP(LowRank):
         verify_every: steps between checks that the bases are bitwise equal on all ranks (also at step 1); 0: never.
         merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order: equal bits under any plan.
+        collective, decoupled, guard, eager, check: as of :class:`~thinwire.methods.ssgd.SSGD`.
     """
 
     name: ClassVar[str] = "acp"
     phases: ClassVar[int] = 2
     factors: ClassVar[float] = 0.5
+
+    collective: str = "flat"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_collective(self.collective, ordered=self.ordered)
+        check_decoupling(self, residual=self.has_residual, collective=self.collective)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """Elements sent per tensor: r n in phase 0, r m in phase 1, all of a dense tensor."""
@@ -64,9 +74,11 @@ class ACP(LowRank):
     ) -> list[float]:
         """Accumulate, project and peel, pack; the next basis and the product of the mean."""
         low, dense = self.matrices(shapes)
-        prices = Prices(costs, topology.world_size)
+        prices = Prices(costs, topology.world_size, topology)
+        if not low and self.decoupled:
+            return prices.average_decoupled(dense, watch=True)
         if not low:
-            return prices.average_flat(dense, ordered=self.ordered, watch=True)
+            return prices.average_flat(dense, ordered=self.ordered, watch=True, collective=self.collective)
         sent, before, after = dense, prices.passes(IN_PLACE, dense), prices.passes(IN_PLACE + COPY, dense)
         for n, m, r in low:
             rows = m if phase % 2 else n  # of the factor that moves
@@ -78,19 +90,30 @@ class ACP(LowRank):
                 before += prices.product(n, m, r, READ)
             after += prices.orthogonalise(rows, r) + prices.product(n, m, r, WRITE)
         after += prices.passes(FINITE, sent) + prices.passes(IN_PLACE, sent - dense)
-        return prices.summed(before + prices.passes(COPY, sent), after, sent, ordered=self.ordered)
+        before += prices.passes(COPY, sent)
+        if self.decoupled:
+            return prices.decoupled(before, after, sent)
+        return prices.summed(before, after, sent, ordered=self.ordered, collective=self.collective)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-reduce of the moving factor; even steps move P, odd ones Q."""
         low, dense = self.sort(bucket)
-        if not low or state.step < self.dense_steps:
-            yield from average_flat(bucket, state, ordered=self.ordered, watch=True)
+        step = state.step  # before the rest waits: it may be counted meanwhile
+        if (not low or step < self.dense_steps) and self.decoupled:
+            yield from average_decoupled(bucket, state, watch=True)
             return
-        moving, fixed = ("p", "q") if state.step % 2 == 0 else ("q", "p")
+        if not low or step < self.dense_steps:
+            yield from average_flat(bucket, state, ordered=self.ordered, watch=True, collective=self.collective)
+            return
+        moving, fixed = ("p", "q") if step % 2 == 0 else ("q", "p")
         bases = [self.basis(fixed, slot, state) for slot in low]
         local = [self._project(slot, state, basis, moving) for slot, basis in zip(low, bases)]
         message = pack(local, dense, state.size)
-        total = yield from all_reduce(message, state, ordered=self.ordered)
+        if self.decoupled:
+            factors = sum(x.numel() for x in local)
+            total = yield from decoupled_sum(message, state, sums=factors, unscaled=True)
+        else:
+            total = yield from all_reduce(message, state, ordered=self.ordered, collective=self.collective)
         finite = all_finite(total)
         state.verdict(finite)
         sums, rest = unpack(total, local, dense)
@@ -102,7 +125,7 @@ class ACP(LowRank):
             write_product(slot, *((mean, basis) if moving == "p" else (basis, mean)))
         for slot, piece in zip(dense, rest):
             slot.write(piece * poison(finite, 1.0, piece.dtype))
-        yield from verify_bases(self, low, bases, state)
+        yield from verify_bases(self, low, bases, state, step)
 
     def _project(self, slot: Slot, state: State, basis: Tensor, moving: str) -> Tensor:
         """This rank's factor; stages A minus what it stands for. The residual is made in the memory of A."""

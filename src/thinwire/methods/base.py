@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.methods.exchanges import all_reduce_by
 from thinwire.planner.merge import Merge
-from thinwire.program import AllGather, AllReduce, Bucket, ReduceScatter, Slot, State, working_dtype
+from thinwire.program import AllGather, Bucket, ReduceScatter, Slot, State, working_dtype
 
 
 def check_merge(merge: Any, *, sparse: bool = False) -> None:
@@ -45,10 +46,13 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
 
 
-def all_reduce(x: Tensor, state: State, *, ordered: bool) -> Generator[Any, Tensor, Tensor]:
-    """Sum over the world; ``ordered=True``: in rank order, as reduce-scatter and all-gather, same bytes. Owns ``x``."""
+def all_reduce(x: Tensor, state: State, *, ordered: bool, collective: str = "flat") -> Generator[Any, Tensor, Tensor]:
+    """Sum over the world; ``ordered=True``: in rank order, as reduce-scatter and all-gather, same bytes. Owns ``x``.
+
+    ``collective``: the sub-program of :mod:`~thinwire.methods.exchanges` otherwise.
+    """
     if not ordered:
-        return (yield AllReduce(x))
+        return (yield from all_reduce_by(collective, x, state))
     size = x.numel()
     padding = -size % state.size
     padded = torch.cat([x.reshape(-1), x.new_zeros(padding)]) if padding else x.reshape(-1)
@@ -86,14 +90,16 @@ def own_memory(slot: Slot) -> Tensor | None:
     return target
 
 
-def average_flat(bucket: Bucket, state: State, *, ordered: bool, watch: bool = False) -> Generator[Any, Tensor, None]:
+def average_flat(
+    bucket: Bucket, state: State, *, ordered: bool, watch: bool = False, collective: str = "flat"
+) -> Generator[Any, Tensor, None]:
     """The program of S-SGD; ``watch=True``: with a verdict, for methods that hold a residual elsewhere.
 
     Divides before the sum, as DDP does: no pass of its own, and 16 bits cannot overflow.
     """
     if bucket.numel == 0:
         return
-    total = yield from all_reduce(bucket.shares(state.size), state, ordered=ordered)
+    total = yield from all_reduce(bucket.shares(state.size), state, ordered=ordered, collective=collective)
     if watch:
         state.verdict(all_finite(total))
     bucket.write(total)

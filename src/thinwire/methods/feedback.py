@@ -6,9 +6,7 @@ so nothing is lost, only late. Residuals are kept per parameter name in fp32 wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -44,24 +42,6 @@ class Warmup:
         return float(rho ** ((stage + 1) / (self.stages + 1))) if stage < self.stages else rho
 
 
-# Two buffers per residual, used in turn: fresh memory costs a CPU more (page faults) than all the arithmetic of a step.
-_BUFFERS: WeakKeyDictionary[State, dict[tuple[str, ...], list[Tensor]]] = WeakKeyDictionary()
-
-
-def _buffer(slots: Sequence[Slot], state: State, size: int, like: Tensor) -> Tensor:
-    """Memory [size] for the next residual of these slots: not the committed one's, which may have to stay."""
-    if like.device.type != "cpu":
-        return like.new_empty(size)
-    taken = {state.residual(slot).untyped_storage().data_ptr() for slot in slots}
-    buffers = _BUFFERS.setdefault(state, {}).setdefault(tuple(slot.name for slot in slots), [])
-    for buffer in buffers:
-        fits = buffer.numel() == size and buffer.dtype == like.dtype
-        if fits and buffer.untyped_storage().data_ptr() not in taken:
-            return buffer
-    buffers[:] = [*buffers[-1:], like.new_empty(size)]
-    return buffers[-1]
-
-
 def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
     """A = M + E of one parameter in one pass: contiguous, of its shape, working dtype, unscaled.
 
@@ -69,7 +49,7 @@ def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
     """
     residual = state.residual(slot)
     if out is None:
-        out = _buffer([slot], state, slot.numel, residual).view(slot.shape)
+        out = state.spare([slot]).view(slot.shape)
     if out.device.type == "meta":
         return out
     if slot.value is None:
@@ -81,7 +61,7 @@ def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
 
 def accumulate_flat(bucket: Bucket, state: State) -> Tensor:
     """A = M + E of a whole bucket, 1-D."""
-    out = _buffer(bucket.slots, state, bucket.numel, state.residual(bucket.slots[0]))
+    out = state.spare(bucket.slots)
     for slot, piece in zip(bucket.slots, bucket.split(out)):
         accumulate(slot, state, piece)
     return out

@@ -97,7 +97,7 @@ class PowerSGD(LowRank):
             write_product(slot, *((mean, basis) if t else (basis, mean)))
         for slot, piece in zip(dense, rest):
             slot.write(piece * poison(finite, 1.0, piece.dtype))
-        yield from verify_bases(self, low, queries, state)
+        yield from verify_bases(self, low, queries, state, state.step)
 
     def _matrix(self, slot: Slot, state: State) -> Tensor:
         """A as a matrix; with feedback a new tensor, in whose memory the residual is made."""

@@ -10,12 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from thinwire.methods.exchanges import collective_of, one_level
 from thinwire.planner.costs import Costs
+from thinwire.program import Topology
 
 READ, WRITE, COPY, IN_PLACE = 1.0, 1.0, 2.0, 2.0
 ACCUMULATE = 3.0  # gradient and residual in, their sum out
 FINITE = READ  # one aminmax
 LINE_PASSES = 16.0  # a scattered element moves a cache line of 64 bytes
+# By the text of kernels.quantise, where a byte is a quarter of an element.
+ENCODE, TERNARY, DECODE = 16.0, 15.0, 7.0
+DRAW = 8.0  # a quarter of a 64-bit draw: as long as so many passes, on a CPU
 
 
 def elements(shapes: Iterable[Sequence[int]]) -> int:
@@ -29,10 +34,11 @@ class Prices:
     Args:
         costs: with the curves "memory", "select", "multiply" and "orthogonalise", as far as they are asked for.
         ranks: of the world.
+        topology: of these ranks, for sums that go by it.
     """
 
-    def __init__(self, costs: Costs, ranks: int) -> None:
-        self._costs, self._ranks = costs, ranks
+    def __init__(self, costs: Costs, ranks: int, topology: Topology | None = None) -> None:
+        self._costs, self._ranks, self._topology = costs, ranks, topology
 
     def passes(self, count: float, size: float, itemsize: int = 4) -> float:
         """So many passes over ``size`` elements."""
@@ -58,17 +64,47 @@ class Prices:
         """An orthonormal basis of rows x rank, by QR with the basis formed."""
         return self._costs.compute_seconds("orthogonalise", 4.0 * rows * rank**2)
 
-    def summed(self, before: float, after: float, size: int, *, ordered: bool, itemsize: int = 4) -> list[float]:
-        """The segments around ``base.all_reduce`` of ``size`` elements."""
+    def summed(
+        self,
+        before: float,
+        after: float,
+        size: int,
+        *,
+        ordered: bool,
+        itemsize: int = 4,
+        collective: str = "flat",
+    ) -> list[float]:
+        """The segments around ``base.all_reduce`` of ``size`` elements, on the first rank of a node."""
         if not ordered:
-            return [before, after]
+            way = collective_of(collective, size)
+            if way == "flat" or self._topology is None or one_level(self._topology):
+                return [before, after]
+            if way == "torus" and size % self._topology.layout[0]:  # the padded copy
+                before += self.passes(COPY, size, itemsize)
+            return [before, 0.0, 0.0, after]
         if size % self._ranks:  # the padded copy
             before += self.passes(COPY, size, itemsize)
         return [before, 0.0, after]
 
-    def average_flat(self, size: int, *, ordered: bool, watch: bool = False) -> list[float]:
+    def decoupled(self, before: float, after: float, size: int, itemsize: int = 4) -> list[float]:
+        """The segments around ``decoupling.decoupled_sum``: what follows the pause waits for the next forward."""
+        if size % self._ranks:  # the padded copy
+            before += self.passes(COPY, size, itemsize)
+        return [before, 0.0, 0.0, after]
+
+    def average_decoupled(self, size: int, *, watch: bool = False) -> list[float]:
+        """The segments of ``decoupling.average_decoupled``: the sum is received where it is wanted."""
+        if not size:
+            return [0.0]
+        return [self.passes(COPY, size), 0.0, 0.0, self.passes(FINITE if watch else 0.0, size)]
+
+    def average_flat(self, size: int, *, ordered: bool, watch: bool = False, collective: str = "flat") -> list[float]:
         """The segments of ``base.average_flat``: into the bucket and divided, sum."""
         if not size:
             return [0.0]
-        after = (COPY if ordered else 0.0) + (FINITE if watch else 0.0)  # ordered: back into the bucket
-        return self.summed(self.passes(COPY, size), self.passes(after, size), size, ordered=ordered)
+        elsewhere = ordered or (
+            collective_of(collective, size) == "torus" and self._topology and not one_level(self._topology)
+        )
+        after = (COPY if elsewhere else 0.0) + (FINITE if watch else 0.0)  # back into the bucket
+        before, after = self.passes(COPY, size), self.passes(after, size)
+        return self.summed(before, after, size, ordered=ordered, collective=collective)

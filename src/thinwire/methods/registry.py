@@ -14,9 +14,17 @@ METHODS = {
     "ssgd": "thinwire.methods.ssgd:SSGD",
     "cast": "thinwire.methods.cast:Cast",
     "signsgd": "thinwire.methods.sign:SignSGD",
+    "onebit": "thinwire.methods.onebit:OneBit",
+    "qsgd": "thinwire.methods.qsgd:QSGD",
+    "terngrad": "thinwire.methods.terngrad:TernGrad",
     "topk": "thinwire.methods.topk:TopK",
+    "gtopk": "thinwire.methods.gtopk:GTopK",
+    "oktopk": "thinwire.methods.oktopk:OkTopk",
+    "dgc": "thinwire.methods.dgc:DGC",
     "powersgd": "thinwire.methods.powersgd:PowerSGD",
     "acp": "thinwire.methods.acp:ACP",
+    "dear": "thinwire.methods.dear:DeAR",
+    "hitopk": "thinwire.methods.hitopk:HiTopK",
     "omgs": "thinwire.methods.omgs:OMGS",
     "lags": "thinwire.methods.lags:LAGS",
 }
@@ -27,6 +35,7 @@ def method(name: str, **options: Any) -> Method:
 
     Raises:
         ValueError: the name or an option is unknown, missing or out of range.
+        TypeError: ``decoupled=`` for a method that cannot be.
     """
     if not isinstance(name, str) or name.lower() not in METHODS:
         raise ValueError(_unknown("method", name, METHODS))
@@ -34,6 +43,11 @@ def method(name: str, **options: Any) -> Method:
     cls = getattr(importlib.import_module(module), attribute)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for option in options:
+        if option == "decoupled" and option not in fields:
+            raise TypeError(
+                f"{name.lower()} cannot be decoupled: its messages cannot be summed in parts, or a second exchange "
+                "depends on the sum; ssgd, cast and acp can"
+            )
         if option not in fields:
             raise ValueError(_unknown(f"option of {name.lower()}", option, fields))
     for field in fields.values():

@@ -13,18 +13,23 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from thinwire.methods.base import average_flat, check_merge
+from thinwire.methods.decoupling import Decoupling, average_decoupled, check_decoupling
+from thinwire.methods.exchanges import check_collective
 from thinwire.methods.prices import Prices, elements
 from thinwire.planner.costs import Costs
 from thinwire.program import Bucket, Method, Program, State, Topology
 
 
 @dataclass(frozen=True)
-class SSGD(Method):
+class SSGD(Decoupling, Method):
     """Exact averaging.
 
     Args:
         merge: fusion: MiB, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
+        collective: "flat"; over nodes of several ranks "three_phase" or "torus"; "auto": for each bucket the fastest by
+            measured times (flat until the plan has them); "threshold:<MB>": three-phase up to so many MB, flat above.
+        decoupled, guard, eager, check: see :class:`~thinwire.methods.decoupling.Decoupling`.
     """
 
     name: ClassVar[str] = "ssgd"
@@ -32,16 +37,25 @@ class SSGD(Method):
     exact: ClassVar[bool] = True
     merge: Any = "auto"
     ordered: bool = False
+    collective: str = "flat"
 
     def __post_init__(self) -> None:
         check_merge(self.merge)
+        check_collective(self.collective, ordered=self.ordered)
+        check_decoupling(self, collective=self.collective)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
         """Into the bucket, divided."""
-        return Prices(costs, topology.world_size).average_flat(elements(shapes), ordered=self.ordered)
+        prices = Prices(costs, topology.world_size, topology)
+        if self.decoupled:
+            return prices.average_decoupled(elements(shapes))
+        return prices.average_flat(elements(shapes), ordered=self.ordered, collective=self.collective)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-reduce of the gradients over the world size."""
-        yield from average_flat(bucket, state, ordered=self.ordered)
+        """One all-reduce of the gradients over the world size; decoupled: in two halves."""
+        if self.decoupled:
+            yield from average_decoupled(bucket, state)
+        else:
+            yield from average_flat(bucket, state, ordered=self.ordered, collective=self.collective)

@@ -1,7 +1,8 @@
 """Top-k: send the k entries of largest magnitude of each bucket, keep the rest for later.
 
 Papers: Aji, Heafield: Sparse communication for distributed gradient descent, 2017; Stich et al.: Sparsified SGD
-with memory, 2018. Exchange: all-gather of (value, index) pairs, 8 k bytes per rank and peer for fp32.
+with memory, 2018. Exchanges: all-gather of (value, index) pairs, 8 k bytes per rank and peer for fp32; pairwise merges
+(:mod:`~thinwire.methods.gtopk`); by region (:mod:`~thinwire.methods.oktopk`).
 
 A = M + E over the bucket (d elements); k = floor(density d), at least 1. Applied: 1/P times the sum over ranks of
 the chosen entries. E = A, minus the values as sent: 0 there on an fp32 wire, the rounding error on a 16-bit one.
@@ -12,20 +13,25 @@ optimizer), its rounding error is kept; a rejected step leaves E bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from thinwire.kernels.pairs import WIRES, add_pairs, message_bytes, pack, to_wire, unpack, wire_dtype
-from thinwire.kernels.select import ALGORITHMS, keep_count, top_k
-from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge, poison
+from thinwire.kernels.pairs import WIRES, message_bytes, wire_dtype
+from thinwire.kernels.select import keep_count
+from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge
+from thinwire.methods.butterfly import butterfly
 from thinwire.methods.feedback import Warmup, accumulate_flat, stage_flat
-from thinwire.methods.prices import ACCUMULATE, COPY, IN_PLACE, LINE_PASSES, WRITE, Prices, elements
+from thinwire.methods.prices import Prices, elements
+from thinwire.methods.regions import by_region, capacity_of
+from thinwire.methods.sparse import all_gather_pairs, check_options, check_size, choose, deliver, stays_dense
+from thinwire.methods.sparse_prices import EXCHANGES, assumed_cheapest, cheapest, segments
 from thinwire.planner.costs import Costs
-from thinwire.program import AllGather, Bucket, Method, Program, State, Topology, working_dtype
+from thinwire.program import Bucket, Method, Program, State, Topology
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,14 @@ class TopK(Method):
 
     Args:
         density: share of the elements that is sent, in (0, 1].
-        exchange: "allgather".
-        select: "exact".
-        wire: dtype of the values on the wire: "fp32", "bf16" or "fp16".
+        exchange: "allgather", "gtopk", "oktopk", or "auto": the cheapest for each bucket, by measured costs where the
+            plan is made from them (``merge="optimal"``, ``plan="adaptive"``), else by those of an assumed link.
+        select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
+        wire: dtype of the values on the wire: "fp32", "bf16" or "fp16"; "gtopk" needs "fp32".
         error_feedback: keep what was not sent; False is for ablations.
         warmup: a :class:`~thinwire.methods.feedback.Warmup`, or None.
         merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        capacity: room for one region's pairs under "oktopk", in units of k / P; at least 1.
     """
 
     name: ClassVar[str] = "topk"
@@ -52,93 +60,88 @@ class TopK(Method):
     error_feedback: bool = True
     warmup: Warmup | None = None
     merge: Any = "auto"
+    capacity: float = 1.5
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not isinstance(self.density, (int, float)) or not 0 < self.density <= 1:
-            raise ValueError(f"density={self.density!r} must be a number above 0 and at most 1")
-        check_choice("exchange", self.exchange, ("allgather",))
-        check_choice("select", self.select, tuple(ALGORITHMS))
-        check_choice("wire", self.wire, tuple(WIRES))
+        check_options(self.density, self.select, self.wire, self.warmup)
+        check_choice("exchange", self.exchange, (*EXCHANGES, "auto"))
+        if self.exchange == "gtopk" and self.wire != "fp32":
+            raise ValueError(
+                f'wire={self.wire!r} would round the two sides of a merge differently: gTop-k needs "fp32"'
+            )
         check_flag("error_feedback", self.error_feedback)
-        if self.warmup is not None and not isinstance(self.warmup, Warmup):
-            raise ValueError(f"warmup={self.warmup!r} must be a Warmup or None")
         check_merge(self.merge, sparse=True)
+        capacity = self.capacity
+        if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 1 <= capacity < math.inf:
+            raise ValueError(f"capacity={capacity!r} must be a number of at least 1")
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
 
     def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
         """Vectors and embeddings stay dense: they are small, or sparse already."""
-        return len(shape) < 2 or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        return stays_dense(shape, module)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """The message of each tensor in units of fp32 elements: 2 k for fp32 pairs."""
-        return [
-            message_bytes(keep_count(size, self.density), WIRES[self.wire]) // 4
-            for size in super().payload(shapes, phase)
-        ]
+        """The message of each tensor in units of fp32 elements: 2 k for fp32 pairs; "oktopk": of all its boxes."""
+        room = self.capacity if self.exchange == "oktopk" else 1.0
+        kept = (keep_count(size, self.density) for size in super().payload(shapes, phase))
+        return [message_bytes(math.ceil(room * k), WIRES[self.wire]) // 4 for k in kept]
 
     def kept(self, d: int, step: int) -> int:
         """Entries sent for a bucket of ``d`` elements at a step."""
         rho = self.density if self.warmup is None else self.warmup.density(self.density, step)
         return keep_count(d, rho)
 
+    def exchange_of(self, d: int, k: int, ranks: int) -> str:
+        """The exchange of a bucket; "auto", where no plan has decided, follows from these numbers alone."""
+        if self.exchange != "auto":
+            return self.exchange
+        return assumed_cheapest(d, k, ranks, self.wire, self.capacity)
+
+    def settle(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Costs) -> str:
+        """For "auto": the cheapest exchange of a bucket by measured costs."""
+        size = elements(shapes)
+        if self.exchange != "auto" or not size or topology.world_size == 1:
+            return ""
+        k = min(size, kept) or keep_count(size, self.density)
+        return cheapest(size, k, topology.world_size, costs, self.wire, self.capacity)
+
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Accumulate, select, zero what is sent, pack; unpack, zero-fill, add and average the pairs of all ranks.
+        """Accumulate, select, pack; merge or sum by region; zero what was sent, add and average the pairs.
 
         The density is that after the warm-up.
         """
-        size, prices = elements(shapes), Prices(costs, topology.world_size)
+        size, ranks = elements(shapes), topology.world_size
         if not size:
             return [0.0]
         kept = keep_count(size, self.density)
-        pairs = kept * topology.world_size
-        gather, scatter, stream = LINE_PASSES, 2 * LINE_PASSES, 3.0  # of a pair; an int64 index is two elements
-        before = prices.passes(ACCUMULATE if self.error_feedback else COPY, size) + prices.select(size)
-        before += prices.passes(gather + (scatter if self.error_feedback else 0.0) + 6 * stream, kept)
-        after = prices.passes(COPY + WRITE, size)  # the bucket's memory and the zeros in it
-        if pairs < size:
-            after += prices.passes(2 * scatter + gather + 6 * stream, pairs)
-        else:
-            after += prices.passes(scatter + 4 * stream, pairs) + prices.passes(IN_PLACE, size)
-        return [before, after]
+        exchange, prices = self.exchange_of(size, kept, ranks), Prices(costs, ranks)
+        return segments(exchange, size, kept, ranks, prices, feedback=self.error_feedback, capacity=self.capacity)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-gather of pairs."""
-        d = bucket.numel
+        """Choose, exchange, keep what was not taken, deliver."""
+        d, ranks = bucket.numel, state.size
         if d == 0:
             return
-        if d > 2**31 - 1:
-            raise ValueError(f"bucket {bucket.index} has {d} elements; indices are int32: use smaller buckets")
+        check_size(bucket)
         k = min(d, bucket.kept) or self.kept(d, state.step)
         a = accumulate_flat(bucket, state) if self.error_feedback else bucket.gradient()
-        values, index = top_k(a, k, self.select)
-        sent = to_wire(torch.where(all_finite(values), values, torch.nan), wire_dtype(self.wire, a.dtype))
+        values, index = choose(a, k, self.select, bucket, state)
+        exchange, wire = self.exchange_of(d, k, ranks), wire_dtype(self.wire, a.dtype)
+        if exchange == "gtopk":
+            (sums, places), taken = yield from butterfly(values, index, state)
+            left = torch.where(taken, 0, values)
+        elif exchange == "oktopk":
+            cap = capacity_of(k, ranks, self.capacity)
+            (sums, places), taken, sent = yield from by_region(values, index, d, state, cap, wire)
+            left = torch.where(taken, values - sent.to(a.dtype), values)
+        else:
+            sums, places, left = yield from all_gather_pairs(values, index, wire)
         if self.error_feedback:
-            a[index] = values - sent.to(a.dtype)
+            a[index] = left
             stage_flat(bucket, state, a)
-        parts = yield AllGather(pack(sent, index))
-        values, index = unpack(parts, k, sent.dtype)
-        finite = all_finite(values)
+        finite = all_finite(sums)
         state.verdict(finite)
-        self._deliver(bucket, values.to(a.dtype), index, finite)
-
-    def _deliver(self, bucket: Bucket, values: Tensor, index: Tensor, finite: Tensor) -> None:
-        """Write the mean of the ranks' pairs; in the gradient's own memory where its dtype allows."""
-        ranks, dtype = values.shape[0], working_dtype(bucket.dtype)
-        direct = bucket.dtype == dtype
-        out = bucket.flat if direct else torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
-        if direct and bucket.scale is not None:
-            values = values * bucket.scale
-        out.fill_(poison(finite, 0.0, dtype))
-        add_pairs(out, values, index)
-        if index.numel() < out.numel():
-            touched = index.reshape(-1)
-            out[touched] = out[touched] / ranks
-        else:
-            out.div_(ranks)
-        if direct:
-            bucket.write(out)
-        else:
-            bucket.write_gradient(out)
+        deliver(bucket, sums, places, finite, ranks)

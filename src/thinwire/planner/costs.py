@@ -85,9 +85,13 @@ class Costs:
         rest = copies(kind, members) / copies(near[0], near[2])
         return self.exchanges[near].stretched(startup, rest, source)
 
-    def seconds(self, kind: str, scope: Scope | str, members: int, message_bytes: float) -> float:
-        """Duration of one exchange; ``message_bytes`` are those of one rank, as ``program.trace`` gives them."""
-        return self.lookup(kind, scope, members)(message_bytes)
+    def seconds(self, kind: str, scope: Scope | str, members: int, message_bytes: float, share: float = 1.0) -> float:
+        """Duration of one exchange; ``message_bytes`` are those of one rank, as ``program.trace`` gives them.
+
+        ``share``: of a node's ranks, how many cross at once; the curves are those of all of them on one network card.
+        """
+        curve = self.lookup(kind, scope, members)
+        return (curve if share == 1.0 else curve.stretched(1.0, share, curve.source))(message_bytes)
 
     def compute_seconds(self, name: str, amount: float) -> float:
         """Duration of a computation; the unit of ``amount`` is that of the curve.

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from thinwire.planner.costs import Costs
+from thinwire.planner.hierarchy import crossing_shares, way_seconds, ways
 from thinwire.planner.merge import Merge, greedy_mgwfbp, greedy_omgs, optimal_dense, optimal_sparse
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.ratios import lags
@@ -16,6 +17,9 @@ from thinwire.program.trace import steady_step, trace
 
 RULES = ("optimal", "mgwfbp", "omgs", "lags")
 """Ways of cutting that need a measurement."""
+
+SELECTING = ("topk", "gtopk", "oktopk", "dgc", "omgs")
+"""Methods whose compute before the exchange is a selection, which the plan weighs against its messages."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def rule_of(method: Method) -> Any:
 def needs_measurement(method: Method) -> bool:
     """Whether the method's plan follows from measured times."""
     rule = rule_of(method)
-    return isinstance(rule, str) and rule in RULES
+    return (isinstance(rule, str) and rule in RULES) or getattr(method, "collective", "") == "auto"
 
 
 def cut(
@@ -78,7 +82,7 @@ def cut(
     """
     if rule == "lags":
         return _layers(method, sizes, seconds, measured)
-    if method.name in ("topk", "omgs"):
+    if method.name in SELECTING:
         merge = _sparse(rule, method, sizes, seconds, measured, phase)
     else:
         price = _exchange(method, max(sizes, default=1), measured, phase)
@@ -130,13 +134,23 @@ def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: M
 
 def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Callable[[int], float]:
     """Seconds of the exchanges of one message of so many bytes: the kinds are those that the program yields."""
-    topology = measured.topology
-    steps = [s for s in trace(method, [("x", (size,))], topology, step=steady_step(method, phase)) if s.scope]
-    largest = max((s.message_bytes for s in steps), default=1) or 1
-    shares = [(s.kind, s.scope, len(topology.members(s.scope, 0)), s.message_bytes / largest) for s in steps if s.scope]
+    topology, costs = measured.topology, measured.costs
+    if getattr(method, "collective", "") == "auto":
+        return lambda size: min(way_seconds(way, size, costs, topology) for way in ways(topology))
+    first, beside = (
+        [s for s in trace(method, [("x", (size,))], topology, rank=r, step=steady_step(method, phase)) if s.scope]
+        for r in (0, 1 if topology.layout[0] > 1 else 0)
+    )
+    largest = max((s.message_bytes for s in first), default=1) or 1
+    crossing = crossing_shares(first, beside, topology.layout[0])
+    hops = [
+        (s.kind, s.scope, len(topology.members(s.scope, 0)), s.message_bytes / largest, share)
+        for s, share in zip(first, crossing)
+        if s.scope
+    ]
 
     def price(message_bytes: int) -> float:
-        return sum(measured.costs.seconds(k, scope, n, message_bytes * share) for k, scope, n, share in shares)
+        return sum(costs.seconds(kind, scope, n, message_bytes * part, share) for kind, scope, n, part, share in hops)
 
     return price
 

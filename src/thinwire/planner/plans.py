@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.planner.hierarchy import CollectiveTable
 from thinwire.planner.measured import RULES, Measured, Part, cut, rule_of
 from thinwire.planner.merge import Merge, fuse
 from thinwire.program import Method, Plan, PlanBucket
@@ -77,6 +78,9 @@ def make_plan(
     for index in order:
         t = tensors[index]
         groups.setdefault((t.dense, t.dtype, index in last), []).append(index)
+    table = None  # which way the sums go, where that is to be measured
+    if measured is not None and getattr(method, "collective", "") == "auto":
+        table = CollectiveTable.of(measured.costs, measured.topology)
     phases = []
     for phase in range(method.phases):
         buckets: list[tuple[int, PlanBucket]] = []
@@ -92,10 +96,18 @@ def make_plan(
                     rule, method, [t.size for t in entries], payload, waits, entries[0].itemsize, measured, phase
                 )
             else:
-                parts = [Part(group) for group in fuse(payload, _limit(rule, entries, payload))]
+                limit = _limit(rule, entries, payload)
+                early = rule_of(method) == "auto" and getattr(method, "decoupled", False)
+                parts = [Part(group) for group in (_needed_soon(payload, limit) if early else fuse(payload, limit))]
             for part in parts:
                 names = tuple(entries[i].name for i in part.indices)
-                buckets.append((max(place[indices[i]] for i in part.indices), PlanBucket(names, dense, part.kept)))
+                way = ""
+                if measured is not None and not dense:
+                    shapes = [entries[i].shape for i in part.indices]
+                    way = method.settle(shapes, part.kept, measured.topology, measured.costs)
+                sent = entries[0].itemsize * sum(payload[i] for i in part.indices)
+                bucket = PlanBucket(names, dense, part.kept, table.choice(sent) if table else "", way)
+                buckets.append((max(place[indices[i]] for i in part.indices), bucket))
         phases.append(tuple(bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])))
     return Plan(tuple(phases), rule=f"{method.name}, merge={method.merge}{', measured' if measured else ''}")
 
@@ -121,6 +133,12 @@ def _since_last_of_kind(order: Sequence[int], indices: Sequence[int], seconds: S
             waits.append(passed)
             passed = 0.0
     return waits
+
+
+def _needed_soon(payload: Sequence[int], limit: float) -> list[list[int]]:
+    """Buckets of a decoupled method: a small last one, since nothing hides its exchange on either side of the step."""
+    last = len(payload) - 1
+    return [[last - i for i in group][::-1] for group in fuse(payload[::-1], limit, first=limit / 8)][::-1]
 
 
 def _given(merge: Merge, count: int) -> list[Part]:

@@ -35,12 +35,19 @@ class Slot:
         shape: its shape (logical, whatever the memory format).
         value: the gradient; None where this rank did not use the parameter, which counts as zero.
         dtype, device: of the gradient, needed where ``value`` is None.
+        weight: the parameter itself, for a method's weight decay; None where it is not at hand (LocalWorld).
     """
 
-    __slots__ = ("device", "dtype", "name", "numel", "result", "scale", "shape", "value")
+    __slots__ = ("device", "dtype", "name", "numel", "result", "scale", "shape", "value", "weight")
 
     def __init__(
-        self, name: str, shape: Sequence[int], value: Tensor | None, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        shape: Sequence[int],
+        value: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight: Tensor | None = None,
     ) -> None:
         self.name = name
         self.shape = torch.Size(shape)
@@ -48,6 +55,7 @@ class Slot:
         self.value = value
         self.dtype = dtype
         self.device = device
+        self.weight = weight
         self.scale: Tensor | None = None
         self.result: Tensor | None = None
 
@@ -156,6 +164,17 @@ class Bucket:
             if factor is not None:
                 torch._foreach_mul_(targets, factor)
         return flat
+
+    def padded(self, multiple: int) -> Tensor | None:
+        """``flat`` with zeros behind it up to a multiple of so many elements; None where the buffer has no room."""
+        flat, size = self.flat, -(-self.numel // multiple) * multiple
+        if size == self.numel:
+            return flat
+        if self._buffer is None or self._buffer.numel() < size:
+            return None
+        if self.device.type != "meta":
+            self._buffer[self.numel : size].zero_()
+        return self._buffer[:size]
 
     def write(self, x: Tensor) -> None:
         """Deliver all averaged gradients, raw units: the counterpart of ``flat``."""

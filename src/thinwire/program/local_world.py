@@ -81,7 +81,8 @@ class LocalWorld:
         try:
             for index, entry in enumerate(buckets):
                 ranks = [self._bucket(index, entry, gradients[rank]) for rank in range(self.size)]
-                programs = [method.reduce(bucket, state) for bucket, state in zip(ranks, self.states)]
+                chosen = entry.applied(method)
+                programs = [chosen.reduce(bucket, state) for bucket, state in zip(ranks, self.states)]
                 sent = run_lockstep(programs, self.topology, where=f"bucket {index} ({', '.join(entry.names[:3])})")
                 self._sent = [a + b for a, b in zip(self._sent, sent)]
                 for rank, bucket in enumerate(ranks):
@@ -96,8 +97,11 @@ class LocalWorld:
         return results
 
     def residuals(self) -> list[dict[str, Tensor]]:
-        """What every rank still owes, by name (clones)."""
-        return [{name: value.clone() for name, value in state.residuals.items()} for state in self.states]
+        """What every rank still owes, by name (clones); a slice with zeros around it."""
+        return [
+            {name: state.extended(name, self._kinds[name][0]).clone() for name in state.residuals}
+            for state in self.states
+        ]
 
     def bytes_sent(self) -> list[int]:
         """Bytes that every rank has put on the wire so far, by the ring formulas of ``volume.py``."""

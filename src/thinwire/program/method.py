@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from thinwire.program.bucket import Bucket
@@ -28,6 +29,8 @@ class Method(abc.ABC):
         has_residual: whether something is held back for a later step.
         exact: whether the result is the plain average.
         light: whether what comes before the first exchange costs no more than a copy.
+        shards: whether its residual is of a part of the bucket, a slice of each parameter (``State.stage_slice``).
+        alone: what a single rank, which runs S-SGD instead, has to do without; a clause for people.
     """
 
     name: ClassVar[str] = ""
@@ -35,6 +38,8 @@ class Method(abc.ABC):
     has_residual: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     light: ClassVar[bool] = False
+    shards: ClassVar[bool] = False
+    alone: ClassVar[str] = ""
     merge: Any = "auto"
 
     @abc.abstractmethod
@@ -44,6 +49,17 @@ class Method(abc.ABC):
     def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
         """Whether ``attach(dense="auto")`` should keep this parameter in plain S-SGD buckets."""
         return False
+
+    def beside(self) -> Method | None:
+        """The program of the parameters that stay dense; None: S-SGD."""
+        return None
+
+    def settle(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Any) -> str:
+        """What a measured plan should note as a bucket's ``exchange``; "": nothing is left to the plan."""
+        return ""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Raise ``ValueError`` if the method cannot serve this optimizer. Not asked on a single rank."""
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """Elements on the wire for each tensor of these shapes, in fp32 units: what fusion thresholds are scaled by."""

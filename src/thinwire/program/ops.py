@@ -46,7 +46,9 @@ class ReduceScatter(Collective):
 
 @dataclass(frozen=True, eq=False)
 class AllGather(Collective):
-    """Everybody's message in rank order: ``[*shape]`` -> ``[W, *shape]``."""
+    """Everybody's message in rank order: ``[*shape]`` -> ``[W, *shape]``; it may be put into ``out``, of that size."""
+
+    out: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,14 @@ class Exchange(Collective):
 
 @dataclass(frozen=True)
 class NextForward:
-    """The rest of this program may wait until the layers of its bucket are needed again."""
+    """The rest of this program may wait until the layers of its bucket are needed again.
+
+    For norms of what has been scattered: its first ``sums`` elements (all ranks' together) are sums over the ranks, the
+    others averages; ``unscaled``: a loss scale is divided out already.
+    """
+
+    sums: int = 0
+    unscaled: bool = False
 
 
 Op = Collective | NextForward

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.program.method import Method
 
 
 @dataclass(frozen=True)
@@ -17,11 +20,22 @@ class PlanBucket:
         names: of its parameters.
         dense: it runs plain S-SGD whatever the method.
         kept: elements that a sparse method sends of it; 0: as the method's density says.
+        collective: how its sum goes over the nodes, for methods that have such an option; "": as theirs says.
+        exchange: how sparse messages are exchanged, likewise.
     """
 
     names: tuple[str, ...]
     dense: bool = False
     kept: int = 0
+    collective: str = ""
+    exchange: str = ""
+
+    def applied(self, method: Method) -> Method:
+        """The method as this bucket runs it."""
+        decided = {"collective": self.collective, "exchange": self.exchange}
+        known = {f.name for f in fields(method)} if any(decided.values()) else set()  # type: ignore[arg-type]
+        changed = {name: value for name, value in decided.items() if value and name in known}
+        return replace(method, **changed) if changed else method  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,19 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        phases = [[{"names": list(b.names), "dense": b.dense, "kept": b.kept} for b in phase] for phase in self.phases]
+        phases = [
+            [
+                {
+                    "names": list(b.names),
+                    "dense": b.dense,
+                    "kept": b.kept,
+                    "collective": b.collective,
+                    "exchange": b.exchange,
+                }
+                for b in phase
+            ]
+            for phase in self.phases
+        ]
         return json.dumps({"phases": phases, "rule": self.rule})
 
     @classmethod
@@ -76,7 +102,16 @@ class Plan:
         try:
             data: Any = json.loads(text)
             phases = tuple(
-                tuple(PlanBucket(tuple(b["names"]), bool(b["dense"]), int(b.get("kept", 0))) for b in phase)
+                tuple(
+                    PlanBucket(
+                        tuple(b["names"]),
+                        bool(b["dense"]),
+                        int(b.get("kept", 0)),
+                        str(b.get("collective", "")),
+                        str(b.get("exchange", "")),
+                    )
+                    for b in phase
+                )
                 for phase in data["phases"]
             )
             return cls(phases, str(data.get("rule", "given")))

@@ -3,11 +3,14 @@
 A program *stages* its new state while the step is still running; when the last bucket has ended, whoever runs the
 programs commits everything, if every verdict of the step holds, or nothing. So one overflow on one rank costs one step
 and never poisons a residual. The price is a second copy of the residuals while a step is in flight.
+
+Three kinds of memory. *Residuals* and *local* fields (a momentum) are this rank's own: a restart on another number of
+ranks hands their mean to every rank. *Shared* fields (a factor) are equal on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +18,18 @@ from torch import Tensor
 
 from thinwire.program.bucket import Slot, working_dtype
 from thinwire.program.topology import Topology
+
+Key = tuple[str, str]
+"""(field, parameter's name)."""
+
+_UNUSED_STEPS = 16  # after which a bucket's memory is given back: plans and phases change
+
+
+def extend(part: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """A 1-D slice that begins at ``offset``, as a tensor of this shape with zeros around it."""
+    whole = part.new_zeros(torch.Size(shape).numel())
+    whole[offset : offset + part.numel()] = part.reshape(-1)
+    return whole.view(torch.Size(shape))
 
 
 class State:
@@ -33,29 +48,86 @@ class State:
         self.step = 0
         self.lr: float | None = None
         self.residuals: dict[str, Tensor] = {}
-        self.fields: dict[tuple[str, str], Tensor] = {}
+        self.offsets: dict[str, int] = {}  # of residuals that are slices of a parameter: where in it they begin
+        self.fields: dict[Key, Tensor] = {}
+        self.locals: dict[Key, Tensor] = {}
         self._staged_residuals: dict[str, Tensor] = {}
-        self._staged_fields: dict[tuple[str, str], Tensor] = {}
+        self._staged_offsets: dict[str, int] = {}
+        self._staged_fields: dict[Key, Tensor] = {}
+        self._staged_locals: dict[Key, Tensor] = {}
+        self._spare: dict[tuple[str, tuple[str, ...]], tuple[int, list[Tensor]]] = {}
         self._verdicts: list[Tensor] = []
 
     def residual(self, slot: Slot) -> Tensor:
         """What this rank still owes for a parameter: fp32 (fp64 for fp64), its shape, unscaled; zeros at the start."""
         found = self.residuals.get(slot.name)
         if found is None:
-            found = torch.zeros(slot.shape, dtype=working_dtype(slot.dtype), device=slot.device)
-            self.residuals[slot.name] = found
+            found = self.residuals[slot.name] = _zeros(slot)
+        return found
+
+    def local(self, field: str, slot: Slot) -> Tensor:
+        """This rank's own tensor of a parameter beside the residual: of the same kind, zeros at the start."""
+        found = self.locals.get((field, slot.name))
+        if found is None:
+            found = self.locals[field, slot.name] = _zeros(slot)
         return found
 
     def shared(self, field: str, name: str) -> Tensor | None:
         """A tensor equal on all ranks (a factor, a query) that was staged under ``field``, or None."""
         return self.fields.get((field, name))
 
-    def stage(self, name: str, residual: Tensor | None = None, shared: Mapping[str, Tensor] | None = None) -> None:
+    def spare(self, slots: Sequence[Slot], field: str | None = None) -> Tensor:
+        """Memory [elements of all slots] for the residual, or local field, that they will stage; not that in force.
+
+        On CPUs two buffers take turns: fresh memory costs more (page faults) than all the arithmetic of a step.
+        """
+        held = [self.residual(s) if field is None else self.local(field, s) for s in slots]
+        size, like = sum(s.numel for s in slots), held[0]
+        if like.device.type != "cpu":
+            return like.new_empty(size)
+        taken = {x.untyped_storage().data_ptr() for x in held}
+        key = (field or "", tuple(s.name for s in slots))
+        _, buffers = self._spare.get(key, (0, []))
+        self._spare[key] = (self.step, buffers)
+        for buffer in buffers:
+            fits = buffer.numel() == size and buffer.dtype == like.dtype
+            if fits and buffer.untyped_storage().data_ptr() not in taken:
+                return buffer
+        buffers[:] = [*buffers[-1:], like.new_empty(size)]
+        return buffers[-1]
+
+    def stage(
+        self,
+        name: str,
+        residual: Tensor | None = None,
+        shared: Mapping[str, Tensor] | None = None,
+        local: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Put new state aside until the verdict on the whole step is known."""
         if residual is not None:
             self._staged_residuals[name] = residual
         for field, value in (shared or {}).items():
             self._staged_fields[field, name] = value
+        for field, value in (local or {}).items():
+            self._staged_locals[field, name] = value
+
+    def slice_of(self, name: str) -> tuple[int, Tensor] | None:
+        """A residual that was staged as a slice, and where in the flattened parameter it begins; else all of it, 1-D.
+
+        None: nothing is owed.
+        """
+        found = self.residuals.get(name)
+        return None if found is None else (self.offsets.get(name, 0), found.reshape(-1))
+
+    def stage_slice(self, name: str, offset: int, residual: Tensor) -> None:
+        """As ``stage``, of the 1-D part of a parameter that begins at ``offset``: what this rank owes of it."""
+        self._staged_residuals[name] = residual
+        self._staged_offsets[name] = offset
+
+    def extended(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The residual of a parameter of this shape, zeros where it is a slice (a new tensor in that case)."""
+        found = self.residuals[name]
+        return extend(found, self.offsets[name], shape) if name in self.offsets else found
 
     def verdict(self, flag: Tensor) -> None:
         """Say whether what was *received* is finite: a 0-dim bool tensor, equal on all ranks by construction."""
@@ -72,48 +144,101 @@ class State:
         flag = self.accepted()
         accepted = flag is None or flag.device.type == "meta" or bool(flag)
         if accepted:
-            self.residuals.update(self._staged_residuals)
-            self.fields.update(self._staged_fields)
-        self.drop_step()
-        self.step += 1
+            self._commit()
+        self._next_step()
         return accepted
+
+    def settle(self) -> None:
+        """Commit what programs have staged since the step was counted: the second half of a decoupled one."""
+        step, flag = self.step, self.accepted()
+        if flag is not None and flag.device.type == "cuda":
+            self.end_step_on_device()
+        else:
+            self.end_step()
+        self.step = step
 
     def end_step_on_device(self) -> None:
         """As ``end_step`` without a host read (CUDA): the choice is a ``torch.where`` on the current stream."""
+        if self._recut():  # after a change of plan: old and new are different slices
+            self.end_step()
+            return
         flag = self.accepted()
+        self.offsets.update(self._staged_offsets)
         if flag is not None:
             for name, new in self._staged_residuals.items():
                 old = self.residuals.get(name)
                 self.residuals[name] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
+            for key, new in self._staged_locals.items():
+                old = self.locals.get(key)
+                self.locals[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
             for key, new in self._staged_fields.items():
                 old = self.fields.get(key)
                 # A field never committed before has no old value; the new one is finite by its kernel's contract.
                 self.fields[key] = new if old is None else torch.where(flag, new, old)
         else:
-            self.residuals.update(self._staged_residuals)
-            self.fields.update(self._staged_fields)
+            self._commit()
+        self._next_step()
+
+    def _commit(self) -> None:
+        self.residuals.update(self._staged_residuals)
+        self.offsets.update(self._staged_offsets)
+        self.fields.update(self._staged_fields)
+        self.locals.update(self._staged_locals)
+
+    def _next_step(self) -> None:
         self.drop_step()
         self.step += 1
+        for key in [key for key, (used, _) in self._spare.items() if used < self.step - _UNUSED_STEPS]:
+            del self._spare[key]
+
+    def _recut(self) -> bool:
+        """Whether a staged slice is not the committed one's part of its parameter."""
+        return any(
+            name in self.residuals
+            and (self.offsets.get(name) != offset or self.residuals[name].shape != self._staged_residuals[name].shape)
+            for name, offset in self._staged_offsets.items()
+        )
 
     def drop_step(self) -> None:
         """Forget what was staged (after an error)."""
         self._staged_residuals.clear()
+        self._staged_offsets.clear()
         self._staged_fields.clear()
+        self._staged_locals.clear()
         self._verdicts.clear()
 
     def snapshot(self) -> dict[str, Any]:
-        """Committed state as plain data, cloned: step, residuals by name, shared fields by field and name."""
-        shared: dict[str, dict[str, Tensor]] = {}
-        for (field, name), value in self.fields.items():
-            shared.setdefault(field, {})[name] = value.detach().clone()
+        """Committed state as plain data, cloned: step, residuals by name, shared and local fields by field and name."""
         residuals = {name: value.detach().clone() for name, value in self.residuals.items()}
-        return {"step": self.step, "residual": residuals, "shared": shared}
+        return {
+            "step": self.step,
+            "residual": residuals,
+            "offset": dict(self.offsets),
+            "shared": _by_field(self.fields),
+            "local": _by_field(self.locals),
+        }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take over a snapshot (tensors are cloned)."""
+        """Take over a snapshot (tensors are cloned); one without local fields has none."""
         self.drop_step()
+        self._spare.clear()
         self.step = int(snapshot["step"])
         self.residuals = {name: value.clone() for name, value in snapshot["residual"].items()}
-        self.fields = {
-            (field, name): value.clone() for field, named in snapshot["shared"].items() for name, value in named.items()
-        }
+        self.offsets = dict(snapshot.get("offset", {}))
+        self.fields = _by_key(snapshot["shared"])
+        self.locals = _by_key(snapshot.get("local", {}))
+
+
+def _zeros(slot: Slot) -> Tensor:
+    return torch.zeros(slot.shape, dtype=working_dtype(slot.dtype), device=slot.device)
+
+
+def _by_field(fields: Mapping[Key, Tensor]) -> dict[str, dict[str, Tensor]]:
+    named: dict[str, dict[str, Tensor]] = {}
+    for (field, name), value in fields.items():
+        named.setdefault(field, {})[name] = value.detach().clone()
+    return named
+
+
+def _by_key(named: Mapping[str, Mapping[str, Tensor]]) -> dict[Key, Tensor]:
+    return {(field, name): value.clone() for field, values in named.items() for name, value in values.items()}

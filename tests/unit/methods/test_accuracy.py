@@ -9,13 +9,30 @@ from worlds import label
 
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
+from thinwire.methods.gtopk import GTopK
+from thinwire.methods.oktopk import OkTopk
 from thinwire.methods.powersgd import PowerSGD
+from thinwire.methods.qsgd import QSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.ssgd import SSGD
+from thinwire.methods.terngrad import TernGrad
 from thinwire.methods.topk import TopK
 from thinwire.program import LocalWorld
 
-METHODS = [Cast(), Cast("fp16"), ACP(rank=4), PowerSGD(rank=4), SignSGD(), SignSGD(levels=2), TopK(0.1)]
+METHODS = [
+    Cast(),
+    Cast("fp16"),
+    Cast("int8"),
+    ACP(rank=4),
+    PowerSGD(rank=4),
+    SignSGD(),
+    SignSGD(levels=2),
+    pytest.param(QSGD(), marks=pytest.mark.slow),
+    TernGrad(),
+    TopK(0.1),
+    GTopK(0.1),
+    OkTopk(0.1),
+]
 
 
 @functools.cache

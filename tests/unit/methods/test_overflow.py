@@ -5,12 +5,24 @@ import torch
 from worlds import FEEDBACK, PLAN, SHAPES, draw, label
 
 from thinwire.methods.acp import ACP
+from thinwire.methods.dgc import DGC
 from thinwire.methods.powersgd import PowerSGD
+from thinwire.methods.qsgd import QSGD
 from thinwire.methods.sign import SignSGD
+from thinwire.methods.terngrad import TernGrad
 from thinwire.methods.topk import TopK
 from thinwire.program import LocalWorld
 
-QUANTISERS = [*FEEDBACK, SignSGD(error_feedback=False, vote="majority")]
+QUANTISERS = [
+    *FEEDBACK,
+    DGC(0.1),
+    DGC(0.2, nesterov=True, clip=1.0, select="exact"),
+    DGC(1.0),
+    SignSGD(error_feedback=False, vote="majority"),
+    QSGD(),
+    QSGD(norm="l2"),
+    TernGrad(),
+]
 
 
 def same(a, b):
@@ -37,6 +49,7 @@ def test_one_bad_element_on_one_rank(method, bad):
                 after = world.states[rank].snapshot()
                 assert same(before[rank]["residual"], after["residual"])
                 assert same(before[rank]["shared"], after["shared"])
+                assert same(before[rank]["local"], after["local"])
             for state in reference.states:
                 state.step += 1
         else:

@@ -8,7 +8,7 @@ from thinwire.methods.cast import Cast
 from thinwire.methods.registry import METHODS, method, resolve
 from thinwire.methods.topk import TopK
 
-NEEDED = {"topk": {"density": 0.01}, "omgs": {"density": 0.01}}
+NEEDED = {name: {"density": 0.01} for name in ("topk", "gtopk", "oktopk", "hitopk", "omgs")}
 MERGES = {"omgs": "optimal", "lags": "none"}
 
 
@@ -52,7 +52,7 @@ def test_resolve():
         ("powersgd", {"compress": "all"}, "'paying', 'matrices'"),
         ("acp", {"merge": 0}, "merge=0"),
         ("acp", {"ordered": "yes"}, "True or False"),
-        ("cast", {"dtype": "int8"}, "torch.bfloat16"),
+        ("cast", {"dtype": "int4"}, "torch.bfloat16"),
         ("cast", {"dtype": torch.float32}, "torch.bfloat16"),
         ("ssgd", {"rank": 2}, "unknown option of ssgd: 'rank'"),
     ],

@@ -115,8 +115,10 @@ def test_density_is_a_share(density):
 
 def test_refusals():
     for options, words in (
-        ({"exchange": "gtopk"}, "one of 'allgather'"),
-        ({"select": "mstopk"}, "select='mstopk' is unknown"),
+        ({"exchange": "ring"}, "one of 'allgather', 'gtopk', 'oktopk', 'auto'"),
+        ({"exchange": "gtopk", "wire": "bf16"}, 'gTop-k needs "fp32"'),
+        ({"capacity": 0.9}, "capacity=0.9 must be a number of at least 1"),
+        ({"select": "best"}, "select='best' is unknown"),
         ({"wire": "int8"}, "'fp32', 'bf16', 'fp16'"),
         ({"warmup": 3}, "Warmup"),
         ({"merge": "all"}, "merge"),

@@ -63,3 +63,16 @@ def test_the_simulator_plans_in_the_profile_s_order(method):
     plan.check(t.name for t in profile.tensors)
     assert len(plan.phases) == method.phases
     assert {b.dense for b in plan.phases[0]} == ({False, True} if method.name == "topk" else {False})
+
+
+def test_a_decoupled_plan_ends_with_a_small_bucket():
+    tensors = [PlanTensor(f"t{i}", (1 << 17,)) for i in range(20)]  # half a MiB each
+    plan = make_plan(SSGD(decoupled=True), tensors, range(20), (), "gloo")
+    sizes = [len(bucket.names) for bucket in plan.buckets()]
+    assert sizes == [3, 8, 8, 1]
+    assert [name for bucket in plan.buckets() for name in bucket.names] == [t.name for t in tensors]
+    assert [len(b.names) for b in make_plan(SSGD(4, decoupled=True), tensors, range(20), (), "gloo").buckets()] == [
+        8,
+        8,
+        4,
+    ]

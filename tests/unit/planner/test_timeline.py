@@ -1,14 +1,16 @@
 """The simulator against the clock, against DeAR's table, and against the laws that every timeline obeys."""
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_nets import net, sort_seconds
 from test_clock import some_groups
-from timelines import DeAR, Hierarchical, Selecting, busy, costs_of, lane, overlap, profile_of
+from timelines import FREE, DeAR, Hierarchical, Selecting, busy, costs_of, lane, overlap, profile_of
 
+from thinwire.methods import dear
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
 from thinwire.methods.powersgd import PowerSGD
@@ -78,7 +80,8 @@ def test_dear(buckets, c):
         {
             ("ReduceScatter", "world", workers): Linear(0, half / (4 * size)),
             ("AllGather", "world", workers): Linear(0, half / (4 * size / workers)),
-        }
+        },
+        FREE,
     )
     exact = max(1, c / 2) + max(2, c / 2) + (min(1, c / 2) + min(2, c / 2)) / buckets
     published = {
@@ -86,8 +89,8 @@ def test_dear(buckets, c):
         (3, 10): 3.75, (3, 50): 3.55, (3, 200): 3.513, (4, 10): 4.3, (4, 50): 4.06, (4, 200): 4.015,
         (6, 10): 6.3, (6, 50): 6.06, (6, 200): 6.015, (12, 10): 12.3, (12, 50): 12.06, (12, 200): 12.015,
     }  # fmt: skip
-    for backend in ("gloo", "nccl"):
-        got = simulate(DeAR(), profile, Topology(workers), costs, backend=backend)
+    for backend, method in product(("gloo", "nccl"), (DeAR(), dear.DeAR(merge="none"), SSGD("none", decoupled=True))):
+        got = simulate(method, profile, Topology(workers), costs, backend=backend)
         assert got.step_seconds == pytest.approx(published[c, buckets], rel=0.005)
         assert got.step_seconds == pytest.approx(exact, rel=1e-9)
 

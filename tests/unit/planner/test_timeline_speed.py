@@ -20,11 +20,11 @@ def profile_of(shapes):
     return ModelProfile("thousand", tensors, 0.05)
 
 
-def seconds_of(chosen, profile):
+def seconds_of(chosen, profile, workers=WORKERS):
     first = method("acp", compress="matrices")  # torch loads its rules of shapes: seconds, once per process
     simulate(first, profile_of([(64, 64), (65, 64)]), Topology(2), Costs.of_link(1e9, 1e-4, 2))
     begin = time.process_time()  # not what other processes take
-    simulate(chosen, profile, Topology(WORKERS), Costs.of_link(1e9, 1e-4, WORKERS))
+    simulate(chosen, profile, Topology(workers), Costs.of_link(1e9, 1e-4, workers))
     return time.process_time() - begin
 
 
@@ -39,7 +39,8 @@ def test_a_thousand_different_tensors(merge):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_thousand_tensors_of_a_few_shapes(name):
     shapes = [(64 * (1 + i % 12), 512) for i in range(1000)]
-    chosen = method(name, merge="none", **({"density": 0.001} if name == "topk" else {}))
-    took = seconds_of(chosen, profile_of(shapes))
+    sparse = name.endswith("topk") or name == "omgs"
+    chosen = method(name, merge="none", **({"density": 0.001} if sparse else {}))
+    took = seconds_of(chosen, profile_of(shapes), 127 if name == "terngrad" else WORKERS)  # int8 sums
     print(f"{name}: {took:.2f} s")
-    assert took < 1
+    assert took < (2 if name == "gtopk" else 1)  # 15 exchanges a bucket

@@ -12,6 +12,7 @@ import torch
 
 from thinwire.planner.checks import check_seconds
 from thinwire.planner.costs import Costs
+from thinwire.planner.hierarchy import crossing_shares
 from thinwire.planner.profiles import ModelProfile
 from thinwire.program import AllReduce, Bucket, Method, Plan, Program, Scope, State, Topology
 from thinwire.program.trace import Step, steady_step, trace
@@ -63,10 +64,14 @@ class Plain(Method):
 
 @dataclass(frozen=True)
 class _Short(Method):
-    """A program up to its last exchange. What follows sends nothing, and may loop over ranks."""
+    """A program up to its last exchange. What follows sends nothing, and may loop over ranks.
+
+    ``strict=False``: it may end earlier.
+    """
 
     whole: Method
     yields: int
+    strict: bool = True
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         program = self.whole.reduce(bucket, state)
@@ -75,6 +80,8 @@ class _Short(Method):
             try:
                 op = program.send(value)
             except StopIteration:
+                if not self.strict:
+                    return
                 raise ValueError(f"{self.whole.name} prices {self.yields + 1} segments but has {number + 1}") from None
             value = yield op
         program.close()
@@ -101,8 +108,11 @@ class Place:
 
 def _traced(
     method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None, kept: int
-) -> list[Step]:
-    """The exchanges of a bucket. A method knows shapes, not names, so equal shapes are one trace."""
+) -> list[tuple[Step, float]]:
+    """The exchanges of a bucket, and the share of the node's ranks that issue each.
+
+    A method knows shapes, not names, so equal shapes are one trace.
+    """
     try:
         hash(method)
     except TypeError:  # an option that is a list
@@ -113,11 +123,19 @@ def _traced(
 @lru_cache(maxsize=4096)
 def _steps(
     method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None, kept: int
-) -> list[Step]:
+) -> list[tuple[Step, float]]:
     named = [(str(i), shape) for i, shape in enumerate(shapes)]
-    step = steady_step(method, phase)
     program = method if yields is None else _Short(method, yields)
-    return trace(program, named, place.topology, rank=place.rank, step=step, dtype=DTYPES[itemsize], kept=kept)
+
+    def of(program: Method, rank: int) -> list[Step]:
+        step = steady_step(method, phase)
+        return trace(program, named, place.topology, rank=rank, step=step, dtype=DTYPES[itemsize], kept=kept)
+
+    steps, ranks = of(program, place.rank), place.members[Scope.NODE]
+    if ranks == 1 or all(step.scope is not Scope.CROSS for step in steps):
+        return [(step, 1.0) for step in steps]
+    beside = of(program if yields is None else _Short(method, yields, strict=False), place.rank + 1)
+    return list(zip(steps, crossing_shares(steps, beside, ranks)))
 
 
 def parts_of(
@@ -127,12 +145,18 @@ def parts_of(
     if profile.dtype_bytes not in DTYPES:
         raise ValueError(f"gradients of {profile.dtype_bytes} bytes cannot be simulated, only of 2, 4 or 8")
     shape_of = {tensor.name: tensor.shape for tensor in profile.tensors}
-    known: dict[tuple[bool, Shapes, int], tuple[list[float], list[Step]]] = {}
+    known: dict[tuple[bool, Shapes, int, str, str], tuple[list[float], list[tuple[Step, float]]]] = {}
     parts = []
     for index, bucket in enumerate(plan.phases[phase]):
-        key = (bucket.dense, tuple(shape_of[name] for name in bucket.names), bucket.kept)
+        key = (
+            bucket.dense,
+            tuple(shape_of[name] for name in bucket.names),
+            bucket.kept,
+            bucket.collective,
+            bucket.exchange,
+        )
         if key not in known:
-            program = dense if bucket.dense else method
+            program = bucket.applied(dense if bucket.dense else method)
             seconds = program.compute_seconds(key[1], phase, place.topology, costs)
             yields = None if seconds is None else len(seconds) - 1
             steps = _traced(program, key[1], place, phase, profile.dtype_bytes, yields, bucket.kept)
@@ -143,19 +167,19 @@ def parts_of(
 
 
 def _split(
-    bucket: int, seconds: list[float], steps: list[Step], place: Place, costs: Costs
+    bucket: int, seconds: list[float], steps: list[tuple[Step, float]], place: Place, costs: Costs
 ) -> tuple[Part, Part | None]:
     """Cut a program at its first pause; a second one stands for nothing."""
     segments: list[list[float]] = [[seconds[0]]]
     hops: list[list[Hop]] = [[]]
-    for step, after in zip(steps, seconds[1:]):
+    for (step, share), after in zip(steps, seconds[1:]):
         if step.scope is None and len(hops) == 1:
             segments.append([after])
             hops.append([])
         elif step.scope is None:
             segments[-1][-1] += after
         else:
-            priced = costs.seconds(step.kind, step.scope, place.members[step.scope], step.message_bytes)
+            priced = costs.seconds(step.kind, step.scope, place.members[step.scope], step.message_bytes, share)
             cpu = costs.cpu_seconds(step.kind, step.message_bytes)
             hops[-1].append(Hop(step.kind, step.scope, place.links[step.scope], priced, cpu, step.sent_bytes))
             segments[-1].append(after)

@@ -1,0 +1,116 @@
+"""The norm of the averaged gradients, over the same parts in the same order on every schedule: equal bits.
+
+A bucket, padded with zeros, is cut into as many parts as there are ranks. Powers of elements are added in fp64: per
+part, then over the buckets of one rank's parts, then over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.engine.deferred_grad import Change
+from thinwire.engine.runner import Paused
+from thinwire.methods.exchanges import padded
+from thinwire.program import Bucket
+
+
+def check_norm_type(norm_type: float) -> float:
+    """Raise ``ValueError`` unless there is such a norm."""
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be above 0; float('inf') is the largest element")
+    return norm_type
+
+
+def power(x: Tensor, norm_type: float) -> Tensor:
+    """The norm of a 1-D tensor to the power of its type (the maximum for inf), fp64."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    norm: Tensor = torch.linalg.vector_norm(x, norm_type, dtype=torch.float64)
+    return norm if math.isinf(norm_type) else norm**norm_type
+
+
+def add(a: Tensor, b: Tensor, norm_type: float) -> Tensor:
+    """The power of two parts together."""
+    return torch.maximum(a, b) if math.isinf(norm_type) else a + b
+
+
+def total(powers: Tensor, norm_type: float, dtype: torch.dtype, error_if_nonfinite: bool) -> Tensor:
+    """The norm of all ranks' parts, 0-dim, from their powers ``[W]`` in rank order."""
+    found = powers[0]
+    for other in powers[1:]:
+        found = add(found, other, norm_type)
+    norm = found if math.isinf(norm_type) else found ** (1.0 / norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for the gradients is non-finite, so it cannot be clipped. To disable "
+            "this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    return norm.to(dtype)
+
+
+def scaling(norm: Tensor, max_norm: float) -> Change:
+    """What clipping to a norm does to gradients, in place: torch's formula."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+    def change(gradients: list[Tensor]) -> None:
+        torch._foreach_mul_(gradients, factor)
+
+    return change
+
+
+def coupled(
+    buckets: Sequence[Sequence[nn.Parameter]],
+    ranks: int,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clip gradients that are there, whole, on every rank. Returns the norm, 0-dim.
+
+    Args:
+        buckets: the parameters as the plan has them.
+        ranks: of the world.
+        max_norm, norm_type, error_if_nonfinite: as of ``torch.nn.utils.clip_grad_norm_``.
+    """
+    first = buckets[0][0]
+    powers = torch.zeros(ranks, dtype=torch.float64, device=first.device)
+    gradients: list[Tensor] = []
+    for parameters in buckets:
+        here = [p.grad for p in parameters if p.grad is not None]
+        gradients += here
+        if not here:
+            continue
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+        for rank, part in enumerate(padded(flat.detach(), ranks).view(ranks, -1)):
+            powers[rank] = add(powers[rank], power(part, norm_type), norm_type)
+    norm = total(powers, norm_type, first.dtype, error_if_nonfinite)
+    by_kind: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault(gradient.dtype, []).append(gradient)
+    change = scaling(norm, max_norm)
+    with torch.no_grad():
+        for some in by_kind.values():
+            change(some)
+    return norm
+
+
+def delivered(paused: Paused, bucket: Bucket, rank: int, ranks: int, norm_type: float) -> Tensor:
+    """This rank's part of a scattered bucket, as it will be delivered but for scaler and clipping: a copy, 1-D.
+
+    Raises:
+        ValueError: a low-rank factor, whose norm is the gradient's for type 2 only.
+    """
+    pause = paused.pause
+    part: Tensor = paused.shard.to(bucket.dtype, copy=True)
+    if pause.sums and norm_type != 2.0:
+        raise ValueError(f"norm_type={norm_type}: of low-rank factors only the norm of type 2 is the gradient's")
+    if pause.sums:
+        part[: max(0, pause.sums - rank * part.numel())] /= ranks
+    if pause.unscaled and bucket.scale is not None:
+        part *= bucket.scale
+    return part

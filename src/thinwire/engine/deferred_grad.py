@@ -1,0 +1,110 @@
+"""What ``.grad`` is between ``backward()`` and ``step()`` on the decoupled schedule: a tensor that refuses to be read.
+
+It has the right shape, dtype and device over a single element. A ``GradScaler`` works on it as on any gradient; all
+else raises, rather than act on numbers that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_REMEDY = (
+    "this gradient is deferred: after backward() it lies in parts on all ranks until optimizer.step(). Clip with "
+    "sync.clip_grad_norm_(...), or attach with decoupled=False (S-SGD) where gradients are read or edited"
+)
+_ATTRIBUTES = {
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_sparse", "is_sparse_csr", "is_cuda", "is_meta",
+        "is_quantized", "is_nested", "is_mkldnn", "requires_grad", "grad_fn", "itemsize", "nbytes", "_version",
+    )
+}  # fmt: skip
+_QUESTIONS = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size, Tensor.__len__,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.ndimension, Tensor.get_device,
+    torch.is_floating_point, torch.is_complex, torch.numel,
+}  # fmt: skip
+_SAME = {Tensor.detach_, Tensor.requires_grad_}  # zero_grad calls them
+_ZERO = {Tensor.zero_, torch._foreach_zero_}
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+
+Change = Callable[[list[Tensor]], None]
+"""What is to be done, in place, to gradients once they are there."""
+
+
+class DeferredGrad(Tensor):
+    """Stands for the gradient of one parameter.
+
+    Attributes:
+        finite: whether all gradients of the step are, on all ranks: a 0-dim bool tensor; None: nobody has looked.
+        changes: what the scaler and clipping have asked for, in order.
+        zeroed: ``zero_grad(set_to_none=False)`` has passed.
+    """
+
+    finite: Tensor | None
+    changes: list[Change]
+    zeroed: bool
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> DeferredGrad:
+        """For one parameter."""
+        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        made: DeferredGrad = Tensor._make_subclass(cls, one.expand(parameter.shape))
+        made.renew(None)
+        return made
+
+    def renew(self, finite: Tensor | None) -> None:
+        """Stand for another step's gradient."""
+        self.finite, self.changes, self.zeroed = finite, [], False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what ``zero_grad`` and a scaler ask; refuse the rest."""
+        if func in _ATTRIBUTES or func in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _SAME:
+            return args[0]
+        if func in _ZERO:
+            given = [args[0]] if isinstance(args[0], Tensor) else args[0]
+            deferred, others = _sort(given)
+            for grad in deferred:
+                grad.zeroed = True
+            for x in others:
+                x.zero_()
+            return args[0]
+        if func is _UNSCALE:
+            return _unscale(*args)
+        raise RuntimeError(_REMEDY)
+
+
+def _sort(given: Iterable[Tensor]) -> tuple[list[DeferredGrad], list[Tensor]]:
+    deferred, others = [], []
+    for x in given:
+        if isinstance(x, DeferredGrad):
+            deferred.append(x)
+        else:
+            others.append(x)
+    return deferred, others
+
+
+def _unscale(given: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """What ``GradScaler.unscale_`` does to all gradients: the verdict is at hand, the multiplication waits."""
+    deferred, others = _sort(given)
+    if others:
+        _UNSCALE(others, found_inf, inverse_scale)
+    inverse = inverse_scale.clone()
+
+    def change(gradients: list[Tensor]) -> None:
+        _UNSCALE(gradients, torch.zeros_like(found_inf), inverse)
+
+    for grad in deferred:
+        grad.changes.append(change)
+    finite = deferred[0].finite
+    if finite is None:
+        raise RuntimeError("a GradScaler must know of non-finite gradients: leave out guard=False")
+    found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf.dtype)))

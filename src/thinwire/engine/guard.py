@@ -1,0 +1,52 @@
+"""One small exchange at the end of a decoupled backward: is every rank's part finite, and who used what?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.engine.alone import Alone
+from thinwire.engine.communicator import Communicator
+from thinwire.methods.base import all_finite
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Equal on all ranks.
+
+    Attributes:
+        finite: 0-dim bool tensor on the gradients' device.
+        used: per parameter, whether any rank did; None: nobody asked.
+    """
+
+    finite: Tensor
+    used: list[bool] | None
+
+
+def exchange(
+    communicator: Communicator | Alone, shards: Iterable[Tensor], used: Sequence[bool] | None = None
+) -> Verdict:
+    """Gather a flag, and one bit per parameter if ``used`` is given. All ranks call it.
+
+    Args:
+        communicator: of the ranks.
+        shards: this rank's part of every bucket.
+        used: which parameters had a gradient here. Given, the host waits for the answer.
+    """
+    flags = [all_finite(x) for x in shards]
+    device = communicator.device
+    finite = torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=device)
+    message = (~finite).to(torch.uint8).view(1)
+    if used is not None:
+        bits = torch.from_numpy(np.packbits(np.array(used, dtype=bool)))
+        message = torch.cat([message, bits.to(device)])
+    everyone = communicator.gather_tensor(message)
+    anywhere = None
+    if used is not None:
+        rows = np.unpackbits(everyone[:, 1:].cpu().numpy(), axis=1, count=len(used))
+        anywhere = [bool(x) for x in np.any(rows, axis=0).tolist()]
+    return Verdict((everyone[:, 0] == 0).all(), anywhere)

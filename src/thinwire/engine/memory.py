@@ -1,0 +1,52 @@
+"""What a bucket keeps from step to step, so that no step allocates it anew."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.program import Bucket, PlanBucket, Slot
+
+
+class Memory:
+    """A bucket's slots, and for a light program one buffer, cut up.
+
+    Attributes:
+        gradients: the cuts that become ``.grad``: with version counters of their own.
+        used: which of the parameters this rank had a gradient of, in the last step.
+        handed_over: whether all of them have ``gradients`` for their ``.grad`` already.
+    """
+
+    def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, light: bool, ranks: int = 1) -> None:
+        """``ranks``: the buffer has room for zeros up to a multiple of so many elements."""
+        self.parameters, self.kept = parameters, entry.kept
+        self.slots = [Slot(n, p.shape, None, p.dtype, p.device, p) for n, p in zip(entry.names, parameters)]
+        self.buffer: Tensor | None = None
+        self.views: list[Tensor] | None = None
+        self.gradients: list[Tensor] = []
+        self.used = [False] * len(parameters)
+        self.handed_over = False
+        if light:
+            first, sizes = self.slots[0], [s.numel for s in self.slots]
+            room = -(-sum(sizes) // ranks) * ranks
+            self.buffer = torch.empty(room, dtype=first.dtype, device=first.device)
+            pieces = self.buffer[: sum(sizes)].split(sizes)
+            self.views = [piece.view(s.shape) for s, piece in zip(self.slots, pieces)]
+            self.gradients = [view.data for view in self.views]
+
+    def bucket(self, index: int, scale: Tensor | None) -> Bucket:
+        """A step's bucket of the gradients that are there now."""
+        for slot, parameter in zip(self.slots, self.parameters):
+            grad = parameter.grad
+            slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
+            slot.result = None
+        self.used = [slot.value is not None for slot in self.slots]
+        self.handed_over = False
+        return Bucket(index, self.slots, scale=scale, buffer=self.buffer, kept=self.kept, views=self.views)
+
+
+def teach_malloc() -> None:
+    """Let glibc keep what a step frees: it learns from the largest block it has seen freed, and otherwise gives the
+    activations' memory back to the system after every step, to fault it in again (10 MB a step on a 10 M model).
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)

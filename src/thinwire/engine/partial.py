@@ -1,0 +1,60 @@
+"""The user's own optimizer: on a part of its parameters, with the hyper-parameters of an earlier moment; or closed."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+_Groups = list[dict[str, Any]]
+
+
+class Frozen:
+    """An optimizer as it is when ``step()`` is called; ``update`` does what that step would do to some parameters.
+
+    It is bound to the optimizer's own ``state``, so that checkpoints are what they would be. A plain ``copy.copy`` goes
+    through ``__getstate__``, which drops what an optimizer keeps beside state and groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._copy = object.__new__(type(optimizer))
+        self._copy.__dict__.update(optimizer.__dict__)
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            self._copy.__dict__[hooks] = OrderedDict()
+        for extra in ("grad_scale", "found_inf"):  # a scaler lends them to fused optimizers, for this call
+            if isinstance(value := self._copy.__dict__.get(extra), Tensor):
+                self._copy.__dict__[extra] = value.clone()
+        self._groups: _Groups = [
+            {key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        step: Callable[..., Any] = type(optimizer).step
+        # The wrapper calls hooks that are meant for the user's own call.
+        self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+    def update(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        """Step the parameters given by the number of their group; their ``.grad`` is there."""
+        self._copy.param_groups = [{**self._groups[number], "params": list(p)} for number, p in parameters.items()]
+        self._step(self._copy)
+
+
+class Closed:
+    """Keeps an optimizer from taking more parameters, until removed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        optimizer.__dict__["add_param_group"] = self._refuse
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError("add_param_group: call detach() on the GradientSync first, and attach again afterwards")
+
+    def remove(self) -> None:
+        """Let it."""
+        self._optimizer.__dict__.pop("add_param_group", None)
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)

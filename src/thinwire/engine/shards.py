@@ -1,0 +1,44 @@
+"""What a decoupled step leaves for the next forward: shards of buckets, and who updates what of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from thinwire.engine.memory import Memory
+from thinwire.engine.partial import Frozen
+from thinwire.engine.runner import Paused
+from thinwire.program import Bucket
+
+
+@dataclass
+class Shards:
+    """What one backward has left: this rank's part of every bucket.
+
+    Attributes:
+        buckets, memories: of the step's plan.
+        paused: their programs, by bucket.
+        light: which of them only receive and copy.
+        where: per parameter its bucket, and its place there.
+    """
+
+    buckets: list[Bucket]
+    memories: list[Memory]
+    paused: Mapping[int, Paused]
+    light: list[int]
+    where: list[tuple[int, int]]
+    gathering: bool = False
+    received: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Part:
+    """Of a pending bucket, what one optimizer updates: indices by the number of their group."""
+
+    frozen: Frozen
+    groups: dict[int, list[int]]
+
+    @property
+    def indices(self) -> list[int]:
+        """All of them."""
+        return [i for group in self.groups.values() for i in group]

@@ -1,0 +1,70 @@
+"""gTop-k's exchange: pairwise merges in a butterfly, after which every rank holds the same k entries of the sum.
+
+Round j merges with the rank whose number differs in bit j, so every rank sees its block's list after every round and
+knows which of its *own* entries are still part of it. P ranks, Q the largest power of two up to P: the P - Q extra
+ranks fold theirs into rank r - Q before the rounds, and get the result after them, with one byte for each folded entry
+that says whether it is still part of it. k pairs of 8 bytes: 8 k log2 P bytes a rank if P = Q; the ranks that fold send
+8 k before, and 9 k after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.pairs import by_index, merge_pairs, message_bytes, pack, unpack
+from thinwire.program import Exchange, State
+
+Pairs = tuple[Tensor, Tensor]
+
+
+def butterfly(values: Tensor, indices: Tensor, state: State) -> Generator[Any, Tensor, tuple[Pairs, Tensor]]:
+    """Exchange this rank's k pairs (distinct indices; all values NaN if any is not finite).
+
+    Returns:
+        The k pairs of the sum, equal on all ranks to the bit, and for each of this rank's entries, in the order they
+        were given, whether it is in that sum ``[k]``.
+    """
+    k, rank = indices.numel(), state.rank
+    own, indices = by_index(torch.arange(k, device=indices.device), indices)  # own: where each entry stood
+    pairs: Pairs = values[own], indices
+    rounds, extra = rounds_of(state.size)
+    half = 1 << rounds
+    partner = rank - half if rank >= half else rank + half if rank + half < state.size else None
+    marks = own  # per entry of the list: which of mine is in it, -1 if none is
+    if extra:
+        other = yield Exchange(pack(*pairs), peer=partner)
+        if partner is not None:
+            pairs, marks = _merged(pairs, unpack(other, k, values.dtype), marks)
+    folded, marks = marks, torch.arange(k, device=indices.device)  # now: which entry of the folded list
+    for j in range(rounds):
+        other = yield Exchange(pack(*pairs), peer=rank ^ (1 << j) if rank < half else None)
+        if rank < half:
+            pairs, marks = _merged(pairs, unpack(other, k, values.dtype), marks)
+    alive = _found(marks, k)
+    if extra:
+        other = yield Exchange(torch.cat([pack(*pairs), alive.to(torch.uint8)]), peer=partner)
+        if rank >= half:
+            pairs, alive = unpack(other, k, values.dtype), other[message_bytes(k, values.dtype) :].bool()
+    return pairs, _found(torch.where(alive, folded, -1), k)
+
+
+def _merged(pairs: Pairs, other: Pairs, marks: Tensor) -> tuple[Pairs, Tensor]:
+    """The merged list and its marks: a mark that is dropped once never comes back, wherever its index comes from."""
+    values, indices, places = merge_pairs(pairs, other)
+    return (values, indices), torch.where(places < 0, -1, marks[places])
+
+
+def _found(marks: Tensor, k: int) -> Tensor:
+    """Which of 0 to k - 1 are among the marks."""
+    found = torch.zeros(k + 1, dtype=torch.bool, device=marks.device)
+    return found.scatter_(0, torch.where(marks < 0, k, marks), True)[:k]
+
+
+def rounds_of(ranks: int) -> tuple[int, bool]:
+    """Rounds between 2^rounds ranks, and whether there are further ranks, which fold."""
+    rounds = ranks.bit_length() - 1
+    return rounds, ranks > 1 << rounds

@@ -1,0 +1,150 @@
+"""Compositions of methods that are sound, as options of one method; of the others, why they are not.
+
+A chain is a mapping of data: no program runs inside another. What the first method sends is what the second changes,
+and the error of both has one residual.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from thinwire.methods.cast import Cast
+from thinwire.methods.lowrank import LowRank
+from thinwire.methods.qsgd import QSGD
+from thinwire.methods.registry import resolve
+from thinwire.methods.sign import SignSGD
+from thinwire.methods.ssgd import SSGD
+from thinwire.methods.terngrad import TernGrad
+from thinwire.program import Method
+
+_WIRES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def chain(*methods: Method | str) -> Method:
+    """One method that does what the given ones do, the first first.
+
+    Sound are: a sparse method and ``Cast`` in 16 bits (the values travel in 16 bits, and their rounding error is fed
+    back); any method and ``SSGD`` or ``DeAR``, whose options (``ordered``, ``decoupled``, ``merge``) it takes over.
+
+    Args:
+        methods: names or instances, at least one.
+
+    Raises:
+        ValueError: there is none, a name is unknown, or the composition is not sound; the message says why.
+
+    Example:
+        >>> from thinwire.methods.topk import TopK
+        >>> chain(TopK(0.01), Cast("fp16")).wire
+        'fp16'
+    """
+    if not methods:
+        raise ValueError("chain() needs at least one method, for example chain(TopK(0.01), Cast('fp16'))")
+    return functools.reduce(_compose, [resolve(method) for method in methods])
+
+
+def _compose(first: Method, second: Method) -> Method:
+    if isinstance(second, SSGD):
+        return _with_schedule(first, second)
+    if isinstance(first, SSGD):
+        return _with_schedule(second, first)
+    if _sparse(first) and _half(second):
+        assert isinstance(second, Cast)
+        return _with_wire(first, second)
+    for applies, reason in _REFUSALS:
+        if applies(first, second):
+            raise ValueError(f"chain({type(first).__name__}, {type(second).__name__}) is not sound: {reason}")
+    pair = f"chain({type(first).__name__}, {type(second).__name__})"
+    raise ValueError(f"{pair} is not known: a 16-bit Cast goes behind a sparse method")
+
+
+def _with_schedule(method: Method, plain: SSGD) -> Method:
+    """``method`` with the options of an SSGD that are not the default."""
+    known = {field.name for field in fields(method)}  # type: ignore[arg-type]
+    changes: dict[str, Any] = {}
+    for option, default in SSGD().options().items():
+        value, own = getattr(plain, option), getattr(method, option, default)
+        if value in (default, own):
+            continue
+        if option not in known:
+            raise ValueError(
+                f"{type(method).__name__} has no option {option!r}: leave {option}={value!r} out of the chain"
+            )
+        if own != default:
+            raise ValueError(f"{option}={own!r} and {option}={value!r} in one chain: give one of them")
+        changes[option] = value
+    return replace(method, **changes) if changes else method  # type: ignore[type-var]
+
+
+def _with_wire(sparse: Method, cast: Cast) -> Method:
+    """The sparse method with 16-bit values."""
+    wire = _WIRES[cast.dtype]  # type: ignore[index]
+    if sparse.wire not in ("fp32", wire):  # type: ignore[attr-defined]
+        raise ValueError(f"{sparse!r} is cast to {wire} a second time: give one wire")
+    schedule = {name: getattr(cast, name) for name in SSGD().options()}
+    return _with_schedule(replace(sparse, wire=wire), SSGD(**schedule))  # type: ignore[type-var]
+
+
+def _sparse(method: Method) -> bool:
+    return hasattr(method, "wire")
+
+
+def _half(method: Method) -> bool:
+    return isinstance(method, Cast) and method.dtype in _WIRES
+
+
+def _quantised(method: Method) -> bool:
+    return isinstance(method, (SignSGD, QSGD, TernGrad)) or (isinstance(method, Cast) and not _half(method))
+
+
+def _low_rank(method: Method) -> bool:
+    return isinstance(method, LowRank)
+
+
+def _majority(method: Method) -> bool:
+    return isinstance(method, SignSGD) and method.vote == "majority"
+
+
+# The first that applies is the reason.
+_REFUSALS: tuple[tuple[Callable[[Method, Method], bool], str], ...] = (
+    (
+        lambda a, b: (_majority(a) and b.has_residual) or (_majority(b) and a.has_residual),
+        "a majority vote has no gradient units, so that what it leaves out cannot be fed back",
+    ),
+    (
+        lambda a, b: _low_rank(a) and _quantised(b),
+        "factors are summed by an all-reduce, and the sum of codes is not the code of the sum",
+    ),
+    (
+        lambda a, b: _low_rank(a) and _half(b),
+        "bases come from the summed factors, orthogonal to fp32 and not to 16 bits; raise min_rate or lower rank",
+    ),
+    (
+        lambda a, b: a.has_residual and b.has_residual,
+        "two residuals: the first books as sent what the second holds back, and feeds back no error of the second",
+    ),
+    (
+        lambda a, b: _quantised(a),
+        "codes are what is sent, and no number that a second method could change; leave one of them out",
+    ),
+    (
+        lambda a, b: _sparse(a) and _quantised(b),
+        "codes of the chosen values would need scales of their own; use Cast('fp16') or Cast('bf16') on the values",
+    ),
+    (
+        lambda a, b: _half(a) and not _sparse(b),
+        "the 16-bit average is what is sent; leave one of them out",
+    ),
+    (
+        lambda a, b: _half(a),
+        "rounding before the choice is an error that nobody feeds back; put the Cast last",
+    ),
+    (
+        lambda a, b: _sparse(b) or _low_rank(b),
+        "the second would compress the gradient, not what the first sends; leave one of them out",
+    ),
+)

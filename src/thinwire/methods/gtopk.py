@@ -1,0 +1,32 @@
+"""gTop-k: Top-k whose lists are merged pairwise, so that the bytes grow with log2 P and not with P.
+
+Paper: Shi et al.: A distributed synchronous SGD algorithm with global top-k sparsification for low bandwidth networks,
+ICDCS 2019, arXiv 1901.04359. The exchange is :func:`~thinwire.methods.butterfly.butterfly`. Applied: the k entries that
+survive all merges, over P. E: this rank's entries that were dropped on the way, and all that was not chosen.
+
+Differences from the paper: a butterfly in place of a tree and a broadcast, so that every rank sees when one of its own
+entries is dropped and keeps it (the paper's rule takes an entry for sent whenever its index is in the final list, even
+if it came from others, and loses up to 2 % of the gradient so); any number of ranks; indices are 32-bit integers; fp32
+values only. As in the paper, the merges miss part of the true top k of the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thinwire.methods.base import check_choice
+from thinwire.methods.topk import TopK
+
+
+@dataclass(frozen=True)
+class GTopK(TopK):
+    """Send the largest entries, merged pair by pair. Options: see :class:`~thinwire.methods.topk.TopK`."""
+
+    name: ClassVar[str] = "gtopk"
+
+    exchange: str = "gtopk"
+
+    def __post_init__(self) -> None:
+        check_choice("exchange", self.exchange, ("gtopk",))
+        super().__post_init__()

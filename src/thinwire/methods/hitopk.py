@@ -1,0 +1,178 @@
+"""HiTopK: the dense sum inside a node, the largest entries between nodes.
+
+Paper: Shi et al.: Towards scalable distributed training of deep learning on public cloud clusters, MLSys 2021, arXiv
+2010.10458, section III (HiTopKComm).
+
+m nodes of n ranks, d elements. Reduce-scatter in the node: each rank holds S = ceil(d / n) elements of the node's sum,
+its *shard*. A = shard + E; the k = floor(density S) largest entries go to the same shard of every other node, where
+they are added. All-gather in the node. A rank sends 8 k bytes to each of m - 1 peers over its share of the network
+card, and twice (n - 1) / n of the dense bytes inside the node.
+
+Differences from the paper: E is in sum units and not divided by the number of ranks (equivalent); selection is exact by
+default; received pairs are added and never overwrite one another; the rounding error of a 16-bit wire stays in E; a
+rejected step leaves E bit for bit. With one node it is the plain average, with one rank on each the flat Top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.kernels.pairs import WIRES, add_pairs, message_bytes, pack, to_wire, unpack, wire_dtype
+from thinwire.kernels.seeding import generator
+from thinwire.kernels.select import keep_count, top_k
+from thinwire.methods.base import all_finite, check_merge, poison
+from thinwire.methods.exchanges import padded
+from thinwire.methods.prices import COPY, FINITE, IN_PLACE, LINE_PASSES, READ, WRITE, Prices, elements
+from thinwire.methods.shards import cuts, in_place, with_debts
+from thinwire.methods.sparse import check_options, stays_dense
+from thinwire.planner.costs import Costs
+from thinwire.program import (
+    CROSS,
+    NODE,
+    AllGather,
+    AllReduce,
+    Bucket,
+    Method,
+    Program,
+    ReduceScatter,
+    State,
+    Topology,
+    working_dtype,
+)
+
+
+@dataclass(frozen=True)
+class HiTopK(Method):
+    """Sum in the node, send the largest entries across.
+
+    Args:
+        density: share of each shard that is sent across, in (0, 1].
+        select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
+        select_options: its options.
+        wire: dtype of the values across: "fp32", "bf16" or "fp16"; inside a node the gradient's own.
+        merge: fusion: MiB of dense gradient, "none", "single", a ``Merge`` or "auto".
+    """
+
+    name: ClassVar[str] = "hitopk"
+    has_residual: ClassVar[bool] = True
+    shards: ClassVar[bool] = True
+    collective: ClassVar[str] = "three_phase"  # of the buckets beside it that stay dense, which are small
+
+    density: float
+    select: str = "exact"
+    select_options: Mapping[str, Any] | None = None
+    wire: str = "fp32"
+    merge: Any = "auto"
+
+    def __post_init__(self) -> None:
+        check_options(self.density, self.select, self.wire, None)
+        check_merge(self.merge)
+        if self.merge in ("optimal", "mgwfbp"):
+            raise ValueError(f'merge={self.merge!r} has no price for two levels: use MiB, "none", "single" or "auto"')
+        top_k(torch.zeros(1), 1, self.select, **(self.select_options or {}))  # an unknown option raises here
+
+    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+        """As Top-k: vectors and embeddings stay dense."""
+        return stays_dense(shape, module)
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        """What a node sends of each tensor to another node, in units of fp32 elements."""
+        return [
+            message_bytes(keep_count(size, self.density), WIRES[self.wire]) // 4
+            for size in super().payload(shapes, phase)
+        ]
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Into the bucket; shard and residual, select, zero what is sent, pack; add the pairs of all nodes; deliver."""
+        size, prices = elements(shapes), Prices(costs, topology.world_size)
+        if not size:
+            return [0.0]
+        nodes, ranks = _grid(topology)
+        if nodes == 1:
+            return [prices.passes(COPY, size), prices.passes(FINITE, size)]
+        shard = -(-size // ranks)
+        kept = keep_count(shard, self.density)
+        gather, scatter, stream = LINE_PASSES, 2 * LINE_PASSES, 3.0  # of a pair, as Top-k's
+        first = prices.passes(COPY + (COPY if size % ranks else 0.0), size)
+        second = prices.passes(READ + IN_PLACE + FINITE, shard) + prices.select(shard)
+        second += prices.passes(gather + scatter + 6 * stream, kept)
+        third = prices.passes(WRITE + IN_PLACE, shard) + prices.passes(scatter + 4 * stream, kept * nodes)
+        fourth = prices.passes(FINITE + COPY, size)
+        return [first + second, third + fourth] if ranks == 1 else [first, second, third, fourth]
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """Reduce-scatter in the node, all-gather of pairs across, all-gather in the node."""
+        d = bucket.numel
+        if d == 0:
+            return
+        nodes, ranks = _grid(state.topology)
+        if nodes == 1:
+            total = yield AllReduce(with_debts(bucket, state, 0, 0).div_(state.size))
+            state.verdict(all_finite(total))
+            bucket.write(total)
+            return
+        size = -(-d // ranks)
+        if size > 2**31 - 1:
+            raise ValueError(
+                f"bucket {bucket.index}: shards of {size} elements; indices are int32: use smaller buckets"
+            )
+        begin = state.topology.local_rank(state.rank) * size
+        half = bucket.dtype == torch.float16  # a node's sum must not overflow where the average does not
+        flat = with_debts(bucket, state, begin, begin + size)
+        if ranks > 1:
+            shard = yield ReduceScatter(padded(flat.div_(ranks) if half else flat, ranks), NODE)
+        else:
+            shard = flat.clone()
+        a = _unscaled(shard, bucket, ranks if half and ranks > 1 else 1)
+        for slot, position, inside, length in cuts(bucket, begin, begin + size):
+            if (owed := in_place(state, slot, inside, length)) is not None:
+                a[position : position + length].add_(owed)
+        k = keep_count(size, self.density)
+        draw = None if self.select == "exact" or a.is_meta else generator("select", bucket.index, state.step)
+        values, index = top_k(a, k, self.select, draw, **(self.select_options or {}))
+        sent = to_wire(torch.where(all_finite(a), values, torch.nan), wire_dtype(self.wire, a.dtype))
+        a[index] = values - sent.to(a.dtype)
+        if begin >= d:  # a shard of nothing but padding; each rank has some residual, so that none seems lost
+            state.stage_slice(bucket.slots[0].name, 0, a[:0])
+        for slot, position, inside, length in cuts(bucket, begin, begin + size):
+            state.stage_slice(slot.name, inside, a[position : position + length])
+        parts = yield AllGather(pack(sent, index), CROSS)
+        values, index = unpack(parts, k, sent.dtype)
+        out = torch.zeros_like(a)
+        out.add_(poison(all_finite(values), 0.0, a.dtype))
+        mean = add_pairs(out, values.to(a.dtype), index).div_(state.size)
+        if bucket.scale is not None:
+            mean.mul_(bucket.scale)
+        whole = mean.to(bucket.dtype)
+        if ranks > 1:
+            whole = (yield AllGather(whole, NODE)).reshape(-1)
+        state.verdict(all_finite(whole))  # of all shards: only here does every rank see them
+        bucket.write(whole[:d])
+
+
+def _grid(topology: Topology) -> tuple[int, int]:
+    """Nodes, and ranks on each.
+
+    Raises:
+        ValueError: the nodes hold different numbers of ranks.
+    """
+    if not topology.uniform:
+        raise ValueError(
+            f"HiTopK needs as many ranks on every node, not {list(topology.layout)}: use TopK, which takes any layout"
+        )
+    return topology.nodes, topology.layout[0]
+
+
+def _unscaled(shard: Tensor, bucket: Bucket, factor: int) -> Tensor:
+    """The shard times ``factor`` in unscaled units and the working dtype, in its own memory where possible."""
+    a = shard.to(working_dtype(bucket.dtype))
+    if factor != 1:
+        a.mul_(factor)
+    return a if bucket.scale is None else a.div_(bucket.scale)

@@ -1,0 +1,111 @@
+"""QSGD: each element rounded at random to a few levels of its block, exchanged by all-gather. Unbiased, no state.
+
+Paper: Alistarh et al.: QSGD, communication-efficient SGD via gradient quantization and encoding, 2017, arXiv
+1610.02132, section 3.1.
+
+s = 2^(bits - 1) - 1 levels (bits 2, 4, 8: 1, 7, 127). Per block v with N = max|v| or |v|_2, an element v_i becomes
+sign(v_i) l N / s, where l is one of the two integers around s |v_i| / N, at random so that the mean is v_i. Variance:
+the sum of (N / s)^2 f (1 - f), f = the fraction between the two levels; with "l2" at most min(d / s^2, sqrt(d) / s)
+|v|^2 for a block of d elements. Message: all scales, then all codes, each tensor in whole bytes: bits / 8 bytes per
+element, 4 per block and peer.
+
+Differences from the paper: codes have a fixed width, without Elias coding; N is the maximum by default, whose variance
+is 11 to 47 times smaller for normal blocks of 512 elements. No error feedback: what is rounded away is zero on
+average, and with few levels feedback of it would grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.quantise import BITS, add_decoded, encode, packed_bytes
+from thinwire.kernels.seeding import noise
+from thinwire.methods.base import all_finite, check_choice, check_count, check_merge, own_memory, poison
+from thinwire.methods.prices import DECODE, DRAW, ENCODE, IN_PLACE, WRITE, Prices, elements
+from thinwire.planner.costs import Costs
+from thinwire.program import AllGather, Bucket, Method, Program, Slot, State, Topology, working_dtype
+
+
+def check_block(block: Any) -> None:
+    """Raise ``ValueError`` unless ``block`` is a positive multiple of 8."""
+    check_count("block", block, 8)
+    if block % 8:
+        raise ValueError(f"block={block!r} must be a multiple of 8, so that blocks begin at whole bytes")
+
+
+@dataclass(frozen=True)
+class QSGD(Method):
+    """Send a few bits per element, rounded at random.
+
+    Args:
+        bits: per element: 2, 4 or 8.
+        block: elements that share a scale, a multiple of 8; blocks begin anew at each tensor.
+        norm: the scale of a block: "max", its largest magnitude, or "l2", its Euclidean norm, as in the paper.
+        seed: of the rounding. Draws depend on it, the parameter's name, the step and the rank alone.
+        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+    """
+
+    name: ClassVar[str] = "qsgd"
+
+    bits: int = 4
+    block: int = 512
+    norm: str = "max"
+    seed: int = 0
+    merge: Any = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("bits", self.bits, BITS)
+        check_block(self.block)
+        check_choice("norm", self.norm, ("max", "l2"))
+        check_count("seed", self.seed)
+        check_merge(self.merge)
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        """Codes and scales of each tensor in units of fp32 elements, rounded up."""
+        return [-(-size * self.bits // 32) + -(-size // self.block) for size in super().payload(shapes, phase)]
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Draw and encode; decode those of all ranks."""
+        size, prices = elements(shapes), Prices(costs, topology.world_size)
+        if not size:
+            return [0.0]
+        after = WRITE + DECODE * topology.world_size + IN_PLACE
+        return [prices.passes(DRAW + ENCODE, size), prices.passes(after, size)]
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """One all-gather of scales and codes."""
+        slots = [slot for slot in bucket.slots if slot.numel]
+        if not slots:
+            return
+        codes, scales = zip(*(self._encode(slot, state) for slot in slots))
+        everyone = yield AllGather(torch.cat([torch.cat(scales).view(torch.uint8), *codes]))
+        dtype, blocks = working_dtype(bucket.dtype), [s.numel() for s in scales]
+        start = sum(blocks) * dtype.itemsize
+        table = everyone[:, :start].reshape(-1).view(dtype).view(-1, sum(blocks))
+        finite = all_finite(table)
+        state.verdict(finite)
+        divisor = poison(finite, state.size, dtype)
+        for slot, mine in zip(slots, table.split(blocks, dim=1)):
+            end = start + packed_bytes(slot.numel, self.bits)
+            self._deliver(slot, everyone[:, start:end], mine, divisor)
+            start = end
+
+    def _encode(self, slot: Slot, state: State) -> tuple[Tensor, Tensor]:
+        draw = noise(slot.numel, self.seed, slot.name, state.step, state.rank, device=slot.device)
+        return encode(slot.gradient().view(-1), self.bits, self.block, self.norm, draw)
+
+    def _deliver(self, slot: Slot, codes: Tensor, scales: Tensor, divisor: Tensor) -> None:
+        """Write the mean of what the ranks' codes [P, bytes] and scales [P, blocks] stand for."""
+        target = own_memory(slot)
+        out = scales.new_empty(slot.numel) if target is None else target.view(-1)
+        add_decoded(out.zero_(), codes, scales, self.bits, self.block)
+        out.div_(divisor)
+        if target is None:
+            slot.write(out)

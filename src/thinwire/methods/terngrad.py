@@ -1,0 +1,103 @@
+"""TernGrad: -1, 0 or 1 per element, drawn at random so that the mean is the gradient; summed as int8. No state.
+
+Paper: Wen et al.: TernGrad, ternary gradients to reduce communication in distributed deep learning, 2017, arXiv
+1705.07878, sections 3.1 and 3.3 (shared scales and clipping).
+
+Per tensor: clamp g to +-clip sigma, s_w = max|g|, S = the largest s_w of the ranks, code = sign(g) with probability
+|g| / S, else 0; applied: S / P times the sum of codes. Variance of an element: |g| (S - |g|). Sent: 4 bytes per
+tensor and peer, then one byte per element in an all-reduce.
+
+Differences from the paper: codes are summed by an all-reduce of int8 instead of a server, hence at most 127 ranks;
+sigma is the root mean square of the tensor, its standard deviation about zero, so that a constant tensor or one of
+one element is not clamped to nothing. ``clip`` biases the result, as in the paper; None is unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.quantise import magnitude, ternary
+from thinwire.kernels.seeding import noise
+from thinwire.methods.base import all_finite, check_count, check_merge, poison
+from thinwire.methods.prices import COPY, DRAW, IN_PLACE, READ, TERNARY, Prices, elements
+from thinwire.planner.costs import Costs
+from thinwire.program import AllGather, AllReduce, Bucket, Method, Program, State, Topology, working_dtype
+
+_MOST_RANKS = 127  # whose sum an int8 holds
+
+
+@dataclass(frozen=True)
+class TernGrad(Method):
+    """Send a sign or nothing per element.
+
+    Args:
+        clip: clamp each tensor to so many standard deviations (about zero) first; None: do not.
+        seed: of the draws, which depend on it, the parameter's name, the step and the rank alone.
+        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+    """
+
+    name: ClassVar[str] = "terngrad"
+
+    clip: float | None = 2.5
+    seed: int = 0
+    merge: Any = "auto"
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool)
+        if self.clip is not None and not (number and 0 < self.clip < float("inf")):
+            raise ValueError(f"clip={self.clip!r} must be a number of standard deviations above 0, or None")
+        check_count("seed", self.seed)
+        check_merge(self.merge)
+
+    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
+        """A byte per element and a scale, in units of fp32 elements, rounded up."""
+        return [-(-size // 4) + 1 if size else 0 for size in super().payload(shapes, phase)]
+
+    def compute_seconds(
+        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
+    ) -> list[float]:
+        """Scales; draws and codes; their sum as floats."""
+        _check_ranks(topology.world_size)
+        size, prices = elements(shapes), Prices(costs, topology.world_size)
+        if not size:
+            return [0.0]
+        scale = READ if self.clip is None else 2 * READ
+        after = 1.25 + IN_PLACE + COPY  # an int8 is a quarter of a pass
+        return [prices.passes(scale, size), prices.passes(DRAW + TERNARY, size), prices.passes(after, size)]
+
+    def reduce(self, bucket: Bucket, state: State) -> Program:
+        """The largest scales by all-gather, then one all-reduce of int8."""
+        _check_ranks(state.size)
+        slots = [slot for slot in bucket.slots if slot.numel]
+        if not slots:
+            return
+        gradients = [slot.gradient().view(-1) for slot in slots]
+        own = [magnitude(g, self.clip) for g in gradients]
+        shared = _largest((yield AllGather(torch.stack(own))))
+        finite = all_finite(shared)
+        state.verdict(finite)
+        codes = []
+        for slot, g, mine, scale in zip(slots, gradients, own, shared.unbind()):
+            draw = noise(slot.numel, self.seed, slot.name, state.step, state.rank, device=slot.device)
+            codes.append(ternary(g, mine, scale, draw))
+        total = yield AllReduce(torch.cat(codes))
+        divisor = poison(finite, state.size, working_dtype(bucket.dtype))
+        for slot, piece, scale in zip(slots, total.split([slot.numel for slot in slots]), shared.unbind()):
+            slot.write(piece.to(scale.dtype).mul_(scale).div_(divisor))
+
+
+def _largest(scales: Tensor) -> Tensor:
+    """[P, T] -> [T]; NaN stays."""
+    return scales.new_empty(scales.shape[1:]) if scales.device.type == "meta" else scales.amax(0)
+
+
+def _check_ranks(ranks: int) -> None:
+    if ranks > _MOST_RANKS:
+        raise ValueError(
+            f"TernGrad sums codes as int8, which holds {_MOST_RANKS} ranks and not {ranks}: use QSGD(bits=2)"
+        )

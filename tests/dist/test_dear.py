@@ -1,0 +1,123 @@
+"""The decoupled schedule on real ranks against its coupled twin, bit for bit."""
+
+import cases
+import pytest
+import torch
+
+import thinwire as tw
+from spawned import run
+
+pytestmark = pytest.mark.dist
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+PLAN = [["6.bias", "6.weight", "4.bias", "4.weight"], ["2.bias", "2.weight"], ["0.bias", "0.weight"]]
+
+
+def assert_same(first, *others):
+    for other in others:
+        torch.testing.assert_close(first, other, rtol=0, atol=0, equal_nan=True)
+
+
+def everything(net, optimizer):
+    state = [torch.as_tensor(x).clone() for _, s in sorted(optimizer.state_dict()["state"].items()) for x in s.values()]
+    return [*cases.weights(net), *state]
+
+
+def plain(rank, method, make, *, steps=4, plan=None, dtype=torch.float32):
+    net = cases.model(dtype=dtype)
+    optimizer = OPTIMIZERS[make](net.parameters())
+    with tw.attach(net, optimizer, method, plan=plan) as sync:
+        for step in range(steps):
+            cases.loss_of(net, rank, step, dtype=dtype).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        waiting = sync.pending
+        assert (len(waiting) == 8) == method.decoupled
+    return everything(net, optimizer)
+
+
+def _every_optimizer(rank, size):
+    plan = tw.Plan.of(PLAN)
+    for make in OPTIMIZERS:
+        assert_same(*[plain(rank, m, make, plan=plan) for m in (tw.SSGD(ordered=True), tw.DeAR())])
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        twins = [plain(rank, m, "nesterov", plan=plan, dtype=dtype) for m in (tw.SSGD(ordered=True), tw.DeAR())]
+        assert_same(*twins)
+    for wire in ("bf16", "fp16"):
+        twins = [plain(rank, tw.Cast(wire, ordered=True, decoupled=d), "adamw", plan=plan) for d in (False, True)]
+        assert_same(*twins)
+    return plain(rank, tw.DeAR(guard=False), "nesterov")
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(1, marks=pytest.mark.slow), 2, 3, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_bitwise_ssgd(size):
+    assert_same(*run(_every_optimizer, size))
+
+
+def everyday(rank, method, *, plan=None, scaled=False, steps=7, adopt=()):
+    """Two groups, a schedule of learning rates, clipping, accumulation of three; with a scaler an overflow."""
+    net = cases.model()
+    slow, fast = [p for p in net.parameters() if p.ndim == 1], [p for p in net.parameters() if p.ndim == 2]
+    groups = [{"params": slow, "lr": 0.01, "weight_decay": 0.1}, {"params": fast, "lr": 0.05, "momentum": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=scaled)
+    lossy = not method.exact
+    norms, scales = [], []
+    with tw.attach(net, optimizer, method, plan=plan, scaler=scaler if lossy else None) as sync:
+        for step in range(steps):
+            with sync.no_sync():
+                for micro in (1, 2):
+                    scaler.scale(cases.loss_of(net, rank, 100 * micro + step) / 3).backward()
+            loss = cases.loss_of(net, rank, step) / 3
+            if scaled and step == 4 and rank == 0:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if not lossy:
+                norms.append(sync.clip_grad_norm_(0.2))
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            optimizer.zero_grad()
+            schedule.step()
+            if step < len(adopt):
+                sync.adopt_plan(tw.Plan.of(adopt[step]))
+        steps_taken = sync.stats().steps
+        residuals = [x for _, x in sorted(sync.state.snapshot()["residual"].items())]
+        assert sync.stats().rejected_steps == int(lossy and scaled)
+    assert steps_taken == steps
+    return [*everything(net, optimizer), *norms, *residuals, *map(torch.tensor, scales)]
+
+
+def _everyday(rank, size):
+    plan = tw.Plan.of(PLAN)
+    for scaled in (False, True):
+        twins = [everyday(rank, m, plan=plan, scaled=scaled) for m in (tw.SSGD(ordered=True), tw.DeAR(check=True))]
+        assert_same(*twins)
+        factors = {"rank": 2, "min_rate": 1.0, "ordered": True}
+        twins = [everyday(rank, tw.ACP(**factors, decoupled=d), scaled=scaled, plan=None) for d in (False, True)]
+        assert_same(*twins)
+    names = [name for name, _ in cases.model().named_parameters()]
+    single, each, odd = [names[::-1]], [[n] for n in reversed(names)], [names[3:], names[:3]]
+    changing = everyday(rank, tw.DeAR(merge="single"), adopt=[each, odd, single, each, single, odd])
+    for merge in ("none", 0.001, 1, 25):
+        assert_same(_without_norms(changing), _without_norms(everyday(rank, tw.DeAR(merge=merge))))
+    return changing
+
+
+def _without_norms(values):
+    """Norms are added up per bucket, so their last bit follows the plan: compare to 1e-6, and the rest exactly."""
+    return [x for x in values if x.ndim]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_groups_a_schedule_clipping_accumulation_and_a_scaler(size):
+    assert_same(*[_without_norms(values) for values in run(_everyday, size)])

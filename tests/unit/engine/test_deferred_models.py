@@ -1,0 +1,177 @@
+"""Decoupled against S-SGD in one process, bit for bit, on models whose layers are called in odd ways."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import thinwire as tw
+
+
+class Attention(nn.Module):
+    """``out_proj`` is read by ``MultiheadAttention`` without being called."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x, step):
+        x = self.embed(x).unsqueeze(0)
+        return self.head(self.attention(x, x, x)[0]).square().mean()
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x, step):
+        return self.layer(self.embed(x).unsqueeze(0)).square().mean()
+
+
+class Twice(nn.Module):
+    """A layer called twice, and a parameter of the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x, step):
+        return (self.again(torch.tanh(self.again(self.first(x)))) * self.scale).square().mean()
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the output layer's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.body = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 9, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x, step):
+        tokens = x.abs().mul(9).long().clamp(max=8)[:, 0]
+        return self.out(torch.tanh(self.body(self.embedding(tokens)))).square().mean()
+
+
+class Listed(nn.Module):
+    """Parameters of a list that is never called, read by the module around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.factors = nn.ParameterList([nn.Parameter(torch.full((6,), 1.0 + i)) for i in range(2)])
+
+    def forward(self, x, step):
+        for factor in self.factors:
+            x = self.inner(x) * factor
+        return x.square().mean()
+
+
+class Skipping(nn.Module):
+    """A module that is skipped on odd steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.sometimes, self.last = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, step):
+        x = torch.tanh(self.first(x))
+        if step % 2 == 0:
+            x = torch.tanh(self.sometimes(x))
+        return self.last(x).square().mean()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x, step):
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=self.reentrant))
+        return self.head(x).square().mean()
+
+
+MODELS = {
+    "attention": Attention,
+    "encoder": Encoder,
+    "twice": Twice,
+    "tied": Tied,
+    "listed": Listed,
+    "skipping": Skipping,
+    "checkpointed": lambda: Checkpointed(False),
+    "reentrant": lambda: Checkpointed(True),
+}
+
+
+def train(make, method, *, steps=6, attach=None):
+    torch.manual_seed(2)
+    net = make()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)
+    with tw.attach(net, optimizer, method, **(attach or {})) as sync:
+        for step in range(steps):
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+            net(x, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in net.state_dict().items()}, optimizer.state_dict(), sync
+
+
+def equal(a, b):
+    assert a[0].keys() == b[0].keys()
+    for name, value in a[0].items():
+        assert not value.isnan().any(), name
+        assert torch.equal(value, b[0][name]), name
+    for index, state in a[1]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(b[1]["state"][index][key])), (index, key)
+
+
+@pytest.mark.parametrize("merge", ["none", 25])
+@pytest.mark.parametrize("name", MODELS)
+def test_bitwise_ssgd(name, merge):
+    # "exact" leaves out what a step did not use, which "zero" would decay: the single rank's S-SGD does as torch does
+    deferred = train(MODELS[name], tw.DeAR(merge=merge, check=True), attach={"unused": "exact"})
+    equal(train(MODELS[name], tw.SSGD()), deferred)
+
+
+def test_the_plan_follows_the_order_of_need():
+    plan = train(Attention, tw.DeAR(merge="none"))[2].plan
+    order = [name for bucket in reversed(plan.buckets()) for name in bucket.names]
+    assert [name.partition(".")[0] for name in order] == ["embed"] * 2 + ["attention"] * 4 + ["head"] * 2
+
+
+class Peeking(nn.Module):
+    """From its second call on it reads a child's weight without calling the child."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.child = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, step):
+        x = torch.tanh(self.first(x))
+        x = self.child(x) if step == 0 else nn.functional.linear(x, self.child.weight, self.child.bias)
+        return x.square().mean()
+
+
+def test_a_read_behind_the_hooks_back_is_named():
+    with pytest.raises(RuntimeError, match=r'child\.(weight|bias) was used before its update.*eager=\("child",\)'):
+        train(Peeking, tw.DeAR(merge="none"))
+    equal(train(Peeking, tw.SSGD()), train(Peeking, tw.DeAR(merge="none", eager=("child",), check=True)))
+    with pytest.raises(ValueError, match="no module 'chidl'"):
+        train(Peeking, tw.DeAR(eager=("chidl",)))
+
+
+@pytest.mark.parametrize("name", ["twice", "skipping"])
+def test_eager_updates_in_step(name):
+    equal(train(MODELS[name], tw.SSGD()), train(MODELS[name], tw.DeAR(eager=True), attach={"unused": "exact"}))

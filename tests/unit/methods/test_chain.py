@@ -1,0 +1,80 @@
+import pytest
+import torch
+from worlds import draw
+
+import thinwire as tw
+from thinwire.methods.chain import chain
+
+MAJORITY = tw.SignSGD(error_feedback=False, vote="majority")
+
+
+@pytest.mark.parametrize(
+    "methods,want",
+    [
+        ([tw.ACP(rank=2)], tw.ACP(rank=2)),
+        (["qsgd"], tw.QSGD()),
+        ([tw.TopK(0.1), tw.Cast("fp16")], tw.TopK(0.1, wire="fp16")),
+        ([tw.TopK(0.1, merge=2), "cast"], tw.TopK(0.1, wire="bf16", merge=2)),
+        ([tw.TopK(0.1), tw.Cast("fp16", merge=2)], tw.TopK(0.1, wire="fp16", merge=2)),
+        ([tw.HiTopK(0.1), tw.Cast("bf16")], tw.HiTopK(0.1, wire="bf16")),
+        ([tw.LAGS(20), tw.Cast("fp16")], tw.LAGS(20, wire="fp16")),
+        ([tw.OMGS(0.1), tw.Cast("fp16")], tw.OMGS(0.1, wire="fp16")),
+        ([tw.TopK(0.1, wire="bf16"), "cast"], tw.TopK(0.1, wire="bf16")),
+        (["ssgd", "cast"], tw.Cast()),
+        ([tw.ACP(rank=2), tw.SSGD(ordered=True)], tw.ACP(rank=2, ordered=True)),
+        ([tw.SSGD(merge="single"), tw.QSGD()], tw.QSGD(merge="single")),
+        (["cast", "dear"], tw.Cast(decoupled=True)),
+        ([tw.DeAR(guard=False), tw.Cast("fp16")], tw.Cast("fp16", decoupled=True, guard=False)),
+        (["ssgd", tw.TopK(0.1), "cast", tw.SSGD(merge="none")], tw.TopK(0.1, wire="bf16", merge="none")),
+    ],
+)
+def test_sound_compositions_are_one_method(methods, want):
+    assert chain(*methods) == want
+    assert type(chain(*methods)) is type(want)
+
+
+@pytest.mark.parametrize(
+    "methods,words",
+    [
+        ([], "at least one method"),
+        (["acpp"], "did you mean 'acp'"),
+        ([tw.ACP(), tw.QSGD()], "the sum of codes is not the code of the sum"),
+        ([tw.PowerSGD(), tw.TernGrad()], "the sum of codes is not the code of the sum"),
+        ([tw.ACP(), tw.Cast("int8")], "the sum of codes is not the code of the sum"),
+        ([tw.ACP(), tw.SignSGD()], "the sum of codes is not the code of the sum"),
+        ([tw.ACP(), tw.Cast("fp16")], "orthogonal to fp32"),
+        ([tw.TopK(0.1), MAJORITY], "a majority vote has no gradient units"),
+        ([MAJORITY, tw.ACP()], "a majority vote has no gradient units"),
+        ([tw.TopK(0.1), tw.ACP()], "two residuals"),
+        ([tw.SignSGD(), tw.TopK(0.1)], "two residuals"),
+        ([tw.TopK(0.1), tw.Cast("int8")], "two residuals"),
+        ([tw.TopK(0.1), tw.HiTopK(0.1)], "two residuals"),
+        ([tw.TopK(0.1), tw.QSGD()], "would need scales of their own"),
+        ([tw.QSGD(), tw.TernGrad()], "codes are what is sent"),
+        ([tw.QSGD(), tw.Cast()], "codes are what is sent"),
+        ([tw.Cast(), tw.TopK(0.1)], "put the Cast last"),
+        ([tw.Cast(), tw.Cast("fp16")], "leave one of them out"),
+        ([tw.Cast(), tw.QSGD()], "leave one of them out"),
+        ([tw.TopK(0.1, wire="bf16"), tw.Cast("fp16")], "a second time"),
+        ([tw.TopK(0.1, error_feedback=False), tw.ACP(error_feedback=False)], "not what the first sends"),
+        ([tw.SignSGD(), tw.SSGD(ordered=True)], "SignSGD has no option 'ordered'"),
+        ([tw.TopK(0.1), tw.Cast(ordered=True)], "TopK has no option 'ordered'"),
+        ([tw.ACP(merge=2), tw.SSGD(merge=4)], "merge=2 and merge=4 in one chain"),
+    ],
+)
+def test_others_are_refused_with_the_reason(methods, words):
+    with pytest.raises(ValueError) as error:
+        chain(*methods)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_rounding_of_the_values_is_fed_back():
+    world, method = tw.LocalWorld(3), tw.chain(tw.TopK(0.2), tw.Cast("fp16"))
+    applied = owed = torch.zeros(30, 10, dtype=torch.float64)
+    for step in range(5):
+        gradients = draw(step, {"w": (30, 10)}, 3)
+        applied = applied + world.step(method, gradients)[0]["w"]
+        owed = owed + sum(g["w"] for g in gradients) / 3
+    left = sum(r["w"] for r in world.residuals()) / 3
+    torch.testing.assert_close(applied + left, owed, rtol=0, atol=1e-12)

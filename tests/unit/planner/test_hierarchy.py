@@ -1,0 +1,172 @@
+"""Prices of two levels: NODE by the inner link, CROSS by the card that a node's ranks share; the table of choices."""
+
+import pytest
+
+from thinwire.methods.acp import ACP
+from thinwire.methods.cast import Cast
+from thinwire.methods.hitopk import HiTopK
+from thinwire.methods.ssgd import SSGD
+from thinwire.planner.costs import Costs, Linear, assumed_compute
+from thinwire.planner.hierarchy import CollectiveTable, way_seconds, ways
+from thinwire.planner.measured import Measured, needs_measurement
+from thinwire.planner.plans import PlanTensor, make_plan
+from thinwire.planner.profiles import ModelProfile, TensorTime
+from thinwire.planner.timeline import simulate
+from thinwire.program import Plan, PlanBucket, Topology
+from thinwire.program.trace import steady_step, trace
+
+FREE = dict.fromkeys(("memory", "select", "multiply", "orthogonalise"), Linear(0, 0))
+P, N, D = 8, 2, 1 << 20
+LINK = Costs.of_link(
+    1e9, 50e-6, P, N, efficiency=1.0, node_bits_per_second=10e9, node_latency_seconds=5e-6, compute=FREE
+)
+A_E, B_E, A_I, B_I = 50e-6, 8 / 1e9, 5e-6, 8 / 10e9
+
+
+def slow_halves():
+    """16 ranks on 4 nodes, where reduce-scatter and all-gather start slowly in a node: small messages go by leaders."""
+    costs = Costs.of_link(1e9, 1e-3, 16, 4, node_latency_seconds=1e-5, node_bits_per_second=4e9, compute=FREE)
+    slow = {("ReduceScatter", "node", 4): Linear(5e-4, 1e-9), ("AllGather", "node", 4): Linear(5e-4, 3e-9)}
+    return Costs({**costs.exchanges, **slow}, FREE)
+
+
+def steps_only(workers, ranks):
+    """One second per message that follows another, as published: a broadcast counts like an all-reduce."""
+    members = {"world": workers, "node": ranks, "cross": workers // ranks}
+    per = {"AllReduce": 2, "ReduceScatter": 1, "AllGather": 1, "Broadcast": 2}
+    exchanges = {(k, s, m): Linear(c * (m - 1), 0) for s, m in members.items() if m > 1 for k, c in per.items()}
+    return Costs(exchanges, FREE)
+
+
+def exchange_seconds(method, costs=LINK, topology=None, d=D, plan=None):
+    profile = profile_of((d,))
+    return simulate(method, profile, topology or Topology(P, N), costs, plan=plan).step_seconds
+
+
+def profile_of(sizes):
+    return ModelProfile("free", tuple(TensorTime(f"t{i}", (size,), 0.0) for i, size in enumerate(sizes)), 0.0)
+
+
+def test_each_scope_has_its_own_price():
+    m, size = P // N, 4 * D
+    torus = 2 * (N - 1) * A_I + 2 * (N - 1) / N * size * B_I + 2 * (m - 1) * A_E + 2 * (m - 1) / m * size * B_E
+    assert exchange_seconds(SSGD(collective="torus")) == pytest.approx(torus)
+    flat = 2 * (P - 1) * A_E + 2 * (P - 1) / P * size * B_E
+    assert exchange_seconds(SSGD()) == pytest.approx(flat)
+    # One rank of the node crosses alone and has the card for itself; the broadcast in the node is one message.
+    three = 2 * (N - 1) * A_I + 2 * (N - 1) / N * size * B_I + 2 * (m - 1) * A_E + 2 * (m - 1) / m * size * B_E
+    three += A_I + size * B_I
+    assert exchange_seconds(SSGD(collective="three_phase")) == pytest.approx(three)
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
+def test_hitopk_costs_what_the_formula_says(density):
+    m, shard = P // N, D // N
+    kept = int(density * shard + 1e-6)
+    inside = 2 * (N - 1) * A_I + 2 * (N - 1) / N * 4 * D * B_I
+    across = (m - 1) * A_E + (m - 1) * 8 * kept * N * B_E
+    assert exchange_seconds(HiTopK(density), plan=Plan.of([["t0"]])) == pytest.approx(inside + across)
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 16])
+def test_hitopk_beats_the_torus_below_its_break_even_alone(nodes):
+    even = 2 * 4 / (nodes * (4 + 4))
+    free = Costs.of_link(1e9, 0.0, nodes * N, N, node_latency_seconds=0.0, compute=FREE)
+    topology, plan = Topology(nodes * N, N), Plan.of([["t0"]])
+    torus = exchange_seconds(SSGD(collective="torus"), free, topology)
+    assert exchange_seconds(HiTopK(0.9 * even), free, topology, plan=plan) < torus
+    assert exchange_seconds(HiTopK(min(1.0, 1.1 * even)), free, topology, plan=plan) > torus
+
+
+@pytest.mark.parametrize("workers,ranks", [(1024, 16), (64, 8), (8, 2)])
+def test_steps_in_a_row(workers, ranks):
+    costs, topology, m = steps_only(workers, ranks), Topology(workers, ranks), workers // ranks
+    assert exchange_seconds(SSGD(), costs, topology) == 2 * (workers - 1)
+    three = exchange_seconds(SSGD(collective="three_phase"), costs, topology)
+    assert three == 4 * (ranks - 1) + 2 * (m - 1)
+    assert exchange_seconds(SSGD(collective="torus"), costs, topology) == 2 * (ranks - 1) + 2 * (m - 1)
+
+
+@pytest.mark.parametrize("way", ["flat", "three_phase", "torus"])
+@pytest.mark.parametrize("nodes,ranks", [(2, 2), (4, 2), (2, 8)])
+def test_the_table_prices_what_the_programs_issue(way, nodes, ranks):
+    topology = Topology(nodes * ranks, ranks)
+    costs = Costs.of_link(1e9, 1e-4, nodes * ranks, ranks, compute=FREE)
+    d = 8 * 1024
+    assert way_seconds(way, 4 * d, costs, topology) == pytest.approx(
+        exchange_seconds(SSGD(collective=way), costs, topology, d)
+    )
+
+
+def test_the_table_takes_the_cheapest():
+    slow_start = slow_halves()
+    for costs in (LINK, slow_start):
+        topology = Topology(P, N) if costs is LINK else Topology(16, 4)
+        table = CollectiveTable.of(costs, topology)
+        assert CollectiveTable.from_json(table.to_json()) == table
+        for power in range(10, 29):
+            price = {way: way_seconds(way, 1 << power, costs, topology) for way in ways(topology)}
+            assert price[table.choice(1 << power)] == min(price.values())
+    assert table.entries[0][1] == "three_phase"
+    assert table.entries[-1][1] == "torus"
+    (at,) = table.crossovers
+    few, many = (way_seconds("three_phase", x, slow_start, topology) for x in (at - 1, at))
+    assert few <= way_seconds("torus", at - 1, slow_start, topology)
+    assert many > way_seconds("torus", at, slow_start, topology)
+
+
+def test_tables_that_cannot_be():
+    for entries in ((), ((1, "flat"),), ((0, "flat"), (0, "torus")), ((0, "ring"),)):
+        with pytest.raises(ValueError):
+            CollectiveTable(entries)
+    with pytest.raises(ValueError, match="not a table of collectives"):
+        CollectiveTable.from_json("[]")
+    assert ways(Topology(4)) == ways(Topology(4, 4)) == ("flat",)
+    assert ways(Topology(5, [3, 2])) == ("flat", "three_phase")
+
+
+def test_auto_is_written_into_the_plan():
+    costs = slow_halves()
+    topology, sizes = Topology(16, 4), [100, 5_000_000]
+    profile = profile_of(sizes)
+    tensors = [PlanTensor(t.name, t.shape) for t in profile.tensors]
+    method = SSGD(collective="auto", merge="none")
+    assert needs_measurement(method)
+    assert not needs_measurement(SSGD(collective="torus"))
+    before = make_plan(method, tensors, [0, 1], (), "gloo")
+    assert [b.collective for b in before.phases[0]] == ["", ""]
+    plan = make_plan(method, tensors, [0, 1], (), "gloo", Measured(profile, costs, topology))
+    assert [b.collective for b in plan.phases[0]] == ["three_phase", "torus"]
+    auto = simulate(method, profile, topology, costs, plan=plan).step_seconds
+    for way in ways(topology):
+        fixed = Plan((tuple(PlanBucket(b.names, collective=way) for b in plan.phases[0]),))
+        assert auto <= simulate(method, profile, topology, costs, plan=fixed).step_seconds + 1e-12
+    merged = make_plan(
+        SSGD(collective="auto", merge="optimal"), tensors, [0, 1], (), "gloo", Measured(profile, costs, topology)
+    )
+    assert all(b.collective for b in merged.phases[0])
+    half = make_plan(
+        Cast(collective="auto", merge="none"), tensors, [0, 1], (), "gloo", Measured(profile, costs, topology)
+    )
+    assert half.phases[0][1].collective == "torus"
+
+
+@pytest.mark.parametrize("way", ["three_phase", "torus", "auto", "threshold:0.01"])
+@pytest.mark.parametrize("make", [SSGD, Cast, ACP])
+def test_one_number_per_segment(make, way):
+    method, costs = make(collective=way), Costs({}, assumed_compute())
+    for topology in (Topology(8, 2), Topology(6, 3), Topology(4, 4), Topology(3)):
+        for shapes in ([(64, 48)], [(33, 5), (129,)], [(0, 3)], [(1,)]):
+            for phase in range(method.phases):
+                steps = trace(
+                    method, [(str(i), s) for i, s in enumerate(shapes)], topology, step=steady_step(method, phase)
+                )
+                assert len(method.compute_seconds(shapes, phase, topology, costs)) == len(steps) + 1
+
+
+@pytest.mark.parametrize("layout", [(8, 2), (6, 3), (4, 4), (3, 1)])
+def test_one_number_per_segment_of_hitopk(layout):
+    topology, costs = Topology(*layout), Costs({}, assumed_compute())
+    for shapes in ([(64, 48)], [(33, 5), (129,)], [(0, 3)], [(1,)]):
+        steps = trace(HiTopK(0.1), [(str(i), s) for i, s in enumerate(shapes)], topology)
+        assert len(HiTopK(0.1).compute_seconds(shapes, 0, topology, costs)) == len(steps) + 1
