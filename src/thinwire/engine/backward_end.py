@@ -11,10 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-
-def current_task() -> int:
-    """The number of the backward pass that this thread is in; -1 outside."""
-    return int(torch._C._current_graph_task_id())
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread is in; -1 outside."""
 
 
 class BackwardEnd:

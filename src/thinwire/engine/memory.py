@@ -26,6 +26,7 @@ class Memory:
         self.gradients: list[Tensor] = []
         self.used = [False] * len(parameters)
         self.handed_over = False
+        self._made: Bucket | None = None
         if light:
             first, sizes = self.slots[0], [s.numel for s in self.slots]
             room = -(-sum(sizes) // ranks) * ranks
@@ -42,7 +43,10 @@ class Memory:
             slot.result = None
         self.used = [slot.value is not None for slot in self.slots]
         self.handed_over = False
-        return Bucket(index, self.slots, scale=scale, buffer=self.buffer, kept=self.kept, views=self.views)
+        if self._made is None:
+            self._made = Bucket(index, self.slots, buffer=self.buffer, kept=self.kept, views=self.views)
+        self._made.renew(scale)
+        return self._made
 
 
 def teach_malloc() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -134,7 +135,7 @@ class Steps:
 
     def _install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for m in self._managed:
-            self._handles.append(m.parameter.register_post_accumulate_grad_hook(self._hook(m.index)))
+            self._handles.append(m.parameter.register_post_accumulate_grad_hook(partial(self._arrive, m.index)))
         for module in self.model.modules():
             if module is self.model or any(True for _ in module.parameters(recurse=False)):
                 self._handles.append(module.register_forward_pre_hook(self._forward_hook))
@@ -142,13 +143,6 @@ class Steps:
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
 
     # --- hooks ---------------------------------------------------------------------------------------------------
-
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            if self._enabled:
-                self._arrive(index, parameter)
-
-        return arrived
 
     def _forward_hook(self, module: nn.Module, args: Any) -> None:
         if not self._enabled:
@@ -164,6 +158,8 @@ class Steps:
         self._fresh = False
 
     def _arrive(self, index: int, parameter: Tensor) -> None:
+        if not self._enabled:
+            return
         if not self._running:
             self._begin()
         self._end.note()
@@ -202,12 +198,13 @@ class Steps:
         """
         memory = self._memory[self._phase, bucket.index]
         memory.handed_over = True
+        deferred = self._deferred is not None
         for slot, parameter, grad in zip(memory.slots, memory.parameters, memory.gradients):
             if slot.value is None:  # unused here: gets its average at the end
                 memory.handed_over = False
             else:
                 slot.value = slot.result
-                parameter.grad = None if self._deferred else grad
+                parameter.grad = None if deferred else grad
 
     def _again(self, index: int, parameter: Tensor) -> bool:
         """Whether autograd just added to a gradient that we delivered and nobody has touched since."""

@@ -124,6 +124,14 @@ class Bucket:
                 )
             slot.scale = scale
 
+    def renew(self, scale: Tensor | None) -> None:
+        """Begin another step with what the slots now hold."""
+        self._flat = None
+        if scale is not None or self.scale is not None:
+            self.scale = scale
+            for slot in self.slots:
+                slot.scale = scale
+
     @property
     def filled(self) -> bool:
         """Whether the gradients have been copied into ``flat``."""
