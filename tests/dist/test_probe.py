@@ -32,7 +32,7 @@ def test_all_ranks_have_the_same_costs_and_every_kind_a_curve(size):
     assert all(m.seconds > 0 and m.repeats >= 1 and m.cpu_seconds >= 0 for m in result.measurements)
     assert all(m.bytes % (4 * size) == 0 for m in result.measurements)
     assert set(costs.cpu_share) == set(KINDS)
-    assert set(costs.compute) == {"select", "memory", "multiply", "orthogonalise"}
+    assert set(costs.compute) == {"select", "memory", "multiply", "orthogonalise", "thin"}
     assert result.flow_bits_per_second > 0
     assert result.backend == "gloo"
     assert f"gloo, torch {__import__('torch').__version__}, {size} ranks" in result.source

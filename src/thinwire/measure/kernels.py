@@ -19,10 +19,10 @@ from thinwire.measure.fit import Point, never_falling
 from thinwire.measure.timing import Clock, median_seconds
 from thinwire.planner.curves import Curve, Table
 
-KERNELS = ("select", "orthogonalise", "memory", "multiply")
+KERNELS = ("select", "orthogonalise", "memory", "multiply", "thin")
 """The curves, named as in ``planner.Costs.compute``."""
 DENSITY = 0.01
-RANK = 16  # at rank 4 a product is bound by memory, which has its own curve
+RANK, THIN = 16, 4  # products of more columns take as long as their FLOPs; of few, as the large matrix
 
 _POOL = 1 << 25  # elements: 128 MiB
 _RANDOM = 1 << 22
@@ -45,7 +45,7 @@ def multiply_flops(rows: int, columns: int, rank: int) -> int:
 def measure_kernels(
     device: torch.device | None = None, *, seconds: float = 4.0, meet: Callable[[], None] = lambda: None
 ) -> dict[str, Curve]:
-    """Curves for ``Costs.compute``: "select" of fp32 elements, "memory" of bytes, the others of FLOPs.
+    """Curves for ``Costs.compute``: "select" and "thin" of fp32 elements, "memory" of bytes, the others of FLOPs.
 
     Args:
         device: None is the CPU.
@@ -64,8 +64,14 @@ def kernel_points(
     """(amount, seconds) by curve; the amounts are the same on all ranks."""
     generator = torch.Generator(device).manual_seed(0)
     pool = torch.randn(_RANDOM, device=device, generator=generator).repeat(_POOL // _RANDOM)
-    whole = {"select": _select, "orthogonalise": _orthogonalise, "memory": _memory, "multiply": _multiply}
-    share = seconds / sum(map(len, (_SELECT, _TALL, _MEMORY, _SQUARES)))
+    whole = {
+        "select": _select,
+        "orthogonalise": _orthogonalise,
+        "memory": _memory,
+        "multiply": _multiply,
+        "thin": _thin,
+    }
+    share = seconds / sum(map(len, (_SELECT, _TALL, _MEMORY, _SQUARES, _SQUARES)))
     found: dict[str, list[Point]] = {}
     with torch.no_grad():
         for name in KERNELS:
@@ -114,11 +120,19 @@ def _memory(pool: Tensor) -> Iterator[Case]:
 def _multiply(pool: Tensor) -> Iterator[Case]:
     """A projection and a reconstruction, as in ``kernels.lowrank``."""
     for side in _SQUARES:
-        piece = _pieces(pool, side * side)
-        thin = pool[: side * RANK].view(side, RANK)
+        yield multiply_flops(side, side, RANK), 2, _products(pool, side, RANK)
 
-        def call(piece: Callable[[], Tensor] = piece, thin: Tensor = thin, side: int = side) -> None:
-            matrix = piece().view(side, side)
-            rebuild(thin, project_right(matrix, thin), torch.empty_like(matrix))
 
-        yield multiply_flops(side, side, RANK), 2, call
+def _thin(pool: Tensor) -> Iterator[Case]:
+    """The same with few columns, by the elements of the large matrix."""
+    for side in _SQUARES:
+        yield side * side, 2, _products(pool, side, THIN)
+
+
+def _products(pool: Tensor, side: int, rank: int) -> Callable[[], None]:
+    piece, thin = _pieces(pool, side * side), pool[: side * rank].view(side, rank)
+
+    def call() -> None:
+        rebuild(thin, project_right(piece().view(side, side), thin), piece().view(side, side))
+
+    return call

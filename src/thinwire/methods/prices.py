@@ -50,7 +50,7 @@ class Prices:
         return self._costs.compute_seconds("select", size)
 
     def product(self, n: int, m: int, rank: int, passes: float, products: int = 1) -> float:
-        """Products of an n x m matrix with a thin one: the memory of the large one, or the FLOPs if they take longer.
+        """Products of an n x m matrix with a thin one: the slowest of memory, few columns, and FLOPs.
 
         Args:
             n, m, rank: of the matrices.
@@ -58,7 +58,8 @@ class Prices:
             products: of 2 n m rank FLOPs each.
         """
         flops = 2.0 * n * m * rank * products
-        return max(self.passes(passes, n * m), self._costs.compute_seconds("multiply", flops))
+        few = self._costs.compute["thin"](n * m) * products if "thin" in self._costs.compute else 0.0
+        return max(self.passes(passes, n * m), few, self._costs.compute_seconds("multiply", flops))
 
     def orthogonalise(self, rows: int, rank: int) -> float:
         """An orthonormal basis of rows x rank, by QR with the basis formed."""

@@ -30,7 +30,8 @@ class Costs:
     Attributes:
         exchanges: (operation, scope, members) -> seconds of one rank's message bytes, see ``planner.formulas``.
         compute: name -> seconds. "select": of fp32 elements; "memory": of bytes read or written; "multiply" and
-            "orthogonalise": of FLOPs; other names as who writes them says. Read ``seconds_per_byte`` accordingly.
+            "orthogonalise": of FLOPs; "thin": a product with few columns, of the large matrix's elements; other names
+            as who writes them says. Read ``seconds_per_byte`` accordingly.
         cpu_share: operation -> CPU seconds of its message bytes that are taken from compute (Gloo); absent: none.
     """
 
@@ -211,5 +212,6 @@ def assumed_compute(memory_bytes_per_second: float = 10e9, flops: float = 1e11) 
         "memory": Linear(0.0, 1 / memory_bytes_per_second, "assumed", rates),
         "select": Linear(60e-6, 32 / memory_bytes_per_second, "assumed", f"8 passes at {rates}"),
         "multiply": Linear(0.0, 1 / flops, "assumed", rates),
+        "thin": Linear(0.0, 4 / memory_bytes_per_second, "assumed", f"one pass at {rates}"),
         "orthogonalise": Linear(0.0, 10 / flops, "assumed", f"a tenth of {rates}"),
     }

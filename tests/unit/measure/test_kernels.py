@@ -32,4 +32,5 @@ def test_amounts_and_medians(monkeypatch):
     assert points["select"] == [(256, 1.0), (4096, 1.0)]
     assert points["memory"] == [(3072, 1.0), (49152, 1.0)]  # a sum into a third piece: 3 passes
     assert points["multiply"] == [(multiply_flops(8, 8, 16), 0.5), (multiply_flops(64, 64, 16), 0.5)]
+    assert points["thin"] == [(64, 0.5), (4096, 0.5)]
     assert points["orthogonalise"] == [(orthogonalise_flops(16, 2), 1.0), (orthogonalise_flops(64, 4), 1.0)]
