@@ -12,7 +12,7 @@ version = release = thinwire.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"thinwire {release}"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "methods/when"]  # tables that the pages of the methods include
 
 myst_heading_anchors = 3
 napoleon_numpy_docstring = False

@@ -19,7 +19,8 @@ from thinwire.program import LocalWorld, Topology
 from thinwire.program.trace import trace
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "methods").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *FILES]
 TESTED = re.compile(r"^<!-- tested -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
 
@@ -52,7 +53,7 @@ def random_k(alone, monkeypatch):
     return execute(ROOT / "CONTRIBUTING.md", monkeypatch).RandomK
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run(page, alone, monkeypatch):
     execute(page, monkeypatch)
 
@@ -133,12 +134,17 @@ def test_links_lead_somewhere():
 
 OPTIONS = {
     "ssgd": {},
+    "dear": {},
     "cast": {},
     "signsgd": {},
+    "onebit": {},
+    "qsgd": {"bits": 4},
+    "terngrad": {},
     "topk": {"density": 0.01},
     "gtopk": {"density": 0.01},
     "oktopk": {"density": 0.01},
     "dgc": {},
+    "omgs": {"density": 0.01},
     "powersgd": {"rank": 4},
     "acp": {"rank": 4},
 }

@@ -1,0 +1,82 @@
+"""Every method has its page, with its program from the source and predictions that the planner still makes."""
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.methods.registry import METHODS
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "methods"
+LITERAL = re.compile(r"^```\{literalinclude\} (\S+)\n:pyobject: (\S+)$", re.MULTILINE)
+HEADINGS = ("## The program", "## Turn it on", "## Differences from", "## When it pays")
+
+
+@pytest.fixture(scope="module")
+def when_it_pays():
+    spec = importlib.util.spec_from_file_location("when_it_pays", ROOT / "docs" / "when_it_pays.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def objects(tree, prefix=""):
+    """Qualified names of all functions and classes."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from objects(node, f"{prefix}{node.name}.")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_page(name):
+    page, index = (FOLDER / f"{name}.md").read_text(), (FOLDER / "index.md").read_text()
+    places = [page.index(f"\n{heading}") for heading in HEADINGS]
+    assert places == sorted(places)
+    assert page.startswith(f"# {name}: ")
+    assert page.count("<!-- tested -->") == 1
+    assert f'"{name}"' in page[places[1] : places[2]]
+    assert page.count(f"```{{include}} when/{name}.md\n```") == 1
+    assert f"\n{name}\n" in index[index.index("{toctree}") :]
+    assert f"({name}.md)" in index
+    assert f'| `"{name}"`' in (ROOT / "README.md").read_text()
+
+
+def test_programs_are_those_of_the_source():
+    for page in FOLDER.glob("*.md"):
+        text = page.read_text()
+        found = LITERAL.findall(text)
+        assert len(found) == text.count("{literalinclude}"), page.name
+        assert found or page.stem == "index"
+        for path, name in found:
+            source = (page.parent / path).resolve()
+            assert name in objects(ast.parse(source.read_text())), f"{page.name} shows {name} of {source}"
+
+
+def said(script, page, label, model, link, workers):
+    """What the committed table says."""
+    rows = iter((script.FOLDER / f"{page}.md").read_text().splitlines())
+    assert any(row.startswith(f"| `{label}` |") for row in rows), f"no table of {label}"
+    row = next(row for row in rows if row.startswith(f"| {link} |"))
+    place = script.MODELS.index(model) * len(script.WORKERS) + script.WORKERS.index(workers)
+    return row.split("|")[2 + place].strip()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_tables_are_what_the_planner_says(name, when_it_pays):
+    committed = (when_it_pays.FOLDER / f"{name}.md").read_text()
+    assert committed == when_it_pays.fragment(name), f"prices have changed; run: python docs/when_it_pays.py {name}"
+
+
+def test_a_cell_is_what_the_command_says(when_it_pays):
+    words = "plan resnet50 --link 1gbit --workers 16 --methods ssgd,acp:rank=4 --json"
+    entries = json.loads(CliRunner().invoke(app, words.split()).stdout)["ranking"]["entries"]
+    ratio = next(e["speedup"] for e in entries if e["label"] == "acp:rank=4")
+    assert said(when_it_pays, "acp", "acp:rank=4", "resnet50", "1gbit", 16) == when_it_pays.figure(ratio)
