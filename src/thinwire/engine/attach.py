@@ -17,11 +17,13 @@ from thinwire.engine.alone import Alone
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
 from thinwire.engine.pilot import Pilot, wanted
+from thinwire.engine.retune import Retune
 from thinwire.engine.sync import ATTACHED, GradientSync, Settings
 from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
 from thinwire.planner.costs import Costs
+from thinwire.planner.measured import rule_of
 from thinwire.program import Method, Plan, Topology
 
 logger = logging.getLogger("thinwire")
@@ -59,7 +61,7 @@ def attach(
             or less than predicted.
         group: process group; None: the default one. Without any, or with one rank, nothing is exchanged.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
-        scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        scaler: the GradScaler in use, so that residuals are kept in unscaled units; LARS and LAMB watch it too.
         dense: "auto" (the method says which parameters it does not compress), "none", or (name, parameter) -> bool.
         unused: "zero": a parameter that no rank used gets a zero gradient; "exact": keeps None (one collective more).
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
@@ -129,15 +131,21 @@ def attach(
     settings = Settings(unused, pinned, limit, check_order, note, dense)
     pilot = None
     if isinstance(communicator, Communicator) and wanted(chosen, pinned, adaptive, auto):
-        pilot = Pilot(
+        pilot = (Retune if rule_of(chosen) == "tune" else Pilot)(
             communicator, topology, lambda m: managed_parameters(model, m, dense),
             auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
         )  # fmt: skip
     ordered, collective = bool(getattr(chosen, "ordered", False)), getattr(chosen, "collective", "flat")
     plain = chosen.beside() or SSGD(ordered=ordered, collective=collective, **schedule(chosen))
     try:
-        return GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings, pilot)
+        sync = GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings, pilot)
     except BaseException:
         if communicator is not None:
             communicator.close(broken=False)
         raise
+    try:
+        sync.introduce(optimizers, scaler)
+    except BaseException:
+        sync.detach()
+        raise
+    return sync

@@ -118,8 +118,7 @@ class Pilot:
         self._probe()
         text = b""
         if self._comm.rank == 0:
-            assert self.costs is not None
-            prices = Prices(self._comm.backend, self._topology, self._manage, dense, self.costs, measurement)
+            prices = self._prices(measurement, dense)
             made = prices.best(self._lossy) if self._auto else prices.planned(method)
             text = json.dumps(made).encode()
         chosen = json.loads(gather_bytes(text, self._comm.control, self._comm.device)[0])
@@ -127,6 +126,10 @@ class Pilot:
             self._say(line)
         other = named(chosen["method"], **chosen["options"]) if chosen["method"] else None
         return Decision(Plan.from_json(chosen["plan"]), chosen["seconds"], other, tuple(chosen["why"]))
+
+    def _prices(self, measurement: Measurement, dense: Method) -> Prices:
+        assert self.costs is not None
+        return Prices(self._comm.backend, self._topology, self._manage, dense, self.costs, measurement)
 
     def _probe(self) -> None:
         if self.costs is None:

@@ -11,7 +11,7 @@ from thinwire.planner.timeline import simulate
 from thinwire.program import Method, Plan, Topology
 from thinwire.program.trace import Step, trace
 
-__all__ = ["make_plan", "price_plan", "trace_plan"]
+__all__ = ["make_plan", "measured_plan", "price_plan", "trace_plan"]
 
 
 def make_plan(
@@ -29,6 +29,13 @@ def make_plan(
     return plans.make_plan(method, tensors, order, late, backend, measured)
 
 
+def measured_plan(method: Method, managed: Sequence[Managed], backend: str, measured: Measured) -> Plan:
+    """The plan that measured times lead to, in their order of arrival."""
+    index = {m.name: m.index for m in managed}
+    order = [index[tensor.name] for tensor in measured.profile.tensors]
+    return make_plan(method, managed, order, (), backend, measured)
+
+
 def price_plan(
     method: Method,
     managed: Sequence[Managed],
@@ -37,10 +44,8 @@ def price_plan(
     dense: Method | None,
     optimizer_seconds: float,
 ) -> tuple[Plan, float]:
-    """The plan that measured times lead to, in their order of arrival, and the predicted seconds of a step."""
-    index = {m.name: m.index for m in managed}
-    order = [index[tensor.name] for tensor in measured.profile.tensors]
-    plan = make_plan(method, managed, order, (), backend, measured)
+    """The plan that measured times lead to, and the predicted seconds of a step."""
+    plan = measured_plan(method, managed, backend, measured)
     timeline = simulate(
         method,
         measured.profile,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.engine.parameters import Managed
-from thinwire.engine.planning import price_plan
+from thinwire.engine.planning import measured_plan, price_plan
 from thinwire.engine.timings import Measurement
 from thinwire.measure.cores import spare_cores
 from thinwire.methods.registry import method as named
@@ -99,8 +99,16 @@ class Prices:
     def _offer(self, name: str, options: dict[str, Any]) -> _Offer:
         return _Offer(name, options, *self._price(named(name, **options)))
 
-    def _price(self, method: Method) -> tuple[Plan, float]:
+    def fused(self, method: Method, limit: Any) -> Plan:
+        """The plan of a method at another fusion limit: MiB, or "auto"."""
+        other = replace(method, merge=limit)  # type: ignore[type-var]
+        return measured_plan(other, self.manage(method), self.backend, self._measured)
+
+    @property
+    def _measured(self) -> Measured:
         side_stream = self.backend != "gloo" or spare_cores(max(self.topology.layout))
-        measured = Measured(self.measurement.profile, self.costs, self.topology, side_stream)
+        return Measured(self.measurement.profile, self.costs, self.topology, side_stream)
+
+    def _price(self, method: Method) -> tuple[Plan, float]:
         outside = self.measurement.outside_seconds
-        return price_plan(method, self.manage(method), self.backend, measured, self.dense, outside)
+        return price_plan(method, self.manage(method), self.backend, self._measured, self.dense, outside)

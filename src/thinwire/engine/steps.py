@@ -21,6 +21,7 @@ from thinwire.engine.parameters import DenseRule, Managed, managed_parameters
 from thinwire.engine.pilot import Decision, Pilot
 from thinwire.engine.planning import make_plan, trace_plan
 from thinwire.engine.recorder import Recorder
+from thinwire.engine.scaler import loss_scale
 from thinwire.engine.shards import Shards
 from thinwire.methods.decoupling import deferring
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
@@ -72,6 +73,7 @@ class Steps:
         self._handles: list[Any] = []
         self._rejected, self._exposed, self._dense_bytes = 0, 0.0, 0
         self._rebuilt = settings.pinned is not None
+        self._decision: Decision | None = None  # of the pilot, not followed yet
         self._broken: str | None = None
         self._recorder: Recorder | None = None
         self._marks: dict[str, float] = {}
@@ -222,6 +224,8 @@ class Steps:
         if self._broken:
             raise RuntimeError(f"this GradientSync is unusable after an earlier failure: {self._broken}")
         assert self._comm is not None
+        if self._decision is not None:  # nothing is pending any more
+            self._follow(self._decision)
         phase = self.state.step % len(self.plan.phases)
         self._running = True
         self._phase = phase
@@ -231,10 +235,7 @@ class Steps:
         self._seen = [False] * len(self._managed)
         self._arrival: list[int] = []
         self._buckets: list[Bucket | None] = [None] * len(self._entries)
-        self._scale = None
-        if self._scaler is not None and self._scaler.is_enabled():
-            device = self._comm.device
-            self._scale = self._scaler.scale(torch.ones((), dtype=torch.float32, device=device)).detach()
+        self._scale = loss_scale(self._scaler, self._comm.device)
         self.state.lr = None
         if self._deferred is not None:
             self._deferred.begin()
@@ -287,10 +288,14 @@ class Steps:
         if not self._rebuilt:
             self._rebuild()
         elif self._pilot is not None and (decision := self._pilot.after_step(self.method, self._dense)) is not None:
-            self._follow(decision)
+            if self._deferred is None:
+                self._follow(decision)
+            else:  # the updates of this step are still to come: before the next backward
+                self._decision = decision
 
     def _follow(self, decision: Decision) -> None:
-        """Take over a decision of the pilot, at the end of a step, on all ranks alike."""
+        """Take over a decision of the pilot, between two steps, on all ranks alike."""
+        self._decision = None
         if decision.method is not None:
             self.method = decision.method
             self._managed = managed_parameters(self.model, self.method, self._settings.dense)

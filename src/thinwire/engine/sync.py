@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.engine import clip, persistence
@@ -84,6 +85,12 @@ class GradientSync(Steps):
 
         return run_alone(program)
 
+    def introduce(self, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> None:
+        """Tell optimizers that want to know (``attached(sync, scaler)``) whom they work with, until ``detach``."""
+        for optimizer in optimizers:
+            if callable(meet := getattr(optimizer, "attached", None)):
+                self._handles.append(meet(self, scaler))
+
     def agree(self, flag: bool) -> bool:
         """Whether any rank raises the flag; equal on all ranks."""
         if self._comm is None:
@@ -140,7 +147,8 @@ class GradientSync(Steps):
     @property
     def settled(self) -> bool:
         """Whether the plan in force is the one that measured times led to, or none was to be measured."""
-        return self._rebuilt and (self._pilot is None or self._pilot.predicted is not None)
+        waiting = self._decision is not None
+        return self._rebuilt and not waiting and (self._pilot is None or self._pilot.predicted is not None)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Recorder]:
@@ -183,7 +191,7 @@ class GradientSync(Steps):
         plan.check(self._by_name)
         if self._deferred is not None:
             self._deferred.complete()
-        self._rebuilt = True
+        self._rebuilt, self._decision = True, None
         if self._comm is not None:
             self._adopt(plan)
         else:

@@ -74,6 +74,11 @@ class Timings:
             self._steps.append(self._open)
         self._open = None
 
+    def intervals(self) -> list[float]:
+        """Seconds from forward to forward, of the whole steps noted so far, on this rank."""
+        self._stopwatch.settle()
+        return [self._stopwatch.between(a.start, b.start) for a, b in pairwise(self._steps)]
+
     def agreed(self, managed: Sequence[Managed], lane: Lane, device: torch.device) -> Measurement:
         """The medians, of each the slowest rank's. All ranks call it."""
         mine = self._medians(len(managed))
@@ -96,7 +101,7 @@ class Timings:
         first = [next(iter(s.arrivals.values())) for s in steps]
         forward = statistics.median(between(s.start, f) for s, f in zip(steps, first))
         outside = statistics.median(between(a.end, b.start) for a, b in pairwise(steps))
-        step = statistics.median(between(a.start, b.start) for a, b in pairwise(steps))
+        step = statistics.median(self.intervals())
         offsets = []
         for i in range(count):
             times = [between(f, s.arrivals[i]) for s, f in zip(steps, first) if i in s.arrivals]

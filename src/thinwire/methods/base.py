@@ -18,7 +18,7 @@ def check_merge(merge: Any, *, sparse: bool = False) -> None:
 
     ``sparse``: the method selects, so that of the two published rules OMGS's applies and not MG-WFBP's.
     """
-    words = ("auto", "none", "single", "optimal", "omgs" if sparse else "mgwfbp")
+    words = ("auto", "none", "single", "optimal", "omgs" if sparse else "mgwfbp", "tune")
     if isinstance(merge, Merge):
         return
     if isinstance(merge, str):

@@ -45,7 +45,7 @@ class Cast(Decoupling, Method):
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``, or "bf16" or "fp16"; or ``torch.int8``, "int8".
         block: elements that share a scale, with int8.
-        merge: fusion: MiB, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        merge: fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order: equal bits under any plan; not with int8.
         collective, decoupled, guard, eager, check: as of :class:`~thinwire.methods.ssgd.SSGD`.
     """

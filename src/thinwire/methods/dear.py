@@ -31,7 +31,7 @@ class DeAR(SSGD):
     """Exact averaging on the decoupled schedule: ``SSGD(decoupled=True)`` by its published name.
 
     Args:
-        merge: fusion: MiB, "none", "single", a ``Merge`` or "auto".
+        merge: fusion: MiB, "none", "single", "optimal", "tune", a ``Merge`` or "auto".
         guard: one small exchange at the end of backward, so that all ranks know of a non-finite gradient. False saves
             its latency where no ``GradScaler`` is in use.
         eager: names of modules whose parameters are updated in ``optimizer.step()``, because something reads them

@@ -72,7 +72,7 @@ class HiTopK(Method):
     def __post_init__(self) -> None:
         check_options(self.density, self.select, self.wire, None)
         check_merge(self.merge)
-        if self.merge in ("optimal", "mgwfbp"):
+        if self.merge in ("optimal", "mgwfbp", "tune"):
             raise ValueError(f'merge={self.merge!r} has no price for two levels: use MiB, "none", "single" or "auto"')
         top_k(torch.zeros(1), 1, self.select, **(self.select_options or {}))  # an unknown option raises here
 

@@ -25,7 +25,7 @@ class SSGD(Decoupling, Method):
     """Exact averaging.
 
     Args:
-        merge: fusion: MiB, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        merge: fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
         collective: "flat"; over nodes of several ranks "three_phase" or "torus"; "auto": for each bucket the fastest by
             measured times (flat until the plan has them); "threshold:<MB>": three-phase up to so many MB, flat above.

@@ -15,8 +15,8 @@ from thinwire.planner.ratios import lags
 from thinwire.program import Method, Scope, Topology
 from thinwire.program.trace import steady_step, trace
 
-RULES = ("optimal", "mgwfbp", "omgs", "lags")
-"""Ways of cutting that need a measurement."""
+RULES = ("optimal", "mgwfbp", "omgs", "lags", "tune")
+"""Ways of cutting that need a measurement; "tune" begins at the optimum."""
 
 SELECTING = ("topk", "gtopk", "oktopk", "dgc", "omgs")
 """Methods whose compute before the exchange is a selection, which the plan weighs against its messages."""
@@ -86,8 +86,8 @@ def cut(
         merge = _sparse(rule, method, sizes, seconds, measured, phase)
     else:
         price = _exchange(method, max(sizes, default=1), measured, phase)
-        rules: dict[str, Callable[..., Merge]] = {"optimal": optimal_dense, "mgwfbp": greedy_mgwfbp}
-        merge = rules[rule](list(payload), list(seconds), lambda n: price(itemsize * n))
+        merger = greedy_mgwfbp if rule == "mgwfbp" else optimal_dense
+        merge = merger(list(payload), list(seconds), lambda n: price(itemsize * n))
     return [Part(group) for group in merge.groups]
 
 

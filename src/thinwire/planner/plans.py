@@ -97,7 +97,7 @@ def make_plan(
                 )
             else:
                 limit = _limit(rule, entries, payload)
-                early = rule_of(method) == "auto" and getattr(method, "decoupled", False)
+                early = rule_of(method) in ("auto", "tune") and getattr(method, "decoupled", False)
                 parts = [Part(group) for group in (_needed_soon(payload, limit) if early else fuse(payload, limit))]
             for part in parts:
                 names = tuple(entries[i].name for i in part.indices)
