@@ -47,14 +47,17 @@ def orthogonalise(x: Tensor, method: str = "qr") -> Tensor:
 
 
 def orthogonalise_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """``orthogonalise`` for many matrices; those of one shape go in one batch."""
+    """``orthogonalise`` for many matrices; those of one shape go in one batch. All row-major, alone or in company:
+
+    products with another layout round otherwise, and bits would depend on who shares a bucket.
+    """
     groups: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
         groups.setdefault(x.shape, []).append(i)
     result = list(matrices)
     for indices in groups.values():
         if len(indices) == 1:
-            result[indices[0]] = orthogonalise(matrices[indices[0]])
+            result[indices[0]] = orthogonalise(matrices[indices[0]]).contiguous()
             continue
         batch = orthogonalise(torch.stack([matrices[i] for i in indices]))
         for i, q in zip(indices, batch.unbind()):

@@ -9,7 +9,7 @@ from worlds import draw, label
 from thinwire.methods.acp import ACP
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.planner.merge import fuse
-from thinwire.program import LocalWorld, Topology
+from thinwire.program import LocalWorld, Plan, PlanBucket, Topology
 from thinwire.program.trace import trace
 
 
@@ -159,3 +159,17 @@ def test_loss_scale_leaves_the_residual_alone():
             results[scale] = (state.residuals["w"], slot.result / (scale or 1.0))
         assert torch.allclose(results[None][0], results[1024.0][0], atol=1e-6)
         assert torch.allclose(results[None][1], results[1024.0][1], atol=1e-6)
+
+
+def test_acp_bits_do_not_depend_on_who_shares_a_bucket():
+    shapes = {"a": (24, 16), "b": (24, 16), "c": (40, 12), "d": (7,)}
+    results = []
+    for groups in ([tuple(shapes)], [(name,) for name in shapes]):
+        phase = tuple(PlanBucket(names) for names in groups)
+        world = LocalWorld(2, plan=Plan((phase, phase)))
+        for step in range(6):
+            seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(2)]
+            gradients = [{n: torch.randn(shape, generator=seed) for n, shape in shapes.items()} for seed in seeds]
+            average = world.step(ACP(rank=4, ordered=True), gradients)[0]
+        results.append(average)
+    assert all(torch.equal(results[0][name], results[1][name]) for name in shapes)
