@@ -1,0 +1,67 @@
+"""The one place that looks into a ``GradScaler``: the loss scale of a step, and whether gradients still carry it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("thinwire")
+
+_warned = False
+
+
+def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
+    """The scale that is in the gradients of this step, a 0-dim fp32 tensor, nobody waits for it; None: there is none.
+
+    Args:
+        scaler: a ``torch.amp.GradScaler`` or None.
+        device: of the gradients.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale: Tensor = scaler.scale(torch.ones((), dtype=torch.float32, device=device)).detach()
+    return scale
+
+
+def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the scaler has scaled a loss and has not unscaled this optimizer's gradients since.
+
+    No public call of ``GradScaler`` says so. Where its private record of stages looks otherwise than known, the answer
+    is False, after one warning in the log.
+
+    Args:
+        scaler: a ``torch.amp.GradScaler`` or None.
+        optimizer: the one whose ``step()`` is about to run.
+    """
+    global _warned
+    if scaler is None or not scaler.is_enabled():
+        return False
+    try:
+        if scaler._scale is None:  # made by the first scaled loss
+            return False
+        # Ask without a default: the record is a defaultdict, and entries of its own making would mislead the scaler.
+        stage = scaler._per_optimizer_states.get(id(optimizer), {"stage": None})["stage"]
+        return stage is None or str(stage.name) == "READY"
+    except (AttributeError, KeyError, TypeError):
+        if not _warned:
+            _warned = True
+            logger.warning(
+                "thinwire: this torch's GradScaler keeps its stages in another way, so step() on scaled gradients is "
+                "not noticed; call scaler.step(optimizer)"
+            )
+        return False
+
+
+def refuse_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``RuntimeError`` if a step would use gradients that still carry the loss scale."""
+    if still_scaled(scaler, optimizer) and any(
+        p.grad is not None for group in optimizer.param_groups for p in group["params"]
+    ):
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"{name}.step() on gradients that still carry the loss scale would take norms that are wrong by it: call "
+            "scaler.step(optimizer), or scaler.unscale_(optimizer) before"
+        )
