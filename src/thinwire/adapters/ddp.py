@@ -27,6 +27,7 @@ from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
 from thinwire.collectives.topology import topology_of
 from thinwire.engine.agreement import agree
 from thinwire.engine.communicator import Communicator
+from thinwire.engine.scaler import loss_scale
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
@@ -193,9 +194,7 @@ class DDPSync:
             raise RuntimeError(f"this DDP hook is unusable after an earlier failure: {self._broken}")
         self._running, self._last, self._ended = True, None, 0
         self._jobs, self._programs, self._program_names, self._layout = [], [], [], []
-        self._scale = None
-        if self._scaler is not None and self._scaler.is_enabled():
-            self._scale = self._scaler.scale(torch.ones((), dtype=torch.float32, device=comm.device)).detach()
+        self._scale = loss_scale(self._scaler, comm.device)
         self.state.lr = None
         comm.begin_open(self.state.step, self._program_names, self._program, self._failed)
 

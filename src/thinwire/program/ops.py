@@ -83,4 +83,4 @@ class NextForward:
 
 
 Op = Collective | NextForward
-Program = Generator[Op, Any, None]
+Program = Generator[Op, Any, Any]

@@ -1,0 +1,21 @@
+"""Optimizers for large batches: LARS and LAMB, their layers' ratios shared out over ranks, and the recipe around them.
+
+What does not live here: how gradients are averaged (methods/, engine/), the data (data/), the model.
+"""
+
+from thinwire.optim.lamb import LAMB
+from thinwire.optim.lars import LARS
+from thinwire.optim.pto import ParallelStats, TrustRatios
+from thinwire.optim.recipe import WarmupPoly, param_groups, scaled_lr, warmup_poly, zero_last_norm
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "ParallelStats",
+    "TrustRatios",
+    "WarmupPoly",
+    "param_groups",
+    "scaled_lr",
+    "warmup_poly",
+    "zero_last_norm",
+]

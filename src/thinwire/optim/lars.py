@@ -1,0 +1,184 @@
+"""LARS: every layer steps by a share of its own norm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.methods.base import check_choice, check_flag
+from thinwire.optim.base import LayerWise, Work, check_number
+from thinwire.optim.pto import Share
+from thinwire.optim.ratios import Layers, Rule
+
+logger = logging.getLogger("thinwire")
+
+HOLDS = ("update", "scaled_gradient")
+
+
+class LARS(LayerWise):
+    """Layer-wise adaptive rate scaling (You, Gitman and Ginsburg, 2017, arXiv 1708.03888): SGD for very large batches.
+
+    Per tensor, in fp32, with the learning rate gamma, the weight decay beta and the trust coefficient eta::
+
+        ratio = eta * |w| / (|g| + beta * |w| + eps);   1 if |w| or |g| is 0
+        v <- momentum * v + gamma * ratio * (g + beta * w);   w <- w - v
+
+    Tensors of at most one dimension (biases, scales and shifts of norms) are *skipped*: ratio 1 and no decay. So they
+    see all of gamma, which is 10 to 40 here; without norm layers in the net that diverges: ``skip_lr_scale=0.01`` then.
+
+    The step is made of foreach calls, and the host waits for nothing. Parameters are fp32 (or fp64), or bf16 with an
+    fp32 master in the state. Every option but ``parallel``, ``partition`` and ``scaler`` can differ between groups.
+
+    Args:
+        params: parameters, named parameters or groups, as for ``torch.optim``.
+        lr: gamma, per step; typically raised over some epochs and then lowered (``optim.warmup_poly``).
+        momentum: of v; 0 keeps no state.
+        weight_decay: beta.
+        trust_coefficient: eta.
+        eps: added to the denominator.
+        nesterov: go on along the new v once more.
+        clamp: (lowest, highest) ratio.
+        decay_in_ratio: whether the denominator has the term of the decay.
+        momentum_holds: "update": v carries gamma, as in the paper; "scaled_gradient": gamma multiplies v at the end, as
+            in NVIDIA's LARC. They differ when gamma changes.
+        skip: "1d", "all" (a group that is not adapted) or None (nothing is skipped).
+        skip_lr_scale: multiplies gamma for skipped tensors.
+        maximize: climb.
+        parallel: "node" or "world": the ranks of a machine, or all, share the norms out (:mod:`thinwire.optim.pto`);
+            "auto": measure whether that pays; None: each rank computes all. Needs ``thinwire.attach``.
+        partition: "cost" (longest layers first, to the least loaded rank) or "contiguous" (as many layers for each).
+        scaler: the GradScaler in use, so that a step on scaled gradients is refused; ``attach(scaler=)`` tells it too.
+
+    Raises:
+        ValueError: a number out of range, an unknown name.
+        TypeError: fp16 parameters.
+
+    Differences from the paper: tensors of one dimension are skipped (as the four-minute ImageNet training did, Jia et
+    al. 2018, arXiv 1807.11205); a ratio where a norm is 0; norms in one call rather than layer by layer.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 0.0,
+        nesterov: bool = False,
+        clamp: tuple[float, float] | None = None,
+        decay_in_ratio: bool = True,
+        momentum_holds: str = "update",
+        skip: str | None = "1d",
+        skip_lr_scale: float = 1.0,
+        maximize: bool = False,
+        parallel: str | None = None,
+        partition: str = "cost",
+        scaler: Any = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "clamp": clamp,
+            "decay_in_ratio": decay_in_ratio,
+            "momentum_holds": momentum_holds,
+            "skip": skip,
+            "skip_lr_scale": skip_lr_scale,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, Share(parallel, partition), scaler)
+        self._warn_of_rates()
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ``ValueError`` on an option out of range."""
+        for name in ("trust_coefficient", "eps", "skip_lr_scale"):
+            check_number(name, group[name])
+        check_number("momentum", group["momentum"], below=1.0)
+        for name in ("nesterov", "decay_in_ratio"):
+            check_flag(name, group[name])
+        if group["nesterov"] and not group["momentum"]:
+            raise ValueError("nesterov=True needs a momentum above 0")
+        clamp = group["clamp"]
+        if clamp is not None:
+            if not isinstance(clamp, (tuple, list)) or len(clamp) != 2:
+                raise ValueError(f"clamp={clamp!r} must be (lowest, highest) or None")
+            check_number("clamp[0]", clamp[0])
+            check_number("clamp[1]", clamp[1])
+            if clamp[0] > clamp[1]:
+                raise ValueError(f"clamp={clamp!r} must have the lower number first")
+        check_choice("momentum_holds", group["momentum_holds"], HOLDS)
+
+    def _warn_of_rates(self) -> None:
+        """Say so if biases are about to see a rate that only norm layers forgive."""
+        steep = [g for g in self.param_groups if g["lr"] * g["skip_lr_scale"] > 1]
+        skipped = [p.detach() for g in steep for p in g["params"] if g["skip"] == "1d" and p.dim() <= 1 and p.numel()]
+        if not skipped or any(p.device.type == "meta" or bool((p > 0).all()) for p in skipped):
+            return  # a norm's scale is positive: at the start 1
+        logger.warning(
+            "thinwire: LARS skips biases, so they see the whole learning rate %g, and the model seems to have no norm "
+            "layers, without which that diverges: give skip_lr_scale=0.01",
+            steep[0]["lr"],
+        )
+
+    def prepare(self, works: Sequence[Work]) -> list[Layers]:
+        """Ratios are of weights and gradients."""
+        found = []
+        for work in works:
+            group, part = work.group, work.part(work.adapted)
+            decay = group["weight_decay"] if group["decay_in_ratio"] else 0.0
+            rule = Rule(group["trust_coefficient"], decay, group["eps"], group["clamp"])
+            found.append(Layers(part.weights, part.gradients, rule))
+        return found
+
+    def update(self, work: Work, ratios: Tensor | None) -> None:
+        """``v`` and ``w`` of one group."""
+        group = work.group
+        rate, sign = group["lr"], -1.0 if group["maximize"] else 1.0
+        held = group["momentum_holds"] == "update"
+        if ratios is not None:
+            shares = ratios * rate if held else ratios
+            decay = (shares * group["weight_decay"]).unbind() if group["weight_decay"] else None
+            _advance(work.part(work.adapted), (shares * sign).unbind(), decay, 1.0 if held else rate)
+        if work.skipped:
+            rate *= group["skip_lr_scale"]
+            _advance(work.part(work.skipped), rate * sign if held else sign, None, 1.0 if held else rate)
+
+
+def _advance(work: Work, rates: Sequence[Tensor] | float, decay: Sequence[Tensor] | None, outside: float) -> None:
+    """``v <- momentum * v + d; w <- w - outside * v`` with ``d = rates * g + decay * w``, per tensor.
+
+    Args:
+        work: tensors of one group.
+        rates: of each gradient, 0-dim tensors; or one number.
+        decay: of each weight, 0-dim tensors; None: no decay.
+        outside: what v is multiplied by.
+    """
+    weights, momentum = work.weights, work.group["momentum"]
+    buffers = work.held("momentum_buffer") if momentum else []
+    if momentum and not work.group["nesterov"]:  # into v at once: one pass over memory less
+        torch._foreach_mul_(buffers, momentum)
+        if isinstance(rates, (int, float)):
+            torch._foreach_add_(buffers, work.gradients, alpha=rates)
+        else:
+            torch._foreach_addcmul_(buffers, work.gradients, list(rates))
+        if decay is not None:
+            torch._foreach_addcmul_(buffers, weights, list(decay))
+        torch._foreach_add_(weights, buffers, alpha=-outside)
+        return
+    step = list(torch._foreach_mul(work.gradients, rates if isinstance(rates, (int, float)) else list(rates)))
+    if decay is not None:
+        torch._foreach_addcmul_(step, weights, list(decay))
+    if momentum:
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, step)
+        torch._foreach_add_(step, buffers, alpha=momentum)
+    torch._foreach_add_(weights, step, alpha=-outside)
