@@ -38,7 +38,19 @@ _HOME = {
     "ddp_hook": "adapters.ddp",
     "method": "methods.registry",
 }
-_ROOMS = ("bench", "checkpoint", "collectives", "engine", "kernels", "lab", "methods", "planner", "program")
+_ROOMS = (
+    "bench",
+    "checkpoint",
+    "collectives",
+    "data",
+    "engine",
+    "kernels",
+    "lab",
+    "methods",
+    "optim",
+    "planner",
+    "program",
+)
 
 if TYPE_CHECKING:
     from thinwire.adapters.ddp import ddp_hook

@@ -115,7 +115,7 @@ def test_example_method_runs_on_shapes_alone(random_k):
         random_k(density=0.0)
 
 
-DOCTESTS = ("program.local_world", "planner.merge.fuse", "methods.feedback", "kernels.seeding")
+DOCTESTS = ("program.local_world", "planner.merge.fuse", "planner.placement", "methods.feedback", "kernels.seeding")
 
 
 @pytest.mark.parametrize("name", DOCTESTS)

@@ -1,0 +1,22 @@
+"""Cached, partitioned input: decoded samples in memory that a node's processes share, and the order to read them in.
+
+What does not live here: decoders, downloaders and loaders (torch, torchdata, mosaicml-streaming, webdataset).
+"""
+
+from thinwire.data import policy, stall
+from thinwire.data.cached import CachedDataset
+from thinwire.data.resolution import ResolutionSchedule, Stage
+from thinwire.data.sampler import LocalitySampler
+from thinwire.data.stats import CacheStats
+from thinwire.data.stream import CachedStream
+
+__all__ = [
+    "CacheStats",
+    "CachedDataset",
+    "CachedStream",
+    "LocalitySampler",
+    "ResolutionSchedule",
+    "Stage",
+    "policy",
+    "stall",
+]

@@ -1,0 +1,222 @@
+"""A memory-mapped file of byte strings that all processes of a machine share: filled once, never evicted.
+
+One file: a header, rows of counters, a slot table (open addressing on the key), then the data. Space is reserved on the
+file system before it is mapped, since a store into a hole of a full tmpfs ends the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from thinwire.data.arena_file import DATA_PAGE, HEADER, SLOTS_AT, Header, open_file, table_bytes
+from thinwire.data.stats import Counters
+
+SLOT = struct.Struct("<16sQQII")  # key, offset, length, crc32, state
+EMPTY, FILLING, READY = 0, 1, 2
+_CHUNK = 16 << 20
+_PLACE, _CRC_AT, _STATE_AT = struct.Struct("<16sQQ"), 32, 36
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_arenas: dict[Path, Arena] = {}
+_guard = threading.Lock()
+
+
+class Arena:
+    """The arena at a path. Get it with :meth:`open`; a process has one object per path.
+
+    One, because closing *any* descriptor of a file drops all locks that the process holds on it.
+
+    Who puts holds the lock of the slot, which the kernel frees if the process is killed. A slot is READY only after all
+    of it is written, and its checksum is compared when a process first reads it: what a killed writer left is never
+    served, and the next writer of that key takes the slot over.
+    """
+
+    def __init__(self, path: Path, slots: int, limit: int) -> None:
+        self.path, self.limit = path, limit
+        self._file, header = open_file(path, slots)
+        self.slots = header.slots
+        self._end = table_bytes(self.slots)
+        self._table = mmap.mmap(self._file, self._end)
+        self._data = self._table  # grows later
+        self._checked = bytearray(self.slots)
+        self._mutex = threading.Lock()  # threads of one process share its file locks
+        self.users = 0
+        self.counters = Counters(self._file, self._table, HEADER)
+
+    @classmethod
+    def open(cls, path: Path, slots: int, limit: int) -> Arena:
+        """This process's arena at ``path``; the file is made if it is not there.
+
+        Args:
+            path: of the file; its folder must exist.
+            slots: for how many keys, if the file is made now.
+            limit: bytes of the whole file from which on this process admits nothing more.
+        """
+        with _guard:
+            arena = _arenas.get(path)
+            if arena is None:
+                arena = _arenas[path] = cls(path, slots, limit)
+            arena.limit = limit
+            arena.users += 1
+            return arena
+
+    def close(self) -> None:
+        """Give it back; the last user in a process closes the file."""
+        with _guard:
+            self.users -= 1
+            if self.users == 0:
+                del _arenas[self.path]
+                self._data.close()
+                self._table.close()
+                os.close(self._file)
+
+    def get(self, key: bytes, *, always: bool = False) -> bytes | None:
+        """The value of a key, or None. ``always``: compare its checksum at every read, not only at the first."""
+        for index in self._probe(key):
+            held, offset, length, crc, state = self._slot(index)
+            if state == EMPTY:
+                return None
+            if held == key:
+                if state != READY:
+                    return None
+                _, offset, length, crc, _ = self._slot(index)  # READY was seen: the rest is written
+                value = self._read(offset, length)
+                if always or not self._checked[index]:
+                    if zlib.crc32(value) != crc:
+                        return self._recheck(index)
+                    self._checked[index] = 1
+                return value
+        return None
+
+    def put(self, key: bytes, value: bytes) -> bool | None:
+        """Store a value.
+
+        Returns:
+            True: stored. False: no room, neither now nor later. None: it was there.
+        """
+        crc = zlib.crc32(value)
+        with self._mutex:
+            for index in self._probe(key):
+                state, held = self._slot(index)[4], self._slot(index)[0]  # in this order: keys are written first
+                if state != EMPTY and held != key:
+                    continue
+                if state == READY:
+                    return None
+                with self._locked(index):
+                    held, offset, length, _, state = self._slot(index)  # it may have changed while we waited
+                    if state != EMPTY and held != key:
+                        continue
+                    if state == READY:
+                        return None
+                    if state == EMPTY or length < len(value):  # else: a killed writer's place
+                        reserved = self._reserve(len(value))
+                        if reserved is None:
+                            return False
+                        offset = reserved
+                    self._fill(index, key, offset, value, crc)
+                    return True
+        return False
+
+    def renew(self) -> None:
+        """In the child of a fork: descriptors and maps go on, the mutex and the counters' row are the parent's."""
+        self._mutex = threading.Lock()
+        self.counters.renew()
+
+    def held(self) -> tuple[int, int]:
+        """(number of values, their bytes)."""
+        kind = np.dtype([("key", "V16"), ("offset", "<u8"), ("length", "<u8"), ("crc", "<u4"), ("state", "<u4")])
+        slots = np.frombuffer(self._table[SLOTS_AT : self._end], dtype=kind, count=self.slots)
+        ready = slots["state"] == READY
+        return int(ready.sum()), int(slots["length"][ready].sum())
+
+    def _fill(self, index: int, key: bytes, offset: int, value: bytes, crc: int) -> None:
+        """The order of these stores is the promise: a kill between any two leaves EMPTY or FILLING."""
+        at = SLOTS_AT + index * SLOT.size
+        _PLACE.pack_into(self._table, at, key, offset, len(value))
+        struct.pack_into("<I", self._table, at + _STATE_AT, FILLING)
+        self._cover(offset + len(value))
+        self._data[offset : offset + len(value)] = value
+        struct.pack_into("<I", self._table, at + _CRC_AT, crc)
+        struct.pack_into("<I", self._table, at + _STATE_AT, READY)
+
+    def _reserve(self, length: int) -> int | None:
+        """Space for a value, or None. A process killed right after it leaks that space, once."""
+        with self._locked(-1):
+            header = Header.read(self._table)
+            start, end = header.used, header.used + -(-length // 64) * 64
+            if end > self.limit:
+                return None
+            allocated = header.allocated
+            if end > allocated:
+                wanted = min(max(end, allocated + _CHUNK), self.limit)
+                wanted = -(-wanted // DATA_PAGE) * DATA_PAGE
+                try:
+                    os.posix_fallocate(self._file, allocated, wanted - allocated)
+                except OSError as error:
+                    if error.errno in _NO_SPACE:
+                        return None
+                    raise
+                Header.store_allocated(self._table, wanted)
+            Header.store_used(self._table, end)
+            return start
+
+    def _recheck(self, index: int) -> bytes | None:
+        """Under the slot's lock: the value if it is whole after all; else None, and the slot is to be filled again."""
+        with self._mutex, self._locked(index):
+            _, offset, length, crc, state = self._slot(index)
+            value = self._read(offset, length)
+            if state == READY and zlib.crc32(value) == crc:
+                return value
+            struct.pack_into("<I", self._table, SLOTS_AT + index * SLOT.size + _STATE_AT, FILLING)
+            return None
+
+    def _probe(self, key: bytes) -> Iterator[int]:
+        start = int.from_bytes(key[:8], "little") % self.slots
+        for step in range(self.slots):
+            yield (start + step) % self.slots
+
+    def _slot(self, index: int) -> tuple[bytes, int, int, int, int]:
+        slot: tuple[bytes, int, int, int, int] = SLOT.unpack_from(self._table, SLOTS_AT + index * SLOT.size)
+        return slot
+
+    def _read(self, offset: int, length: int) -> bytes:
+        self._cover(offset + length)
+        return self._data[offset : offset + length]  # a copy; short, and so refused, if the slot is nonsense
+
+    def _cover(self, end: int) -> None:
+        """Map the file's data up to ``end``, if the file is that long."""
+        if end > len(self._data):
+            allocated = Header.read(self._table).allocated
+            if end <= allocated:
+                self._data = mmap.mmap(self._file, allocated)  # the old map goes with its last reader
+
+    @contextmanager
+    def _locked(self, index: int) -> Iterator[None]:
+        """The lock of a slot, between processes; -1: of the header."""
+        at = SLOTS_AT + index * SLOT.size if index >= 0 else 0
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, at)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, at)
+
+
+def _after_fork() -> None:
+    global _guard
+    _guard = threading.Lock()
+    for arena in _arenas.values():
+        arena.renew()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,134 @@
+"""The file of an arena: its header, how it is made whole or not at all, and what happens to a damaged one."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinwire.data.stats import BYTES as COUNTER_BYTES
+
+DATA_PAGE = 4096
+HEADER = 4096
+SLOTS_AT = HEADER + COUNTER_BYTES
+SLOT_BYTES = 40
+_MAGIC = b"thinwire"
+_FIXED = struct.Struct("<8sIQ")  # magic, layout, slots; a checksum of them follows
+_LAYOUT = 1
+_USED_AT, _ALLOCATED_AT = 64, 72
+
+
+def table_bytes(slots: int) -> int:
+    """Bytes before the data: header, counters, slots; whole pages."""
+    return -(-(SLOTS_AT + slots * SLOT_BYTES) // DATA_PAGE) * DATA_PAGE
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header.
+
+    Attributes:
+        slots: of the table; fixed.
+        used: bytes of the file that are reserved for values, or lie before them.
+        allocated: bytes of the file for which the file system has promised space.
+    """
+
+    slots: int
+    used: int
+    allocated: int
+
+    @classmethod
+    def read(cls, table: mmap.mmap | bytes) -> Header:
+        """From the beginning of the file.
+
+        Raises:
+            ValueError: it is not a header.
+        """
+        if len(table) < HEADER:
+            raise ValueError("too short")
+        magic, layout, slots = _FIXED.unpack_from(table, 0)
+        (crc,) = struct.unpack_from("<I", table, _FIXED.size)
+        used, allocated = struct.unpack_from("<QQ", table, _USED_AT)
+        if magic != _MAGIC or layout != _LAYOUT or crc != zlib.crc32(table[: _FIXED.size]):
+            raise ValueError("not a header of this layout")
+        if not table_bytes(slots) <= used <= allocated:
+            raise ValueError("its sizes contradict one another")
+        return cls(slots, used, allocated)
+
+    @staticmethod
+    def store_used(table: mmap.mmap, value: int) -> None:
+        """Under the header's lock."""
+        struct.pack_into("<Q", table, _USED_AT, value)
+
+    @staticmethod
+    def store_allocated(table: mmap.mmap, value: int) -> None:
+        """Under the header's lock, after the space is there."""
+        struct.pack_into("<Q", table, _ALLOCATED_AT, value)
+
+
+def open_file(path: Path, slots: int) -> tuple[int, Header]:
+    """Open an arena's file, or make it. Of several processes one makes it.
+
+    Returns:
+        (descriptor, header).
+
+    Raises:
+        FileNotFoundError, PermissionError: of the folder or the file, with its path.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the cache's directory {path.parent} does not exist")
+    with _only_one(path.with_suffix(".lock")):
+        try:
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return _make(path, slots)
+        status = os.fstat(file)
+        if status.st_uid != os.geteuid():
+            os.close(file)
+            raise PermissionError(f"the cache {path} belongs to another user: use another directory")
+        try:
+            header = Header.read(os.pread(file, HEADER, 0))
+            if status.st_size < header.allocated:
+                raise ValueError("the file is shorter than its header says")
+        except ValueError as error:
+            aside = path.with_suffix(".damaged")
+            warnings.warn(f"the cache {path} is damaged ({error}); it is now {aside}, a new one is made", stacklevel=2)
+            os.replace(path, aside)
+            os.close(file)
+            return _make(path, slots)
+        return file, header
+
+
+def _make(path: Path, slots: int) -> tuple[int, Header]:
+    """Under another name first: what is called ``path`` is whole."""
+    partial = path.with_suffix(".partial")  # a killed maker's; we hold the lock
+    file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    try:
+        size = table_bytes(slots)
+        os.posix_fallocate(file, 0, size)
+        fixed = _FIXED.pack(_MAGIC, _LAYOUT, slots)
+        os.pwrite(file, fixed + struct.pack("<I", zlib.crc32(fixed)), 0)
+        os.pwrite(file, struct.pack("<QQ", size, size), _USED_AT)
+        os.replace(partial, path)
+    except BaseException:
+        os.close(file)
+        partial.unlink(missing_ok=True)
+        raise
+    return file, Header(slots, size, size)
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)

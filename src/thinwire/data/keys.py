@@ -1,0 +1,123 @@
+"""Content keys: a stored sample is found again only while all that it was made from is the same.
+
+An index alone would serve stale samples without a word when a file, the prefix or the version changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+KEY_BYTES = 16
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def digest(*parts: object) -> bytes:
+    """16 bytes that stand for some JSON values."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=KEY_BYTES).digest()
+
+
+def prefix_id_of(prefix: object, given: str | None = None) -> str:
+    """What names a prefix: what the user gave, else its repr.
+
+    Raises:
+        ValueError: the repr holds a memory address, and would be another one in the next process.
+    """
+    if given is not None:
+        return given
+    text = repr(prefix)
+    if _ADDRESS.search(text):
+        raise ValueError(
+            f"the prefix has no lasting name ({text}): give prefix_id=, and change it whenever the prefix changes"
+        )
+    return text
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What all samples of a cache have in common.
+
+    Attributes:
+        dataset_id: the data set.
+        version: of its content.
+        prefix_id: the deterministic transforms.
+        stored_size: what the prefix resizes to; None where it does not.
+        dtypes: of the stored values.
+    """
+
+    dataset_id: str
+    version: str
+    prefix_id: str
+    stored_size: tuple[int, ...] | None = None
+    dtypes: str = ""
+
+    def name(self, *words: object) -> str:
+        """A file name for what belongs to this identity and some more words."""
+        return "thinwire-" + digest("arena", asdict(self), *words).hex()
+
+    def value_key(self, sample: object, fingerprint: object) -> bytes:
+        """The key of a sample's prefix value."""
+        return digest("value", asdict(self), sample, fingerprint)
+
+    def raw_key(self, sample: object, fingerprint: object) -> bytes:
+        """The key of a sample as the source gives it: the prefix does not matter."""
+        return digest("raw", self.dataset_id, self.version, sample, fingerprint)
+
+
+def fingerprint_of(source: Any, index: int) -> Any:
+    """What changes when a sample's content does: ``source.fingerprint(index)`` if there is one, else (size, mtime_ns).
+
+    The latter for folders as torchvision lists them, with the path first in ``source.samples[index]``. Else None.
+    """
+    if hasattr(source, "fingerprint"):
+        return source.fingerprint(index)
+    samples = getattr(source, "samples", None)
+    if isinstance(samples, (list, tuple)) and isinstance(samples[index], (list, tuple)):
+        path = samples[index][0]
+        if isinstance(path, (str, os.PathLike)) and os.path.exists(path):
+            status = os.stat(path)
+            return [status.st_size, status.st_mtime_ns]
+    return None
+
+
+class Keys:
+    """The keys of a source's samples, remembered by this process.
+
+    Args:
+        source: for fingerprints.
+        identity: what all samples share.
+        samples: how many there are.
+        verify: "first": a fingerprint is read when this process first touches the sample; "always": each time.
+    """
+
+    def __init__(self, source: Any, identity: Identity, samples: int, verify: str) -> None:
+        self.source, self.identity, self.samples, self.verify = source, identity, samples, verify
+        self._forget()
+
+    def _forget(self) -> None:
+        self._keys = np.zeros((self.samples, 2, KEY_BYTES), dtype=np.uint8)  # memory is taken as it is touched
+        self._known = np.zeros(self.samples, dtype=bool)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_keys", "_known")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def of(self, index: int) -> tuple[bytes, bytes]:
+        """(key of the value, key of the raw sample)."""
+        if self._known[index] and self.verify == "first":
+            value, raw = self._keys[index]
+            return value.tobytes(), raw.tobytes()
+        fingerprint = fingerprint_of(self.source, index)
+        pair = self.identity.value_key(index, fingerprint), self.identity.raw_key(index, fingerprint)
+        self._keys[index] = np.frombuffer(b"".join(pair), dtype=np.uint8).reshape(2, KEY_BYTES)
+        self._known[index] = True
+        return pair

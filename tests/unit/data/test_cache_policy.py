@@ -1,0 +1,83 @@
+"""Formulas against a real LRU list; resolution schedules; the stall split."""
+
+import doctest
+import json
+
+import pytest
+import torch
+
+from thinwire.data import ResolutionSchedule, Stage, policy, resolution, stall
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75, 0.9])
+def test_lru_formula(share):
+    simulated = policy.simulate_lru(4000, int(4000 * share), 12, dropped=2)
+    assert abs(simulated - policy.lru_hit_rate(share)) < 0.01
+    assert policy.fill_once_hit_rate(share) > simulated
+
+
+def test_figures_and_ends():
+    assert [round(policy.lru_hit_rate(c), 3) for c in (0.25, 0.5, 0.75, 0.9)] == [0.034, 0.153, 0.403, 0.670]
+    assert policy.lru_hit_rate(0.0) == 0.0
+    assert policy.lru_hit_rate(1.0) == policy.lru_hit_rate(1.0, shuffled=False) == 1.0
+    assert policy.simulate_lru(100, 99, 4, shuffled=False) == policy.lru_hit_rate(0.99, shuffled=False) == 0.0
+    assert policy.simulate_lru(100, 100, 4, shuffled=False) == 1.0
+    for function in (policy.fill_once_hit_rate, policy.lru_hit_rate):
+        with pytest.raises(ValueError, match="share"):
+            function(1.5)
+
+
+def test_the_slowest_level_bounds_the_input():
+    cost = policy.InputCost(
+        decode_seconds=0.002, disk_bytes=1e5, disk_seconds_per_byte=1e-8, source_bytes=1e5, source_seconds_per_byte=1e-7
+    )
+    assert cost.seconds(100, 0.0) == pytest.approx(1.0)  # the source: 10 ms a sample
+    assert cost.seconds(100, 0.0, 1.0) == pytest.approx(0.2)  # decoding: 2 ms
+    assert cost.seconds(100, 0.5, 1.0) == pytest.approx(0.1)
+    assert cost.seconds(100, 1.0) == 0.0
+    assert cost.stall_seconds(100, 0.15, 0.0, 1.0) == pytest.approx(0.05)
+    assert cost.stall_seconds(100, 0.15, 0.5, 1.0) == 0.0
+
+
+def test_dawnbench_schedule():
+    schedule = ResolutionSchedule.dawnbench()
+    assert schedule.epochs == 28
+    assert schedule.changes == (13, 24, 27)
+    sizes = [schedule.at(epoch).size for epoch in range(28)]
+    assert [sizes.count(size) for size in (96, 128, 224, 288)] == [13, 11, 3, 1]
+    assert sizes == sorted(sizes)
+    assert [schedule.at(epoch).batch for epoch in range(28)] == [32768] * 27 + [16384]
+    again = ResolutionSchedule.from_json(schedule.to_json())
+    assert again == schedule
+    assert hash(again) == hash(schedule)
+    for epoch in (-1, 28):
+        with pytest.raises(ValueError, match="28 epochs"):
+            schedule.at(epoch)
+    with pytest.raises(ValueError, match="at least one"):
+        ResolutionSchedule([])
+    with pytest.raises(ValueError, match="size=0"):
+        Stage(1, 0, 1)
+
+
+@pytest.mark.parametrize("module", [policy, resolution])
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_stall_split_counts_and_adds_up():
+    seen = []
+    loaders = {"real": [1, 2, 3], "synthetic": [4, 5]}
+    split = stall.measure(loaders, lambda batch: seen.append(torch.ones(8) * batch))
+    assert len(seen) == 5
+    assert [split.passes[name].batches for name in loaders] == [3, 2]
+    for row in split.passes.values():
+        assert row.wait_seconds > 0
+        assert row.step_seconds > 0
+        assert row.seconds == row.wait_seconds + row.step_seconds
+    assert json.loads(split.to_json())["real"]["stall_seconds"] == split.stall_seconds("real")
+    known = stall.StallSplit({"real": stall.InputTime(3, 2.0, 1.5), "synthetic": stall.InputTime(3, 0.25, 1.0)})
+    assert known.stall_seconds("real") == 2.25
+    assert known.stall_seconds("synthetic") == 0.0
+    assert stall.StallSplit({"real": stall.InputTime(3, 2.0, 1.5)}).stall_seconds("real") == 2.0
