@@ -20,12 +20,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import in_lab
 from thinwire import lab
 from thinwire.bench.record import Point
 from thinwire.bench.rows import parse_rows
 from thinwire.bench.session import run_session
 from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import BenchResult, summarise
+from thinwire.bench.summary import BenchResult
 from thinwire.bench.table import bench_table
 
 RESULTS = Path(__file__).parent / "results" / "main_figures.json"
@@ -53,12 +54,7 @@ class Figure:
 def measure(
     model: str, methods: str, *, workers: int = 2, link: str | None = None, steps: int = 8, rounds: int = 3
 ) -> BenchResult:
-    cluster = lab.Cluster.parse(workers, 1, link, None)
-    bits = lab.parse_rate(link) if link else None
-    spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds)
-    print(f"... {model}: {methods}; {workers} workers, {link or 'no limit'}", file=sys.stderr, flush=True)
-    record, launched = run_session(spec, functools.partial(lab.run, cluster))
-    result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
+    result = in_lab.run(model, methods, workers, link, steps=steps, rounds=rounds)
     Console(stderr=True).print(bench_table(result))
     failed = [f"{row.label}: {row.error}" for row in result.rows if row.error]
     if failed:

@@ -8,17 +8,12 @@ and writes ``benchmarks/results/merge_plans.json``.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from pathlib import Path
 
 from rich.console import Console
 
-from thinwire import lab
-from thinwire.bench.rows import parse_rows
-from thinwire.bench.session import run_session
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import summarise
+import in_lab
 from thinwire.bench.table import bench_table
 
 RESULTS = Path(__file__).parent / "results" / "merge_plans.json"
@@ -38,12 +33,9 @@ def main() -> None:
     for model in options.models.split(","):
         for link in options.links.split(","):
             limit = None if link == "unlimited" else link
-            bits = lab.parse_rate(limit) if limit else None
-            rows = parse_rows(METHODS)
-            spec = BenchSpec(model, rows, options.workers, limit, bits, options.steps, options.rounds, predict=True)
-            cluster = lab.Cluster.parse(options.workers, 1, limit, None)
-            record, launched = run_session(spec, functools.partial(lab.run, cluster))
-            result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
+            result = in_lab.run(
+                model, METHODS, options.workers, limit, steps=options.steps, rounds=options.rounds, predict=True
+            )
             Console().print(bench_table(result))
             found += [
                 {

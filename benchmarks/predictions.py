@@ -9,7 +9,6 @@ after every network. What was not rerun stays in the file: ``--show`` prints it 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -20,11 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.bench.rows import parse_rows
-from thinwire.bench.session import run_session
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import BenchResult, summarise
+import in_lab
 
 RESULTS = Path(__file__).parent / "results" / "predictions.json"
 METHODS = "ssgd,cast:dtype=bf16,acp:rank=4,topk:density=0.01,omgs:density=0.01"
@@ -50,11 +45,7 @@ class Cell:
 
 def measure(model: str, link: str, workers: int, rounds: int, steps: int) -> list[Cell]:
     limit = None if link == "unlimited" else link
-    bits = lab.parse_rate(limit) if limit else None
-    spec = BenchSpec(model, parse_rows(METHODS), workers, limit, bits, steps, rounds, predict=True)
-    print(f"... {model}, {workers} workers, {link}", file=sys.stderr, flush=True)
-    record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, limit, None)))
-    result: BenchResult = summarise(spec, record, emulated=launched.emulated, note=launched.note)
+    result = in_lab.run(model, METHODS, workers, limit, steps=steps, rounds=rounds, predict=True)
     cells = []
     for row in result.rows:
         if row.error:

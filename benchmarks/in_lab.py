@@ -1,0 +1,30 @@
+"""One run of the bench in the lab, for the benchmarks beside this file."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from thinwire import lab
+from thinwire.bench.rows import parse_rows
+from thinwire.bench.session import run_session
+from thinwire.bench.spec import BenchSpec
+from thinwire.bench.summary import BenchResult, summarise
+
+
+def run(
+    model: str,
+    methods: str,
+    workers: int,
+    link: str | None,
+    *,
+    steps: int,
+    rounds: int,
+    predict: bool = False,
+) -> BenchResult:
+    """The rows of ``methods`` in turns, one worker a node; ``link`` None: no limit."""
+    bits = lab.parse_rate(link) if link else None
+    spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds, predict=predict)
+    print(f"... {model}: {methods}; {workers} workers, {link or 'no limit'}", file=sys.stderr, flush=True)
+    record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, link, None)))
+    return summarise(spec, record, emulated=launched.emulated, note=launched.note)
