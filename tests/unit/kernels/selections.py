@@ -33,6 +33,7 @@ def vectors(d):
     yield "sorted", torch.arange(d, dtype=torch.float32)
     yield "denormal", torch.randn(d, generator=draw) * 1e-41
     yield "signed zeros", torch.where(torch.rand(d, generator=draw) < 0.5, 0.0, -0.0)
+    yield "periodic", torch.arange(d).remainder(64).float()
     yield "huge", torch.randn(d, generator=draw) * 1e37
 
 
