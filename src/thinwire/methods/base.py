@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.methods.exchanges import all_reduce_by
+from thinwire.methods.exchanges import all_reduce_by, padded
 from thinwire.planner.merge import Merge
 from thinwire.program import AllGather, Bucket, ReduceScatter, Slot, State, working_dtype
 
@@ -54,9 +54,7 @@ def all_reduce(x: Tensor, state: State, *, ordered: bool, collective: str = "fla
     if not ordered:
         return (yield from all_reduce_by(collective, x, state))
     size = x.numel()
-    padding = -size % state.size
-    padded = torch.cat([x.reshape(-1), x.new_zeros(padding)]) if padding else x.reshape(-1)
-    shard = yield ReduceScatter(padded)
+    shard = yield ReduceScatter(padded(x, state.size))
     everyone = yield AllGather(shard)
     return everyone.reshape(-1)[:size].view(x.shape)
 

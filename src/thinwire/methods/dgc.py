@@ -28,12 +28,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thinwire.kernels.pairs import WIRES, message_bytes, wire_dtype
+from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
 from thinwire.methods.base import all_finite, check_flag, check_merge, poison
 from thinwire.methods.feedback import Warmup
 from thinwire.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, LINE_PASSES, Prices, elements
-from thinwire.methods.sparse import all_gather_pairs, average_pairs, check_options, check_size, choose, stays_dense
+from thinwire.methods.sparse import (
+    all_gather_pairs,
+    average_pairs,
+    check_options,
+    check_size,
+    choose,
+    message_units,
+    stays_dense,
+)
 from thinwire.methods.sparse_prices import segments
 from thinwire.planner.costs import Costs
 from thinwire.program import AllReduce, Bucket, Method, Program, Slot, State, Topology, working_dtype
@@ -113,7 +121,7 @@ class DGC(Method):
         sizes = super().payload(shapes, phase)
         if self.density == 1:
             return sizes
-        return [message_bytes(keep_count(size, self.density), WIRES[self.wire]) // 4 for size in sizes]
+        return message_units((keep_count(size, self.density) for size in sizes), self.wire)
 
     def kept(self, d: int, step: int) -> int:
         """Entries sent for a bucket of ``d`` elements at a step."""

@@ -22,14 +22,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thinwire.kernels.pairs import WIRES, add_pairs, message_bytes, pack, to_wire, unpack, wire_dtype
+from thinwire.kernels.pairs import add_pairs, pack, to_wire, unpack, wire_dtype
 from thinwire.kernels.seeding import generator
 from thinwire.kernels.select import keep_count, top_k
 from thinwire.methods.base import all_finite, check_merge, poison
 from thinwire.methods.exchanges import padded
 from thinwire.methods.prices import COPY, FINITE, IN_PLACE, LINE_PASSES, READ, WRITE, Prices, elements
 from thinwire.methods.shards import cuts, in_place, with_debts
-from thinwire.methods.sparse import check_options, stays_dense
+from thinwire.methods.sparse import check_options, message_units, stays_dense
 from thinwire.planner.costs import Costs
 from thinwire.program import (
     CROSS,
@@ -82,10 +82,7 @@ class HiTopK(Method):
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """What a node sends of each tensor to another node, in units of fp32 elements."""
-        return [
-            message_bytes(keep_count(size, self.density), WIRES[self.wire]) // 4
-            for size in super().payload(shapes, phase)
-        ]
+        return message_units((keep_count(n, self.density) for n in super().payload(shapes, phase)), self.wire)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs

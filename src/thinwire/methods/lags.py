@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from thinwire.kernels.pairs import WIRES, message_bytes
+from thinwire.kernels.pairs import WIRES
 from thinwire.methods.base import all_finite, check_choice, check_flag, poison
 from thinwire.methods.feedback import accumulate_flat, stage_flat
+from thinwire.methods.sparse import message_units
 from thinwire.methods.topk import TopK
 from thinwire.planner.costs import Costs
 from thinwire.program import AllReduce, Bucket, Method, Program, State, Topology
@@ -67,7 +68,7 @@ class LAGS(Method):
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """The message of each tensor at the highest compression, in units of fp32 elements."""
-        return [message_bytes(self.least(size), WIRES[self.wire]) // 4 for size in super().payload(shapes, phase)]
+        return message_units(map(self.least, super().payload(shapes, phase)), self.wire)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs

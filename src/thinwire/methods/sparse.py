@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.kernels.pairs import WIRES, add_pairs, pack, to_wire, unpack
+from thinwire.kernels.pairs import WIRES, add_pairs, message_bytes, pack, to_wire, unpack
 from thinwire.kernels.seeding import generator
 from thinwire.kernels.select import ALGORITHMS, top_k
 from thinwire.methods.base import all_finite, check_choice, poison
@@ -24,6 +24,11 @@ def check_options(density: Any, select: Any, wire: Any, warmup: Any) -> None:
     check_choice("wire", wire, tuple(WIRES))
     if warmup is not None and not isinstance(warmup, Warmup):
         raise ValueError(f"warmup={warmup!r} must be a Warmup or None")
+
+
+def message_units(kept: Iterable[int], wire: str) -> list[int]:
+    """Messages of so many pairs each, in units of fp32 elements: 2 k on an fp32 wire."""
+    return [message_bytes(k, WIRES[wire]) // 4 for k in kept]
 
 
 def stays_dense(shape: Sequence[int], module: nn.Module | None) -> bool:

@@ -21,14 +21,22 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from thinwire.kernels.pairs import WIRES, message_bytes, wire_dtype
+from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
 from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge
 from thinwire.methods.butterfly import butterfly
 from thinwire.methods.feedback import Warmup, accumulate_flat, stage_flat
 from thinwire.methods.prices import Prices, elements
 from thinwire.methods.regions import by_region, capacity_of
-from thinwire.methods.sparse import all_gather_pairs, check_options, check_size, choose, deliver, stays_dense
+from thinwire.methods.sparse import (
+    all_gather_pairs,
+    check_options,
+    check_size,
+    choose,
+    deliver,
+    message_units,
+    stays_dense,
+)
 from thinwire.methods.sparse_prices import EXCHANGES, assumed_cheapest, cheapest, segments
 from thinwire.planner.costs import Costs
 from thinwire.program import Bucket, Method, Program, State, Topology
@@ -85,7 +93,7 @@ class TopK(Method):
         """The message of each tensor in units of fp32 elements: 2 k for fp32 pairs; "oktopk": of all its boxes."""
         room = self.capacity if self.exchange == "oktopk" else 1.0
         kept = (keep_count(size, self.density) for size in super().payload(shapes, phase))
-        return [message_bytes(math.ceil(room * k), WIRES[self.wire]) // 4 for k in kept]
+        return message_units((math.ceil(room * k) for k in kept), self.wire)
 
     def kept(self, d: int, step: int) -> int:
         """Entries sent for a bucket of ``d`` elements at a step."""
