@@ -2,9 +2,10 @@
 
 Real JPEG files (scikit-learn's digits, enlarged), decoded by Pillow, feed a small convolutional network: from the
 files, from a cache that holds all, half or a tenth of the samples, and from batches made in advance, in turns on the
-same machine. It prints how an epoch divides into waiting and computing, and the hit rates beside what LRU would hit;
-then the case in which the cache gains little: a step so long that decoding hides behind it. Writes
-``benchmarks/results/cache.json``.
+same machine. It prints how an epoch divides into waiting and computing, the hits from the second epoch on beside the
+cached share, and what LRU would hit, by formula and by a real list; up to the case in which the cache gains little: a
+step so long that decoding hides behind it. Then processes that fill a cache are killed, and what they left is compared
+bit by bit. Writes ``benchmarks/results/cache.json``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import random
+import signal
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,8 @@ from thinwire.data.values import pack
 RESULTS = Path(__file__).parent / "results" / "cache.json"
 SHARES = (1.0, 0.5, 0.1)
 SIDE = 8
+REPEATS = (1, 16, 48)
+LIMIT = 1.1  # of an epoch with a full cache against one with batches made in advance, where decoding was the bound
 
 
 class Files:
@@ -96,7 +103,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=768)
     parser.add_argument("--pixels", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
@@ -116,40 +125,106 @@ def main() -> None:
             for what, data in sources.items()
         }
         loaders[tw.data.stall.SYNTHETIC] = list(loaders["files"])
-        found = [run(loaders, caches, repeats, options.rounds) for repeats in (1, 16, 48)]
+        found = [run(loaders, caches, repeats, options.rounds) for repeats in REPEATS]
+        verdicts = judge(found)
+        loaders.clear()  # the workers end
+        torn = kill_readers(source, memory, options.kills)
         for cache in caches.values():
             cache.close()
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"options": vars(options), "tables": found}, indent=1) + "\n")
+    figures = {"options": {**vars(options), "out": str(options.out)}, "tables": found, **verdicts, "torn": torn}
+    options.out.parent.mkdir(exist_ok=True)
+    options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def judge(tables: list[dict[str, Any]]) -> dict[str, Any]:
+    """Print what was wanted beside what was found."""
+    rows = [row for table in tables for row in table["rows"].values() if "hits" in row]
+    exact = all(row["hits"] == round(row["cached_share"] * row["samples"]) for row in rows)
+    print(f"hits from the second epoch on are the cached share: {'exactly' if exact else 'NO'}")
+    bound = [table for table in tables if table["rows"]["files"]["of_synthetic"] > LIMIT]
+    for table in bound:
+        full = table["rows"]["cached 100%"]
+        ratio, files = full["of_synthetic"], table["rows"]["files"]["of_synthetic"]
+        held = "held" if ratio <= LIMIT else "missed"
+        if ratio > LIMIT and full["alone_seconds"] > full["step_seconds"]:
+            held += ": to read and augment alone takes longer than the steps, so a worker more is needed"
+        print(
+            f"step of {table['step_seconds'] * 1e3:.0f} ms: from files {files:.2f} of synthetic, with a full cache "
+            f"{ratio:.2f}; at most {LIMIT} wanted: {held}"
+        )
+    if not bound:
+        print("decoding was nowhere the bound: give larger --pixels")
+    return {"hits_exact": exact}
+
+
+def kill_readers(source: Files, memory: str, kills: int) -> int:
+    """Fill a cache from processes that are killed at random times; how many samples of what is left are not right."""
+    dataset = tw.data.CachedDataset(
+        source, decode, dataset_id="cache-benchmark-kills", version=1, prefix_id="decode", memory_bytes=8 << 20,
+        directory=memory, check="always",
+    )  # fmt: skip
+    dice, wrong = random.Random(0), 0
+    for _ in range(kills):
+        child = os.fork()
+        if child == 0:
+            for i in dice.sample(range(len(source)), len(source)):
+                dataset[i]
+            os._exit(0)
+        time.sleep(dice.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    share, before = dataset.cached_share, dataset.stats()
+    for i in range(len(source)):
+        value, expected = dataset[i], decode(source[i])
+        wrong += not (torch.equal(value[0], expected[0]) and value[1] == expected[1])
+    served = (dataset.stats() - before).hits_memory
+    dataset.close(delete=True)
+    print(
+        f"{kills} readers killed: they left {share:.0%} of the samples, {served} served, {wrong} of them torn or wrong"
+    )
+    return wrong
 
 
 def run(loaders: dict[str, Any], caches: dict[str, Any], repeats: int, rounds: int) -> dict[str, Any]:
     """Fill the caches, then measure in turns; one table."""
     step = training(repeats)
     tw.data.stall.measure(loaders, lambda batch: None)
+    alone = tw.data.stall.measure(loaders, lambda batch: None)
     before = {what: cache.stats() for what, cache in caches.items()}
     splits = []
     for epoch in range(1, rounds + 1):
         for cache in caches.values():
             cache.set_epoch(epoch)
         splits.append(tw.data.stall.measure(loaders, step))
-    table = Table(title=f"step computed {repeats} times; median of {rounds} epochs")
-    for column in ("input", "epoch", "waiting", "of synthetic", "hits", "LRU would hit"):
+    table = Table(title=f"step computed {repeats} times; seconds, median of {rounds} epochs; ratio to synthetic")
+    for column in ("input", "alone", "epoch", "wait", "ratio", "cached", "hits", "LRU", "LRU list"):
         table.add_column(column, justify="left" if column == "input" else "right")
     rows = {}
     base = statistics.median(split.passes[tw.data.stall.SYNTHETIC].seconds for split in splits)
     for what in loaders:
         seconds = statistics.median(split.passes[what].seconds for split in splits)
-        row = {"seconds": seconds, "of_synthetic": seconds / base}
+        row: dict[str, Any] = {"seconds": seconds, "of_synthetic": seconds / base}
+        row["step_seconds"] = statistics.median(split.passes[what].step_seconds for split in splits)
+        row["alone_seconds"] = alone.passes[what].seconds
         row["wait_seconds"] = statistics.median(split.passes[what].wait_seconds for split in splits)
         if what in caches:
-            row["hit_rate"] = (caches[what].stats() - before[what]).hit_rate
-            row["lru_hit_rate"] = tw.data.policy.lru_hit_rate(caches[what].cached_share)
+            seen, share = caches[what].stats() - before[what], caches[what].cached_share
+            row |= {"hits": seen.hits_memory, "samples": seen.samples, "cached_share": share}
+            row["lru_hit_rate"] = tw.data.policy.lru_hit_rate(share)
+            samples = len(caches[what])
+            row["lru_list_hit_rate"] = tw.data.policy.simulate_lru(samples, round(share * samples), 12)
         rows[what] = row
-        hits = [f"{row[key]:.3f}" if key in row else "" for key in ("hit_rate", "lru_hit_rate")]
-        table.add_row(what, f"{seconds:.3f} s", f"{row['wait_seconds']:.3f} s", f"{seconds / base:.2f}", *hits)
+        rates = [
+            f"{row[key]:.3f}" if key in row else "" for key in ("cached_share", "lru_hit_rate", "lru_list_hit_rate")
+        ]
+        hits = f"{row['hits'] / row['samples']:.3f}" if "hits" in row else ""
+        times = (row["alone_seconds"], seconds, row["wait_seconds"], row["of_synthetic"])
+        table.add_row(what, *(f"{figure:.2f}" for figure in times), rates[0], hits, *rates[1:])
     Console().print(table)
-    return {"repeats": repeats, "rows": rows}
+    step_seconds = statistics.median(s.passes[tw.data.stall.SYNTHETIC].step_seconds for s in splits) / len(
+        loaders["files"]
+    )
+    return {"repeats": repeats, "step_seconds": step_seconds, "rows": rows}
 
 
 if __name__ == "__main__":

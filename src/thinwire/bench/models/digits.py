@@ -33,6 +33,25 @@ def images() -> tuple[Tensor, Tensor]:
     return pixels, torch.tensor(data.target)[order]
 
 
+def enlarged(copies: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Enough digits for batches of thousands: training images and labels, then the 360 held-out ones, untouched.
+
+    Each of 1,437 digits at nine places, up to a pixel apart, ``copies`` times with noise of 0.05: 64,665 in all. What a
+    shift uncovers is blank; rolled round instead, ink of the lowest row comes in at the top, and every accuracy is
+    about a point lower.
+
+    Args:
+        copies: of each digit at each place.
+    """
+    pixels, labels = images()
+    known = len(labels) - HELD_OUT
+    draw = torch.Generator().manual_seed(0)
+    padded = F.pad(pixels[:known], (1, 1, 1, 1))
+    shifted = [padded[:, :, dy : dy + 8, dx : dx + 8] for dy in range(3) for dx in range(3)]
+    noisy = [x + 0.05 * torch.randn(x.shape, generator=draw) for x in shifted for _ in range(copies)]
+    return torch.cat(noisy), labels[:known].repeat(9 * copies), pixels[known:], labels[known:]
+
+
 def build(width: int = 32, hidden: int = 256, batch: int = 32, lr: float = 0.05) -> Workload:
     """The workload; random batches, ``batch`` digits per rank and step, shifted by up to one pixel."""
     pixels, labels = images()
