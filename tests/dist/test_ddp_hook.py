@@ -293,6 +293,8 @@ def test_unknown_names_are_refused_at_once():
         tw.ddp_hook("acp", rnak=4)
     with pytest.raises(ValueError, match="rank"):
         tw.ddp_hook("acp", rank=0)
+    with pytest.raises(ValueError, match=r"use thinwire\.attach"):
+        tw.ddp_hook("dear")
 
 
 def _alone(rank, size):

@@ -55,7 +55,9 @@ def _odd(rank, size, method, options, unused):
     for step in range(3):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
         net(x, rank == 1).backward()
-        results.append({n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters() if p.requires_grad})
+        results.append(
+            {n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters() if p.requires_grad}
+        )
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     assert net.frozen.weight.grad is None
     sync.detach()
@@ -103,6 +105,10 @@ def _loops(rank, size):
         cases.loss_of(net, rank, 0).backward()
     sync.synchronize()
     found["synchronized"] = [p.grad.clone() for p in net.parameters()]
+    sent = sync.stats().bytes_sent
+    sync.synchronize()  # nothing has been added since
+    found["idle"] = sync.stats().bytes_sent - sent
+    found["still"] = [p.grad.clone() for p in net.parameters()]
     optimizer.zero_grad()
     cases.loss_of(net, rank, 1).backward()
     cases.loss_of(net, rank, 2).backward()  # as DDP: the average and one more
@@ -157,6 +163,8 @@ def test_loops():
         assert found["norm"] == pytest.approx(norm, rel=1e-5)
         assert found["clipped"] == pytest.approx(0.01, rel=1e-3)
         torch.testing.assert_close(found["synchronized"], _expected([0]))
+        assert found["idle"] == 0
+        assert all(torch.equal(a, b) for a, b in zip(found["still"], found["synchronized"]))
         torch.testing.assert_close(found["twice"], [a + b for a, b in zip(_expected([1]), _expected([2]))])
         assert found["agree"] == (True, False)
         assert found["run"] == [3.0, 3.0]

@@ -62,9 +62,14 @@ def ddp_hook(
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
-        ValueError: the method's name or an option is unknown or out of range.
+        ValueError: the method's name or an option is unknown or out of range, or its schedule is decoupled.
     """
     chosen = resolve(method, **options)
+    if getattr(chosen, "decoupled", False):
+        raise ValueError(
+            f"{chosen.name} cannot leave a part of its exchange to the next forward here: DDP wants every gradient at the "
+            "end of backward; use thinwire.attach, or a method without decoupled=True"
+        )
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     state = DDPSync(chosen, scaler, limit, group, topology)
 

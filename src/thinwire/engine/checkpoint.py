@@ -50,16 +50,16 @@ def save(
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
         sync.agree(False)  # nobody writes before the directory is there
-        _write(partial / f"rank-{sync.rank:05d}.pt", sync.state_dict())
+        write_file(partial / f"rank-{sync.rank:05d}.pt", sync.state_dict())
         if sync.rank == 0:
             content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            _write(partial / "model.pt", content)
+            write_file(partial / "model.pt", content)
     except OSError as error:
         problem = str(error)
     if sync.agree(bool(problem)):
         raise OSError(f"no checkpoint was written at {final}: {problem or 'another rank could not write'}")
     if sync.rank == 0:
-        _flush(partial)
+        flush_directory(partial)
         if final.exists():  # the same step again: the old one goes only when the new one is whole
             old = root / f".old-{step:09d}"
             shutil.rmtree(old, ignore_errors=True)
@@ -68,7 +68,7 @@ def save(
             shutil.rmtree(old)
         else:
             partial.rename(final)
-        _flush(root)
+        flush_directory(root)
         for path in complete(root)[:-keep] if keep else []:
             shutil.rmtree(path)
     sync.agree(False)
@@ -102,17 +102,17 @@ def load(
     if not found:
         return None
     path = found[-1]
-    content: dict[str, Any] = _read(path / "model.pt")
+    content: dict[str, Any] = read_file(path / "model.pt")
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
     files = sorted(path.glob("rank-*.pt"))
     state: Mapping[str, Any]
     if len(files) == sync.topology.world_size:
-        state = _read(files[sync.rank])
+        state = read_file(files[sync.rank])
     else:
         merged: dict[str, Any] = {}
         for file in files:
-            merged.update(_read(file))
+            merged.update(read_file(file))
         state = merged
     sync.load_state_dict(state)
     return int(content["step"])
@@ -126,19 +126,22 @@ def complete(directory: str | Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / "model.pt").exists())
 
 
-def _write(path: Path, content: Any) -> None:
+def write_file(path: Path, content: Any) -> None:
+    """Store tensors and plain values, flushed to disk."""
     with path.open("wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """Read them back, on the CPU, without unpickling anything else."""
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 
-def _flush(directory: Path) -> None:
+def flush_directory(directory: Path) -> None:
+    """Flush what was made, renamed or removed in a directory."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

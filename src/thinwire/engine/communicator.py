@@ -47,6 +47,7 @@ class Communicator:
         self.rank = dist.get_rank(group)
         self.backend = _backend(group, device)
         self.device = device
+        self.timeout = timeout
         self.ledger = Ledger()
         self._topology = topology
         self._two_levels = topology.nodes > 1 and max(topology.layout) > 1
@@ -115,19 +116,20 @@ class Communicator:
 
     def finish(self) -> str | None:
         """Wait for the step's programs. Returns a sentence if one failed."""
-        return self._sentence(self.executor.finish())
+        return self.sentence(self.executor.finish())
 
     def wait(self, bucket: int) -> str | None:
         """Wait for the rest of a paused program that has been resumed. Returns a sentence if one failed."""
-        return self._sentence(self.executor.wait(bucket))
+        return self.sentence(self.executor.wait(bucket))
 
-    def _sentence(self, failure: Failure | None) -> str | None:
+    def sentence(self, failure: Failure | None, names: Sequence[Sequence[str]] | None = None) -> str | None:
+        """A failure in words, with who was late; ``names``: of the buckets, if not those of the step."""
         if failure is None:
             return None
         bucket = "none"
         if failure.bucket is not None:
-            names = self._names[failure.bucket]
-            bucket = f"{failure.bucket} ({names[0]}{', ...' if len(names) > 1 else ''})"
+            inside = (self._names if names is None else names)[failure.bucket]
+            bucket = f"{failure.bucket} ({inside[0]}{', ...' if len(inside) > 1 else ''})"
         who = self._late.report(self._step, bucket, failure.where)
         text = re.sub(r"^\[[^\]]*\]\s*", "", str(failure.error).split("\n")[0])[:200].rstrip(". ")
         return (

@@ -52,6 +52,8 @@ def to_state_dict(sync: GradientSync) -> dict[str, Any]:
     for field, named in snapshot["shared"].items():
         for name, value in named.items():
             flat[f"shared/{field}/{name}"] = value
+    for name, companion in sync.companions.items():
+        flat |= {f"companion/{name}/{key}": value for key, value in companion.state_dict().items()}
     return flat
 
 
@@ -155,6 +157,12 @@ def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
         "local": {f: {name: value.to(device) for name, value in named.items()} for f, named in local.items()},
     }
     sync.state.restore(snapshot)
+    for name, companion in sync.companions.items():
+        prefix = f"companion/{name}/"
+        if saved := {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}:
+            companion.load_state_dict(saved)
+        else:
+            log.warning("thinwire: the state was saved without %s, which begins anew", name)
     if sync._settings.pinned is None and options == state["options"] and state.get("plan"):
         plan = Plan.from_json(state["plan"])
         try:

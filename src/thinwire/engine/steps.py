@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from thinwire.engine.alone import Alone
 from thinwire.engine.backward_end import BackwardEnd
+from thinwire.engine.channel import Channel
 from thinwire.engine.communicator import Communicator
+from thinwire.engine.companion import Companion
 from thinwire.engine.deferred import Deferred
 from thinwire.engine.memory import Memory, teach_malloc
 from thinwire.engine.parameters import DenseRule, Managed, managed_parameters
@@ -64,16 +66,21 @@ class Steps:
         self._managed = managed
         self._by_name = {m.name: m for m in managed}
         self._comm = communicator
-        self._scaler = scaler
+        self.scaler = scaler
+        self.optimizers = tuple(optimizers)
+        self.companions: dict[str, Companion] = {}  # what is saved and loaded with this, by name
+        self._channels: list[Channel] = []
         self._settings = settings
         self.topology = topology
         self.rank = communicator.rank if communicator else 0
         self.state = State(self.rank, topology)
         self._enabled = True
+        self._owed = False  # gradients of a no_sync pass wait to be reduced
         self._handles: list[Any] = []
         self._rejected, self._exposed, self._dense_bytes = 0, 0.0, 0
         self._rebuilt = settings.pinned is not None
         self._decision: Decision | None = None  # of the pilot, not followed yet
+        self._expected: frozenset[int] | None = None  # by index: what the next backward can reach; None: anything
         self._broken: str | None = None
         self._recorder: Recorder | None = None
         self._marks: dict[str, float] = {}
@@ -161,6 +168,7 @@ class Steps:
 
     def _arrive(self, index: int, parameter: Tensor) -> None:
         if not self._enabled:
+            self._owed = True
             return
         if not self._running:
             self._begin()
@@ -175,6 +183,8 @@ class Steps:
                 "a second backward on top of averaged gradients: wrap all but the last in `with sync.no_sync():`, "
                 "or call optimizer.step() and zero_grad() in between"
             )
+        if self._expected is not None and index not in self._expected:
+            raise RuntimeError(f"{self._managed[index].name} received a gradient, but expect() did not name it")
         self._seen[index] = True
         self._arrival.append(index)
         if self._pilot is not None:
@@ -231,16 +241,23 @@ class Steps:
         self._phase = phase
         self._entries = self.plan.phases[phase]
         self._current = self._where[phase]
-        self._left = [len(entry.names) for entry in self._entries]
+        expected = self._expected
+        self._left = [
+            sum(expected is None or self._by_name[name].index in expected for name in entry.names)
+            for entry in self._entries
+        ]
         self._seen = [False] * len(self._managed)
         self._arrival: list[int] = []
         self._buckets: list[Bucket | None] = [None] * len(self._entries)
-        self._scale = loss_scale(self._scaler, self._comm.device)
+        self._scale = loss_scale(self.scaler, self._comm.device)
         self.state.lr = None
         if self._deferred is not None:
             self._deferred.begin()
         names = [entry.names for entry in self._entries]
         self._comm.begin(self.state.step, names, self._program, pause=self._deferred is not None)
+        for index, left in enumerate(self._left):
+            if not left:  # nothing of it is expected: what earlier passes left there is all
+                self._ready(index)
 
     def _program(self, index: int) -> Program:
         """The program of a bucket whose gradients are there; called by the executor."""
@@ -281,7 +298,8 @@ class Steps:
             used = self._used_anywhere() if self._settings.unused == "exact" else None
             self._commit()
             self._deliver(used)
-        self._running = False
+        self._running = self._owed = False
+        self._expected = None
         self._dense_bytes += self._dense_bytes_per_step()
         if self._pilot is not None:
             self._pilot.timings.ended()

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from thinwire.engine import clip, persistence
+from thinwire.engine.channel import Channel
+from thinwire.engine.communicator import Communicator
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.engine.steps import ATTACHED, Settings, Steps
+from thinwire.planner.costs import Costs, assumed_compute
 from thinwire.planner.timeline import write_trace
-from thinwire.program import Plan, PlanBucket, Program
+from thinwire.program import Plan, PlanBucket, Program, Scope, Topology
 
 __all__ = ["ATTACHED", "GradientSync", "Settings"]
 
@@ -47,6 +50,8 @@ class GradientSync(Steps):
             if not self._deferred.accumulated:
                 return
         if self._comm is not None and self._enabled and not self._running:
+            if self._fresh and not self.agree(self._owed):
+                return  # what is there is averaged already
             self._begin()
             self._rebuilt, before = True, self._rebuilt
             self._finish()
@@ -85,6 +90,63 @@ class GradientSync(Steps):
 
         return run_alone(program)
 
+    @property
+    def synchronizing(self) -> bool:
+        """Whether the next backward will be exchanged: False inside ``no_sync``."""
+        return self._enabled
+
+    def channel(self, purpose: str, depth: Mapping[Scope, int], topology: Topology | None = None) -> Channel:
+        """A way to run programs on tensors that are not parameters while training goes on; ended by ``detach``.
+
+        All ranks must call it at the same point. See :class:`~thinwire.engine.channel.Channel`.
+
+        Args:
+            purpose: keeps its lanes apart from others'.
+            depth: exchanges that one program issues within each scope, at most.
+            topology: groups the ranks otherwise than the machines do.
+        """
+        comm = self._comm if isinstance(self._comm, Communicator) else None
+        made = Channel(comm, topology or self.topology, purpose, depth, self._fail)
+        self._channels.append(made)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self._managed[0].parameter.device
+
+    def probe(self, *, largest_bytes: int, seconds: float) -> Costs:
+        """What exchanges cost on this network, measured on all ranks at once, or as the plan's pilot measured it.
+
+        All ranks must call it.
+        """
+        if self._pilot is not None and self._pilot.costs is not None:
+            return self._pilot.costs
+        if not isinstance(self._comm, Communicator):
+            return Costs({}, assumed_compute())
+        from thinwire.measure.probe import probe
+
+        group, device = self._comm.user_group, self._comm.device
+        found = probe(group, self.topology, largest_bytes=largest_bytes, seconds=seconds, kernel_seconds=seconds / 4,
+                      device=device)  # fmt: skip
+        return found.costs
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Say which parameters the next exchanged backward can give gradients to, at most. For one step; local.
+
+        A bucket then starts when those of its parameters have arrived, and needs not wait for the end of backward where
+        some are unused. A gradient of another parameter is an error.
+
+        Raises:
+            ValueError: an unknown name, or a decoupled method, which follows the order of the forward.
+        """
+        chosen = list(names)
+        if unknown := [name for name in chosen if name not in self._by_name]:
+            raise ValueError(f"expect() names {unknown[0]}, which is no trainable parameter of the model")
+        if self._deferred is not None:
+            raise ValueError("expect() is for methods that are not decoupled")
+        self._expected = frozenset(self._by_name[name].index for name in chosen)
+
     def introduce(self, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> None:
         """Tell optimizers that want to know (``attached(sync, scaler)``) whom they work with, until ``detach``."""
         for optimizer in optimizers:
@@ -96,6 +158,11 @@ class GradientSync(Steps):
         if self._comm is None:
             return flag
         return any(row[0] for row in self._comm.gather(bytes([flag])))
+
+    def agree_on(self, facts: dict[str, Any]) -> None:
+        """Raise ``ValueError`` on all ranks, naming the difference, unless all bring the same facts (plain data)."""
+        if self._comm is not None:
+            self._comm.agree(facts)
 
     def stats(self) -> Stats:
         """Counters since ``attach``."""
@@ -209,6 +276,12 @@ class GradientSync(Steps):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for companion in list(self.companions.values()):
+            companion.detach()
+        self.companions.clear()
+        for channel in self._channels:
+            channel.close(broken=self._broken is not None)
+        self._channels.clear()
         if self._comm is not None:
             self._comm.close(broken=self._broken is not None)
         if getattr(self.model, ATTACHED, None) is self:

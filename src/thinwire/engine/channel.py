@@ -1,0 +1,121 @@
+"""A second way through the engine: rounds of programs on tensors that are not parameters, while training goes on.
+
+``GradientSync.run`` blocks; a channel does not. Its programs run by the same runner and executors as those of the
+gradients, in the order of their numbers, on lanes of its own, so that neither waits for the other's turn. A topology of
+its own may group the ranks otherwise than the machines do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from thinwire.collectives.lanes import Lanes
+from thinwire.collectives.ledger import Ledger
+from thinwire.collectives.transport import Pending
+from thinwire.engine.alone import AloneExecutor
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.executor import Executor, StreamExecutor, ThreadExecutor
+from thinwire.engine.wire import MakeProgram, Wire
+from thinwire.program import Collective, Scope, Topology
+
+
+class Channel:
+    """Made by :meth:`thinwire.GradientSync.channel`; all ranks must use it alike.
+
+    Args:
+        communicator: of the GradientSync; None: one rank, whose programs run at once.
+        topology: of the ranks, for the programs' groups.
+        purpose: keeps its lanes apart from others'.
+        depth: exchanges that one program issues within each scope, at most.
+        fail: told in a sentence what went wrong; raises.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator | None,
+        topology: Topology,
+        purpose: str,
+        depth: Mapping[Scope, int],
+        fail: Callable[[str], NoReturn],
+    ) -> None:
+        self.topology, self.ledger = topology, Ledger()
+        self.rank = communicator.rank if communicator is not None else 0
+        self._comm, self._fail = communicator, fail
+        self._names: Sequence[Sequence[str]] = ()
+        self._open = self._broken = False
+        self._lanes: Lanes | None = None
+        self._executor: Executor | AloneExecutor = AloneExecutor()
+        if communicator is not None:
+            lanes = Lanes(communicator.ranks, topology, communicator.rank, communicator.timeout)
+            for scope in sorted(depth, key=lambda s: s.value):
+                for round_ in range(1 if communicator.backend == "nccl" else depth[scope]):
+                    lanes.get(purpose, scope, round_)
+            self._lanes = lanes
+            wire = _Purposed(lanes, self.ledger, purpose)
+            kind = StreamExecutor if communicator.backend == "nccl" else ThreadExecutor
+            self._executor = kind(wire, communicator.device)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a round has begun and nobody has waited for it."""
+        return self._open
+
+    def begin(self, names: Sequence[Sequence[str]], make: MakeProgram) -> None:
+        """Open a round of ``len(names)`` programs; ``make(i)`` gives the i-th when it is ready.
+
+        Raises:
+            RuntimeError: the round before has not been waited for.
+        """
+        if self._open:
+            raise RuntimeError("a channel's round begins when the one before has ended: call wait() first")
+        self._names, self._open = names, bool(names)
+        if not names:
+            return
+        if isinstance(self._executor, AloneExecutor):
+            self._executor.begin(make, pause=False)
+        else:
+            self._executor.begin(len(names), make)
+
+    def ready(self, index: int) -> None:
+        """The data of a program are there. In any order; exchanges are issued in that of the numbers."""
+        self._executor.ready(index, light=True)
+
+    def wait(self) -> float:
+        """Block until the round has ended. Returns the seconds that this took.
+
+        Raises:
+            RuntimeError: an exchange failed; the GradientSync is then unusable.
+        """
+        if not self._open:
+            return 0.0
+        self._open = False
+        started = time.perf_counter()
+        if not isinstance(self._executor, AloneExecutor):
+            failure = self._executor.finish()
+            if failure is not None:
+                self._broken = True
+                assert self._comm is not None
+                self._fail(self._comm.sentence(failure, self._names) or "the exchange failed")
+        return time.perf_counter() - started
+
+    def close(self, *, broken: bool = False) -> None:
+        """End the executor and give the process groups back. Idempotent."""
+        if self._lanes is not None:
+            assert not isinstance(self._executor, AloneExecutor)
+            self._executor.close()
+            self._lanes.release(broken=broken or self._broken or self._open)
+            self._lanes = None
+
+
+class _Purposed(Wire):
+    """A wire whose ops all go to lanes of one purpose."""
+
+    def __init__(self, lanes: Lanes, ledger: Ledger, purpose: str) -> None:
+        super().__init__(lanes, ledger, lambda *_: None)
+        self._purpose = purpose
+
+    def issue(self, op: Collective, scope: Scope, round_: int, bucket: int, purpose: str = "") -> Pending:
+        """As of the base class."""
+        return super().issue(op, scope, round_, bucket, self._purpose)
