@@ -85,3 +85,28 @@ def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[fl
         heapq.heappush(loads, (load + prices[i], owner[i]))
     replicated = sum(price for price, worker in zip(prices, owner) if worker < 0)
     return Placement(tuple(owner), replicated + max(load for load, _ in loads))
+
+
+def place_threshold(
+    dims: Sequence[int], workers: int, threshold: int = 1400, weights: Sequence[float] | None = None
+) -> Placement:
+    """As the code of SPD-KFAC places inversions (arXiv 2107.06533): what is below a side is done by every worker.
+
+    Args:
+        dims: side of each matrix.
+        workers: how many there are.
+        threshold: matrices of this side and above are given to one worker, longest first.
+        weights: what longest and loaded mean; None: the side, as published.
+
+    Raises:
+        ValueError: as of ``place``; a negative threshold.
+    """
+    if threshold < 0:
+        raise ValueError(f"threshold={threshold} must be a side of a matrix, at least 0")
+    costs = [float(d) for d in dims] if weights is None else check_seconds(weights, len(dims), "weights")
+    sent = [i for i, d in enumerate(dims) if d >= threshold]
+    found = place([costs[i] for i in sent], workers)
+    owner = [-1] * len(dims)
+    for i, worker in zip(sent, found.owner):
+        owner[i] = worker
+    return Placement(tuple(owner), found.makespan + sum(cost for cost, w in zip(costs, owner) if w < 0))

@@ -18,6 +18,7 @@ from thinwire.planner.published import (
 
 # Relative distance allowed; DeAR's rows and those of exchanges are shown because they do NOT follow, with the reason.
 CLOSE = {"selection": 1e-3, "omgs": 1e-3, "smax": 0.02, "dear": None, "powersgd": 0.05, "exchange": None}
+CLOSE["kfac"] = 0.12  # constants fitted to two of the eight figures, and to four
 
 
 @pytest.mark.parametrize("name", REPRODUCIBLE)

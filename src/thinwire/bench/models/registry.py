@@ -14,7 +14,14 @@ from thinwire.bench.words import nearest, split_options
 if TYPE_CHECKING:
     from thinwire.bench.models.workload import Workload
 
-FILES = {"chargpt": "chargpt", "mlp": "mlp", "resnet18": "resnet18", "bert-small": "bert_small", "digits": "digits"}
+FILES = {
+    "chargpt": "chargpt",
+    "mlp": "mlp",
+    "resnet18": "resnet18",
+    "bert-small": "bert_small",
+    "digits": "digits",
+    "teacher": "teacher",
+}
 
 
 def check_model(text: str) -> None:

@@ -12,6 +12,7 @@ _OMGS = "code: HKBU-HPML/OMGS-SGD, plotting script; totals are sums"
 _GTOPK = "code: hclhkbu/gtopkssgd, scripts/icdcs2019"
 _DGC = "code: synxlin/deep-gradient-compression, README"
 _ACP = "code: lzhangbv/acpsgd, batch.sh"
+_KFAC = "code: shyhuai/kfac_pytorch, scripts; communication parts are exposed times"
 _DEAR = "code: lzhangbv/dear_pytorch, benchmarks.py"
 
 
@@ -233,7 +234,53 @@ _DENSE = (
     ),
     Figure("qsgd/resnet152", "ResNet-152, 16 GPUs, full accuracy", "times", {"speed-up": 1.8}, "abstract"),
 )
-FIGURES = _SPARSE + _DENSE
+
+
+def _kfac(name: str, model: str, *rows: tuple[float, ...]) -> Figure:
+    parts = ("passes", "gradients", "statistics", "factors", "invert", "send", "total")
+    values = {
+        f"{a} {p}": x
+        for a, row in zip(("dkfac", "mpd", "spd"), rows, strict=True)
+        for p, x in zip(parts, row, strict=True)
+    }
+    return Figure(f"kfac/{name}", f"{model}, 64 RTX 2080 Ti, 100 Gb/s", "seconds per iteration", values, _KFAC)
+
+
+_SECOND_ORDER = (
+    _kfac(
+        "resnet50",
+        "ResNet-50, batch 32",
+        (0.132, 0.0648, 0.2115, 0.1700, 0.2742, 0.0, 0.8525),
+        (0.132, 0.0648, 0.2115, 0.1700, 0.0512, 0.1340, 0.7635),
+        (0.132, 0.0648, 0.2115, 0.0981, 0.1050, 0.0641, 0.6755),
+    ),
+    _kfac(
+        "resnet152",
+        "ResNet-152, batch 8",
+        (0.114, 0.1590, 0.1927, 0.4391, 0.6759, 0.0, 1.5807),
+        (0.114, 0.1590, 0.1927, 0.4359, 0.0539, 0.4378, 1.3933),
+        (0.114, 0.1590, 0.1927, 0.2760, 0.2814, 0.1458, 1.1689),
+    ),
+    Figure(
+        "kfac/ablation-resnet50",
+        "ResNet-50, 64 RTX 2080 Ti",
+        "seconds per iteration",
+        {"neither": 0.8525, "pipelining": 0.7806, "placement": 0.7474, "both": 0.6755},
+        _KFAC,
+    ),
+    Figure(
+        "kfac/ablation-resnet152",
+        "ResNet-152, 64 RTX 2080 Ti",
+        "seconds per iteration",
+        {"neither": 1.5807, "pipelining": 1.4176, "placement": 1.3319, "both": 1.1689},
+        _KFAC,
+    ),
+    Figure(
+        "kfac/speedup", "SPD-KFAC over the state of the art", "%", {"least": 10, "most": 35}, "abstract of 2107.06533"
+    ),
+    Figure("kaisa/speedup", "to convergence", "%", {"least": 18.1, "most": 36.3}, "abstract of 2107.01739"),
+)
+FIGURES = _SPARSE + _DENSE + _SECOND_ORDER
 
 
 def figure(name: str) -> Figure:

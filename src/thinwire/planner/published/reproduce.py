@@ -9,6 +9,7 @@ from thinwire.planner.profiles.builtin import builtin
 from thinwire.planner.profiles.transformer import bert
 from thinwire.planner.published.constants import POINT_TO_POINT_1GBE, omgs_exchange, sort_2019
 from thinwire.planner.published.figures import figure
+from thinwire.planner.published.second_order import second_order_rows
 
 Row = tuple[str, float, float]
 
@@ -136,6 +137,7 @@ _RULES: dict[str, Callable[[], list[Row]]] = {
     "dear": _dear,
     "powersgd": _powersgd,
     "exchange": _exchange,
+    "kfac": second_order_rows,
 }
 _WHY = {
     "dear": "bandwidth alone allows 25 % over ideal wait-free backpropagation; the 83 % on 10 GbE contains start-ups "

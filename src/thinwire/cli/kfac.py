@@ -1,0 +1,224 @@
+"""``thinwire kfac``: what second-order preconditioning will cost on a model and a network, before anything is run."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from thinwire.kfac.plan import KFACPlan
+    from thinwire.kfac.predict import Prediction
+
+app = typer.Typer(help="Second order: plan K-FAC's messages and inversions, measure inversions.", no_args_is_help=True)
+
+
+@app.command("plan")
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="resnet50, resnet152, densenet201, vgg16, bert-base, bert-large; a file of thinwire profile; or a "
+            "model of the bench or module:function, which is measured here."
+        ),
+    ] = None,
+    link: Annotated[str | None, typer.Option(help="Rate of each machine's link, such as 1gbit; else 10gbit.")] = None,
+    latency: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; else 50us.")] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="Measured costs: a file of thinwire probe, or of thinwire kfac calibrate.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Ranks in all; else those of --costs, or 16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, t4, v100, a100, h100: assumed rates.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per rank, for the built-in names.")] = None,
+    schedules: Annotated[
+        str | None, typer.Option(help="After commas: dkfac, mpd, spd, kaisa:<fraction>, dp; else all that fit.")
+    ] = None,
+    planner: Annotated[
+        str, typer.Option(help="Fusion under spd: optimal, spd, fixed:<MiB>MB, layer, one.")
+    ] = "optimal",
+    inverse_rule: Annotated[
+        str, typer.Option(help="What every rank inverts under spd: cost, threshold:<side>, all, none.")
+    ] = "cost",
+    method: Annotated[str, typer.Option(help="inverse, inverse_pi or eigen.")] = "inverse",
+    factor_every: Annotated[int, typer.Option(help="Steps between new statistics.")] = 10,
+    inverse_every: Annotated[int, typer.Option(help="Steps between inversions.")] = 100,
+    explain: Annotated[bool, typer.Option("--explain", help="Also the messages and owners of the fastest.")] = False,
+    published: Annotated[
+        bool, typer.Option("--published", help="The published seconds of SPD-KFAC beside what follows here.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the fastest plan, for KFAC(plan=...).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
+) -> None:
+    """Predict a step of each schedule: messages, who inverts what, seconds. No GPU and no cluster is needed."""
+    from rich.console import Console
+
+    answer: dict[str, Any] = {}
+    console = Console(quiet=json)
+    if published:
+        from thinwire.cli.plan_tables import published_table
+        from thinwire.planner.published import reproduce
+
+        rows = reproduce("kfac")
+        answer["published"] = [list(row) for row in rows]
+        console.print(published_table("kfac", rows))
+    if model is not None:
+        from thinwire.cli.plan_inputs import check_file, read_question
+        from thinwire.kfac.predict import predict
+        from thinwire.kfac.schedules import Choices, make_plan
+        from thinwire.kfac.times import LayerTimes, layers_of
+
+        for name, value in (("--factor-every", factor_every), ("--inverse-every", inverse_every)):
+            if value < 1:
+                raise ValueError(f"{name} {value} must be at least 1")
+        check_file("--out", out)
+        question = read_question(
+            model, link=link, latency=latency, costs=costs, workers=workers, ranks_per_node=1, methods="ssgd",
+            batch_size=batch_size, device=device, flops=None, profile=None,
+        )  # fmt: skip
+        world, prices, profile = question.topology.world_size, question.costs(), question.profile
+        if not (layers := layers_of(profile)):
+            raise ValueError(f"{profile.name} has no Linear or Conv2d layer that K-FAC can take")
+        times = LayerTimes.of_profile(profile, layers)
+        found: list[tuple[KFACPlan, Prediction]] = []
+        for name in _schedules(schedules, world):
+            choices = Choices(name, planner, inverse_rule, method=method)
+            made = make_plan(layers, world, choices, prices, times)
+            found.append((made, predict(made, profile, prices)))
+        found.sort(key=lambda pair: pair[1].step_seconds(factor_every, inverse_every))
+        answer |= {
+            "question": question.to_data(),
+            "layers": len(layers),
+            "factor_every": factor_every,
+            "inverse_every": inverse_every,
+            "plans": [
+                {**json_module.loads(made.to_json()), **predicted.to_data(),
+                 "step_seconds": predicted.step_seconds(factor_every, inverse_every)}
+                for made, predicted in found
+            ],
+        }  # fmt: skip
+        title = f"{profile.name}, {len(layers)} layers, {world} ranks, {question.describe_network()}"
+        console.print(_table(title, found, factor_every, inverse_every))
+        if explain:
+            console.print(_explained(found[0][0]))
+        if "inverse" not in prices.compute and method != "eigen":
+            console.print("Inversions are assumed from FLOPs: thinwire kfac calibrate measures them.")
+        if out is not None:
+            out.write_text(found[0][0].to_json() + "\n", encoding="utf-8")
+            console.print(f"written: {out}", markup=False)
+    elif not published:
+        raise ValueError("give a model: a built-in name such as resnet50, a file of thinwire profile, or --published")
+    if json:
+        typer.echo(json_module.dumps(answer, indent=2))
+
+
+@app.command("calibrate")
+def calibrate(
+    costs: Annotated[Path | None, typer.Option(help="A file of thinwire probe, to add to.")] = None,
+    largest: Annotated[int, typer.Option(help="Side of the largest matrix.")] = 4096,
+    seconds: Annotated[
+        float, typer.Option(help="For each of the two curves; what does not fit is extrapolated.")
+    ] = 20.0,
+    gpu: Annotated[bool, typer.Option("--gpu", help="On the current GPU; else on the CPU.")] = False,
+    out: Annotated[Path, typer.Option(help="Where the costs go.")] = Path("costs.json"),
+    json: Annotated[bool, typer.Option("--json", help="The table as JSON on stdout.")] = False,
+) -> None:
+    """Measure how long this device takes to invert and to decompose factors, by their side."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from thinwire.cli.plan_inputs import check_file
+    from thinwire.measure.inversion import KINDS, curve, inversion_points, sides
+    from thinwire.planner.costs import Costs
+
+    check_file("--out", out)
+    if not seconds > 0:
+        raise ValueError(f"--seconds must be positive, not {seconds:g}")
+    if gpu and not torch.cuda.is_available():
+        raise ValueError("--gpu: torch sees no GPU here; leave it out to measure the CPU")
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    known = Costs({})
+    if costs is not None:
+        try:
+            known = Costs.from_json(costs.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{costs} cannot be read: {error.strerror}") from error
+    name = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
+    found = {}
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=2 * len(sides(largest)))
+        for kind in KINDS:
+            found[kind] = inversion_points(
+                kind, device, largest=largest, seconds=seconds,
+                on_point=lambda d, kind=kind: bar.update(task, advance=1, description=f"{kind} {d}"),  # type: ignore[misc]
+            )  # fmt: skip
+    curves = {kind: curve(points, "measured here", name) for kind, points in found.items()}
+    out.write_text(replace(known, compute={**known.compute, **curves}).to_json() + "\n", encoding="utf-8")
+    if json:
+        typer.echo(json_module.dumps({"device": name, "seconds": found}))
+    console = Console(quiet=json)
+    table = _plain(f"seconds on {name}", ("side", *KINDS))
+    for (d, a), (_, b) in zip(found["inverse"], found["eigen"]):
+        table.add_row(str(d), f"{a:.3g}", f"{b:.3g}")
+    console.print(table)
+    console.print(f"written: {out}", markup=False)
+
+
+def _schedules(text: str | None, world: int) -> list[str]:
+    """Those asked for; else all that fit and compute the same. (DP-KFAC is another algorithm.)"""
+    if text is not None:
+        return [name.strip() for name in text.split(",") if name.strip()]
+    return ["dkfac", "mpd", "spd", *(["kaisa:1/2"] if world > 2 and world % 2 == 0 else [])]
+
+
+def _plain(title: str, columns: tuple[str, ...]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _table(title: str, found: list[tuple[KFACPlan, Prediction]], factor_every: int, inverse_every: int) -> Table:
+    columns = ("schedule", "A+G", "by all", "factors", "+wait", "invert", "+send", "each")
+    table = _plain(f"{title}; ms", (*columns, f"{factor_every}/{inverse_every}", "1/1"))
+    for plan_, p in found:
+        parts = [p.factor_compute_seconds, p.factor_wait_seconds, p.invert_seconds, p.send_seconds]
+        parts.append(p.precondition_seconds + p.return_seconds)
+        steps = (p.step_seconds(factor_every, inverse_every), p.step_seconds())
+        table.add_row(
+            plan_.schedule,
+            f"{len(plan_.a_buckets)}+{len(plan_.g_buckets)}",
+            f"{sum(owner < 0 for owner in plan_.owners)}/{len(plan_.owners)}",
+            *map(_ms, (*parts, *steps)),
+        )
+    plain = found[0][1].passes_seconds + found[0][1].gradient_seconds
+    table.caption = (
+        f"A+G: messages of statistics. by all: factors that every rank inverts. each: preconditioning, on every step. "
+        f"Last two: the mean step at these intervals; without K-FAC {_ms(plain)} ms."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
+def _explained(plan_: KFACPlan) -> Table:
+    table = _plain(
+        f"{plan_.schedule}: messages and owners ({plan_.transport})", ("layer", "A", "in", "by", "G", "in", "by")
+    )
+    where = [{i: b for b, bucket in enumerate(side) for i in bucket} for side in (plan_.a_buckets, plan_.g_buckets)]
+    for i, layer in enumerate(plan_.layers):
+        owners = ["all" if owner < 0 else str(owner) for owner in plan_.owners[2 * i : 2 * i + 2]]
+        cells = [str(where[0].get(i, "-")), owners[0], str(layer.d_g), str(where[1].get(i, "-")), owners[1]]
+        table.add_row(layer.name, str(layer.d_a), *cells)
+    return table

@@ -1,0 +1,122 @@
+"""Inverses and eigen-decompositions of Kronecker factors under damping, and what they do to a gradient.
+
+What fails is tried again by a ladder of *levels*, which ranks can agree on: 0, the plain factorisation; 1 to 3, ten, a
+hundred and a thousand times the damping; 4, fp64 on the CPU with the damping as asked for; ``FAILED``, nothing helped
+and the caller keeps what it had. CUDA's factorisations have failed or converged to nonsense on ill-conditioned input
+(pytorch issues 94772, 105359), hence the last step. Nothing here writes into a factor: damping goes into a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+_Found = TypeVar("_Found")
+
+ON_CPU, FAILED = 4, 5
+"""The level of fp64 on the CPU, and that of giving up."""
+
+
+def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tensor, int]:
+    """``(factor + damping I)^-1`` by Cholesky.
+
+    Args:
+        factor: ``[d, d]``, symmetric, fp32 or fp64.
+        damping: above 0.
+        least: the level to begin at; from ``FAILED`` on nothing is tried.
+
+    Returns:
+        The inverse ``[d, d]`` (zeros if all failed), and the level that did it.
+    """
+
+    def attempt(level: int) -> Tensor | None:
+        if level == ON_CPU:
+            found = _cholesky(factor.detach().to("cpu", torch.float64), damping)
+            return None if found is None else found.to(factor.device, factor.dtype)
+        return _cholesky(factor, damping * 10.0**level)
+
+    found, level = _climb(attempt, range(least, FAILED))
+    return torch.zeros_like(factor) if found is None else found, level
+
+
+def damped_eigen(factor: Tensor, least: int = 0) -> tuple[Tensor, Tensor, int]:
+    """Eigenvectors and eigenvalues, negative ones set to 0; the damping comes in when they are used.
+
+    Args:
+        factor: ``[d, d]``, symmetric, fp32 or fp64.
+        least: the level to begin at.
+
+    Returns:
+        Vectors ``[d, d]`` (columns), values ``[d]`` (zeros if all failed), and the level that did it.
+    """
+
+    def attempt(level: int) -> tuple[Tensor, Tensor] | None:
+        if level == ON_CPU:
+            found = _eigh(factor.detach().to("cpu", torch.float64))
+            return None if found is None else tuple(x.to(factor.device, factor.dtype) for x in found)  # type: ignore[return-value]
+        return _eigh(factor)
+
+    found, level = _climb(attempt, [n for n in (0, ON_CPU) if n >= least])
+    if found is None:
+        return torch.zeros_like(factor), torch.zeros_like(factor[0]), level
+    return found[1], found[0].clamp(min=0), level
+
+
+def pi_ratio(a: Tensor, g: Tensor) -> Tensor:
+    """``sqrt((tr A / d_A) / (tr G / d_G))``, 0-dim: how Martens and Grosse (2015, section 6.3) split the damping.
+
+    1 where a trace is 0.
+    """
+    mean_a, mean_g = a.diagonal().mean(), g.diagonal().mean()
+    ratio = (mean_a / mean_g).sqrt()
+    return torch.where(ratio.isfinite() & (ratio > 0), ratio, torch.ones_like(ratio))
+
+
+def precondition(gradient: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> Tensor:
+    """``G^-1 gradient A^-1``: ``[d_G, d_A]`` -> the same."""
+    return g_inverse @ gradient @ a_inverse
+
+
+def precondition_eigen(gradient: Tensor, a: tuple[Tensor, Tensor], g: tuple[Tensor, Tensor], damping: float) -> Tensor:
+    """``(A kron G + damping I)^-1 vec(gradient)`` from both factors' eigenvectors and eigenvalues.
+
+    Args:
+        gradient: ``[d_G, d_A]``.
+        a, g: vectors and values of A and of G, as of ``damped_eigen``.
+        damping: of the product of eigenvalues, above 0.
+    """
+    (a_vectors, a_values), (g_vectors, g_values) = a, g
+    rotated = (g_vectors.mT @ gradient @ a_vectors) / (torch.outer(g_values, a_values) + damping)
+    return g_vectors @ rotated @ a_vectors.mT
+
+
+def _climb(attempt: Callable[[int], _Found | None], levels: Iterable[int]) -> tuple[_Found | None, int]:
+    """The first level whose attempt succeeds."""
+    for level in levels:
+        try:
+            found = attempt(level)
+        except torch.linalg.LinAlgError:  # some back ends raise where others say so
+            continue
+        if found is not None:
+            return found, level
+    return None, FAILED
+
+
+def _cholesky(factor: Tensor, damping: float) -> Tensor | None:
+    damped = factor.clone()
+    damped.diagonal().add_(damping)
+    lower, info = torch.linalg.cholesky_ex(damped)
+    if bool(info):
+        return None
+    inverse = torch.cholesky_inverse(lower)
+    return inverse if bool(inverse.isfinite().all()) else None
+
+
+def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
+    if not bool(factor.isfinite().all()):  # LAPACK would raise, or not come back
+        return None
+    values, vectors = torch.linalg.eigh(factor)
+    return (values, vectors) if bool(values.isfinite().all() and vectors.isfinite().all()) else None

@@ -1,0 +1,210 @@
+"""An inverse update on one rank: invert what is this rank's, send it, take in what others sent, agree on what failed.
+
+Factors are never written to. What cannot be inverted keeps its old inverse, on all ranks alike: the level that did it
+(see :mod:`thinwire.kernels.inverse`) travels behind each inverse, and for those that every rank makes for itself the
+levels are compared, and made again where another rank needed a higher one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.channel import Channel
+from thinwire.kernels.inverse import FAILED, damped_eigen, damped_inverse, pi_ratio, precondition, precondition_eigen
+from thinwire.kernels.symmetric import pack_upper, unpack_upper
+from thinwire.kfac.plan import InverseMessage, KFACPlan
+from thinwire.kfac.programs import FACTOR, UPDATES, FromAll, FromOwner
+from thinwire.planner.placement import place
+from thinwire.program import NODE, WORLD, AllGather, Bucket, Program, Slot, State
+
+logger = logging.getLogger("thinwire")
+
+Run = Callable[[Program], Tensor]
+
+
+class Inverses:
+    """What a rank knows of the inverses, by factor.
+
+    Args:
+        plan: the owners.
+        state: holds the factors.
+        rank: this one.
+    """
+
+    def __init__(self, plan: KFACPlan, state: State, rank: int) -> None:
+        self.plan, self._state, self._rank = plan, state, rank
+        self.of: dict[str, Tensor] = {}  # [d, d]; of a decomposition [d, d + 1], the values behind the vectors
+        self.levels: dict[str, int] = {}
+        self._warned: set[str] = set()
+        self._compared = False
+
+    def update(self, damping: float, channel: Channel, run: Run) -> float:
+        """Invert all factors. All ranks must call it. Returns the seconds spent waiting for others.
+
+        Args:
+            damping: lambda.
+            channel: for the inverses that are sent; its topology is the plan's.
+            run: runs a small program on all ranks, blocking.
+        """
+        group = self._rank // self.plan.workers
+        messages = self.plan.messages(group)
+        rows: dict[int, Tensor] = {}
+        waited = self._exchange(messages, rows, damping, channel, group * self.plan.workers)
+        sent = {item for message in messages for item in message.items}
+        mine = [i for i, o in enumerate(self.plan.owners) if i not in sent and o in (-1, self._rank)]
+        for item in mine:
+            rows[item] = self._row(item, damping, 0)
+        everywhere = [item for item in mine if self.plan.owners[item] < 0]
+        if self.plan.world_size > 1 and everywhere and not self._agree(everywhere, rows, damping, run):
+            return waited + self.update(damping, channel, run)
+        self._take(rows)
+        return waited
+
+    # --- sending ---------------------------------------------------------------------------------------------------
+
+    def _exchange(
+        self,
+        messages: Sequence[InverseMessage],
+        rows: dict[int, Tensor],
+        damping: float,
+        channel: Channel,
+        first: int,
+    ) -> float:
+        """Messages in their order; those of others are waited for while this rank inverts its own."""
+        buckets: list[Bucket | None] = [None] * len(messages)
+
+        def make(index: int) -> Program:
+            message = messages[index]
+            slots = [self._slot(item, rows.get(item)) for item in message.items]
+            bucket = buckets[index] = Bucket(index, slots)
+            if message.owner is None:
+                owners = tuple(self.plan.owners[item] - first for item in message.items)
+                return FromAll(owners, NODE).reduce(bucket, self._state)
+            return FromOwner(message.owner - first, NODE).reduce(bucket, self._state)
+
+        channel.begin([[self.plan.factor(item) for item in message.items] for message in messages], make)
+        for index, message in enumerate(messages):
+            for item in message.items:
+                if self.plan.owners[item] == self._rank:
+                    rows[item] = self._row(item, damping, 0)
+            channel.ready(index)
+        waited = channel.wait()
+        for bucket, message in zip(buckets, messages):
+            assert bucket is not None
+            for slot, item in zip(bucket.slots, message.items):
+                assert slot.result is not None
+                rows[item] = slot.result
+        return waited
+
+    def _slot(self, item: int, row: Tensor | None) -> Slot:
+        factor = self._factor(item)
+        return Slot(self.plan.factor(item), (self.plan.elements(item),), row, factor.dtype, factor.device)
+
+    # --- inverting -------------------------------------------------------------------------------------------------
+
+    def _factor(self, item: int) -> Tensor:
+        return self._state.fields[FACTOR, self.plan.factor(item)]
+
+    def _seen(self, item: int) -> bool:
+        return bool(self._state.fields[UPDATES, self.plan.factor(item)] > 0)
+
+    def _row(self, item: int, damping: float, least: int) -> Tensor:
+        """One item's inverse as it travels, with its level behind it."""
+        matrix = unpack_upper(self._factor(item))
+        if not self._seen(item):
+            least = FAILED
+        if self.plan.method == "eigen":
+            vectors, values, level = damped_eigen(matrix, least)
+            return torch.cat([vectors.reshape(-1), values, values.new_tensor([float(level)])])
+        if self.plan.method == "inverse_pi":
+            other = unpack_upper(self._factor(item ^ 1))
+            ratio = float(pi_ratio(other, matrix) if item % 2 else pi_ratio(matrix, other))
+            damping = damping**0.5 * (1 / ratio if item % 2 else ratio)
+        inverse, level = damped_inverse(matrix, damping, least)
+        return torch.cat([pack_upper(inverse), inverse.new_tensor([float(level)])])
+
+    def _agree(self, items: Sequence[int], rows: dict[int, Tensor], damping: float, run: Run) -> bool:
+        """Bring what every rank makes for itself to one level. False: ranks round differently, so owners were made."""
+        device = rows[items[0]].device
+        while True:
+            levels = [int(level) for level in torch.stack([rows[item][-1] for item in items]).tolist()]
+            mine = torch.tensor([*levels, *self._digest(items, rows)], dtype=torch.int64, device=device)
+            everyone = run(_gather(mine)).cpu()
+            highest: list[int] = everyone[:, : len(items)].max(0).values.tolist()
+            if (everyone[:, : len(items)] == everyone[0, : len(items)]).all():
+                break
+            for item, level, wanted in zip(items, levels, highest):
+                if level < wanted:
+                    rows[item] = self._row(item, damping, wanted)
+        self._compared = True
+        if (everyone == everyone[0]).all():
+            return True
+        dims = [float(self.plan.dim(item)) ** 3 for item in range(len(self.plan.owners))]
+        self.plan = replace(self.plan, owners=place(dims, self.plan.world_size).owner)
+        if self._rank == 0:
+            logger.warning(
+                "thinwire: the ranks' devices invert the same factors to different bits; from now on each factor is "
+                "inverted by one rank and sent"
+            )
+        return False
+
+    def _digest(self, items: Sequence[int], rows: dict[int, Tensor]) -> list[int]:
+        """Of the bits of all that every rank makes for itself, at the first update; later a constant."""
+        if self._compared:
+            return [0]
+        digest = hashlib.blake2b(digest_size=7)
+        for item in items:
+            digest.update(rows[item].cpu().numpy().tobytes())
+        return [int.from_bytes(digest.digest(), "big")]
+
+    def _take(self, rows: dict[int, Tensor]) -> None:
+        items = sorted(rows)
+        if not items:
+            return
+        levels = torch.stack([rows[item][-1].to(torch.float64) for item in items]).tolist()
+        for item, level in zip(items, levels):
+            name, d = self.plan.factor(item), self.plan.dim(item)
+            self.levels[name] = int(level)
+            if level >= FAILED:
+                self._warn(name, item)
+            elif self.plan.method == "eigen":
+                row = rows[item]
+                self.of[name] = torch.cat([row[: d * d].view(d, d), row[d * d : -1].unsqueeze(1)], 1)
+            else:
+                self.of[name] = unpack_upper(rows[item][:-1], d)
+
+    def _warn(self, name: str, item: int) -> None:
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        if (UPDATES, name) in self._state.fields and not self._seen(item):
+            why = "there is no statistic of it: its module was not called in a training step, or a value was not finite"
+        else:
+            why = "it cannot be inverted, whatever the damping"
+        kept = "keeps its old inverse" if name in self.of else "is left to the optimizer"
+        logger.warning("thinwire: factor %s: %s; the layer %s", name, why, kept)
+
+    # --- using -----------------------------------------------------------------------------------------------------
+
+    def ready(self, layer: int) -> bool:
+        """Whether both inverses of a layer are here."""
+        return all(self.plan.factor(2 * layer + side) in self.of for side in (0, 1))
+
+    def apply(self, layer: int, gradient: Tensor, damping: float) -> Tensor:
+        """The preconditioned gradient ``[d_G, d_A]`` of a layer; the gradient itself where an inverse is missing."""
+        if not self.ready(layer):
+            return gradient
+        a, g = (self.of[self.plan.factor(2 * layer + side)] for side in (0, 1))
+        if self.plan.method == "eigen":
+            return precondition_eigen(gradient, (a[:, :-1], a[:, -1]), (g[:, :-1], g[:, -1]), damping)
+        return precondition(gradient, a, g)
+
+
+def _gather(x: Tensor) -> Program:
+    return (yield AllGather(x, WORLD))

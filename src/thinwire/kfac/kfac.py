@@ -1,0 +1,378 @@
+"""The class :class:`KFAC`: ties hooks, plan, exchanges and inverses together, before each optimizer step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.engine.alone import run_alone
+from thinwire.engine.channel import Channel
+from thinwire.engine.scaler import loss_scale, still_scaled
+from thinwire.engine.sync import GradientSync
+from thinwire.kfac import persistence
+from thinwire.kfac.capture import Capture
+from thinwire.kfac.fisher import sampled_loss
+from thinwire.kfac.gradients import clip_factor, learning_rates, preconditioned, write
+from thinwire.kfac.inversion import Inverses
+from thinwire.kfac.layers import find_layers
+from thinwire.kfac.measured import agreed_times, measured_costs
+from thinwire.kfac.options import Damping, Options
+from thinwire.kfac.plan import KFACPlan
+from thinwire.kfac.programs import FactorExchange, decay_of
+from thinwire.kfac.rounds import FactorRounds
+from thinwire.kfac.schedules import Choices, make_plan
+from thinwire.kfac.stats import KFACStats, Tally
+from thinwire.methods.decoupling import deferring
+from thinwire.planner.costs import Costs
+from thinwire.program import State
+
+logger = logging.getLogger("thinwire")
+
+
+class KFAC:
+    """Precondition the averaged gradient of every Linear and Conv2d layer with a Kronecker-factored Fisher matrix.
+
+    ``V = G^-1 gradient A^-1`` takes the gradient's place in ``.grad`` just before ``optimizer.step()``, whose momentum
+    and weight decay then act on V. All ranks must make it, right after ``attach``; it ends with ``sync.detach()``.
+
+    Args:
+        model: the one that is attached.
+        sync: from ``thinwire.attach``; None: one process, then give ``optimizer``.
+        damping: lambda, above 0, or a function of the step. It has no default, since it matters more than anything
+            else, and no value carries over between scalings, methods or code bases.
+        decay: weight of the old factor in the running average, or "warmup".
+        kl_clip: bound on the step's length in the Fisher metric; None: none.
+        factor_every, inverse_every: steps between new statistics, and between inversions.
+        method: "inverse", "inverse_pi" (damping split by the factors' traces) or "eigen" (of the product of the
+            eigenvalues: the damped product inverted exactly). At one damping these are three optimizers.
+        fisher: "emp": gradients of the loss; "mc": of targets drawn from the model, see ``fisher_backward``.
+        scaling: "reference", "authors" or "kaisa", see :mod:`thinwire.kfac.factors`.
+        tokens: whether each position of a linear layer's input counts as a row ("expand"), or each example
+            ("reduce"); None: "expand", with ``scaling="authors"`` "reduce".
+        schedule: "spd", "dkfac", "mpd", "kaisa:<fraction>" or "dp", see :mod:`thinwire.kfac.schedules`.
+        planner, inverse_rule, inverse_weight, inverse_comm, wire_dtype: how a schedule is planned, see there.
+        exclude: names of layers to leave to the optimizer, with ``*`` and ``?``.
+        max_dim: layers with a larger factor are left to it too.
+        warm_start: "identity" begins with A = G = I, as published; None: with the first statistics.
+        plan: a pinned plan; None: made here from ``costs``, and once more from measured times.
+        auto_step: ``step`` is called before the optimizers'; False: you call it.
+        optimizer: where there is no sync.
+        scaler: the ``GradScaler`` in use; None: the one that ``attach`` was given.
+        costs: prices for the plan, as of ``thinwire probe`` and ``thinwire kfac calibrate``; None: measured here (some
+            seconds), if the plan needs them.
+
+    Raises:
+        ValueError: an option, a layer, or a plan that does not fit; the message names it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sync: GradientSync | None,
+        *,
+        damping: Damping,
+        decay: float | str = 0.95,
+        kl_clip: float | None = 1e-3,
+        factor_every: int = 10,
+        inverse_every: int = 100,
+        method: str = "inverse",
+        fisher: str = "emp",
+        scaling: str = "reference",
+        tokens: str | None = None,
+        schedule: str = "spd",
+        planner: str = "optimal",
+        inverse_rule: str = "cost",
+        inverse_weight: str = "cost",
+        inverse_comm: str = "auto",
+        wire_dtype: str = "fp32",
+        exclude: Sequence[str] = (),
+        max_dim: int = 8192,
+        warm_start: str | None = None,
+        plan: KFACPlan | None = None,
+        auto_step: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Any = None,
+        costs: Costs | None = None,
+    ) -> None:
+        self._options = Options(
+            damping, decay, kl_clip, factor_every, inverse_every, fisher, scaling, tokens, warm_start
+        )
+        choices = Choices(schedule, planner, inverse_rule, inverse_weight, inverse_comm, method, wire_dtype)
+        self._optimizers = _optimizers(model, sync, optimizer)
+        self._sync, self._scaler = sync, scaler or (sync.scaler if sync is not None else None)
+        self._layers, notes = find_layers(model, exclude, max_dim)
+        for note in notes:
+            logger.info("thinwire: %s", note)
+        self._device = self._layers[0].weight.device
+        self._ranks = sync if sync is not None and sync.topology.world_size > 1 else None  # None: one process
+        self.plan = self._planned(plan, choices, costs)
+        rank = self._ranks.rank if self._ranks is not None else 0
+        self._state = State(rank, self.plan.topology)
+        self._inverses = Inverses(self.plan, self._state, rank)
+        self._channel = self._open_channel()
+        self._tally = Tally()
+        mine = [self.plan.exchange or self.plan.mine(i, rank) for i in range(len(self._layers))]
+        self._capture = Capture(
+            model, self._layers, mine, scaling, self._options.positions, sampled=fisher == "mc", listener=self
+        )
+        program = FactorExchange(decay_of(decay), torch.bfloat16 if self.plan.wire_dtype == "bf16" else None)
+        self._rounds = FactorRounds(
+            self.plan, self._channel, self._state, program, self._capture.statistic, self._device
+        )
+        if warm_start is not None:
+            self._rounds.identity()
+        self._blank = warm_start is None  # no statistic yet
+        self._active = not self.plan.exchange  # preconditioning has begun
+        self._count = 0  # passes, where the engine does not count them
+        self._shift = -self._ranks.state.step if self._ranks is not None else 0
+        self._stepped = self._turn = 0  # passes that a step has used; the inverse update that is due next
+        self._wanting = self._touched = False  # a sample of the Fisher; a gradient that no step has used
+        self._handles: list[Any] = [
+            layer.weight.register_post_accumulate_grad_hook(self._touch) for layer in self._layers
+        ]
+        if auto_step:
+            self._handles += [o.register_step_pre_hook(self._before_step) for o in self._optimizers]
+        if sync is not None:
+            sync.companions["kfac"] = self
+
+    # --- set-up ----------------------------------------------------------------------------------------------------
+
+    def _planned(self, plan: KFACPlan | None, choices: Choices, costs: Costs | None) -> KFACPlan:
+        """The pinned plan, or one from costs, measured if it needs some. Notes what ``_plan_again`` will need."""
+        shapes = tuple(layer.shape for layer in self._layers)
+        world = self._ranks.topology.world_size if self._ranks is not None else 1
+        self._choices = choices
+        self._again = plan is None and self._ranks is not None and choices.prices_factors
+        if plan is None:
+            if self._ranks is not None and costs is None and (choices.prices_factors or choices.prices_inverses):
+                costs = measured_costs(self._ranks, shapes, choices.method)
+            self._costs = costs or Costs({})
+            plan = make_plan(shapes, world, choices, self._costs)
+        plan.check(shapes, world, method=choices.method)
+        if self._ranks is not None:
+            self._ranks.agree_on({"K-FAC": {"plan": plan.to_json(), **self._options.facts()}})
+        return plan
+
+    def _open_channel(self) -> Channel:
+        if self._ranks is None:
+            return Channel(None, self.plan.topology, "kfac", {}, _never)
+        return self._ranks.channel("kfac", self.plan.depth(), self.plan.topology)
+
+    def _plan_again(self) -> None:
+        """Once, from the times of the second round: other messages, the same owners."""
+        self._again = False
+        assert self._ranks is not None
+        times = agreed_times(self._ranks, self._capture, len(self._layers))
+        made = make_plan(self.plan.layers, self.plan.world_size, self._choices, self._costs, times)
+        self.plan = replace(self._inverses.plan, a_buckets=made.a_buckets, g_buckets=made.g_buckets)
+        self._rounds.adopt(self.plan)
+        self._inverses.plan = self.plan
+        if self._ranks.rank == 0:
+            logger.info(
+                "thinwire: K-FAC: A in %d messages, G in %d, from measured times",
+                len(self.plan.a_buckets),
+                len(self.plan.g_buckets),
+            )
+
+    # --- what the hooks ask and tell -------------------------------------------------------------------------------
+
+    @property
+    def passes(self) -> int:
+        """Synchronised backward passes so far."""
+        return self._count if self._ranks is None else self._ranks.state.step + self._shift
+
+    def due(self) -> bool:
+        """Whether this pass's statistics are wanted."""
+        return self._blank or self.passes % self._options.factor_every == 0
+
+    def last_pass(self) -> bool:
+        """Whether the pass that now runs is the last of its step; without a sync that is known in ``step`` alone."""
+        return self._sync is not None and self._sync.synchronizing
+
+    def begin_round(self) -> None:
+        """The first captured forward of a step begins."""
+        self._take_in()
+        self._rounds.begin()
+        self._wanting = self._options.fisher == "mc"
+
+    def complete(self, layer: int, side: int) -> None:
+        """A statistic is complete."""
+        self._rounds.complete(layer, side)
+
+    def end_round(self) -> None:
+        """The last backward of a step is over."""
+        self._rounds.end()
+
+    def loss_scale(self) -> Tensor | None:
+        """What the loss was multiplied by."""
+        return loss_scale(self._scaler, self._device)
+
+    def _touch(self, _: Tensor) -> None:
+        self._touched = True
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if still_scaled(self._scaler, optimizer):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() on gradients that still carry the loss scale, which K-FAC cannot "
+                "precondition: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+        self.step()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Precondition the gradients in ``.grad``, once for each averaged backward; the optimizers call it.
+
+        All ranks must call it, after backward and before ``optimizer.step()``.
+
+        Raises:
+            RuntimeError: ``fisher="mc"`` and ``fisher_backward`` was not called in a pass that wanted it.
+        """
+        if not (self._touched if self._ranks is None else self.passes > self._stepped):
+            return
+        self._touched = False
+        if self._wanting:
+            raise RuntimeError(
+                'fisher="mc" needs kfac.fisher_backward(outputs, distribution) between forward and loss.backward(), on '
+                "every step; on steps that need no statistic it does nothing"
+            )
+        index = self._count if self._ranks is None else self.passes - 1
+        self._count, self._stepped = self._count + 1, self.passes
+        self._capture.close()
+        self._take_in()
+        if self._again and self._capture.measured:
+            self._plan_again()
+        damping = self._options.damping_at(index)
+        if not self._blank and index // self._options.inverse_every >= self._turn:
+            self._turn = index // self._options.inverse_every + 1
+            self._invert(damping)
+        if self._active:
+            self._precondition(damping)
+
+    def _take_in(self) -> None:
+        with self._tally.phase("factors", self._channel) as spent:
+            spent.waited = self._rounds.drain()
+        if self._blank:
+            self._blank = self._rounds.blank()
+
+    def _invert(self, damping: float) -> None:
+        with self._tally.phase("inverses", self._channel) as spent:
+            run = self._ranks.run if self._ranks is not None else run_alone
+            spent.waited = self._inverses.update(damping, self._channel, run)
+        self.plan = self._inverses.plan
+        self._tally.inverse_updates += 1
+        self._active = True
+
+    def _precondition(self, damping: float) -> None:
+        with self._tally.phase("returns", self._channel) as spent:
+            gradients = {i: g for i, layer in enumerate(self._layers) if (g := layer.gradient()) is not None}
+            found, spent.waited = preconditioned(gradients, self._inverses, self._state, self._channel, damping)
+            rates = learning_rates(self._optimizers, self._layers)
+            self._tally.clip = clip_factor(found, gradients, rates, self._options.kl_clip)
+            write(self._layers, found, self._tally.clip)
+        self._tally.steps += 1
+
+    def fisher_backward(self, outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> None:
+        """With ``fisher="mc"``: draw targets from the model's output and take the statistics of G from their loss.
+
+        Between forward and ``loss.backward()``, of every step (and micro-batch). Leaves ``.grad`` alone.
+
+        Args:
+            outputs: of this forward, with its graph.
+            distribution: "categorical" (logits, classes last) or "gaussian" (means, unit variance).
+            generator: of the draws; ranks must draw differently.
+        """
+        if self._options.fisher != "mc":
+            raise RuntimeError('fisher_backward is for KFAC(..., fisher="mc"); with "emp" the loss itself is used')
+        if not self._capture.open:
+            return
+        self._capture.sample(sampled_loss(outputs, distribution, generator))
+        self._wanting = False
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> KFACStats:
+        """Counters so far."""
+        levels = {name: level for name, level in self._inverses.levels.items() if level}
+        return self._tally.stats(
+            self.plan, factor_updates=self._rounds.updates, capture_seconds=self._capture.seconds, levels=levels
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state. Not between micro-batches. It is part of that of the sync, and so of its checkpoints.
+
+        Raises:
+            RuntimeError: a step has begun whose last backward is not over.
+        """
+        if self._capture.open:
+            raise RuntimeError(
+                "K-FAC has seen a part of a step: save after optimizer.step(), not between micro-batches"
+            )
+        self._take_in()
+        values = {"passes": self.passes, "turn": self._turn, "active": self._active, **self._options.facts()}
+        return persistence.to_state_dict(self._state, self._inverses, values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a ``state_dict``: bit for bit under the same plan; on another number of ranks factors are kept.
+
+        Raises:
+            ValueError: it does not fit the model, the scaling, or lacks what this rank needs.
+        """
+        for name in ("scaling", "tokens"):
+            if state.get(name) != self._options.facts()[name]:
+                raise ValueError(
+                    f"the K-FAC state was saved with {name}={state.get(name)!r} and this is {name}="
+                    f"{self._options.facts()[name]!r}: factors of one do not fit the other"
+                )
+        whole = persistence.from_state_dict(self._state, self._inverses, state, self._device)
+        self._follow(KFACPlan.from_json(state["plan"]))
+        self._turn = int(state["turn"]) if whole else 0
+        self._active = not self.plan.exchange or (bool(state["active"]) and whole)
+        self._count, self._shift = int(state["passes"]), self._shift + int(state["passes"]) - self.passes
+        self._stepped, self._blank = self.passes, self._rounds.blank()
+
+    def _follow(self, saved: KFACPlan) -> None:
+        """Keep a saved plan's messages, on as many ranks: sums of other messages round differently."""
+        same = replace(self.plan, a_buckets=saved.a_buckets, g_buckets=saved.g_buckets)
+        if self._again and same == saved:
+            self._again, self.plan, self._inverses.plan = False, same, same
+            self._rounds.adopt(same)
+
+    def detach(self) -> None:
+        """Take the hooks out; the optimizer then steps with plain gradients. Idempotent, local."""
+        self._capture.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._channel.close()
+        if self._sync is not None and self._sync.companions.get("kfac") is self:
+            del self._sync.companions["kfac"]
+
+
+def _optimizers(
+    model: nn.Module, sync: GradientSync | None, optimizer: torch.optim.Optimizer | None
+) -> tuple[torch.optim.Optimizer, ...]:
+    if sync is None:
+        if optimizer is None:
+            raise ValueError("without a sync K-FAC needs the optimizer: KFAC(model, None, optimizer=optimizer, ...)")
+        return (optimizer,)
+    if sync.model is not model:
+        raise ValueError("the sync belongs to another model: give KFAC the model that was attached")
+    if deferring(sync.method) is not None:
+        raise ValueError(
+            f"{sync.method.name} with decoupled updates delivers gradients in parts, after the step; K-FAC needs them "
+            'whole before it: attach with "ssgd" or another method without decoupled=True'
+        )
+    if "kfac" in sync.companions:
+        raise RuntimeError("this model has a KFAC already: call detach() on it first")
+    return sync.optimizers if optimizer is None else (optimizer,)
+
+
+def _never(text: str) -> NoReturn:
+    raise RuntimeError(text)

@@ -1,0 +1,91 @@
+"""The options of :class:`~thinwire.kfac.KFAC`, checked, in one place."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.kfac.factors import SCALINGS, TOKENS
+from thinwire.methods.base import check_choice, check_count
+
+FISHERS = ("emp", "mc")
+
+Damping = float | Callable[[int], float]
+
+
+def check_positive(name: str, value: Any) -> float:
+    """A finite number above 0.
+
+    Raises:
+        ValueError: it is not.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value!r} must be a number above 0")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is computed and when; what is sent is in :class:`~thinwire.kfac.schedules.Choices`. See ``KFAC``.
+
+    Raises:
+        ValueError: a value out of range; the message names the option, the value and the choices.
+    """
+
+    damping: Damping
+    decay: float | str = 0.95
+    kl_clip: float | None = 1e-3
+    factor_every: int = 10
+    inverse_every: int = 100
+    fisher: str = "emp"
+    scaling: str = "reference"
+    tokens: str | None = None
+    warm_start: str | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.damping):
+            check_positive("damping", self.damping)
+        number = isinstance(self.decay, (int, float)) and not isinstance(self.decay, bool)
+        if self.decay != "warmup" and not (number and 0 <= self.decay <= 1):  # type: ignore[operator]
+            raise ValueError(f"decay={self.decay!r} must be a number from 0 to 1, or 'warmup'")
+        if self.kl_clip is not None:
+            check_positive("kl_clip", self.kl_clip)
+        check_count("factor_every", self.factor_every, 1)
+        check_count("inverse_every", self.inverse_every, 1)
+        check_choice("fisher", self.fisher, FISHERS)
+        check_choice("scaling", self.scaling, SCALINGS)
+        check_choice("tokens", self.tokens, (None, *TOKENS))
+        check_choice("warm_start", self.warm_start, (None, "identity"))
+        if self.inverse_every % self.factor_every:
+            warnings.warn(
+                f"inverse_every={self.inverse_every} is no multiple of factor_every={self.factor_every}: some inverses "
+                "will be made of factors that are older than need be",
+                stacklevel=4,
+            )
+
+    @property
+    def positions(self) -> str:
+        """How positions of an example count: as asked for, else as is usual with the scaling."""
+        return self.tokens or ("reduce" if self.scaling == "authors" else "expand")
+
+    def damping_at(self, step: int) -> float:
+        """The damping of a step."""
+        if not callable(self.damping):
+            return float(self.damping)
+        return check_positive(f"damping({step})", self.damping(step))
+
+    def facts(self) -> dict[str, Any]:
+        """What ranks, and whoever resumes, must agree on."""
+        return {
+            "scaling": self.scaling,
+            "tokens": self.positions,
+            "fisher": self.fisher,
+            "decay": self.decay,
+            "factor_every": self.factor_every,
+            "inverse_every": self.inverse_every,
+            "kl_clip": self.kl_clip,
+        }

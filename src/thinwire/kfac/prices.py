@@ -1,0 +1,76 @@
+"""What the parts of a K-FAC step cost, in seconds, from the planner's costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.kernels.symmetric import packed_size
+from thinwire.kfac.plan import KFACPlan
+from thinwire.planner.costs import Costs
+from thinwire.program import WORLD
+
+INVERSE, EIGEN = "inverse", "eigen"
+"""Curves of ``Costs.compute``: seconds of one inversion or eigen-decomposition, of the side of the matrix."""
+
+
+def curve_name(method: str) -> str:
+    """Which of the two a method needs."""
+    return EIGEN if method == "eigen" else INVERSE
+
+
+def inversion_seconds(costs: Costs, method: str, d: int) -> float:
+    """Of one factor, as measured by ``thinwire kfac calibrate``; else d^3 FLOPs, ten times that with "eigen"."""
+    name = curve_name(method)
+    if name in costs.compute:
+        return costs.compute_seconds(name, d)
+    return 2e-5 + costs.compute_seconds("multiply", d**3 * (10 if name == EIGEN else 1))
+
+
+def message_elements(method: str, d: int) -> int:
+    """Of one inverse on the wire, with its level."""
+    return (d * d + d if method == "eigen" else packed_size(d)) + 1
+
+
+@dataclass(frozen=True)
+class InversionCost:
+    """Seconds of an inverse update: computing it, on the busiest rank, and sending it, one after the other."""
+
+    compute_seconds: float
+    send_seconds: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.compute_seconds + self.send_seconds
+
+
+def send_seconds(costs: Costs, plan: KFACPlan, group: int = 0) -> float:
+    """Of all inverses that one group of ranks sends, message after message."""
+    total = 0.0
+    for message in plan.messages(group):
+        itemsize = plan.layers[message.items[0] // 2].itemsize
+        if message.owner is None:
+            sent = max(_loads(plan, message.items, [plan.elements(i) for i in message.items]).values())
+            total += costs.seconds("AllGather", WORLD, plan.workers, itemsize * sent)
+        else:
+            size = sum(plan.elements(i) for i in message.items)
+            total += costs.seconds("Broadcast", WORLD, plan.workers, itemsize * size)
+    return total
+
+
+def inversion_cost(costs: Costs, plan: KFACPlan) -> InversionCost:
+    """Of a plan; the group that takes longest counts."""
+    seconds = [inversion_seconds(costs, plan.method, plan.dim(i)) for i in range(len(plan.owners))]
+    everywhere = sum(s for s, owner in zip(seconds, plan.owners) if owner < 0)
+    owned = [i for i, owner in enumerate(plan.owners) if owner >= 0]
+    busiest = max(_loads(plan, owned, [seconds[i] for i in owned]).values(), default=0.0)
+    groups = plan.world_size // plan.workers
+    return InversionCost(everywhere + busiest, max(send_seconds(costs, plan, g) for g in range(groups)))
+
+
+def _loads(plan: KFACPlan, items: Sequence[int], amounts: Sequence[float]) -> dict[int, float]:
+    loads: dict[int, float] = {}
+    for item, amount in zip(items, amounts):
+        loads[plan.owners[item]] = loads.get(plan.owners[item], 0.0) + amount
+    return loads

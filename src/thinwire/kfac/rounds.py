@@ -1,0 +1,126 @@
+"""One exchange of statistics: which messages there are, when each may leave, and what is folded when all have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.alone import run_alone
+from thinwire.engine.channel import Channel
+from thinwire.kernels.symmetric import pack_upper
+from thinwire.kfac.plan import KFACPlan
+from thinwire.kfac.programs import FACTOR, UPDATES, FactorExchange
+from thinwire.program import Bucket, Program, Slot, State
+
+Statistic = Callable[[int, int], Tensor]
+"""(layer, 0 for A or 1 for G) -> its packed statistic with a count behind it; asked once per round."""
+
+
+@dataclass(frozen=True)
+class _Message:
+    side: int
+    layers: tuple[int, ...]
+
+
+class FactorRounds:
+    """Of one rank.
+
+    Args:
+        plan: the messages.
+        channel: what they travel by.
+        state: takes the factors in.
+        program: averages and folds.
+        statistic: see there.
+        device: of the factors.
+    """
+
+    def __init__(
+        self,
+        plan: KFACPlan,
+        channel: Channel,
+        state: State,
+        program: FactorExchange,
+        statistic: Statistic,
+        device: torch.device,
+    ) -> None:
+        self._channel, self._state, self._program = channel, state, program
+        self._statistic, self._device = statistic, device
+        self.updates = 0
+        self._closed = False
+        self.adopt(plan)
+
+    def adopt(self, plan: KFACPlan) -> None:
+        """Take another plan, between two rounds."""
+        self.plan = plan
+        self._messages = [_Message(side, b) for side, bs in ((0, plan.a_buckets), (1, plan.g_buckets)) for b in bs]
+        self._where = {(m.side, layer): i for i, m in enumerate(self._messages) for layer in m.layers}
+        self._left: list[int] = []
+
+    def begin(self) -> None:
+        """A captured pass begins. What is left of a round that no step has used is taken in before."""
+        self.drain()
+        self._left = [len(message.layers) for message in self._messages]
+        names = [[self.plan.factor(2 * i + m.side) for i in m.layers] for m in self._messages]
+        self._channel.begin(names, self._make)
+
+    def complete(self, layer: int, side: int) -> None:
+        """A statistic is complete; where the plan overlaps, a message whose last one it is leaves."""
+        if not (self.plan.overlap and self.plan.exchange):
+            return
+        index = self._where[side, layer]
+        self._left[index] -= 1
+        if self._left[index] == 0:
+            self._leave(index)
+
+    def end(self) -> None:
+        """The passes are over: all other messages leave."""
+        for index, left in enumerate(self._left):
+            if left >= 0:
+                self._leave(index)
+        self._closed = True
+
+    def _leave(self, index: int) -> None:
+        self._left[index] = -1
+        self._channel.ready(index)
+
+    def _make(self, index: int) -> Program:
+        message = self._messages[index]
+        return self._program.reduce(self._bucket(index, [(i, message.side) for i in message.layers]), self._state)
+
+    def _bucket(self, index: int, factors: list[tuple[int, int]]) -> Bucket:
+        slots = []
+        for layer, side in factors:
+            shape, row = self.plan.layers[layer], self._statistic(layer, side)
+            slots.append(Slot(self.plan.factor(2 * layer + side), row.shape, row, shape.dtype, self._device))
+        return Bucket(index, slots)
+
+    def drain(self) -> float:
+        """Wait for the round that has ended and fold it, once. Returns the seconds of waiting."""
+        if not self._closed:
+            return 0.0
+        self._closed = False
+        waited = self._channel.wait()
+        if not self.plan.exchange:  # the owner's own batch
+            for layer in range(len(self.plan.layers)):
+                if self.plan.mine(layer, self._state.rank):
+                    run_alone(self._program.reduce(self._bucket(layer, [(layer, 0), (layer, 1)]), self._state))
+        self._state.end_step()
+        self.updates += 1
+        return waited
+
+    def blank(self) -> bool:
+        """Whether no G has been taken in yet: a first step may have overflowed. Reads the device."""
+        counts = [value for (field, name), value in self._state.fields.items() if field == UPDATES and name[-1] == "G"]
+        return not counts or not bool(torch.stack([c.to(torch.float64) for c in counts]).max() > 0)
+
+    def identity(self) -> None:
+        """Begin with identity matrices, as the authors' code does."""
+        for item in range(2 * len(self.plan.layers)):
+            if self.plan.exchange or self.plan.mine(item // 2, self._state.rank):
+                eye = torch.eye(self.plan.dim(item), dtype=self.plan.layers[item // 2].dtype, device=self._device)
+                one = torch.ones((), dtype=eye.dtype, device=self._device)
+                self._state.stage(self.plan.factor(item), shared={FACTOR: pack_upper(eye), UPDATES: one})
+        self._state.end_step()

@@ -1,0 +1,87 @@
+"""Raw sums of one layer over the passes of one step, normalised once, when the last one closes.
+
+So m micro-batches are one batch, and a module that is called several times in a pass adds rows. The losses of the
+micro-batches are expected to add up to the mean loss of the whole batch (the usual ``loss / m``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.symmetric import pack_upper, packed_size
+from thinwire.kfac.factors import examples_in, gradient_rows, gradient_scale, input_rows, input_scale, second_moment
+from thinwire.kfac.layers import Preconditioned
+
+
+class LayerSums:
+    """Second moments of a layer's inputs and output gradients, and how many rows and examples are in them.
+
+    Args:
+        layer: whose.
+        scaling, tokens: see :mod:`~thinwire.kfac.factors`.
+    """
+
+    def __init__(self, layer: Preconditioned, scaling: str, tokens: str) -> None:
+        self._layer, self._scaling, self._tokens = layer, scaling, tokens
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self._moments: list[Tensor | None] = [None, None]
+        self._rows = [0, 0]
+        self._examples = self._batch = 0
+        self._sampled = False
+
+    def new_pass(self) -> None:
+        """Another forward begins: its examples are others."""
+        self._examples += self._batch
+        self._batch = 0
+
+    def add_input(self, x: Tensor) -> None:
+        """The layer is called with ``x``. A pass has as many examples as its largest call."""
+        module = self._layer.module
+        self._batch = max(self._batch, examples_in(module, x))
+        self._add(0, input_rows(module, x, self._tokens), ones=self._layer.bias is not None)
+
+    def add_gradient(self, g: Tensor, scale: Tensor | None = None, *, sampled: bool = False) -> None:
+        """The gradient of a mean loss with respect to the layer's output.
+
+        Args:
+            g: as the layer's output.
+            scale: a loss scale that is in it.
+            sampled: the loss is the mean over this pass alone, whatever the user does with theirs.
+        """
+        rows = gradient_rows(self._layer.module, g, self._tokens)
+        if scale is not None:
+            rows = rows / scale.to(rows.dtype)
+        if sampled:
+            rows, self._sampled = rows * self._batch, True
+        self._add(1, rows, ones=False)
+
+    def _add(self, side: int, rows: Tensor, *, ones: bool) -> None:
+        if not len(rows):
+            return
+        moment, before = second_moment(rows, ones=ones), self._moments[side]
+        self._moments[side] = moment if before is None else before.add_(moment)
+        self._rows[side] += rows.shape[0]
+
+    def seen(self, side: int) -> bool:
+        """Whether anything was added to A (0) or G (1)."""
+        return self._moments[side] is not None
+
+    def statistic(self, side: int) -> Tensor:
+        """A (0) or G (1) of what was added, packed, and a one behind it: zeros if nothing was. Frees the sum."""
+        moment, self._moments[side] = self._moments[side], None
+        shape, weight = self._layer.shape, self._layer.weight
+        if moment is None:
+            size = packed_size((shape.d_a, shape.d_g)[side]) + 1
+            return torch.zeros(size, dtype=shape.dtype, device=weight.device)
+        examples = self._examples + self._batch
+        if side == 0:
+            factor = input_scale(self._scaling, examples, self._rows[0])
+        else:
+            factor = gradient_scale(self._scaling, examples, self._rows[1])
+            factor *= 1 if self._sampled else examples**2
+        packed = pack_upper(moment).mul_(factor)
+        return torch.cat([packed, packed.new_ones(1)]).to(shape.dtype)

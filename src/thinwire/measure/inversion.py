@@ -1,0 +1,76 @@
+"""How long this device takes to invert or to decompose a symmetric matrix, by its side."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+
+from thinwire.kernels.inverse import damped_eigen, damped_inverse
+from thinwire.measure.fit import never_falling
+from thinwire.measure.timing import Clock, median_seconds
+from thinwire.planner.curves import Provenance, Table
+
+KINDS = ("inverse", "eigen")
+"""The curves, named as in ``planner.Costs.compute``."""
+_SMALLEST = 64
+_BETWEEN = 4  # points that a straight line is drawn between, in each doubling
+
+Point = tuple[int, float]
+
+
+def sides(largest: int) -> list[int]:
+    """64, 128, ... up to the first that is at least ``largest``."""
+    if largest < 1:
+        raise ValueError(f"largest={largest} must be a side of a matrix, at least 1")
+    return [_SMALLEST << n for n in range(max(0, math.ceil(math.log2(largest / _SMALLEST))) + 1)]
+
+
+def inversion_points(
+    kind: str,
+    device: torch.device,
+    *,
+    largest: int = 4096,
+    seconds: float = 5.0,
+    clock: Clock = time.perf_counter,
+    on_point: Callable[[int], None] = lambda d: None,
+) -> list[Point]:
+    """(side, seconds) at each of ``sides(largest)``, the same sides whatever the clock says.
+
+    Args:
+        kind: "inverse" or "eigen".
+        device: where.
+        largest: side that must be covered.
+        seconds: for all; a side that would not fit any more is taken from the one before, times eight.
+        on_point: told each side before it is measured.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
+    began, found = clock(), list[Point]()
+    for d in sides(largest):
+        expected = 8 * found[-1][1] if found else 0.0
+        left = seconds - (clock() - began)
+        if found and 2 * expected > left:
+            found.append((d, expected))
+            continue
+        on_point(d)
+        draw = torch.Generator(device).manual_seed(d)
+        rows = torch.randn(2 * d, d, device=device, generator=draw)
+        matrix = rows.mT @ rows / (2 * d)
+        call = (lambda m=matrix: damped_inverse(m, 1e-2)) if kind == "inverse" else (lambda m=matrix: damped_eigen(m))
+        found.append((d, median_seconds(call, device, seconds=left / 8, least=1, most=7, clock=clock)))
+    return found
+
+
+def curve(points: Sequence[Point], provenance: Provenance, source: str) -> Table:
+    """A table of the side, straight in the logarithms of both: more points between, and one beyond by d^3."""
+    known = never_falling([(float(d), s) for d, s in points])
+    rising = [*known, (2 * known[-1][0], 8 * known[-1][1])]
+    dense: list[tuple[float, float]] = []
+    for (d0, s0), (d1, s1) in pairwise(rising):
+        steps = [n / _BETWEEN for n in range(_BETWEEN)]
+        dense += [(d0 * (d1 / d0) ** t, s0 * (s1 / s0) ** t if s0 > 0 else s0 + t * (s1 - s0)) for t in steps]
+    return Table((*dense, rising[-1]), provenance, source)

@@ -1,0 +1,401 @@
+"""K-FAC on real ranks: sharded is the joint batch, whatever the schedule; equal bits, counted messages, failures."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from spawned import run
+from thinwire.kernels.symmetric import pack_upper
+from thinwire.kfac import KFAC
+from thinwire.kfac.programs import FACTOR
+from thinwire.planner.costs import Costs
+
+pytestmark = pytest.mark.dist
+
+BATCH, STEPS = 8, 20
+COSTS = Costs.of_link(1e9, 50e-6, 4)
+OPTIONS = {"damping": 1e-2, "factor_every": 2, "inverse_every": 4, "kl_clip": 1e-3, "costs": COSTS}
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4 * 16, 12), nn.Tanh(),
+        nn.Linear(12, 12, bias=False), nn.Tanh(), nn.Linear(12, 3),
+    ).double()  # fmt: skip
+
+
+def data(step):
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 2, 4, 4, generator=draw).double(), torch.randn(BATCH, 3, generator=draw).double()
+
+
+def train(rank, size, options, *, steps=STEPS, net=None, attach=None, before=None, first=0):
+    """Train on this rank's part of the joint batches: (kfac, sync, net)."""
+    net = net or network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    sync = tw.attach(net, optimizer, **(attach or {}))
+    kfac = KFAC(net, sync, **{**OPTIONS, **options})
+    for step in range(first, first + steps):
+        x, y = (part.chunk(size)[rank] for part in data(step))
+        loss = 0.5 * (net(x) - y).square().sum() / len(x)
+        loss.backward()
+        if before is not None:
+            before(kfac, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return kfac, sync, optimizer, net
+
+
+def flat(net):
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+def fields(kfac):
+    return {name: x.clone() for (field, name), x in kfac._state.fields.items() if field == FACTOR}
+
+
+# --- T6, T8: sharded is joint --------------------------------------------------------------------------------------
+
+CASES = [
+    {"schedule": "dkfac"},
+    {"schedule": "mpd"},
+    {"schedule": "spd", "inverse_rule": "all", "planner": "layer"},
+    {"schedule": "spd", "inverse_rule": "none", "planner": "one"},
+    {"schedule": "spd", "inverse_rule": "threshold:13", "inverse_comm": "owner_fused", "planner": "fixed:0.001MB"},
+    {"schedule": "spd", "inverse_rule": "none", "inverse_comm": "allgather"},
+    {"schedule": "spd", "planner": "spd", "inverse_rule": "threshold:13", "inverse_weight": "d"},
+    {"schedule": "spd", "method": "inverse_pi", "inverse_comm": "broadcast", "inverse_rule": "none"},
+    {"schedule": "spd", "method": "eigen", "inverse_rule": "threshold:13"},
+    {"schedule": "kaisa:1"},
+    {"schedule": "kaisa:1/2"},
+    {"schedule": "kaisa:1/2", "method": "eigen", "inverse_comm": "allgather"},
+]
+
+
+def _sharded(rank, size, cases):
+    found = []
+    for options in cases:
+        kfac, sync, _, net = train(rank, size, options)
+        stats = kfac.stats()
+        inverses = {name: x.clone() for name, x in kfac._inverses.of.items()}
+        found.append((flat(net), fields(kfac), inverses, stats, kfac.plan))
+        sync.detach()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sharded_is_the_joint_batch(size):
+    cases = CASES if size == 4 else CASES[1:4:2]
+    cases = [*cases, {"schedule": f"kaisa:1/{size}"}]
+    ranks = run(_sharded, size, cases, seconds=100)
+    joint = {}
+    for method in {options.get("method", "inverse") for options in cases}:
+        alone, sync, _, net = train(0, 1, {"method": method})
+        sync.detach()
+        joint[method] = fields(alone), flat(net)
+    for i, options in enumerate(cases):
+        whole, joined = joint[options.get("method", "inverse")]
+        for weights, factors, inverses, stats, plan in (found[i] for found in ranks):
+            torch.testing.assert_close(weights, joined, rtol=0, atol=1e-10, msg=lambda m, o=options: f"{o}: {m}")
+            assert torch.equal(weights, ranks[0][i][0]), options
+            for name, factor in whole.items():
+                torch.testing.assert_close(factors[name], factor, rtol=0, atol=1e-12)
+            for name, inverse in inverses.items():
+                other = next(f[i][2][name] for f in ranks if name in f[i][2])
+                assert torch.equal(inverse, other), (options, name)
+            assert (stats.factor_updates, stats.inverse_updates, stats.steps) == (10, 5, STEPS)
+            assert plan == ranks[0][i][4]
+
+
+def _dp(rank, size):
+    kfac, sync, _, net = train(rank, size, {"schedule": "dp"})
+    sync.detach()
+    return flat(net), kfac.stats(), sorted(kfac._inverses.of), kfac.plan
+
+
+def test_dp_sends_no_factor_and_ranks_agree():
+    ranks = run(_dp, 4)
+    plan = ranks[0][3]
+    for weights, stats, _, _ in ranks:
+        assert torch.equal(weights, ranks[0][0])
+        assert stats.bytes_sent["factors"] == stats.bytes_sent["inverses"] == 0
+        assert stats.bytes_sent["returns"] > 0
+    assert sorted(name for _, _, held, _ in ranks for name in held) == sorted(plan.factor(i) for i in range(8))
+
+
+# --- T13, T14: when messages leave, and how many --------------------------------------------------------------------
+
+
+def _events(rank, size, schedule):
+    net, log = network(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with tw.attach(net, optimizer) as sync:
+        kfac = KFAC(net, sync, schedule=schedule, planner="layer", inverse_rule="none", inverse_comm="broadcast",
+                    **{**OPTIONS, "factor_every": 1, "inverse_every": 1})  # fmt: skip
+        net.register_forward_hook(lambda *_: log.append("forward over"))
+        ready, wait = kfac._channel.ready, kfac._channel.wait
+        kfac._channel.ready = lambda index: (log.append((kfac._channel._names[index][0], index)), ready(index))[1]
+        kfac._channel.wait = lambda: (log.append("wait"), wait())[1]
+        for step in range(3):
+            x, y = data(step)
+            log.clear()
+            loss = (net(x) - y).square().mean()
+            loss.backward()
+            log.append("backward over")
+            optimizer.step()
+            optimizer.zero_grad()
+    return log
+
+
+@pytest.mark.parametrize("schedule", ["spd", "dkfac"])
+def test_when_messages_leave(schedule):
+    for log in run(_events, 2, schedule):
+        factors = log[: log.index("wait")]
+        a = [i for i, event in enumerate(factors) if event[0].endswith("/A")]
+        g = [i for i, event in enumerate(factors) if event[0].endswith("/G")]
+        assert len({event for event in factors if event[0][-2:] in ("/A", "/G")}) == len(a) + len(g)  # none twice
+        if schedule == "spd":
+            assert len(a) == len(g) == 4
+            assert max(a) < factors.index("forward over") < min(g)
+            assert factors[-1] == "backward over"
+        else:
+            assert (len(a), len(g)) == (1, 1)
+            assert min(a) > factors.index("forward over")
+        inverses = log[log.index("wait") + 1 :]
+        if schedule == "spd":
+            assert sum(event[0][-2:] in ("/A", "/G") for event in inverses) == 8
+            assert inverses[-1] == "wait"
+
+
+def _counted(rank, size, intervals):
+    options = {"factor_every": intervals[0], "inverse_every": intervals[1]}
+    options |= {"inverse_rule": "none", "inverse_comm": "broadcast", "planner": "layer"}
+    kfac, sync, _, _ = train(rank, size, options, steps=12)
+    sync.detach()
+    return kfac.stats(), kfac.plan
+
+
+@pytest.mark.parametrize("intervals", [(1, 1), (2, 4), (10, 100)])
+def test_collectives_and_bytes_are_the_plans(intervals):
+    for stats, plan in run(_counted, 2, intervals):
+        factors, inverses = (len(range(0, 12, every)) for every in intervals)
+        assert (stats.factor_updates, stats.inverse_updates) == (factors, inverses)
+        assert stats.collectives["factors"] == 8 * factors
+        assert stats.collectives["inverses"] == 8 * inverses
+        statistic = sum(8 * layer.packed(side) for layer in plan.layers for side in (0, 1))
+        assert stats.bytes_sent["factors"] == statistic * factors  # 2 (W-1)/W = 1
+        messages = sum(round(8 * plan.elements(i) / 2) for i in range(8))
+        assert stats.bytes_sent["inverses"] == messages * inverses
+        assert stats.bytes_sent["returns"] == 0
+
+
+# --- micro-batches, scaler, failures --------------------------------------------------------------------------------
+
+
+def _micro(rank, size):
+    found = []
+    for parts in (1, 2):
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with tw.attach(net, optimizer) as sync:
+            kfac = KFAC(net, sync, **{**OPTIONS, "factor_every": 1, "inverse_every": 1})
+            for step in range(4):
+                x, y = (part.chunk(size)[rank].chunk(parts) for part in data(step))
+                for i in range(parts):
+                    last = i == parts - 1
+                    loss = lambda i=i: 0.5 * (net(x[i]) - y[i]).square().sum() / len(x[i]) / parts  # noqa: B023, E731
+                    if last:
+                        loss().backward()
+                    else:
+                        with sync.no_sync():
+                            loss().backward()
+                        with pytest.raises(RuntimeError, match="micro-batches"):
+                            kfac.state_dict()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((flat(net), fields(kfac)))
+    return found
+
+
+def test_micro_batches_are_one_batch():
+    for (whole, factors), (parts, others) in run(_micro, 2):
+        torch.testing.assert_close(parts, whole, rtol=0, atol=1e-10)
+        for name in factors:
+            torch.testing.assert_close(others[name], factors[name], rtol=0, atol=1e-12)
+
+
+def _scaled(rank, size):
+    net = network().float()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1000)
+    with tw.attach(net, optimizer, scaler=scaler) as sync:
+        kfac = KFAC(net, sync, **{**OPTIONS, "factor_every": 4, "inverse_every": 8})
+        log = []
+        for step in range(6):
+            x, y = (part.chunk(size)[rank].float() for part in data(step))
+            if step == 0 and rank == 1:
+                y = y * 1e36  # its gradients overflow
+            scaler.scale(0.5 * (net(x) - y).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            log.append((kfac.stats().factor_updates, kfac.stats().inverse_updates, scaler.get_scale()))
+        return flat(net), log, [x.isfinite().all() for x in fields(kfac).values()]
+
+
+def test_a_skipped_step_leaves_no_trace_and_the_inverse_due():
+    ranks = run(_scaled, 2)
+    for weights, log, finite in ranks:
+        assert torch.equal(weights, ranks[0][0])
+        assert all(finite)
+        assert log[0] == (0, 0, 2.0**15)  # skipped: not taken in yet
+        assert log[1][1] == 1  # taken in with the next step, whose statistics were wanted since the first gave no G
+        assert log[-1][1] == 1
+
+
+def _broken(rank, size, rule):
+    text = []
+    handler = logging.Handler()
+    handler.emit = lambda record: text.append(record.getMessage())
+    logging.getLogger("thinwire").addHandler(handler)
+    seen = {}
+
+    def before(kfac, step):
+        layer = kfac.plan.layers[1]
+        name = f"{layer.name}/A"
+        if step == 3:
+            kfac._take_in()
+            seen["old"] = kfac._inverses.of[name].clone()
+            kfac._state.fields[FACTOR, name] = pack_upper(-100 * torch.eye(layer.d_a).double())
+        elif step == 4:
+            seen["kept"] = torch.equal(kfac._inverses.of[name], seen["old"])
+            seen["level"] = dict(kfac.stats().levels)
+            bad = torch.eye(layer.d_a).double()
+            bad[0, 0] = -0.05  # indefinite, but not with ten times the damping
+            kfac._state.fields[FACTOR, name] = pack_upper(bad)
+        elif step == 5:
+            seen["raised"] = dict(kfac.stats().levels)
+
+    options = {"inverse_rule": rule, "factor_every": 1, "inverse_every": 1, "decay": 1.0, "inverse_comm": "broadcast"}
+    _, sync, _, net = train(rank, size, options, steps=6, before=before)
+    sync.detach()
+    logging.getLogger("thinwire").removeHandler(handler)
+    return flat(net), seen, [line for line in text if "cannot be inverted" in line]
+
+
+@pytest.mark.parametrize("rule", ["all", "none"])
+def test_what_cannot_be_inverted_keeps_its_old_inverse(rule):
+    ranks = run(_broken, 2, rule)
+    for weights, seen, words in ranks:
+        assert torch.equal(weights, ranks[0][0])
+        assert seen["kept"]
+        assert seen["level"] == {"3/A": 5}
+        assert seen["raised"] == {"3/A": 1}
+        assert len(words) == 1
+
+
+def _poisoned(rank, size):
+    def before(kfac, step):
+        if step == 2:  # after backward: too late for this round's messages, so poison the next
+            rows = kfac._capture.statistic
+            kfac._rounds._statistic = lambda i, s: rows(i, s).mul_(torch.nan if (rank, i, s) == (1, 0, 0) else 1)
+
+    options = {"factor_every": 1, "inverse_every": 1, "schedule": "mpd"}
+    frozen = {}
+
+    def both(kfac, step):
+        before(kfac, step)
+        kfac._take_in()
+        frozen.setdefault(step, fields(kfac))
+
+    _, sync, _, net = train(rank, size, options, steps=5, before=both)
+    sync.detach()
+    return flat(net), frozen
+
+
+def test_a_nan_on_one_rank_changes_no_factor():
+    ranks = run(_poisoned, 2)
+    for weights, frozen in ranks:
+        assert torch.equal(weights, ranks[0][0])
+        assert torch.equal(frozen[2]["0/A"], frozen[4]["0/A"])
+        assert not torch.equal(frozen[2]["0/G"], frozen[4]["0/G"])
+
+
+# --- T17: checkpoints -----------------------------------------------------------------------------------------------
+
+
+def _saved(rank, size, folder, options):
+    kfac, sync, optimizer, net = train(rank, size, options, steps=5)
+    tw.checkpoint.save(folder, net, optimizer, sync, 5)
+    held = fields(kfac), {n: x.clone() for n, x in kfac._inverses.of.items()}
+    sync.detach()
+    kfac, sync, _, net = train(rank, size, options, steps=10)  # 20 steps in one go
+    sync.detach()
+    return held, flat(net)
+
+
+def _resumed(rank, size, folder, options):
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    sync = tw.attach(net, optimizer)
+    kfac = KFAC(net, sync, **{**OPTIONS, **options})
+    tw.checkpoint.load(folder, net, optimizer, sync)
+    held = fields(kfac), {n: x.clone() for n, x in kfac._inverses.of.items()}
+    for step in range(5, 10):
+        x, y = (part.chunk(size)[rank] for part in data(step))
+        loss = 0.5 * (net(x) - y).square().sum() / len(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    placement = kfac.plan.owners
+    sync.detach()
+    return held, flat(net), placement
+
+
+@pytest.mark.parametrize("schedule", ["spd", "kaisa:1/2"])
+def test_resume(schedule, tmp_path):
+    options = {"schedule": schedule, "inverse_rule": "none", "inverse_comm": "broadcast", "planner": "layer"}
+    saved = run(_saved, 4, str(tmp_path), options)
+    again = run(_resumed, 4, str(tmp_path), options)
+    for (held, weights), (found, after, _) in zip(saved, again):
+        for mine, other in zip(held, found):
+            assert mine.keys() == other.keys()
+            assert all(torch.equal(mine[name], other[name]) for name in mine)
+        assert torch.equal(weights, after)
+    two = run(_resumed, 2, str(tmp_path), options)
+    for found, after, placement in two:
+        assert all(torch.equal(found[0][name], factor) for name, factor in saved[0][0][0].items())
+        torch.testing.assert_close(after, saved[0][1], rtol=0, atol=1e-10)
+        assert max(placement) == 1
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def _refused(rank, size):
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with tw.attach(net, optimizer, "dear") as sync, pytest.raises(ValueError, match="decoupled"):
+        KFAC(net, sync, **OPTIONS)
+    with tw.attach(net, optimizer) as sync:
+        with pytest.raises(ValueError, match="kaisa:1/2"):
+            KFAC(net, sync, **OPTIONS, schedule="kaisa:1/3")
+        with pytest.raises(ValueError, match="rank 1 differs from rank 0: K-FAC: decay"):
+            KFAC(net, sync, **OPTIONS, decay=0.9 + 0.05 * rank)
+        kfac = KFAC(net, sync, **OPTIONS, schedule="dkfac")
+        with pytest.raises(RuntimeError, match="already"):
+            KFAC(net, sync, **OPTIONS)
+        plan = kfac.plan
+    with tw.attach(net, optimizer) as sync:
+        with pytest.raises(ValueError, match="method: 'inverse' in the plan, 'eigen' here"):
+            KFAC(net, sync, **OPTIONS, plan=plan, method="eigen")
+        KFAC(net, sync, **OPTIONS, plan=type(plan).from_json(plan.to_json()))
+    return True
+
+
+def test_refusals():
+    assert all(run(_refused, 2))

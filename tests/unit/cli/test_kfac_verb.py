@@ -1,0 +1,75 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.kfac import KFACPlan
+from thinwire.planner.costs import Costs
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words):
+    result = runner.invoke(app, ["kfac", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_plan_is_written_and_priced():
+    found = json.loads(run("plan", "resnet50", "--workers", 4, "--out", "plan.json", "--json"))
+    assert [plan["schedule"] for plan in found["plans"]] == [
+        plan["schedule"] for plan in sorted(found["plans"], key=lambda p: p["step_seconds"])
+    ]
+    assert {plan["schedule"] for plan in found["plans"]} == {"dkfac", "mpd", "spd", "kaisa:1/2"}
+    best = KFACPlan.from_json(Path("plan.json").read_text())
+    assert best.schedule == found["plans"][0]["schedule"]
+    assert (best.world_size, len(best.layers)) == (4, found["layers"])
+    assert found["layers"] == 54
+
+
+def test_lines_fit_a_terminal():
+    text = run("plan", "resnet50", "--explain", "--published")
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "calibrate" in text
+    assert "D-KFAC, inverting" in text
+
+
+def test_calibrate_adds_to_measured_costs():
+    known = Costs.of_link(1e9, 1e-4, 4)
+    Path("costs.json").write_text(known.to_json())
+    out = json.loads(run("calibrate", "--costs", "costs.json", "--largest", 128, "--seconds", 0.5, "--json"))
+    assert [d for d, _ in out["seconds"]["inverse"]] == [64, 128]
+    costs = Costs.from_json(Path("costs.json").read_text())
+    assert costs.exchanges == known.exchanges
+    for kind in ("inverse", "eigen"):
+        assert costs.compute[kind].provenance == "measured here"
+        measured = [seconds for _, seconds in out["seconds"][kind]]  # the curve never falls, whatever the noise
+        for d in (64, 128):
+            assert 0.999 * min(measured) <= costs.compute_seconds(kind, d) <= 8 * max(measured)
+    text = run("plan", "vgg16", "--costs", "costs.json", "--schedules", "spd, dp", "--method", "eigen")
+    assert "dp" in text
+
+
+@pytest.mark.parametrize("words, says", [
+    (["plan"], "give a model"),
+    (["plan", "resnet50", "--schedules", "fast"], "schedule='fast' is unknown"),
+    (["plan", "resnet50", "--planner", "best"], "planner='best' is unknown"),
+    (["plan", "resnet50", "--factor-every", "0"], "--factor-every 0 must be at least 1"),
+    (["plan", "resnet50", "--workers", "6", "--schedules", "kaisa:1/4"], "use kaisa:1/6, kaisa:2/6"),
+    (["plan", "resnet50", "--out", "no/such/plan.json"], "--out"),
+    (["calibrate", "--seconds", "0"], "--seconds must be positive"),
+    (["calibrate", "--costs", "nowhere.json"], "nowhere.json cannot be read"),
+    (["calibrate", "--largest", "0"], "largest=0"),
+])  # fmt: skip
+def test_wrong_words_are_one_sentence_and_exit_2(words, says):
+    result = runner.invoke(app, ["kfac", *words])
+    assert result.exit_code == 2
+    assert says in result.output
+    assert "Traceback" not in result.output

@@ -1,0 +1,119 @@
+"""Packing, the ladder of inverses, and what they do to a gradient, against dense solves."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers_by_hand import both_damped, dense_solve
+
+from thinwire.kernels.inverse import (
+    FAILED,
+    ON_CPU,
+    damped_eigen,
+    damped_inverse,
+    pi_ratio,
+    precondition,
+    precondition_eigen,
+)
+from thinwire.kernels.symmetric import pack_upper, packed_size, side_of, unpack_upper
+
+
+def positive(d, seed=0, dtype=torch.float64):
+    x = torch.randn(2 * d, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return x.mT @ x / (2 * d)
+
+
+@pytest.mark.parametrize("d", [1, 2, 31, 4608])
+def test_packing_is_the_identity_bit_for_bit(d):
+    matrix = torch.randn(d, d, generator=torch.Generator().manual_seed(d))
+    matrix = matrix.triu() + matrix.triu(1).mT
+    packed = pack_upper(matrix)
+    assert packed.numel() == packed_size(d) == d * (d + 1) // 2
+    assert side_of(packed.numel()) == d
+    assert torch.equal(unpack_upper(packed, d), matrix)
+    assert torch.equal(packed, matrix[tuple(torch.triu_indices(d, d))])
+
+
+def test_what_cannot_be_packed_is_refused():
+    matrix = positive(5)
+    pack_upper(matrix, tolerance=1e-12)
+    matrix[3, 1] += 0.1
+    pack_upper(matrix)  # the lower triangle is not looked at
+    with pytest.raises(ValueError, match="transpose"):
+        pack_upper(matrix, tolerance=1e-6)
+    with pytest.raises(ValueError, match="transpose"):
+        pack_upper(torch.full((2, 2), torch.nan), tolerance=1e-6)
+    with pytest.raises(ValueError, match="square"):
+        pack_upper(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="5 elements"):
+        unpack_upper(torch.zeros(5))
+    with pytest.raises(ValueError, match="not of 4 x 4"):
+        unpack_upper(torch.zeros(6), 4)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.floats(1e-3, 10), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_three_methods_against_a_dense_solve(d_a, d_g, damping, seed):
+    a, g = positive(d_a, seed), positive(d_g, seed + 1)
+    gradient = torch.randn(d_g, d_a, generator=torch.Generator().manual_seed(seed + 2), dtype=a.dtype)
+    (ia, level_a), (ig, level_g) = damped_inverse(a, damping), damped_inverse(g, damping)
+    assert level_a == level_g == 0
+    v = precondition(gradient, ia, ig)
+    torch.testing.assert_close(v, both_damped(a, g, gradient, damping, damping), rtol=1e-10, atol=1e-10)
+    pi = pi_ratio(a, g)
+    ia, ig = damped_inverse(a, float(pi) * damping**0.5)[0], damped_inverse(g, damping**0.5 / float(pi))[0]
+    wanted = both_damped(a, g, gradient, pi * damping**0.5, damping**0.5 / pi)
+    torch.testing.assert_close(precondition(gradient, ia, ig), wanted, rtol=1e-10, atol=1e-10)
+    v = precondition_eigen(gradient, damped_eigen(a)[:2], damped_eigen(g)[:2], damping)
+    torch.testing.assert_close(v, dense_solve(a, g, gradient, damping), rtol=1e-10, atol=1e-10)
+    assert (v * gradient).sum() >= 0
+
+
+def test_in_single_precision():
+    a, g = positive(12, dtype=torch.float32), positive(9, 1, dtype=torch.float32)
+    gradient = torch.randn(9, 12, generator=torch.Generator().manual_seed(2))
+    v = precondition_eigen(gradient, damped_eigen(a)[:2], damped_eigen(g)[:2], 1e-2)
+    wanted = dense_solve(a.double(), g.double(), gradient.double(), 1e-2)
+    torch.testing.assert_close(v.double(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["inverse", "eigen"])
+def test_factors_are_never_written_to(kind):
+    a = positive(6)
+    before = a.clone()
+    damped_inverse(a, 0.1) if kind == "inverse" else damped_eigen(a)
+    assert torch.equal(a, before)
+
+
+def test_the_ladder():
+    base = torch.eye(3, dtype=torch.float64)
+    for level, smallest in ((0, 0.0), (1, -0.05), (2, -0.5), (3, -5.0)):
+        a = base.clone()
+        a[0, 0] = smallest
+        inverse, reached = damped_inverse(a, 0.01)
+        assert reached == level
+        torch.testing.assert_close(inverse[0, 0], 1 / (a[0, 0] + 0.01 * 10**level))
+    assert damped_inverse(base, 0.01, least=2)[1] == 2
+    at_least = damped_inverse(base, 0.01, least=ON_CPU)
+    assert at_least[1] == ON_CPU
+    torch.testing.assert_close(at_least[0], base / 1.01)
+    for bad in (-100 * base, base * torch.nan, base * torch.inf):
+        inverse, level = damped_inverse(bad, 0.01)
+        assert level == FAILED
+        assert not inverse.any()
+    assert damped_inverse(base, 0.01, least=FAILED)[1] == FAILED
+
+
+def test_eigen_clamps_and_gives_up():
+    vectors, values, level = damped_eigen(torch.diag(torch.tensor([2.0, -1.0, 0.5])))
+    assert level == 0
+    assert sorted(values.tolist()) == [0.0, 0.5, 2.0]
+    torch.testing.assert_close(vectors @ vectors.mT, torch.eye(3))
+    assert damped_eigen(torch.eye(3) * torch.nan)[2] == FAILED
+    assert damped_eigen(torch.eye(3), least=1)[2] == ON_CPU
+
+
+def test_pi_of_nothing_is_one():
+    assert pi_ratio(torch.zeros(2, 2), torch.eye(3)) == 1
+    assert pi_ratio(torch.eye(3), torch.zeros(2, 2)) == 1
+    assert pi_ratio(4 * torch.eye(3), torch.eye(2)) == 2
