@@ -1,0 +1,198 @@
+"""``thinwire ps``: asynchronous training with a parameter server."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Asynchronous training: a server, nodes that come and go, the same in virtual time.", no_args_is_help=True
+)
+
+Model = Annotated[str, typer.Option(help="chargpt, mlp, digits, ... or module:function; options as mlp:width=512.")]
+SettingsText = Annotated[
+    str,
+    typer.Option(
+        "--settings",
+        help="inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco; options as "
+        "inhad:limit=2:n=1.",
+    ),
+]
+OuterText = Annotated[str, typer.Option("--outer", help="The server's optimizer, as sgd:lr=0.1:momentum=0.9.")]
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
+
+
+@app.command()
+def server(
+    model: Model = "chargpt",
+    settings: SettingsText = "inhad",
+    outer: OuterText = "auto",
+    port: Annotated[int, typer.Option(help="Of the rendezvous.")] = 29400,
+    nodes: Annotated[int, typer.Option(help="The first weights wait for so many nodes.")] = 1,
+    updates: Annotated[int | None, typer.Option(help="End after so many updates.")] = None,
+    gradients: Annotated[int | None, typer.Option(help="End after so many applied gradients.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Directory; the server goes on from what is there.")] = None,
+    save_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
+    journal: Annotated[Path | None, typer.Option(help="File for the log of updates, for `ps replay`.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
+    json: Json = False,
+) -> None:
+    """Serve a model until so many updates or gradients, with a live table of its nodes."""
+    from thinwire.cli.ps_tables import live
+    from thinwire.cli.ps_work import make_service
+
+    _check_end(updates, gradients)
+    with live() as show:
+        service = make_service(
+            model, settings, outer, port=port, nodes=nodes, updates=updates, gradients=gradients,
+            directory=checkpoint, save_every=save_every, journal=journal, seed=seed, on_status=show,
+        )  # fmt: skip
+        status = service.run()
+    typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
+
+
+@app.command()
+def node(
+    server: Annotated[str, typer.Option(help="host:port of the server.")],
+    model: Model = "chargpt",
+    node: Annotated[int | None, typer.Option(help="Number of this node; by default made of the host's name.")] = None,
+    workers: Annotated[int, typer.Option(help="Workers on this node, one process each.")] = 1,
+    slowdown: Annotated[
+        float, typer.Option(help="Emulate a slower machine: each step takes so many times longer.")
+    ] = 1.0,
+    pace: Annotated[float, typer.Option(help="Emulate: a step takes at least so many seconds, times slowdown.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the initial weights; the server's count.")] = 0,
+    json: Json = False,
+) -> None:
+    """Work for a server: this node's leader and its workers; workers that die are started again."""
+    from thinwire.cli.ps_work import run_node
+
+    result = run_node(server, model, node, workers, slowdown=slowdown, pace=pace, seed=seed)
+    typer.echo(json_module.dumps(result) if json else f"node {result['node']}: {result['end']}")
+
+
+@app.command(hidden=True)
+def worker(
+    leader: str, number: int, model: str, node: int, slowdown: float = 1.0, pace: float = 0.0, seed: int = 0
+) -> None:
+    """One worker of `ps node`, a process of its own."""
+    from thinwire.cli.ps_work import run_worker
+
+    run_worker(leader, number, model, node, slowdown=slowdown, pace=pace, seed=seed)
+
+
+@app.command()
+def run(
+    model: Model = "chargpt:layers=2:width=128:heads=4",
+    settings: SettingsText = "inhad",
+    outer: OuterText = "auto",
+    nodes: Annotated[int, typer.Option(help="Nodes beside the server's.")] = 4,
+    workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
+    link: Annotated[str, typer.Option(help="Rate of each link, the server's first, or one for all.")] = "unlimited",
+    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
+    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is so many times slower.")] = None,
+    pace: Annotated[
+        float, typer.Option(help="A step takes at least so many seconds: shared cores as own machines.")
+    ] = 0.0,
+    kill: Annotated[
+        list[str] | None, typer.Option(help="NODE:SECONDS, kill -9 of a node, which then comes back.")
+    ] = None,
+    updates: Annotated[int | None, typer.Option(help="End after so many updates.")] = None,
+    gradients: Annotated[int | None, typer.Option(help="End after so many applied gradients.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="End after so many seconds of training.")] = None,
+    evaluate_every: Annotated[int, typer.Option(help="Updates between held-out losses.")] = 25,
+    journal: Annotated[Path | None, typer.Option(help="File for the log of updates.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is ended.")] = 3600.0,
+    json: Json = False,
+) -> None:
+    """A server and its nodes in the lab, over emulated links, with slow nodes and kills."""
+    from thinwire.cli.ps_lab import LabSpec, run_lab
+
+    _check_end(updates, gradients, seconds)
+    spec = LabSpec(
+        model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay, pace=pace,
+        slow=_pairs(slow, "--slow 1:4", nodes), kill=_pairs(kill, "--kill 2:10", nodes), updates=updates,
+        gradients=gradients, seconds=seconds, evaluate_every=evaluate_every,
+        journal=str(journal.absolute()) if journal else None, seed=seed, timeout=timeout,
+    )  # fmt: skip
+    result = run_lab(spec, quiet=json)
+    typer.echo(json_module.dumps(result) if json else _last_words(result["status"], result["note"]))
+
+
+@app.command()
+def simulate(
+    settings: SettingsText = "inhad",
+    nodes: Annotated[int, typer.Option(help="Nodes, a leader each.")] = 4,
+    workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
+    step: Annotated[float, typer.Option(help="Seconds of a worker's step, in the median.")] = 1.0,
+    spread: Annotated[float, typer.Option(help="Log-normal spread of a step; 0: none.")] = 0.1,
+    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is so many times slower.")] = None,
+    parameters: Annotated[float, typer.Option(help="Of the model, in millions.")] = 10.0,
+    link: Annotated[str, typer.Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
+    delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0.5ms",
+    seconds: Annotated[float, typer.Option(help="Virtual seconds.")] = 300.0,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    json: Json = False,
+) -> None:
+    """What a setting would do, in virtual time, beside synchronous all-reduces on the same nodes and links."""
+    from rich.console import Console
+
+    from thinwire.cli.ps_predict import predict
+    from thinwire.cli.ps_tables import prediction_table
+
+    rows = predict(
+        settings, nodes, workers, step, spread, dict(_pairs(slow, "--slow 1:4", nodes)), parameters, link, delay,
+        seconds, seed,
+    )  # fmt: skip
+    if json:
+        typer.echo(json_module.dumps(rows))
+    else:
+        Console().print(prediction_table(rows))
+
+
+@app.command()
+def replay(
+    journal: Annotated[Path, typer.Argument(help="What --journal wrote.")],
+    out: Annotated[Path | None, typer.Option(help="Where the weights go, as a torch file.")] = None,
+    json: Json = False,
+) -> None:
+    """Make a recorded run again, update by update, and print the hash of its last weights."""
+    from thinwire.cli.ps_work import replay_file
+
+    result = replay_file(journal, out)
+    typer.echo(json_module.dumps(result) if json else f"{result['updates']} updates, weights {result['hash']}")
+
+
+def _check_end(*ends: float | None) -> None:
+    if all(end is None for end in ends):
+        raise ValueError("say when to end: give --updates or --gradients")
+    if any(end is not None and end <= 0 for end in ends):
+        raise ValueError("--updates, --gradients and --seconds must be above 0")
+
+
+def _pairs(words: list[str] | None, example: str, nodes: int) -> list[tuple[int, float]]:
+    found = []
+    for word in words or []:
+        left, _, right = word.partition(":")
+        try:
+            pair = int(left), float(right)
+        except ValueError:
+            raise ValueError(f"{word!r} is no NODE:NUMBER; write for example {example}") from None
+        if not 0 <= pair[0] < nodes or pair[1] < 0:
+            raise ValueError(f"{word!r}: there are nodes 0 to {nodes - 1}, and the number must not be negative")
+        found.append(pair)
+    return found
+
+
+def _last_words(status: dict[str, object], note: str = "") -> str:
+    loss = status.get("loss")
+    text = (
+        f"version {status['version']}, {status['gradients']} gradients in {status['seconds']:.1f} s, staleness mean "
+        f"{status['mean_staleness']:.2f}, most {status['max_staleness']}, "
+        f"{(status['up_bytes'] + status['down_bytes']) / 1e6:.1f} MB"  # type: ignore[operator]
+    )
+    return text + (f", loss {loss:.3f}" if loss is not None else "") + (f"; {note}" if note else "")

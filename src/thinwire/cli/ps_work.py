@@ -1,0 +1,245 @@
+"""What the verbs of ``thinwire ps`` do in one process: serve, lead a node, work, replay."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.errors import RunFailed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from thinwire.bench.models.workload import Workload
+    from thinwire.parameter_server import Service, Settings, Worker
+    from thinwire.parameter_server.outer import Outer
+
+_RESTARTS = 20
+
+
+def build(model: str, seed: int) -> Workload:
+    """A model of the bench, with one thread."""
+    import torch
+
+    from thinwire.bench.models.registry import build_model
+
+    torch.set_num_threads(1)
+    return build_model(model, seed)
+
+
+def read_outer(text: str) -> Outer | None:
+    """``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3``, ``delayed_nesterov:lr=0.2:period=4``; ``auto`` is None.
+
+    Raises:
+        ValueError: there is no such optimizer or option.
+    """
+    import torch
+
+    from thinwire.bench.words import nearest, split_options
+    from thinwire.parameter_server import DelayedNesterov
+
+    if text == "auto":
+        return None
+    kinds: dict[str, Callable[..., Any]] = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "delayed_nesterov": DelayedNesterov,
+    }
+    name, options = split_options(text)
+    if name not in kinds:
+        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, kinds)}")
+
+    def make(params: list[Tensor]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = kinds[name](params, **options)
+        return made
+
+    try:
+        make([torch.zeros(1)])
+    except TypeError as error:
+        raise ValueError(f"--outer {text}: {error}") from error
+    return make
+
+
+def read_settings(text: str, nodes: int) -> Settings:
+    """A preset that waits for so many nodes."""
+    from dataclasses import replace
+
+    from thinwire.parameter_server import preset
+
+    return replace(preset(text), start_nodes=nodes)
+
+
+def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
+    """The server of a model of the bench.
+
+    Raises:
+        RunFailed: the port is taken.
+    """
+    from thinwire.collectives.pair import PairError
+    from thinwire.parameter_server import Service
+
+    workload = build(model, seed)
+    facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
+    try:
+        return Service(
+            workload.model, read_settings(settings, nodes), outer=read_outer(outer), nodes=nodes, facts=facts, **options
+        )
+    except PairError as error:
+        raise RunFailed(str(error)) from error
+
+
+def rank_of(node: int, worker: int) -> int:
+    """Which part of the data a worker draws."""
+    return 64 * node + worker
+
+
+def make_worker(
+    leader: str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int,
+    check: Callable[[], object] = lambda: None,
+) -> Worker:  # fmt: skip
+    """A worker on a model of the bench."""
+    from thinwire.parameter_server import Worker
+
+    workload = build(model, seed)
+
+    def loss(network: nn.Module, step: int) -> tuple[Tensor, int]:
+        return workload.loss(network, step, rank_of(node, number)), 1
+
+    return Worker(workload.model, loss, leader, number, slowdown=slowdown, pace_seconds=pace, check=check)
+
+
+def run_worker(leader: str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int) -> None:
+    """One worker, to the end of the training.
+
+    Raises:
+        RunFailed: its leader has gone.
+    """
+    from thinwire.parameter_server import ServerLost
+
+    try:
+        make_worker(leader, number, model, node, slowdown=slowdown, pace=pace, seed=seed).run()
+    except ServerLost as error:
+        raise RunFailed(str(error)) from error
+
+
+def run_node(
+    server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
+    seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """A leader with its workers: one in this process, or several in processes of their own.
+
+    Raises:
+        RunFailed: the server has gone, or a worker died too often.
+    """
+    from thinwire.parameter_server import Node, ServerLost
+
+    if workers < 1:
+        raise ValueError(f"--workers {workers} must be at least 1")
+    if number is None:
+        number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
+    from thinwire.collectives.pair import split_address
+
+    split_address(server)
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    node = None
+    try:
+        node = Node(server, number, workers)
+        if workers == 1:
+            worker = make_worker(
+                node.address, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, check=lambda: node.wait(0)
+            )
+            stats = worker.run()
+            node.wait(5.0)
+            return {"node": number, "end": "training has ended", "submissions": stats.submissions, "restarts": 0}
+        restarts = -workers
+        while not node.wait(0.2):
+            for k in range(workers):
+                if k not in children or children[k].poll() is not None:
+                    restarts += 1
+                    if restarts > _RESTARTS:
+                        raise RunFailed(f"workers of node {number} died {restarts} times; see their words above")
+                    command = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps", "worker"]
+                    command += [
+                        node.address,
+                        str(k),
+                        model,
+                        str(number),
+                        "--slowdown",
+                        str(slowdown),
+                        "--seed",
+                        str(seed),
+                    ]
+                    command += ["--pace", str(pace)]
+                    children[k] = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        _await(children)
+        return {"node": number, "end": "training has ended", "restarts": restarts}
+    except ServerLost as error:
+        raise RunFailed(str(error)) from error
+    finally:
+        if node is not None:
+            node.close()
+        for child in children.values():
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+
+
+def _await(children: dict[int, subprocess.Popen[bytes]]) -> None:
+    end = time.monotonic() + 10.0
+    while time.monotonic() < end and any(child.poll() is None for child in children.values()):
+        time.sleep(0.05)
+
+
+def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
+    """Make a run of a model of the bench again.
+
+    Raises:
+        ValueError: it is no journal, or one of another program.
+    """
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from thinwire.parameter_server import Journal, Layout, replay
+    from thinwire.parameter_server.outer import default_outer
+
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: give the file that --journal wrote")
+    journal = Journal.read(path)
+    facts = journal.facts
+    if "model" not in facts:
+        raise ValueError(f"{path} does not say which model it is of: replay it in Python, see parameter_server.replay")
+    workload = build(facts["model"], facts["seed"])
+    network, layout = workload.model, Layout.of(workload.model)
+    start = layout.flat(network)
+
+    def gradient(theta: Tensor, node: int, worker: int, batch: int) -> Tensor:
+        layout.write(theta, network)
+        network.zero_grad()
+        workload.loss(network, batch, rank_of(node, worker)).backward()
+        return layout.gradient(network)
+
+    outer = read_outer(facts["outer"]) or default_outer(journal.settings, facts["nodes"])
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("updates", total=len(journal.updates))
+        theta = replay(
+            journal, start, gradient, outer, full=facts["nodes"], on_update=lambda v: bar.update(task, completed=v)
+        )
+    if out is not None:
+        torch.save({"theta": theta, "version": len(journal.updates)}, out)
+    digest = weights_hash(theta)
+    return {"updates": len(journal.updates), "hash": digest, "deterministic": journal.settings.deterministic}
+
+
+def weights_hash(theta: Tensor) -> str:
+    """A short hash of the bits of the weights."""
+    return hashlib.blake2b(theta.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()

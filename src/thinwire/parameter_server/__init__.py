@@ -1,0 +1,47 @@
+"""Asynchronous training lives here: a server that counts iteration numbers, leaders that sum, workers that do not wait
+for the slowest. What does not live here: the synchronous exchange (``engine``), virtual clocks (``planner``), sockets.
+"""
+
+from thinwire.parameter_server import presets
+from thinwire.parameter_server.diloco import DiLoCo
+from thinwire.parameter_server.journal import Journal, replay
+from thinwire.parameter_server.layout import Layout, LayoutMismatch
+from thinwire.parameter_server.leader import Leader
+from thinwire.parameter_server.node import Node
+from thinwire.parameter_server.outer import DelayedNesterov
+from thinwire.parameter_server.presets import preset
+from thinwire.parameter_server.server import Server
+from thinwire.parameter_server.service import Service, Status
+from thinwire.parameter_server.session import run, serve
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.submit import Gradient, LocalSteps
+from thinwire.parameter_server.virtual import Fault, Link, Trace, simulate
+from thinwire.parameter_server.worker import ServerLost, Worker, WorkerStats
+
+__all__ = [
+    "DelayedNesterov",
+    "DiLoCo",
+    "Fault",
+    "Gradient",
+    "Journal",
+    "Layout",
+    "LayoutMismatch",
+    "Leader",
+    "Link",
+    "LocalSteps",
+    "Node",
+    "Server",
+    "ServerLost",
+    "Service",
+    "Settings",
+    "Status",
+    "Trace",
+    "Worker",
+    "WorkerStats",
+    "preset",
+    "presets",
+    "replay",
+    "run",
+    "serve",
+    "simulate",
+]

@@ -1,0 +1,108 @@
+"""Fewer bytes both ways: sparse or 8-bit sums up with error feedback, sparse or 8-bit differences down.
+
+Down as in dual-way gradient sparsification (DGS, arXiv 1910.10929): the server knows what each leader holds and sends
+the largest part of the difference; what is left out stays in the next difference, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.pairs import message_bytes, pack, unpack
+from thinwire.kernels.quantise import add_decoded, encode
+from thinwire.kernels.select import keep_count, top_k
+
+BITS = 8
+BLOCK = 256
+
+
+class Codec:
+    """A flat vector as fewer bytes, and back.
+
+    Args:
+        kind: "topk" or "int8".
+        density: kept share of "topk".
+    """
+
+    def __init__(self, kind: str, density: float) -> None:
+        self.kind, self.density = kind, density
+
+    def encode(self, x: Tensor) -> Tensor:
+        """``[D]`` -> ``uint8 [n]``."""
+        if self.kind == "topk":
+            values, indices = top_k(x, keep_count(x.numel(), self.density))
+            return pack(values, indices)
+        codes, scales = encode(x, BITS, BLOCK)
+        return torch.cat([scales.view(torch.uint8), codes])
+
+    def size(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of an encoded vector."""
+        if self.kind == "topk":
+            return message_bytes(keep_count(numel, self.density), dtype)
+        return -(-numel // BLOCK) * dtype.itemsize + numel
+
+    def decode(self, message: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """What :meth:`encode` kept, ``[D]``.
+
+        Raises:
+            ValueError: the length does not fit.
+        """
+        if message.numel() != self.size(numel, dtype):
+            raise ValueError(f"{message.numel()} bytes arrived where {self.size(numel, dtype)} encode this model")
+        out = torch.zeros(numel, dtype=dtype)
+        if self.kind == "topk":
+            values, indices = unpack(message, keep_count(numel, self.density), dtype)
+            if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < numel:
+                raise ValueError("a sparse message points outside of the model")
+            return out.index_copy_(0, indices, values)
+        cut = -(-numel // BLOCK) * dtype.itemsize
+        scales = message[:cut].clone().view(dtype)
+        add_decoded(out, message[cut:][None], scales[None], BITS, BLOCK)
+        return out
+
+
+class Feedback:
+    """The sending end of sums: what was not sent is added to the next one."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.residual: Tensor | None = None
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The message of ``x`` plus what is owed; what remains is owed."""
+        total = x if self.residual is None else x + self.residual
+        message = self.codec.encode(total)
+        self.residual = total - self.codec.decode(message, total.numel(), total.dtype)
+        return message
+
+
+class Difference:
+    """Both ends of weights: ``held`` is what the leader has, equal on both sides bit for bit."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.held: Tensor | None = None
+
+    def encode(self, theta: Tensor) -> tuple[Tensor, bool]:
+        """What to send, and whether it is a difference; the first weights go whole."""
+        if self.held is None:
+            self.held = theta.clone()
+            return theta, False
+        message = self.codec.encode(theta - self.held)
+        self._add(message)
+        return message, True
+
+    def receive(self, message: Tensor) -> Tensor:
+        """The leader's weights after a difference."""
+        self._add(message)
+        assert self.held is not None
+        return self.held
+
+    def start(self, theta: Tensor) -> None:
+        """The leader's weights after whole ones."""
+        self.held = theta
+
+    def _add(self, message: Tensor) -> None:
+        assert self.held is not None
+        self.held = self.held + self.codec.decode(message, self.held.numel(), self.held.dtype)

@@ -1,0 +1,208 @@
+"""Messages over a pair: queues, the threads that empty them, and what is done when the other side has gone."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.collectives.pair import Pair, PairError, empty_bytes
+from thinwire.parameter_server.messages import FRAME, Grad, Local, Message, Row, decode, encode
+
+SLOWEST = 1e6 / 8
+"""Bytes per second that a link must carry: what takes longer counts as dead."""
+_MOST_ROWS = 1 << 20
+
+logger = logging.getLogger("thinwire")
+
+Anything = Message | Local
+
+
+class Connection:
+    """Sends messages in order and delivers what comes, each from threads of its own.
+
+    Args:
+        pair: the connection.
+        channels: 1: strict order. 2: messages without a tensor overtake those with one, both ways.
+        seconds: how long the other side may be silent.
+        deliver: called with every message; a tensor arrives as bytes, ``uint8 [n]``.
+        closed: called once, with the reason, when the connection has ended by itself.
+        announced: called with the seconds that a tensor on its way may take.
+        compose: makes the report that ``report_due`` asks for, when the control channel is free.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        *,
+        channels: int,
+        seconds: float,
+        deliver: Callable[[Anything], None],
+        closed: Callable[[str], None],
+        announced: Callable[[float], None] = lambda seconds: None,
+        compose: Callable[[], Anything | None] | None = None,
+    ) -> None:
+        self._pair, self._seconds, self._channels = pair, seconds, channels
+        self._deliver, self._closed, self._announced, self._compose = deliver, closed, announced, compose
+        self._lock = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._control: list[Anything] = []
+        self._data: list[Anything] = []
+        self._due = self._ending = self._over = False
+        self._arriving: queue.SimpleQueue[tuple[Anything, int] | None] = queue.SimpleQueue()
+
+    def start(self) -> Connection:
+        """Begin; nothing is delivered before."""
+        loops = [self._send_control, self._receive]
+        if self._channels == 2:
+            loops += [self._send_data, self._receive_data]
+        for loop in loops:
+            thread = threading.Thread(target=self._guard, args=(loop,), name=f"thinwire{loop.__name__}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def join(self, seconds: float) -> None:
+        """Wait, at most so long, until the threads have ended: at the end of the process they would be cut off in
+        Gloo's code, which aborts it."""
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
+
+    @property
+    def ended(self) -> bool:
+        """Whether all threads have ended."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def pair(self) -> Pair:
+        """The connection below, for its byte counts."""
+        return self._pair
+
+    def post(self, message: Anything) -> None:
+        """Send in order. Never blocks."""
+        with self._lock:
+            apart = self._channels == 2 and getattr(message, "tensor", None) is not None
+            (self._data if apart else self._control).append(message)
+            self._lock.notify_all()
+
+    def report_due(self) -> None:
+        """Compose a report as soon as the control channel is free."""
+        with self._lock:
+            self._due = True
+            self._lock.notify_all()
+
+    def finish(self) -> None:
+        """Close when all that was posted is sent."""
+        with self._lock:
+            self._ending = True
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """Close now; ``closed`` is not called any more."""
+        with self._lock:
+            self._over = True
+            self._lock.notify_all()
+        self._arriving.put(None)
+        self._pair.close()
+
+    # --- threads --------------------------------------------------------------------------------------------------
+
+    def _guard(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        except Exception as error:
+            if not isinstance(error, (PairError, ValueError)):
+                logger.exception("a connection of the parameter server ends by a mistake of ours")
+            with self._lock:
+                first, self._over = not self._over, True
+                self._lock.notify_all()
+            self._arriving.put(None)
+            self._pair.close()
+            if first:
+                self._closed(str(error))
+
+    def _send_control(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._over or self._control or self._due or (self._ending and not self._data)):
+                    self._lock.wait()
+                if self._over:
+                    return
+                message: Anything | None = self._control.pop(0) if self._control else None
+                reporting = message is None and self._due
+                if reporting:
+                    self._due = False
+            if reporting and self._compose is not None:
+                message = self._compose()
+            if message is not None:
+                self._send(message)
+            elif not reporting:
+                self.close()
+                return
+
+    def _send_data(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._over or self._data):
+                    self._lock.wait()
+                if self._over:
+                    return
+                message = self._data[0]
+            self._send(message)
+            with self._lock:
+                self._data.pop(0)
+                self._lock.notify_all()
+
+    def _send(self, message: Anything) -> None:
+        tensor: Tensor | None = getattr(message, "tensor", None)
+        rows = message.rows if isinstance(message, Grad) else ()
+        table = array("q", [x for row in rows for x in (row.base, row.worker, row.step, row.samples)]).tobytes()
+        size = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        self._pair.send_frame(encode(message, len(rows), size) + table)
+        if tensor is not None:
+            self._pair.send_tensor(tensor, self._allowance(size))
+
+    def _receive(self) -> None:
+        while True:
+            message: Any
+            message, rows, size = decode(self._pair.receive_frame(FRAME.size, self._seconds))
+            if rows:
+                message = replace(message, rows=self._rows(rows))
+            if not size:
+                self._deliver(message)
+                continue
+            self._announced(self._allowance(size))
+            if self._channels == 2:
+                self._arriving.put((message, size))
+            else:
+                self._deliver(self._with_tensor(message, size))
+
+    def _receive_data(self) -> None:
+        while True:
+            arriving = self._arriving.get()
+            if arriving is None:
+                return
+            self._deliver(self._with_tensor(*arriving))
+
+    def _with_tensor(self, message: Any, size: int) -> Anything:
+        tensor: Any = self._pair.receive_tensor(empty_bytes(size), self._allowance(size))
+        received: Anything = replace(message, tensor=tensor)
+        return received
+
+    def _rows(self, count: int) -> tuple[Row, ...]:
+        if count > _MOST_ROWS:
+            raise ValueError(f"a message announces {count} gradients, which no node has")
+        numbers = array("q", self._pair.receive_frame(32 * count, self._seconds)).tolist()
+        return tuple(Row(*numbers[i : i + 4]) for i in range(0, 4 * count, 4))
+
+    def _allowance(self, size: int) -> float:
+        return self._seconds + size / SLOWEST

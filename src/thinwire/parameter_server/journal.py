@@ -1,0 +1,197 @@
+"""The log of a run: one line of JSON per update, enough to make every update again, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from torch import Tensor
+
+from thinwire.parameter_server.aggregate import Aggregator
+from thinwire.parameter_server.effects import Apply, Contribution
+from thinwire.parameter_server.local_work import LocalWork
+from thinwire.parameter_server.messages import Row
+from thinwire.parameter_server.outer import Master, Outer
+from thinwire.parameter_server.settings import Settings
+
+
+@dataclass(frozen=True)
+class Part:
+    """One contribution of an update, without its tensor."""
+
+    node: int
+    member: int
+    scale: float
+    weight: float
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One line: the update that made ``version`` + 1, at so many seconds."""
+
+    version: int
+    at_seconds: float
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, effect: Apply, at_seconds: float) -> Update:
+        """What an ``Apply`` does."""
+        parts = (Part(p.node, p.member, p.scale, p.weight, p.rows) for p in effect.contributions)
+        return cls(effect.version, at_seconds, tuple(parts))
+
+    def to_json(self) -> str:
+        """The line."""
+        parts = [
+            [p.node, p.member, p.scale, p.weight, [[r.base, r.worker, r.step, r.samples] for r in p.rows]]
+            for p in self.parts
+        ]
+        return json.dumps({"version": self.version, "at": self.at_seconds, "parts": parts})
+
+    @classmethod
+    def from_json(cls, line: str) -> Update:
+        """Read a line."""
+        data = json.loads(line)
+        parts = tuple(
+            Part(node, member, scale, weight, tuple(Row(*row) for row in rows))
+            for node, member, scale, weight, rows in data["parts"]
+        )
+        return cls(int(data["version"]), float(data["at"]), parts)
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A run: its settings, what else is needed to make it again, and its updates."""
+
+    settings: Settings
+    facts: dict[str, Any]
+    updates: tuple[Update, ...]
+
+    @classmethod
+    def read(cls, path: str | Path) -> Journal:
+        """Read a file; a last line that a kill cut off is left out.
+
+        Raises:
+            ValueError: it is no journal.
+        """
+        lines = Path(path).read_text().splitlines()
+        try:
+            head = json.loads(lines[0])
+            settings = Settings.from_json(json.dumps(head["settings"]))
+            updates = []
+            for place, line in enumerate(lines[1:], 1):
+                try:
+                    updates.append(Update.from_json(line))
+                except json.JSONDecodeError:
+                    if place != len(lines) - 1:
+                        raise
+            return cls(settings, dict(head["facts"]), tuple(updates))
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no journal of a parameter server ({error})") from error
+
+
+class JournalWriter:
+    """Appends updates to a file.
+
+    Args:
+        path: if it is there, updates below ``version`` are kept: a restarted server goes on with it.
+        facts: model, seeds and the like.
+    """
+
+    def __init__(self, path: str | Path, settings: Settings, facts: dict[str, Any], version: int = 0) -> None:
+        kept: Sequence[Update] = ()
+        if version and Path(path).exists():
+            kept = [update for update in Journal.read(path).updates if update.version < version]
+        self._file: IO[str] = Path(path).open("w")  # noqa: SIM115  closed by close()
+        self._line(json.dumps({"settings": json.loads(settings.to_json()), "facts": facts}))
+        for update in kept:
+            self._line(update.to_json())
+
+    def write(self, update: Update) -> None:
+        """Append one, at once."""
+        self._line(update.to_json())
+
+    def _line(self, text: str) -> None:
+        self._file.write(text + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def replay(
+    journal: Journal,
+    parameters: Tensor,
+    gradient: Callable[[Tensor, int, int, int], Tensor],
+    outer: Outer,
+    *,
+    full: int = 1,
+    on_update: Callable[[int], None] = lambda version: None,
+) -> Tensor:
+    """Make a run again. Equal bits if its settings say ``deterministic``, or it had one worker.
+
+    Args:
+        parameters: the weights of version 0, ``[D]``.
+        gradient: (flat parameters, node, worker, number of the batch) -> flat gradient.
+        outer: as in the run; full: nodes times workers, as in the run.
+        on_update: called with the version after each update.
+
+    Returns:
+        The last weights.
+
+    Raises:
+        ValueError: the run was compressed or balanced its local steps, which a journal does not hold.
+    """
+    settings = journal.settings
+    if settings.compress_up or settings.compress_down:
+        raise ValueError("a run with compression cannot be replayed: the journal does not hold the residuals")
+    if getattr(settings.submit, "balance", False):
+        raise ValueError("a run with balanced local steps cannot be replayed: their numbers are not in the journal")
+    master = Master(parameters, outer, settings, full)
+    history = {0: master.theta.clone()}
+    last_use = _last_use(journal.updates)
+    work: dict[tuple[int, int], LocalWork] = {}
+
+    def compute(part: Part, row: Row) -> Tensor:
+        mine = work.setdefault((part.node, row.worker), LocalWork(settings.submit))
+        return mine.submission(
+            history[row.base], row.step, settings.submit.steps, lambda x, i: gradient(x, part.node, row.worker, i)
+        )
+
+    for update in journal.updates:
+        contributions = []
+        for part in update.parts:
+            total = _again(part, update.version, settings, compute)
+            contributions.append(Contribution(part.node, part.member, part.rows, part.scale, part.weight, total))
+        master.apply(contributions)
+        version = update.version + 1
+        history[version] = master.theta.clone()
+        for old in [base for base in history if last_use.get(base, -1) < version and base != version]:
+            del history[old]
+        on_update(version)
+    return master.theta
+
+
+def _again(part: Part, version: int, settings: Settings, compute: Callable[[Part, Row], Tensor]) -> Tensor | None:
+    """The tensor of one contribution."""
+    if settings.transfer == "push":
+        return compute(part, part.rows[0]) if part.rows else None
+    buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)
+    for row in part.rows:
+        buffer.add(row, compute(part, row))
+    total: Tensor | None = buffer.take(version)[2]
+    return total
+
+
+def _last_use(updates: Iterable[Update]) -> dict[int, int]:
+    """Base version -> the last update that takes a gradient of it."""
+    uses: dict[int, int] = {}
+    for update in updates:
+        for part in update.parts:
+            for row in part.rows:
+                uses[row.base] = update.version
+    return uses

@@ -1,0 +1,100 @@
+"""A model's trainable parameters as one flat vector, and how to tell whether two models have the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+class LayoutMismatch(ValueError):
+    """A node's model is not the server's."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and shapes in the order of ``named_parameters``, shared parameters once; one dtype.
+
+    Buffers, such as running means of a batch norm, are not part of it: every worker keeps its own.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Layout:
+        """The layout of a model.
+
+        Raises:
+            ValueError: no trainable parameter, or several dtypes.
+        """
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")
+        dtypes = {p.dtype for _, p in named}
+        if dtypes - {torch.float32, torch.float64} or len(dtypes) > 1:
+            found = ", ".join(sorted(str(dtype) for dtype in dtypes))
+            raise ValueError(
+                f"all trainable parameters must be fp32, or all fp64; there are {found}: use model.float()"
+            )
+        return cls(tuple(name for name, _ in named), tuple(tuple(p.shape) for _, p in named), dtypes.pop())
+
+    @property
+    def numel(self) -> int:
+        """D, elements of the flat vector."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
+    def number(self) -> int:
+        """63 bits of a hash."""
+        return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=8).digest(), "little") >> 1
+
+    def check(self, server: Layout) -> None:
+        """Raise :class:`LayoutMismatch`, naming the first parameter that differs."""
+        mine, theirs = (list(zip(x.names, x.shapes)) for x in (self, server))
+        for ours, other in zip(mine, theirs):
+            if ours != other:
+                raise LayoutMismatch(
+                    f"this node's model has {ours[0]} {list(ours[1])} where the server's has {other[0]} "
+                    f"{list(other[1])}: start all with the same model"
+                )
+        if len(mine) != len(theirs):
+            raise LayoutMismatch(f"this node's model has {len(mine)} parameters, the server's {len(theirs)}")
+        if self.dtype != server.dtype:
+            raise LayoutMismatch(f"this node's model is {self.dtype}, the server's {server.dtype}")
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps({"names": self.names, "shapes": self.shapes, "dtype": str(self.dtype)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """Read what :meth:`to_json` wrote."""
+        data = json.loads(text)
+        dtype = torch.float64 if data["dtype"] == "torch.float64" else torch.float32
+        return cls(tuple(data["names"]), tuple(tuple(shape) for shape in data["shapes"]), dtype)
+
+    # --- tensors --------------------------------------------------------------------------------------------------
+
+    def _parameters(self, model: nn.Module) -> list[nn.Parameter]:
+        return [p for p in model.parameters() if p.requires_grad]
+
+    def flat(self, model: nn.Module) -> Tensor:
+        """A copy of the parameters, ``[D]``."""
+        return torch.cat([p.detach().reshape(-1) for p in self._parameters(model)])
+
+    def gradient(self, model: nn.Module) -> Tensor:
+        """The gradients, ``[D]``; 0 where a parameter has none."""
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters(model)]
+        return torch.cat([part.detach().reshape(-1) for part in parts])
+
+    @torch.no_grad()
+    def write(self, flat: Tensor, model: nn.Module) -> None:
+        """Copy a flat vector into the model."""
+        parameters = self._parameters(model)
+        for p, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
+            p.copy_(piece.view(p.shape))

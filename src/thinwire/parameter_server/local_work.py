@@ -1,0 +1,45 @@
+"""What a worker computes between two messages: a gradient, or local steps and their difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from thinwire.parameter_server.submit import LocalSteps, Submission
+
+Gradient = Callable[[Tensor, int], Tensor]
+"""(flat parameters, number of the batch) -> flat gradient."""
+
+
+class LocalWork:
+    """One worker's part. The inner optimizer and its state stay here.
+
+    Args:
+        submit: what is handed in.
+    """
+
+    def __init__(self, submit: Submission) -> None:
+        self._submit = submit
+        self._x: Tensor | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def submission(self, theta: Tensor, step: int, steps: int, gradient: Gradient) -> Tensor:
+        """Submission number ``step`` at the weights ``theta`` ``[D]``, which are not edited.
+
+        With local steps the batches are numbered from ``step * H`` on, and the result is theta - x after ``steps``.
+        """
+        if not isinstance(self._submit, LocalSteps):
+            return gradient(theta, step)
+        if self._x is None:
+            self._x = theta.clone()
+            kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+            self._optimizer = kinds[self._submit.inner]([self._x], lr=self._submit.lr)
+        x, optimizer = self._x, self._optimizer
+        assert optimizer is not None
+        x.copy_(theta)
+        for i in range(steps):
+            x.grad = gradient(x, step * self._submit.steps + i)
+            optimizer.step()
+        return theta - x

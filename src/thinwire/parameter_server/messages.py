@@ -1,0 +1,230 @@
+"""The messages between workers, leaders and the server: frozen records, and their form on the wire.
+
+A record becomes a frame of sixteen 64-bit integers (128 bytes). A tensor and the rows that say what is in it follow the
+frame; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+from typing import Any
+
+PROTOCOL = 1
+FRAME = struct.Struct("<16q")
+_FLOATS = {"loss_sum", "weight", "loss", "seconds"}
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A leader asks to become a member. ``layout``: hash of the parameters' names, shapes and dtypes."""
+
+    node: int
+    workers: int
+    layout: int = 0
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The server's answer: a new member number. The leader forgets all it had. ``next_step``: of its workers' data."""
+
+    member: int
+    version: int
+    next_step: int = 0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a version.
+
+    ``same``: as sent before, so no tensor. ``delta``: the tensor is a compressed difference to those sent before.
+    ``allowed``: the last start that the leader may make (SSP). ``steps``: batches per submission. ``ack``: iteration
+    number of the newest sum that has arrived.
+    """
+
+    member: int
+    version: int
+    grant: int
+    allowed: int
+    steps: int
+    same: bool = False
+    delta: bool = False
+    ack: int = 0
+    tensor: Any = None
+
+
+@dataclass(frozen=True)
+class IterationNumber:
+    """IN: what a node has finished, and bounds on what it still holds; also its sign of life.
+
+    Attributes:
+        seq: rises with every message of the member.
+        in_total: submissions finished since WELCOME, dropped ones included.
+        low: no gradient that is not yet buffered has, or will have, an older base.
+        buf_low: the oldest base in the buffer.
+        grant: number of the newest WEIGHTS that has arrived.
+        loss_sum, samples: since WELCOME.
+        dropped: submissions that were not finite, since WELCOME.
+        step_us: microseconds of a worker's step, smoothed.
+        alive: workers.
+    """
+
+    member: int
+    seq: int
+    in_total: int
+    low: int
+    buf_low: int
+    grant: int
+    loss_sum: float = 0.0
+    samples: int = 0
+    dropped: int = 0
+    step_us: int = 0
+    alive: int = 1
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Send all that is buffered, for the update that makes ``next_version``."""
+
+    member: int
+    pull: int
+    next_version: int
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Start nothing on a base older than ``next_version`` - S. With the present version: only a sign of life."""
+
+    member: int
+    next_version: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One gradient: where it came from."""
+
+    base: int
+    worker: int
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Grad:
+    """A sum of gradients. ``pull`` 0: pushed. ``rows``: what is in it; ``weight``: what it adds to the divisor."""
+
+    member: int
+    pull: int
+    seq: int
+    in_total: int
+    low: int
+    grant: int
+    weight: float
+    rows: tuple[Row, ...] = ()
+    tensor: Any = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Training has ended at ``version``; the tensor, if there is one, holds the last weights."""
+
+    member: int
+    version: int
+    tensor: Any = None
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The leader leaves."""
+
+    member: int
+
+
+@dataclass(frozen=True)
+class Nack:
+    """The server does not know this member (any more): say HELLO again."""
+
+    member: int
+
+
+@dataclass(frozen=True)
+class Enter:
+    """A worker introduces itself to the leader of its node."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """Leader to worker: compute ``steps`` batches from submission ``step`` on, at these weights or the last ones."""
+
+    token: int
+    version: int
+    step: int
+    steps: int
+    tensor: Any = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Worker to leader: what a :class:`Work` asked for; no tensor if it was not finite. ``seconds``: of one step."""
+
+    token: int
+    samples: int
+    loss: float
+    seconds: float
+    tensor: Any = None
+
+
+@dataclass(frozen=True)
+class Ping:
+    """A sign of life, between worker and leader."""
+
+
+Message = Hello | Welcome | Weights | IterationNumber | Pull | Fence | Grad | Stop | Bye | Nack
+Local = Enter | Work | Result | Ping
+KINDS: tuple[type, ...] = (
+    Hello, Welcome, Weights, IterationNumber, Pull, Fence, Grad, Stop, Bye, Nack, Enter, Work, Result, Ping
+)  # fmt: skip
+_APART = {"rows", "tensor"}
+_NAMES = {kind: tuple(f.name for f in fields(kind) if f.name not in _APART) for kind in KINDS}
+_NUMBER = {kind: place for place, kind in enumerate(KINDS)}
+
+
+def encode(message: Message | Local, rows: int = 0, tensor_bytes: int = 0) -> bytes:
+    """The frame of a message: kind, rows and bytes that follow, then its fields in order."""
+    kind = type(message)
+    values = [_NUMBER[kind], rows, tensor_bytes]
+    for name in _NAMES[kind]:
+        value = getattr(message, name)
+        values.append(_bits(value) if name in _FLOATS else int(value))
+    return FRAME.pack(*values, *([0] * (16 - len(values))))
+
+
+def decode(frame: bytes) -> tuple[Message | Local, int, int]:
+    """The message of a frame, the number of rows and the bytes of tensor that follow it.
+
+    Raises:
+        ValueError: it is no frame of ours.
+    """
+    number, rows, tensor_bytes, *values = FRAME.unpack(frame)
+    if not 0 <= number < len(KINDS) or rows < 0 or tensor_bytes < 0:
+        raise ValueError("what arrived is no message of a parameter server: is another program using the port?")
+    kind = KINDS[number]
+    options: dict[str, Any] = {}
+    for name, value in zip(_NAMES[kind], values):
+        options[name] = _float(value) if name in _FLOATS else value
+    if kind is Weights:
+        options |= {name: bool(options[name]) for name in ("same", "delta")}
+    return kind(**options), rows, tensor_bytes
+
+
+def _bits(value: float) -> int:
+    (number,) = struct.unpack("<q", struct.pack("<d", value))
+    return int(number)
+
+
+def _float(bits: int) -> float:
+    (number,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(number)

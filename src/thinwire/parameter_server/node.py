@@ -1,0 +1,323 @@
+"""A node: the leader's state machine between the server's connection and those of the workers on this machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives.pair import Listener, Meeting, Pair, PairError
+from thinwire.parameter_server.compress import Codec, Difference, Feedback
+from thinwire.parameter_server.connection import Anything, Connection
+from thinwire.parameter_server.effects import Effect, Join, Leave, Report, Send, Start
+from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.leader import Leader
+from thinwire.parameter_server.messages import (
+    FRAME,
+    Enter,
+    Grad,
+    Hello,
+    Message,
+    Ping,
+    Result,
+    Stop,
+    Weights,
+    Work,
+    decode,
+    encode,
+)
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.worker import ServerLost
+
+_FAREWELL_SECONDS = 5.0
+
+
+class Node:
+    """Runs a :class:`Leader` on real connections, in threads of its own; workers may come, die and come again.
+
+    Args:
+        server: ``host:port`` of the server.
+        node: number of this node.
+        workers: W.
+        port: for this machine's workers, on the loopback interface; 0 takes a free one.
+        leases: give up after so many leases without a server.
+        leader: the state machine's class; tests make mistakes with it.
+
+    Raises:
+        ServerLost: there is no server at that address.
+    """
+
+    def __init__(
+        self, server: str, node: int, workers: int, *, port: int = 0, leases: float = 6.0, leader: type[Leader] = Leader
+    ) -> None:
+        self._server, self._leases = server, leases
+        meeting = self._meet(60.0)
+        self.settings = Settings.from_json(meeting.note("settings"))
+        self.layout = Layout.from_json(meeting.note("layout"))
+        self.leader = leader(self.settings, node, workers, layout=self.layout.number)
+        self.leader.alive.clear()
+        self.failure: str | None = None
+        self._up: Connection | None = None
+        self._workers: dict[int, Connection] = {}
+        self._old: list[Connection] = []
+        self._threads: list[threading.Thread] = []
+        self._given: dict[int, Tensor] = {}  # worker -> the weights that it has
+        self._theta: Tensor | None = None
+        self._last: Tensor | None = None
+        self._difference: Difference | None = None
+        codec = Codec(self.settings.compress_up, self.settings.density) if self.settings.compress_up else None
+        self._feedback = Feedback(codec) if codec else None
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._wanted = threading.Event()
+        notes = {"settings": self.settings.to_json(), "layout": self.layout.to_json()}
+        self._listener = Listener(port, "127.0.0.1", notes)
+        self._listener.serve(self._worker_came, FRAME.size)
+        for loop in (self._join_loop, self._tick_loop):
+            thread = threading.Thread(target=loop, name=f"thinwire{loop.__name__}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where workers come."""
+        return self._listener.port
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for workers."""
+        return f"127.0.0.1:{self.port}"
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until training has ended; whether it has.
+
+        Raises:
+            ServerLost: the server did not come back.
+        """
+        ended = self._over.wait(seconds)
+        if self.failure:
+            raise ServerLost(self.failure)
+        return ended
+
+    def close(self) -> None:
+        """Leave: at the end of the training when the workers have, else at once."""
+        end = time.monotonic() + _FAREWELL_SECONDS * self._over.is_set()
+        while self._workers and time.monotonic() < end:
+            time.sleep(0.01)
+        self._over.set()
+        self._wanted.set()
+        self._listener.close()
+        with self._lock:
+            connections = [*self._workers.values(), *([self._up] if self._up else [])]
+        for connection in connections:
+            connection.close()
+        for connection in [*connections, *self._old]:
+            connection.join(2.0)
+        for thread in self._threads:
+            thread.join(2.0)
+
+    # --- the server's side ----------------------------------------------------------------------------------------
+
+    def _meet(self, seconds: float) -> Meeting:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return Meeting(self._server)
+            except PairError as error:
+                if time.monotonic() > end:
+                    raise ServerLost(f"{error}: start `thinwire ps server` there, or correct --server") from error
+                time.sleep(0.3)
+
+    def _join_loop(self) -> None:
+        """Connect whenever the leader wants to join."""
+        lost_at: float | None = None
+        while not self._over.is_set():
+            self._wanted.wait()
+            if self._over.is_set():
+                return
+            lease = self.settings.lease_seconds
+            try:
+                pair = Meeting(self._server, min(10.0, 2 * lease)).connect(encode(self._hello()))
+            except PairError as error:
+                lost_at = time.monotonic() if lost_at is None else lost_at
+                if time.monotonic() - lost_at > self._leases * lease:
+                    self.failure = f"no server at {self._server} for {self._leases:g} leases: {error}"
+                    self._end(None)
+                    return
+                time.sleep(min(0.5, lease / 4))
+                continue
+            lost_at = None
+            with self._lock:
+                self._wanted.clear()
+                self._difference = None
+                if self.settings.compress_down:
+                    self._difference = Difference(Codec(self.settings.compress_down, self.settings.density))
+                self._up = self._connect(pair)
+                self._up.start()
+
+    def _hello(self) -> Hello:
+        return Hello(self.leader.node, self.leader.workers, self.layout.number)
+
+    def _connect(self, pair: Pair) -> Connection:
+        box: list[Connection] = []
+
+        def current() -> bool:
+            return bool(box) and self._up is box[0]
+
+        def deliver(message: Anything) -> None:
+            with self._lock:
+                if current():
+                    self._from_server(message)
+
+        def closed(reason: str) -> None:
+            with self._lock:
+                if current() and not self._over.is_set():
+                    self._do(self.leader.ended(reason, time.monotonic()))
+
+        def announced(seconds: float) -> None:
+            with self._lock:
+                self.leader.expect(seconds, time.monotonic())
+
+        def compose() -> Message | None:
+            with self._lock:
+                return self.leader.report(time.monotonic()) if current() and self.leader.member else None
+
+        lease = self.settings.lease_seconds
+        channels = self.settings.channels
+        connection = Connection(
+            pair,
+            channels=channels,
+            seconds=lease,
+            deliver=deliver,
+            closed=closed,
+            announced=announced,
+            compose=compose,
+        )
+        box.append(connection)
+        return connection
+
+    def _from_server(self, message: Any) -> None:
+        if isinstance(message, Weights) and message.tensor is not None:
+            self._theta = self._weights(message)
+        if isinstance(message, Stop) and message.tensor is not None:
+            self._last = message.tensor
+        self._do(self.leader.on(message, time.monotonic()))
+
+    def _weights(self, message: Weights) -> Tensor:
+        if message.delta and self._difference is not None:
+            return self._difference.receive(message.tensor)
+        theta: Tensor = message.tensor.view(self.layout.dtype)
+        if self._difference is not None:
+            self._difference.start(theta)
+        return theta
+
+    # --- the workers' side ----------------------------------------------------------------------------------------
+
+    def _worker_came(self, pair: Pair, hello: bytes) -> None:
+        message, _, _ = decode(hello)
+        if not isinstance(message, Enter) or not 0 <= message.worker < self.leader.workers:
+            pair.close()
+            return
+        number = message.worker
+        box: list[Connection] = []
+
+        def deliver(message: Anything) -> None:
+            if isinstance(message, Result):
+                with self._lock:
+                    if self._workers.get(number) is box[0]:
+                        self._result(number, message)
+
+        def closed(reason: str) -> None:
+            with self._lock:
+                if self._workers.get(number) is box[0]:
+                    del self._workers[number]
+                    self._do(self.leader.lost(number, time.monotonic()))
+
+        box.append(
+            Connection(pair, channels=1, seconds=self.settings.lease_seconds, deliver=deliver, closed=closed).start()
+        )
+        with self._lock:
+            old = self._workers.pop(number, None)
+            if old is not None:
+                old.close()
+                self._do(self.leader.lost(number, time.monotonic()))
+            self._workers[number] = box[0]
+            self._given.pop(number, None)
+            if self._over.is_set():
+                box[0].post(Stop(0, self.leader.version, self._last))
+            else:
+                self._do(self.leader.returned(number, time.monotonic()))
+
+    def _result(self, worker: int, message: Result) -> None:
+        tensor = None if message.tensor is None else message.tensor.view(self.layout.dtype)
+        effects = self.leader.done(
+            worker, message.token, tensor, time.monotonic(), samples=message.samples, loss=message.loss,
+            finite=tensor is not None, seconds=message.seconds,
+        )  # fmt: skip
+        self._do(effects)
+
+    # --- effects --------------------------------------------------------------------------------------------------
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                if isinstance(effect.message, Hello):
+                    self._wanted.set()
+                elif self._up is not None:
+                    self._up.post(self._packed(effect.message))
+            elif isinstance(effect, Report):
+                if self._up is not None:
+                    self._up.report_due()
+            elif isinstance(effect, Start):
+                self._give(effect)
+            elif isinstance(effect, Join):
+                if self._up is not None:
+                    self._up.close()
+                    self._old = [old for old in self._old if not old.ended] + [self._up]
+                    self._up = None
+                self._do(self.leader.join(time.monotonic()))
+            elif isinstance(effect, Leave):
+                if self._up is not None:
+                    self._up.finish()
+                self._end(effect.version)
+
+    def _packed(self, message: Message) -> Message:
+        """A sum as it goes over the wire."""
+        if not isinstance(message, Grad) or message.tensor is None:
+            return message
+        if self._feedback is not None:
+            return replace(message, tensor=self._feedback.encode(message.tensor))
+        dtype = torch.float64 if self.settings.deterministic else self.layout.dtype
+        return replace(message, tensor=message.tensor.to(dtype))
+
+    def _give(self, start: Start) -> None:
+        connection = self._workers.get(start.worker)
+        if connection is None or self._theta is None:
+            return
+        new = self._given.get(start.worker) is not self._theta
+        self._given[start.worker] = self._theta
+        tensor = self._theta if new else None
+        connection.post(Work(start.token, start.version, start.step, start.steps, tensor))
+
+    def _end(self, version: int | None) -> None:
+        for connection in self._workers.values():
+            if version is None:
+                connection.finish()
+            else:  # which closes its end when it has read this
+                connection.post(Stop(0, version, self._last))
+        self._over.set()
+        if version is None:
+            self._listener.close()
+
+    def _tick_loop(self) -> None:
+        lease = self.settings.lease_seconds
+        while not self._over.wait(lease / 10):
+            with self._lock:
+                self._do(self.leader.tick(time.monotonic()))
+                for connection in self._workers.values():
+                    connection.post(Ping())

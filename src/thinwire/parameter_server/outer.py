@@ -1,0 +1,136 @@
+"""What the server does with an update: the mean of its contributions, then a step of any torch optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.parameter_server.effects import Contribution
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.staleness import lr_scale
+from thinwire.parameter_server.submit import LocalSteps
+
+Outer = Callable[[list[Tensor]], torch.optim.Optimizer]
+"""Makes the server's optimizer of its parameters: one flat vector."""
+
+
+class DelayedNesterov(torch.optim.Optimizer):
+    """Nesterov momentum that N deltas share (asynchronous local SGD, arXiv 2401.09135, section 5).
+
+    Plain momentum on every stale delta compounds them. Here deltas are applied at once at 1/N of the rate, and the
+    momentum is renewed and applied once every N.
+
+    Args:
+        lr: outer rate.
+        beta: momentum.
+        period: N.
+        activation: a, the share of the momentum that each delta applies; 0 to 1/N.
+
+    Differences from the paper: none that we know of; the equations are those of its public re-implementations.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, beta: float = 0.9, period: int = 4, activation: float = 0.0
+    ) -> None:
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"lr={lr!r} must be a finite number of at least 0")
+        if not 0 <= beta < 1:
+            raise ValueError(f"beta={beta!r} must be at least 0 and below 1")
+        if period < 1:
+            raise ValueError(f"period={period!r} must be at least 1")
+        if not 0 <= activation <= 1 / period:
+            raise ValueError(f"activation={activation!r} must be in [0, 1/period], here at most {1 / period:g}")
+        super().__init__(params, {"lr": lr, "beta": beta, "period": period, "activation": activation})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Apply one delta, which ``.grad`` holds."""
+        for group in self.param_groups:
+            lr, beta, n, a = group["lr"], group["beta"], group["period"], group["activation"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"], state["sum"] = torch.zeros_like(p), torch.zeros_like(p)
+                    state["count"] = torch.zeros((), dtype=torch.int64)
+                state["sum"].add_(p.grad)
+                state["count"] += 1
+                share = a
+                if int(state["count"]) % n == 0:
+                    state["momentum"].mul_(beta).add_(state["sum"], alpha=1 / n)
+                    state["sum"].zero_()
+                    share = 1 - a * n + a
+                p.add_(state["momentum"], alpha=-lr * share * beta).add_(p.grad, alpha=-lr / n)
+
+
+def default_outer(settings: Settings, nodes: int) -> Outer:
+    """The optimizer of a preset: stale momentum harms (arXiv 2401.09135), so large bounds get delayed momentum."""
+    if isinstance(settings.submit, LocalSteps):
+        if settings.submit.balance:
+            return lambda params: DelayedNesterov(params, lr=0.7, period=max(1, nodes))
+        if settings.limit == 0:
+            return lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+        return lambda params: torch.optim.SGD(params, lr=1.0 if settings.alpha == "invsqrt" else 0.07)
+    if settings.transfer == "push":
+        return lambda params: torch.optim.SGD(params, lr=0.05)
+    if settings.limit is not None and settings.limit <= 2:
+        return lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    period = math.ceil(nodes / settings.needed(max(nodes, 1)))
+    return lambda params: DelayedNesterov(params, lr=0.05 * max(1, period), period=max(1, period))
+
+
+def mean_gradient(contributions: Iterable[Contribution], deterministic: bool) -> Tensor | None:
+    """sum(scale * tensor) / sum(weight), or None if nothing usable came.
+
+    ``deterministic``: added in fp64 in order of (node, member), so that the order of arrival does not show.
+    """
+    parts = [part for part in contributions if part.tensor is not None and part.weight > 0]
+    if deterministic:
+        parts.sort(key=lambda part: (part.node, part.member, part.rows[0].worker, part.rows[0].step))
+    total: Tensor | None = None
+    for part in parts:
+        x = part.tensor.double() if deterministic else part.tensor
+        x = x * part.scale if part.scale != 1.0 else x
+        total = x if total is None else total + x
+    if total is None:
+        return None
+    weight = sum(part.weight for part in parts)
+    return total if weight == 1.0 else total / weight
+
+
+class Master:
+    """The weights of the server and their optimizer.
+
+    Args:
+        parameters: flat, ``[D]``; copied.
+        outer: makes the optimizer.
+        settings: of the run.
+        full: gradients that a whole round holds (nodes times workers), for ``lr_scale``.
+    """
+
+    def __init__(self, parameters: Tensor, outer: Outer, settings: Settings, full: int = 1) -> None:
+        self.theta = parameters.detach().clone()
+        self.optimizer = outer([self.theta])
+        self._settings, self._full = settings, full
+
+    def apply(self, contributions: Iterable[Contribution]) -> bool:
+        """One update. Returns False, and changes nothing, if nothing usable came."""
+        parts = tuple(contributions)
+        gradient = mean_gradient(parts, self._settings.deterministic)
+        if gradient is None:
+            return False
+        factor = lr_scale(self._settings.lr_scale, sum(len(part.rows) for part in parts), self._full)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate * factor
+        self.theta.grad = gradient.to(self.theta.dtype)
+        self.optimizer.step()
+        self.theta.grad = None
+        for group, rate in zip(self.optimizer.param_groups, rates):
+            group["lr"] = rate
+        return True

@@ -1,0 +1,116 @@
+"""The published schemes as settings of the same core. Each names what makes it what it is; all else is the default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.submit import LocalSteps
+
+
+def inhad(limit: int | None = 4, n: float = 2.0, **options: Any) -> Settings:
+    """Iteration numbers, sums per node, pulled when floor(nodes / n) have fresh work; no gradient older than ``limit``.
+
+    Differences from the paper (J. Supercomputing 2021, of which the abstract is public): the fence, the bound on what
+    still computes, membership and failure rules are ours.
+    """
+    return Settings(limit=limit, n=n, **options)
+
+
+def bsp(**options: Any) -> Settings:
+    """Synchronous SGD: every worker's gradient of every version, once."""
+    return Settings(**{"limit": 0, "n": 1.0, "alpha": "none", **options})
+
+
+def asp(**options: Any) -> Settings:
+    """Asynchronous SGD (Downpour without Adagrad): each gradient is an update, however old."""
+    return Settings(**{**_PUSHED, "trigger": "gradients", "count": 1, **options})
+
+
+def ssp(clock_limit: int = 3, **options: Any) -> Settings:
+    """Stale synchronous parallel (Ho et al. 2013): as ``asp``, but no node is more than ``clock_limit`` rounds ahead.
+
+    Differences from the paper: the server keeps the clocks; workers hold no cache.
+    """
+    return Settings(**{**_PUSHED, "trigger": "gradients", "count": 1, "clock_limit": clock_limit, **options})
+
+
+def n_softsync(n: float = 1.0, **options: Any) -> Settings:
+    """n-softsync (arXiv 1511.05950): an update takes exactly floor(workers / n) gradients; mean staleness about n."""
+    return Settings(**{**_PUSHED, "trigger": "gradients", "n": n, "alpha": "inverse", **options})
+
+
+def fedbuff(size: int = 10, max_staleness: int | None = None, steps: int = 20, **options: Any) -> Settings:
+    """FedBuff (Nguyen et al. 2022): a buffer of ``size`` differences is an update; those above max_staleness are lost.
+
+    Differences from the paper: no client population and no secure aggregation; the workers are the clients.
+    """
+    base = {**_PUSHED, "trigger": "gradients", "count": size, "limit": max_staleness, "alpha": "invsqrt"}
+    base |= {"enforce": "drop" if max_staleness is not None else "gate", "submit": LocalSteps(steps, "sgd", 0.05)}
+    return Settings(**{**base, **options})
+
+
+def async_local_sgd(steps: int = 20, **options: Any) -> Settings:
+    """Asynchronous local SGD (arXiv 2401.09135): each difference of ``steps`` local steps is an outer update."""
+    base = {**_PUSHED, "trigger": "gradients", "count": 1, "submit": LocalSteps(steps)}
+    return Settings(**{**base, **options})
+
+
+def delayed_nesterov(steps: int = 20, **options: Any) -> Settings:
+    """As ``async_local_sgd`` with balanced local steps; its outer optimizer is :class:`outer.DelayedNesterov`."""
+    return async_local_sgd(steps, **{"submit": LocalSteps(steps, balance=True), **options})
+
+
+def diloco(steps: int = 500, **options: Any) -> Settings:
+    """DiLoCo (arXiv 2311.08105): all nodes' differences of ``steps`` AdamW steps make one outer Nesterov step."""
+    base = {**_PUSHED, "trigger": "nodes", "n": 1.0, "limit": 0, "submit": LocalSteps(steps)}
+    return Settings(**{**base, **options})
+
+
+_PUSHED: dict[str, Any] = {"transfer": "push", "limit": None, "alpha": "none"}
+
+PRESETS: dict[str, Callable[..., Settings]] = {
+    "inhad": inhad,
+    "bsp": bsp,
+    "asp": asp,
+    "ssp": ssp,
+    "n_softsync": n_softsync,
+    "fedbuff": fedbuff,
+    "async_local_sgd": async_local_sgd,
+    "delayed_nesterov": delayed_nesterov,
+    "diloco": diloco,
+}
+
+
+def preset(text: str) -> Settings:
+    """Settings by name and options: ``"inhad"``, ``"inhad:limit=2:n=1"``, ``"ssp:clock_limit=0"``.
+
+    Raises:
+        ValueError: there is no such preset or option.
+    """
+    name, *words = text.split(":")
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; there is {', '.join(PRESETS)}")
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"preset {text!r}: {word!r} is no option; write for example inhad:limit=2")
+        options[key] = _value(value)
+    try:
+        return PRESETS[name](**options)
+    except TypeError as error:
+        raise ValueError(f"preset {text!r}: {error}") from error
+
+
+def _value(text: str) -> Any:
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

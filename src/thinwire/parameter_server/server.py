@@ -1,0 +1,385 @@
+"""The server: counts iteration numbers, decides when to pull, and bounds how old a gradient may be. A state machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from thinwire.parameter_server.effects import Apply, Contribution, Effect, Forget, Log, Send
+from thinwire.parameter_server.messages import (
+    Bye,
+    Fence,
+    Grad,
+    Hello,
+    IterationNumber,
+    Message,
+    Nack,
+    Pull,
+    Stop,
+    Weights,
+    Welcome,
+)
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.staleness import UNBOUNDED, alpha, norm
+from thinwire.parameter_server.submit import LocalSteps
+from thinwire.parameter_server.table import Member
+
+
+class Server:
+    """The scheduler. An update of version v is applied only when all that stays unapplied has a base of v + 1 - S or
+    newer, so no gradient is ever applied more than S versions late.
+
+    No thread, no clock and no socket, see :class:`Leader`. After an ``Apply`` the driver changes the weights and calls
+    ``applied``; what arrives in between waits.
+
+    Args:
+        settings: see there.
+        version: to start from (a checkpoint's).
+        first_member: members are numbered from here on; above all numbers of an earlier life of this server.
+        positions: node -> next step of its workers' data (a checkpoint's).
+
+    Attributes:
+        members: the table, by member number.
+        counters: updates, applied, empty, late, stale (dropped for age), lost, in, pulls, joined, left.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        version: int = 0,
+        first_member: int = 1,
+        positions: dict[int, int] | None = None,
+    ) -> None:
+        self.settings, self.version = settings, version
+        self.members: dict[int, Member] = {}
+        self.positions = dict(positions or {})
+        self.counters: Counter[str] = Counter()
+        self.pending: dict[int, int] = {}
+        self.waiting: list[int] = []
+        self.came: set[int] = set()
+        self.pulled: set[int] = set()
+        self.arrived: list[Contribution] = []
+        self._fresh: set[int] = set()  # kept up to date with every message, so that an IN costs the same for any P
+        self._blocking: set[int] = set()
+        self._workers = 0
+        self.updating = self.applying = self.finished = False
+        self._started = version > 0
+        self.next_member, self._next_pull = first_member, 1
+        self._inbox: list[Message] = []
+        self._ready_at: float | None = None
+        self._out: list[Effect] = []
+        self._now = 0.0
+
+    # --- inputs ---------------------------------------------------------------------------------------------------
+
+    def on(self, message: Message, now: float) -> list[Effect]:
+        """A message of a leader."""
+        self._now = now
+        member = self.members.get(getattr(message, "member", 0))
+        if member is not None:
+            member.heard = max(member.heard, now)
+        if self.applying:
+            self._inbox.append(message)
+        else:
+            self._handle(message)
+        return self._flush()
+
+    def applied(self, now: float) -> list[Effect]:
+        """The update that ``Apply`` asked for has been made."""
+        self._now = now
+        self.version += 1
+        self.updating = self.applying = False
+        self.counters["updates"] += 1
+        rows = [row for part in self.arrived for row in part.rows]
+        self.counters["applied"] += len(rows)
+        self.counters["empty"] += not rows
+        self.arrived, self.came = [], set()
+        self._grant_after_update()
+        self._fire()
+        while self._inbox and not self.applying:
+            self._handle(self._inbox.pop(0))
+        return self._flush()
+
+    def tick(self, now: float) -> list[Effect]:
+        """To be called several times per lease: drops who is silent, and tells the others that the server lives."""
+        self._now = now
+        if not self.applying:
+            lease = self.settings.lease_seconds
+            for member in list(self.members.values()):
+                if now - member.heard > lease:
+                    self._drop(member.number, f"silent for {lease:g} s")
+                elif now - member.told >= lease / 3:
+                    self._send(Fence(member.number, self.version))
+            if self._ready_at is not None and now >= self._ready_at:
+                self._fire()
+        return self._flush()
+
+    def gone(self, member: int, now: float) -> list[Effect]:
+        """The connection to a member has broken."""
+        return self.on(Bye(member), now)
+
+    def expect(self, member: int, seconds: float, now: float) -> None:
+        """A long message of a member is on its way: it counts as heard until so many seconds from now."""
+        if member in self.members:
+            self.members[member].heard = max(self.members[member].heard, now + seconds)
+
+    def finish(self, now: float) -> list[Effect]:
+        """End the training: STOP to all."""
+        self._now, self.finished = now, True
+        for member in self.members.values():
+            self._send(Stop(member.number, self.version))
+        return self._flush()
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._hello(message)
+            return
+        if isinstance(message, Bye):
+            self._drop(message.member, "left")
+            return
+        member = self.members.get(message.member)
+        if member is None:
+            if isinstance(message, Grad):
+                self.counters["late"] += len(message.rows)
+            self._out.append(Send(Nack(message.member), message.member))
+            return
+        if isinstance(message, IterationNumber):
+            self.counters["in"] += 1
+            self._note(member, message)
+            self._go_on(member)
+            self._permits()
+        elif isinstance(message, Grad):
+            self._grad(member, message)
+
+    def _hello(self, message: Hello) -> None:
+        for old in [m.number for m in self.members.values() if m.node == message.node]:
+            self._drop(old, "came again")
+        number, self.next_member = self.next_member, self.next_member + 1
+        offset = self._slowest() * message.workers
+        member = Member(number, message.node, message.workers, self._now, offset, alive=message.workers)
+        self.members[number] = member
+        self._workers += member.workers
+        self.counters["joined"] += 1
+        self._out.append(Log("joined", {"node": message.node, "member": number}))
+        self._send(Welcome(number, self.version, self.positions.get(message.node, 0)))
+        if self.finished:
+            self._send(Stop(number, self.version))
+        elif not self._started:
+            self._started = len(self.members) >= self.settings.start_nodes
+            for other in list(self.members.values()) if self._started else []:
+                self._grant(other)
+        elif self.updating:  # at S = 0 the present version is already too old
+            self.waiting.append(number)
+        else:
+            self._grant(member)
+
+    def _note(self, member: Member, message: IterationNumber | Grad) -> None:
+        member.note(message)
+        self._refresh(member)
+
+    def _refresh(self, member: Member) -> None:
+        (self._fresh.add if member.fresh else self._fresh.discard)(member.number)
+
+    def _grad(self, member: Member, message: Grad) -> None:
+        pushed = message.pull == 0
+        wanted = message.in_total > member.ack if pushed else self.pending.get(member.number) == message.pull
+        if not wanted:  # a pull that was given up, or twice the same
+            self.counters["late"] += len(message.rows)
+            self._note(member, message)
+            return
+        self._note(member, message)
+        member.ack = max(member.ack, message.in_total)
+        self._refresh(member)
+        self.came.add(member.number)
+        for row in message.rows:
+            self.positions[member.node] = max(self.positions.get(member.node, 0), row.step + 1)
+        self._accept(member, message, pushed)
+        if not pushed:
+            del self.pending[member.number]
+            self._advance()
+            return
+        self.waiting.append(member.number)
+        self._go_on()
+        at_once = self.settings.limit != 0 and not self.settings.grace_seconds
+        if at_once and member.number in self.waiting and not self.updating:
+            self.waiting.remove(member.number)
+            self._grant(member)
+        self._permits()
+
+    def _accept(self, member: Member, message: Grad, pushed: bool) -> None:
+        """Put a sum with the others of this update; a pushed one gets its weight here, as v cannot move before."""
+        settings, rows = self.settings, message.rows
+        if not rows:
+            return
+        if pushed and settings.enforce == "drop" and self.version - rows[0].base > settings.bound:
+            self.counters["stale"] += len(rows)
+            return
+        tau = self.version - rows[0].base
+        scale = alpha(settings.alpha, tau) if pushed else 1.0
+        weight = norm(settings.norm, settings.alpha, tau) if pushed else message.weight
+        self.arrived.append(Contribution(member.node, member.number, rows, scale, weight, message.tensor))
+
+    # --- an update ------------------------------------------------------------------------------------------------
+
+    @property
+    def need(self) -> int:
+        """The oldest base that may stay unapplied in the update at hand."""
+        return -UNBOUNDED if self.settings.enforce == "drop" else self.version + 1 - self.settings.bound
+
+    def _count(self) -> int:
+        if self.settings.transfer == "pull":
+            fresh = [self.members[number] for number in self._fresh] if self.settings.trigger != "nodes" else []
+            return sum(m.seen - m.ack for m in fresh) if fresh else len(self._fresh)
+        return len(self.came) if self.settings.trigger == "nodes" else sum(len(part.rows) for part in self.arrived)
+
+    def _needed(self) -> int:
+        return self.settings.needed(len(self.members) if self.settings.trigger == "nodes" else self._workers)
+
+    def _go_on(self, changed: Member | None = None) -> None:
+        if self.updating:
+            self._advance(changed)
+        else:
+            self._fire()
+
+    def _fire(self) -> None:
+        """Begin an update if there is enough work."""
+        enough = self._count() >= self._needed() or self._all_stand()
+        if self.updating or self.finished or not enough or self._in_grace():
+            return
+        self.updating, self._ready_at = True, None
+        need = self.need
+        if self.settings.transfer == "pull":
+            for member in list(self.members.values()):
+                if member.fresh or member.buf_low < need:
+                    self._pull(member)
+        for member in self.members.values():
+            if member.low < need and member.number not in self.pending:
+                self._send(Fence(member.number, self.version + 1))
+        self._advance()
+
+    def _all_stand(self) -> bool:
+        """Pushes at S = 0 are answered after the update: what has come must do if nobody can send more."""
+        held = self.settings.transfer == "push" and self.settings.limit == 0
+        return held and bool(self.came) and all(m.low == UNBOUNDED for m in self.members.values())
+
+    def _in_grace(self) -> bool:
+        grace = self.settings.grace_seconds
+        if not grace or len(self.came) == len(self.members):
+            return False
+        if self._ready_at is None:
+            self._ready_at = self._now + grace
+        return self._now < self._ready_at
+
+    def _pull(self, member: Member) -> None:
+        self.pending[member.number] = self._next_pull
+        self.pulled.add(member.number)
+        self.counters["pulls"] += 1
+        self._send(Pull(member.number, self._next_pull, self.version + 1))
+        self._next_pull += 1
+
+    def _advance(self, changed: Member | None = None) -> None:
+        """Apply, once nothing that is too old can stay behind. ``changed``: the only row that is new since then."""
+        if not self.updating or self.applying or self.pending:
+            return
+        need = self.need
+        if changed is not None and self._blocking:
+            pullable = self.settings.transfer == "pull" and changed.buf_low < need
+            if changed.low >= need:
+                self._blocking.discard(changed.number)
+            if self._blocking and not pullable:
+                return
+        if self.settings.transfer == "pull":
+            for member in self.members.values():
+                if member.buf_low < need:  # finished after the pull, on an old base: into the same update
+                    self._pull(member)
+            if self.pending:
+                return
+        self._blocking = {member.number for member in self.members.values() if member.low < need}
+        if self._blocking:
+            return  # those nodes' INs will come, or their leases will end
+        self.applying = True
+        self._out.append(Apply(self.version, tuple(self.arrived)))
+
+    def _grant_after_update(self) -> None:
+        if self.settings.transfer == "push":
+            chosen = [number for number in self.waiting if number in self.members]
+        else:
+            need = self.need
+            chosen = [
+                m.number
+                for m in self.members.values()
+                if m.number in self.pulled or m.number in self.waiting or m.sent < need or m.low == UNBOUNDED
+            ]
+            chosen = [number for number in chosen if self.members[number].sent != self.version]
+        self.waiting, self.pulled = [], set()
+        for number in dict.fromkeys(chosen):
+            self._grant(self.members[number])
+
+    # --- weights and permits --------------------------------------------------------------------------------------
+
+    def _grant(self, member: Member) -> None:
+        if self.finished:
+            return
+        same = member.sent == self.version
+        number = member.grant(self.version)
+        member.allowed = self._allowed(member)
+        steps = self._steps(member)
+        self._send(Weights(member.number, self.version, number, member.allowed, steps, same, ack=member.ack))
+
+    def _slowest(self) -> int:
+        """Rounds of the slowest node: a round is one submission of each of its workers."""
+        return min((m.clock // m.workers for m in self.members.values()), default=0)
+
+    def _allowed(self, member: Member) -> int:
+        if self.settings.clock_limit is None:
+            return UNBOUNDED
+        return (self._slowest() + self.settings.clock_limit + 1) * member.workers - 1 - member.offset
+
+    def _permits(self) -> None:
+        """SSP: weights for those who stand still and may go on now."""
+        if self.settings.clock_limit is None or self.applying:
+            return
+        for member in self.members.values():
+            stands = member.low == UNBOUNDED and not member.grants
+            if stands and self._started and self._allowed(member) > member.allowed:
+                self._grant(member)
+
+    def _steps(self, member: Member) -> int:
+        submit = self.settings.submit
+        if not (isinstance(submit, LocalSteps) and submit.balance and member.step_us):
+            return submit.steps
+        fastest = min(m.step_us for m in self.members.values() if m.step_us)
+        return max(1, submit.steps * fastest // member.step_us)
+
+    # --- members --------------------------------------------------------------------------------------------------
+
+    def _drop(self, number: int, reason: str) -> None:
+        member = self.members.pop(number, None)
+        if member is None:
+            return
+        self.pending.pop(number, None)
+        self.came.discard(number)
+        self._fresh.discard(number)
+        self._blocking.discard(number)
+        self._workers -= member.workers
+        self.pulled.discard(number)
+        self.waiting = [other for other in self.waiting if other != number]
+        self.counters["left"] += 1
+        self.counters["lost"] += max(0, member.seen - member.ack)
+        self.counters["not_finite"] += member.dropped
+        self._out.append(Forget(number, reason))
+        self._out.append(Log("left", {"node": member.node, "member": number, "reason": reason}))
+        self._go_on()
+        self._permits()
+
+    def _send(self, message: Message) -> None:
+        number = message.member  # type: ignore[union-attr]
+        if number in self.members:
+            self.members[number].told = self._now
+        self._out.append(Send(message, number))
+
+    def _flush(self) -> list[Effect]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,141 @@
+"""What a training script calls: ``serve`` in one process, ``run`` in every worker."""
+
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from thinwire.collectives.pair import split_address
+from thinwire.parameter_server.node import Node
+from thinwire.parameter_server.outer import Outer
+from thinwire.parameter_server.presets import inhad
+from thinwire.parameter_server.service import Service, Status
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.worker import Worker, WorkerStats
+
+DEFAULT_PORT = 29400
+
+
+def serve(
+    model: nn.Module,
+    *,
+    settings: Settings | None = None,
+    port: int = DEFAULT_PORT,
+    outer: Outer | None = None,
+    updates: int | None = None,
+    gradients: int | None = None,
+    checkpoint: str | Path | None = None,
+    journal: str | Path | None = None,
+    on_status: Callable[[Status], None] | None = None,
+) -> Status:
+    """Serve a model until so many updates or applied gradients; ``model`` then holds the last weights.
+
+    Args:
+        settings: of a preset; by default :func:`presets.inhad`.
+        outer: makes the optimizer of the flat weights, ``lambda params: torch.optim.SGD(params, lr=0.1)``.
+        checkpoint: directory; if it holds a checkpoint, the server goes on from there.
+        journal: file for the log of updates.
+        on_status: called twice a second.
+
+    Raises:
+        ValueError: neither ``updates`` nor ``gradients`` is given, or the checkpoint is of another model.
+        PairError: the port is taken.
+    """
+    if updates is None and gradients is None:
+        raise ValueError("say when to end: give updates or gradients")
+    service = Service(
+        model,
+        settings or inhad(),
+        port=port,
+        outer=outer,
+        updates=updates,
+        gradients=gradients,
+        directory=checkpoint,
+        journal=journal,
+        on_status=on_status,
+    )
+    return service.run()
+
+
+def run(
+    model: nn.Module,
+    batches: Callable[[int], Any] | Iterable[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    server: str,
+    node_id: int | None = None,
+    leader_port: int | None = None,
+    slowdown: float = 1.0,
+    pace_seconds: float = 0.0,
+) -> WorkerStats:
+    """Train as a worker until the server ends the training; ``model`` then holds the server's last weights.
+
+    To be called by every worker of a node, under torchrun or alone; each node has a torchrun of its own
+    (``--nnodes 1``), so that the death of one node ends no other. Local rank 0 is also the node's leader.
+
+    Args:
+        batches: number -> this worker's batch of that number; or an iterable, which begins anew at its end.
+        loss: (model, batch) -> mean loss.
+        server: ``host:port``.
+        node_id: number of this node, different on every node; by default torchrun's, or one made of the host's name.
+        leader_port: on this machine's loopback; by default torchrun's master port + 1.
+        slowdown, pace_seconds: emulate other machines, see :class:`Worker`.
+
+    Raises:
+        ServerLost: the server has gone and did not come back within six leases.
+        LayoutMismatch: the server's model is another one.
+    """
+    split_address(server)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    port = leader_port or int(os.environ.get("MASTER_PORT", str(DEFAULT_PORT))) + 1
+    take = batches if callable(batches) else _numbered(batches)
+
+    def step(network: nn.Module, number: int) -> tuple[Tensor, int]:
+        batch = take(number)
+        return loss(network, batch), _samples(batch)
+
+    if local:
+        return Worker(model, step, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds).run()
+    node = Node(server, _node_number() if node_id is None else node_id, workers, port=port if workers > 1 else 0)
+    try:
+        worker = Worker(
+            model, step, node.address, 0, slowdown=slowdown, pace_seconds=pace_seconds, check=lambda: node.wait(0)
+        )
+        stats = worker.run()
+        node.wait(5.0)
+    finally:
+        node.close()
+    return stats
+
+
+def _numbered(batches: Iterable[Any]) -> Callable[[int], Any]:
+    iterator: Iterator[Any] = iter(())
+
+    def take(number: int) -> Any:
+        nonlocal iterator
+        for _ in range(2):
+            for batch in iterator:
+                return batch
+            iterator = iter(batches)
+        raise ValueError("batches is empty: it must give at least one batch")
+
+    return take
+
+
+def _node_number() -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return int(os.environ.get("GROUP_RANK", "0"))
+    return zlib.crc32(socket.gethostname().encode()) & 0xFFFF
+
+
+def _samples(batch: Any) -> int:
+    """The length of the first tensor in a batch; 1 if there is none."""
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
+    return next((len(part) for part in parts if isinstance(part, Tensor) and part.ndim), 1)

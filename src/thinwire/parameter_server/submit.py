@@ -1,0 +1,46 @@
+"""What a worker hands in: one gradient, or the difference that some local steps made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INNER = ("adamw", "sgd")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one batch at the weights that the worker was given."""
+
+    @property
+    def steps(self) -> int:
+        """Batches per submission."""
+        return 1
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """H steps of a local optimizer; handed in is theta before minus theta after (a pseudo-gradient).
+
+    Attributes:
+        steps: H, batches per submission.
+        inner: "adamw" or "sgd"; its state stays in the worker.
+        lr: of the inner optimizer.
+        balance: slower workers do fewer steps, so that all take as long (DyLU of asynchronous local SGD,
+            arXiv 2401.09135): steps * speed / speed of the fastest, rounded down, at least 1.
+    """
+
+    steps: int = 20
+    inner: str = "adamw"
+    lr: float = 4e-4
+    balance: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps!r} must be at least 1")
+        if self.inner not in INNER:
+            raise ValueError(f"inner={self.inner!r} is unknown; there is {', '.join(map(repr, INNER))}")
+        if not self.lr > 0:
+            raise ValueError(f"lr={self.lr!r} must be above 0")
+
+
+Submission = Gradient | LocalSteps

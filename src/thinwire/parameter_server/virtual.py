@@ -1,0 +1,422 @@
+"""The same state machines in virtual time: thousands of nodes, links and faults, in one process and without waiting."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.parameter_server.connection import SLOWEST
+from thinwire.parameter_server.effects import Apply, Effect, Join, Leave, Report, Send, Start
+from thinwire.parameter_server.journal import Journal, Update
+from thinwire.parameter_server.leader import Leader
+from thinwire.parameter_server.local_work import LocalWork
+from thinwire.parameter_server.messages import FRAME, Grad, Message, Weights
+from thinwire.parameter_server.outer import Master, Outer, default_outer
+from thinwire.parameter_server.server import Server
+from thinwire.parameter_server.settings import Settings
+from thinwire.planner.virtual_time import Card, Channel, VirtualTime
+
+StepSeconds = Callable[[int, int, int, random.Random], float]
+GradientOf = Callable[[Tensor, int, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A node's link to the server.
+
+    Attributes:
+        latency_seconds: one way.
+        bits_per_second: of the node's card, each way; None: no limit.
+        jitter: draws seconds that a message takes longer.
+    """
+
+    latency_seconds: float = 0.0005
+    bits_per_second: float | None = None
+    jitter: Callable[[random.Random], float] | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a node.
+
+    Attributes:
+        at_seconds: when.
+        kind: "kill" (the leader, or one ``worker``), "return" (after a kill), "pause" (for ``for_seconds``), "cut" (the
+            connection).
+    """
+
+    at_seconds: float
+    kind: str
+    node: int
+    worker: int | None = None
+    for_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("kill", "return", "pause", "cut"):
+            raise ValueError(f'kind={self.kind!r} is unknown; there is "kill", "return", "pause", "cut"')
+
+
+@dataclass
+class Trace:
+    """What a simulation did.
+
+    Attributes:
+        seconds: virtual time at the end.
+        updates: (version, at seconds, [(node, worker, step, base)]).
+        parameters: the last weights, None without tensors.
+        bytes_up, bytes_down: to and from the server, frames included.
+        messages: by kind.
+        counters: the server's.
+        finished: submissions that workers have completed.
+        journal: of :mod:`journal`.
+        losses: (at seconds, value) as ``evaluate`` gave them.
+    """
+
+    seconds: float = 0.0
+    updates: list[tuple[int, float, list[tuple[int, int, int, int]]]] = field(default_factory=list)
+    parameters: Tensor | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    messages: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    finished: int = 0
+    journal: Journal | None = None
+    losses: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def gradients(self) -> int:
+        """Applied gradients."""
+        return sum(len(rows) for _, _, rows in self.updates)
+
+    @property
+    def bytes_per_gradient(self) -> float:
+        """Bytes up and down per applied gradient."""
+        return (self.bytes_up + self.bytes_down) / max(1, self.gradients)
+
+    def staleness(self) -> Counter[int]:
+        """Applied gradients by their age in versions."""
+        return Counter(version - base for version, _, rows in self.updates for *_, base in rows)
+
+
+class _Node:
+    """A node's leader, its wires and its workers, as the simulation sees them."""
+
+    def __init__(self, sim: _Simulation, number: int, link: Link) -> None:
+        self.number = number
+        self.cards = (Card(link.bits_per_second), Card(link.bits_per_second))
+        self.link = link
+        self.paused_until = 0.0
+        self.alive = True
+        self.theta: Tensor | None = None
+        self.work: dict[int, LocalWork] = {}
+        self.leader = Leader(sim.settings, number, sim.workers)
+        self.wires: dict[tuple[str, str], _Wire] = {}
+        self.connect(sim)
+
+    def connect(self, sim: _Simulation) -> None:
+        """New channels; what was on the old ones is lost."""
+        for wire in self.wires.values():
+            wire.channel.open = False
+        jitter = self.link.jitter
+        draw = None if jitter is None else (lambda: jitter(sim.random))
+        up, down = self.cards
+        self.wires = {}
+        for name in ("control", "data")[: sim.settings.channels]:
+            pairs = {"up": (up, sim.cards[0]), "down": (sim.cards[1], down)}
+            for way, (source, target) in pairs.items():
+                self.wires[way, name] = _Wire(Channel(sim.time, source, target, self.link.latency_seconds, draw))
+
+
+class _Wire:
+    """A channel and what waits for its sending end."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.queue: deque[tuple[Message, int]] = deque()
+        self.busy = self.due = False
+
+
+class _Simulation:
+    def __init__(
+        self, settings: Settings, nodes: int, workers: int, link: Link | Callable[[int], Link], server_link: Link,
+        step_seconds: StepSeconds, parameters: Tensor | None, gradient: GradientOf | None, outer: Outer | None,
+        seed: int, payload_bytes: int, apply_seconds: float,
+    ) -> None:  # fmt: skip
+        self.settings, self.workers = settings, workers
+        self.random = random.Random(seed)
+        self.time = VirtualTime()
+        self.server = Server(settings)
+        self.cards = (Card(server_link.bits_per_second), Card(server_link.bits_per_second))
+        self.step_seconds, self.gradient = step_seconds, gradient
+        self.payload, self.apply_seconds = payload_bytes, apply_seconds
+        self.trace = Trace()
+        self.lines: list[Update] = []
+        self.member_node: dict[int, int] = {}
+        outer = outer or default_outer(settings, nodes)
+        self.master = None if parameters is None else Master(parameters, outer, settings, nodes * workers)
+        self.snapshot = None if self.master is None else self.master.theta.clone()
+        self.nodes = [_Node(self, n, link(n) if callable(link) else link) for n in range(nodes)]
+        self.ended = False
+        self._joining = 0
+
+    def begin(self) -> None:
+        for node in self.nodes:
+            self.leader(node, node.leader.join(0.0))
+        self.heartbeat()
+
+    def heartbeat(self) -> None:
+        """Ticks of all, ten per lease."""
+        self.server_does(self.server.tick(self.time.now))
+        for node in self.nodes:
+            if node.alive and self.time.now >= node.paused_until:
+                self.leader(node, node.leader.tick(self.time.now))
+        self.time.after(self.settings.lease_seconds / 10, self.heartbeat)
+
+    # --- effects --------------------------------------------------------------------------------------------------
+
+    def server_does(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                member = self.server.members.get(effect.member)
+                if member is not None:
+                    self.member_node[effect.member] = member.node
+                node = self.nodes[self.member_node[effect.member]]
+                message = effect.message
+                if isinstance(message, Weights) and not message.same:
+                    message = replace(message, tensor=self.snapshot)
+                self.send(node, "down", message)
+            elif isinstance(effect, Apply):
+                self.trace.updates.append(
+                    (
+                        effect.version,
+                        self.time.now,
+                        [(p.node, r.worker, r.step, r.base) for p in effect.contributions for r in p.rows],
+                    )
+                )
+                self.lines.append(Update.of(effect, self.time.now))
+                self.time.after(self.apply_seconds, lambda effect=effect: self.apply(effect))  # type: ignore[misc]
+
+    def apply(self, effect: Apply) -> None:
+        if self.master is not None:
+            self.master.apply(effect.contributions)
+            self.snapshot = self.master.theta.clone()
+        self.server_does(self.server.applied(self.time.now))
+
+    def leader(self, node: _Node, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.send(node, "up", effect.message)
+            elif isinstance(effect, Report):
+                node.wires["up", "control"].due = True
+                self.pump(node, "up", "control")
+            elif isinstance(effect, Start):
+                self.start(node, effect)
+            elif isinstance(effect, Join):
+                node.connect(self)
+                self.leader(node, node.leader.join(self.time.now))
+            elif isinstance(effect, Leave):
+                self.ended = True
+
+    # --- wires ----------------------------------------------------------------------------------------------------
+
+    def send(self, node: _Node, way: str, message: Message) -> None:
+        size = FRAME.size
+        full = isinstance(message, Weights) and not message.same
+        if isinstance(message, Grad):
+            size += 32 * len(message.rows)
+            full = bool(message.rows)
+        size += self.payload if full else 0
+        name = "data" if full and self.settings.channels == 2 else "control"
+        node.wires[way, name].queue.append((message, size))
+        self.pump(node, way, name)
+
+    def pump(self, node: _Node, way: str, name: str) -> None:
+        """Hand the next message to the channel when its end is free; a report only when nothing else waits."""
+        wire = node.wires[way, name]
+        if wire.busy:
+            return
+        if wire.queue:
+            message, size = wire.queue.popleft()
+        elif wire.due:
+            wire.due = False
+            message, size = node.leader.report(self.time.now), FRAME.size
+            if not message.member:
+                return
+        else:
+            return
+        wire.busy = True
+        self.trace.messages[type(message).__name__] += 1
+        if way == "up":
+            self.trace.bytes_up += size
+        else:
+            self.trace.bytes_down += size
+
+        def sent() -> None:
+            wire.busy = False
+            if node.wires.get((way, name)) is wire:
+                self.pump(node, way, name)
+
+        if size > FRAME.size + 32 * len(getattr(message, "rows", ())):
+            self.time.after(node.link.latency_seconds, lambda: self.announce(node, way, size))
+        wire.channel.send(size, lambda: self.deliver(node, way, message), sent)
+
+    def announce(self, node: _Node, way: str, size: int) -> None:
+        """The frame of a tensor is there before it: who waits for it does not take the sender for dead."""
+        seconds = self.settings.lease_seconds + size / SLOWEST
+        if way == "up":
+            self.server.expect(node.leader.member, seconds, self.time.now)
+        else:
+            node.leader.expect(seconds, self.time.now)
+
+    def deliver(self, node: _Node, way: str, message: Message) -> None:
+        if way == "up":
+            self.server_does(self.server.on(message, self.time.now))
+            return
+        if not node.alive:
+            return
+        if self.time.now < node.paused_until:
+            self.time.after(node.paused_until - self.time.now, lambda: self.deliver(node, way, message))
+            return
+        if isinstance(message, Weights) and not message.same:
+            node.theta = message.tensor
+        self.leader(node, node.leader.on(message, self.time.now))
+
+    # --- workers --------------------------------------------------------------------------------------------------
+
+    def start(self, node: _Node, start: Start) -> None:
+        seconds = sum(
+            self.step_seconds(node.number, start.worker, start.step + i, self.random) for i in range(start.steps)
+        )
+        tensor: Any = None
+        if self.gradient is not None and node.theta is not None:
+            gradient, number, worker = self.gradient, node.number, start.worker
+            work = node.work.setdefault(worker, LocalWork(self.settings.submit))
+            tensor = work.submission(node.theta, start.step, start.steps, lambda x, i: gradient(x, number, worker, i))
+        leader = node.leader
+
+        def done() -> None:
+            if node.leader is not leader or not node.alive or start.worker not in leader.alive:
+                return
+            if self.time.now < node.paused_until:
+                self.time.after(node.paused_until - self.time.now, done)
+                return
+            finite = tensor is None or bool(tensor.isfinite().all())
+            self.trace.finished += leader.running.get(start.worker) == start.token
+            self.leader(
+                node,
+                leader.done(
+                    start.worker, start.token, tensor, self.time.now, finite=finite, seconds=seconds / start.steps
+                ),
+            )
+
+        self.time.after(seconds, done)
+
+    # --- faults ---------------------------------------------------------------------------------------------------
+
+    def fault(self, fault: Fault) -> None:
+        node, now = self.nodes[fault.node], self.time.now
+        if fault.kind == "pause":
+            node.paused_until = now + fault.for_seconds
+        elif fault.worker is not None:
+            change = node.leader.lost if fault.kind == "kill" else node.leader.returned
+            self.leader(node, change(fault.worker, now))
+        elif fault.kind == "kill":
+            node.alive = False
+            member = node.leader.member
+            node.connect(self)
+            if member:
+                self.server_does(self.server.gone(member, now))
+        elif fault.kind == "cut":
+            member = node.leader.member
+            self.leader(node, node.leader.ended("the connection broke", now))
+            if member:
+                self.server_does(self.server.gone(member, now))
+        else:
+            node.alive, node.theta, node.work = True, None, {}
+            node.leader = Leader(self.settings, node.number, self.workers)
+            node.connect(self)
+            self.leader(node, node.leader.join(now))
+
+
+def simulate(
+    settings: Settings,
+    *,
+    nodes: int,
+    workers: int = 1,
+    updates: int | None = None,
+    gradients: int | None = None,
+    seconds: float | None = None,
+    step_seconds: StepSeconds,
+    link: Link | Callable[[int], Link] = Link(),
+    server_link: Link = Link(),
+    parameters: Tensor | None = None,
+    gradient: GradientOf | None = None,
+    outer: Outer | None = None,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    payload_bytes: int | None = None,
+    apply_seconds: float = 0.0,
+    evaluate: Callable[[Tensor], float] | None = None,
+    evaluate_seconds: float = 1.0,
+) -> Trace:
+    """Run server and leaders in virtual time, until so many updates, applied gradients or virtual seconds.
+
+    Args:
+        nodes, workers: P leaders with W workers each.
+        step_seconds: (node, worker, step, random) -> seconds of one step.
+        link: of each node; or node -> its link.
+        server_link: the server's card, which all share.
+        parameters, gradient: weights ``[D]`` and (weights, node, worker, batch) -> gradient; without them only the
+            protocol runs.
+        outer: makes the server's optimizer; by default that of the settings.
+        payload_bytes: of one tensor on the wire; by default that of ``parameters``.
+        apply_seconds: that the server takes for an update.
+        evaluate: weights -> loss, called every ``evaluate_seconds`` of virtual time.
+
+    Raises:
+        ValueError: no end is given.
+    """
+    if updates is None and gradients is None and seconds is None:
+        raise ValueError("say when to end: updates, gradients or seconds")
+    if nodes < 1 or workers < 1:
+        raise ValueError(f"nodes={nodes} and workers={workers} must be at least 1")
+    if payload_bytes is None:
+        payload_bytes = 0 if parameters is None else parameters.numel() * parameters.element_size()
+    sim = _Simulation(
+        settings, nodes, workers, link, server_link, step_seconds, parameters, gradient, outer,
+        seed, payload_bytes, apply_seconds,
+    )  # fmt: skip
+    for fault in faults:
+        sim.time.after(fault.at_seconds, lambda fault=fault: sim.fault(fault))  # type: ignore[misc]
+    if evaluate is not None and sim.master is not None:
+        master = sim.master
+
+        def look() -> None:
+            sim.trace.losses.append((sim.time.now, evaluate(master.theta)))
+            sim.time.after(evaluate_seconds, look)
+
+        sim.time.after(0.0, look)
+    sim.begin()
+    last_fault = max((fault.at_seconds for fault in faults), default=0.0)
+
+    def reached() -> bool:
+        server = sim.server
+        if not any(node.alive for node in sim.nodes) and sim.time.now > last_fault:
+            return True  # nothing can happen any more
+        return (updates is not None and server.version >= updates) or (
+            gradients is not None and server.counters["applied"] >= gradients
+        )
+
+    sim.time.run(reached, float("inf") if seconds is None else seconds)
+    trace = sim.trace
+    trace.updates = trace.updates[: sim.server.version]
+    trace.seconds = sim.time.now
+    trace.counters = sim.server.counters
+    trace.parameters = None if sim.master is None else sim.master.theta.clone()
+    trace.journal = Journal(settings, {"seed": seed, "nodes": nodes}, tuple(sim.lines[: sim.server.version]))
+    return trace

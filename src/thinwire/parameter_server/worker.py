@@ -1,0 +1,179 @@
+"""A worker: takes weights from the leader of its node, computes, hands the result back."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.collectives.pair import Meeting, PairError
+from thinwire.parameter_server.connection import Anything, Connection
+from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.local_work import LocalWork
+from thinwire.parameter_server.messages import Enter, Ping, Result, Stop, Work, encode
+from thinwire.parameter_server.settings import Settings
+
+
+class ServerLost(RuntimeError):
+    """Nobody answered for six leases."""
+
+
+Loss = Callable[[nn.Module, int], tuple[Tensor, int]]
+"""(model, number of the batch) -> mean loss of the batch, and its samples."""
+
+
+@dataclass
+class WorkerStats:
+    """What a worker did.
+
+    Attributes:
+        submissions: handed in; steps: batches; samples: in them.
+        compute_seconds: of its steps; waiting_seconds: for weights.
+        version: of the last weights; losses: (seconds since its start, loss) of each submission's last batch.
+    """
+
+    submissions: int = 0
+    steps: int = 0
+    samples: int = 0
+    compute_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    version: int = -1
+    losses: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Worker:
+    """One worker of a node.
+
+    Args:
+        model: trained in place; at the end it holds the server's last weights.
+        loss: see ``Loss``.
+        leader: ``host:port`` of the node's leader.
+        number: of the worker in its node.
+        slowdown: emulate a slower machine: each step takes so many times as long, by sleeping.
+        pace_seconds: emulate machines of one's own on shared cores: a step takes at least so long, times slowdown.
+        on_step: called with the seconds since the start and the loss.
+        check: called before each attempt to reach the leader; may raise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        leader: str,
+        number: int,
+        *,
+        slowdown: float = 1.0,
+        pace_seconds: float = 0.0,
+        on_step: Callable[[float, float], None] = lambda seconds, loss: None,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.model, self._loss, self._leader, self.number = model, loss, leader, number
+        self._slowdown, self._pace, self._on_step, self._check = slowdown, pace_seconds, on_step, check
+        if not slowdown >= 1:
+            raise ValueError(f"slowdown={slowdown!r} must be at least 1")
+        self.layout = Layout.of(model)
+        self.stats = WorkerStats()
+        self._inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
+        self._theta: Tensor | None = None
+        self._began = time.monotonic()
+        self._last_loss, self._last_samples = 0.0, 0
+
+    def run(self) -> WorkerStats:
+        """Work until the server says STOP.
+
+        Raises:
+            ServerLost: the leader has gone and does not come back.
+            LayoutMismatch: this model is not the server's.
+        """
+        lost_at: float | None = None
+        lease = 10.0
+        while True:
+            self._check()
+            try:
+                meeting = Meeting(self._leader)
+                settings = Settings.from_json(meeting.note("settings"))
+                self.layout.check(Layout.from_json(meeting.note("layout")))
+                lease = settings.lease_seconds
+                pair = meeting.connect(encode(Enter(self.number)))
+            except PairError as error:
+                lost_at = time.monotonic() if lost_at is None else lost_at
+                if time.monotonic() - lost_at > 6 * lease:
+                    raise ServerLost(f"worker {self.number} finds no leader any more: {error}") from error
+                time.sleep(min(0.5, lease / 4))
+                continue
+            lost_at = None
+            inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
+            self._inbox = inbox
+            connection = Connection(pair, channels=1, seconds=lease, deliver=inbox.put, closed=inbox.put)
+            if self._serve(connection.start(), LocalWork(settings.submit), lease):
+                return self.stats
+
+    def _serve(self, connection: Connection, work: LocalWork, lease: float) -> bool:
+        """One connection's life. True when training has ended."""
+        ended = threading.Event()
+        beat = threading.Thread(target=self._beat, args=(connection, lease, ended), daemon=True)
+        beat.start()
+        try:
+            while True:
+                since = time.monotonic()
+                message = self._inbox.get()
+                self.stats.waiting_seconds += time.monotonic() - since
+                if isinstance(message, str):
+                    return False
+                if isinstance(message, Stop):
+                    if message.tensor is not None:
+                        self.layout.write(message.tensor.view(self.layout.dtype), self.model)
+                        self.stats.version = message.version
+                    connection.finish()
+                    return True
+                if isinstance(message, Work):
+                    connection.post(self._compute(message, work))
+        finally:
+            ended.set()
+            connection.join(2.0)
+
+    @staticmethod
+    def _beat(connection: Connection, lease: float, ended: threading.Event) -> None:
+        """A thread of its own, so that a long step is no silence."""
+        while not ended.wait(lease / 3):
+            connection.post(Ping())
+
+    def _compute(self, message: Work, work: LocalWork) -> Result:
+        if message.tensor is not None:
+            self._theta = message.tensor.view(self.layout.dtype)
+        assert self._theta is not None
+        began = time.monotonic()
+        self._last_samples = 0
+        result = work.submission(self._theta, message.step, message.steps, self._gradient)
+        took = time.monotonic() - began
+        time.sleep(max(0.0, self._slowdown * max(took, self._pace * message.steps) - took))
+        seconds = time.monotonic() - began
+        stats = self.stats
+        stats.submissions += 1
+        stats.steps += message.steps
+        stats.samples += self._last_samples
+        stats.compute_seconds += seconds
+        stats.version = message.version
+        stats.losses.append((time.monotonic() - self._began, self._last_loss))
+        finite = bool(result.isfinite().all())
+        return Result(
+            message.token, self._last_samples, self._last_loss, seconds / message.steps, result if finite else None
+        )
+
+    def _gradient(self, theta: Tensor, batch: int) -> Tensor:
+        """The flat gradient of one batch at ``theta``."""
+        self.layout.write(theta, self.model)
+        for p in self.model.parameters():
+            p.grad = None
+        with torch.enable_grad():
+            loss, samples = self._loss(self.model, batch)
+        loss.backward()
+        self._last_loss = float(loss.detach())
+        self._last_samples += samples
+        self._on_step(time.monotonic() - self._began, self._last_loss)
+        return self.layout.gradient(self.model)

@@ -1,0 +1,295 @@
+"""The parameter server on real sockets and Gloo groups: the same bits as synchronous SGD, faults, checkpoints."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from parameter_cluster import Cluster, loss, loss_of, model, sgd
+
+from thinwire.collectives.pair import Listener, Meeting, PairError
+from thinwire.parameter_server import Journal, Layout, LocalSteps, Node, Service, Worker, replay
+from thinwire.parameter_server import checkpoint as checkpoints
+from thinwire.parameter_server.layout import LayoutMismatch
+from thinwire.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
+from thinwire.parameter_server.worker import ServerLost
+
+pytestmark = pytest.mark.dist
+
+
+def gradient_of(network, layout):
+    """As the workers compute it, for the replay."""
+
+    def gradient(theta, node, worker, step):
+        layout.write(theta, network)
+        network.zero_grad()
+        loss(network, node, worker, step).backward()
+        return layout.gradient(network)
+
+    return gradient
+
+
+def synchronous(nodes, workers, steps, **options):
+    """Plain torch SGD on the mean of all workers' gradients, in fp64 sums per node."""
+    network = model()
+    layout = Layout.of(network)
+    theta = layout.flat(network)
+    optimizer = torch.optim.SGD([theta], **{"lr": 0.05, **options})
+    gradient = gradient_of(network, layout)
+    for step in range(steps):
+        total = torch.zeros(layout.numel, dtype=torch.float64)
+        for node in range(nodes):
+            total += sum(gradient(theta, node, worker, step).double() for worker in range(workers))
+        theta.grad = (total / (nodes * workers)).float()
+        optimizer.step()
+    return theta
+
+
+@torch.no_grad()
+def held_out(network):
+    return float(torch.stack([loss(network, 9, 9, i) for i in range(20)]).mean())
+
+
+def flat(network):
+    return Layout.of(network).flat(network)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["plain", "momentum"])
+def test_one_node_one_worker_is_torch_sgd_bit_for_bit(options):
+    cluster = Cluster(inhad(0, 1.0), 1, outer=sgd(**options), updates=40)
+    cluster.join()
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), **{"lr": 0.05, **options})
+    for step in range(40):
+        optimizer.zero_grad()
+        loss(network, 0, 0, step).backward()
+        optimizer.step()
+    assert torch.equal(flat(cluster.model), flat(network))
+    assert torch.equal(flat(cluster.models[0, 0]), flat(network))  # the worker got the last weights too
+
+
+def test_s_0_is_synchronous_sgd_bit_for_bit():
+    cluster = Cluster(bsp(start_nodes=2, deterministic=True), 2, 2, delays=[0.0, 0.01], updates=15)
+    status = cluster.join()
+    assert torch.equal(flat(cluster.model), synchronous(2, 2, 15))
+    assert status.max_staleness == 0
+    assert status.gradients == 60
+
+
+SETTINGS = {
+    "inhad": inhad(2, start_nodes=2),
+    "topk": inhad(2, start_nodes=2, compress_up="topk", compress_down="topk", density=0.2),
+    "asp": asp(start_nodes=2),
+    "diloco": diloco(4, start_nodes=2, submit=LocalSteps(4, "sgd", 0.05)),
+}
+SLOW_SETTINGS = {
+    "int8": inhad(2, start_nodes=2, compress_up="int8", compress_down="int8"),
+    "sync": inhad(4, start_nodes=2, local="sync"),
+    "ssp": ssp(1, start_nodes=2),
+    "softsync": n_softsync(1.0, start_nodes=2),
+    "nesterov": delayed_nesterov(4, start_nodes=2),
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(pytest.param(value, id=name) for name, value in SETTINGS.items()),
+        *(pytest.param(value, id=name, marks=pytest.mark.slow) for name, value in SLOW_SETTINGS.items()),
+    ],
+)
+def test_every_setting_trains(settings):
+    push = settings.transfer == "push" and settings.submit.steps > 1
+    outer = sgd(lr=0.5) if push else sgd(lr=0.1)
+    cluster = Cluster(settings, 2, 2, delays=[0.002, 0.008], outer=outer, updates=60)
+    before = held_out(model())
+    status = cluster.join()
+    after = held_out(cluster.model)
+    assert after < 0.9 * before
+    assert settings.limit is None or status.max_staleness <= settings.limit
+    assert status.version == 60
+
+
+def test_compression_sends_fewer_bytes():
+    sent = {}
+    for kind in (None, "int8", "topk"):
+        settings = inhad(2, start_nodes=1, compress_up=kind, compress_down=kind, density=0.01)
+        status = Cluster(settings, 1, updates=12, width=4000).join()
+        sent[kind] = (status.up_bytes + status.down_bytes) / status.gradients
+    assert sent["int8"] < 0.45 * sent[None]  # the first weights go whole
+    assert sent["topk"] < 0.25 * sent[None]
+
+
+def test_gradients_that_are_not_finite_are_dropped_and_stop_nothing():
+    cluster = Cluster(bsp(start_nodes=2), 2, spoil=lambda number: number % 3 == 1, updates=12)
+    status = cluster.join()
+    assert torch.isfinite(flat(cluster.model)).all()
+    assert status.counters["empty"] > 0
+    assert status.gradients == 2 * 8
+
+
+def test_a_worker_that_leaves_does_not_hold_up_the_others():
+    cluster = Cluster(bsp(start_nodes=2, lease_seconds=5.0), 2, 2, delays=[0.02, 0.02], updates=80)
+    node = cluster.nodes[0]
+    while cluster.service.machine.version < 10:
+        time.sleep(0.01)
+    with node._lock:
+        worker = node._workers[1]
+        worker.pair.close()  # its connection breaks; it comes back by itself
+    status = cluster.join()
+    assert status.version == 80
+    assert status.counters["joined"] == 2  # the node has stayed
+
+
+def test_a_node_may_join_and_another_leave_while_training_goes_on():
+    cluster = Cluster(bsp(start_nodes=2, lease_seconds=2.0), 2, delays=[0.01, 0.01], updates=80)
+    time.sleep(0.5)
+    cluster.add(5, delay=0.01)
+    time.sleep(0.3)
+    gone = cluster.nodes.pop(1)
+    gone.failure = "ended by the test"
+    gone.close()
+    with contextlib.suppress(ServerLost):
+        cluster.join()
+    status = cluster.status
+    assert status.version == 80
+    assert status.counters["joined"] == 3
+    assert torch.isfinite(flat(cluster.model)).all()
+
+
+def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path):
+    settings = inhad(3, start_nodes=2, deterministic=True)
+    cluster = Cluster(
+        settings, 2, 2, delays=[0.001, 0.004], updates=30, journal=tmp_path / "j", facts={"model": "tiny"}
+    )
+    cluster.join()
+    journal = Journal.read(tmp_path / "j")
+    network = model()
+    layout = Layout.of(network)
+    start = layout.flat(network)
+    again = replay(journal, start, gradient_of(network, layout), sgd(), full=2)
+    assert torch.equal(again, flat(cluster.model))
+    assert journal.facts == {"model": "tiny"}
+
+
+def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_path):
+    port = free_port()
+    settings = inhad(2, start_nodes=2, lease_seconds=2.0)
+    options = {"directory": tmp_path / "c", "save_every": 5, "journal": tmp_path / "j", "port": port}
+    first = Cluster(settings, 2, delays=[0.01, 0.02], updates=10_000, **options)
+    while first.service.machine.version < 23:
+        time.sleep(0.02)
+    crash(first.service)
+    kept = checkpoints.load(tmp_path / "c")
+    assert kept.version >= 20
+    second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=kept.version + 30, **options)
+    assert second.machine.version == kept.version
+    thread = threading.Thread(target=second.run, daemon=True)
+    thread.start()
+    thread.join(40)
+    assert not thread.is_alive()
+    for node in first.nodes.values():
+        node.close()
+    updates = Journal.read(tmp_path / "j").updates
+    assert [update.version for update in updates] == list(range(kept.version + 30))
+    keys = [(part.node, row.worker, row.step) for update in updates for part in update.parts for row in part.rows]
+    assert len(keys) == len(set(keys))
+
+
+def crash(service):
+    """All connections break at once, and nothing more is written."""
+    service._directory = None
+    service._listener.close()
+    service._listener.store = None
+    for connection in list(service._connections.values()):
+        connection.close()
+    service._journal.write = lambda update: None
+    service.stop()
+    time.sleep(0.5)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_refused_by_name():
+    cluster = Cluster(inhad(start_nodes=2), 1, updates=5)
+    worker = Worker(model(width=7), loss_of(0, 0), cluster.nodes[0].address, 0)
+    with pytest.raises(LayoutMismatch, match=r"0\.weight \[7, 4\] where the server's has 0\.weight \[6, 4\]"):
+        worker.run()
+    while not cluster.service.machine.members:
+        time.sleep(0.01)
+    cluster.service.stop()
+    cluster.join()
+
+
+def test_a_lost_server_ends_node_and_workers_with_a_sentence():
+    cluster = Cluster(inhad(lease_seconds=0.4), 1, updates=10_000)
+    time.sleep(0.5)
+    crash_without_journal(cluster.service)
+    with pytest.raises(ServerLost, match="leases"):
+        cluster.join()
+
+
+def crash_without_journal(service):
+    service._listener.close()
+    service._listener.store = None
+    for connection in list(service._connections.values()):
+        connection.close()
+    service.stop()
+
+
+def test_nobody_there_and_a_taken_port_and_no_address():
+    with pytest.raises(PairError, match="nobody listens"):
+        Meeting(f"127.0.0.1:{free_port()}")
+    with pytest.raises(ValueError, match="host:port"):
+        Meeting("somewhere")
+    listener = Listener(0, "127.0.0.1")
+    with pytest.raises(PairError, match="choose another"):
+        Listener(listener.port, "127.0.0.1")
+    listener.close()
+
+
+def test_a_stranger_at_the_port_harms_nobody():
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=40)
+    control = int(cluster.service._listener.store.get("thinwire/control"))
+    for junk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200, b"\xff" * 128, b""):
+        with socket.create_connection(("127.0.0.1", control)) as stranger:
+            stranger.sendall(junk)
+    status = cluster.join()
+    assert status.version == 40
+
+
+def test_two_threads_use_one_store_at_a_time_of_their_own():
+    listener = Listener(0, "127.0.0.1", {"settings": json.dumps({})})
+    meeting = Meeting(f"127.0.0.1:{listener.port}", 3.0)
+
+    def wait():
+        with contextlib.suppress(PairError):
+            meeting.note("never")
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    since = time.monotonic()
+    assert Meeting(f"127.0.0.1:{listener.port}", 3.0).note("settings") == "{}"
+    assert waiting.is_alive()
+    assert time.monotonic() - since < 2.5
+    waiting.join(10)
+    listener.close()
+
+
+def test_a_node_whose_server_never_was(monkeypatch):
+    from thinwire.parameter_server import node as node_module
+
+    real = Node._meet
+    monkeypatch.setattr(node_module.Node, "_meet", lambda self, seconds: real(self, 0.5))
+    with pytest.raises(ServerLost, match="--server"):
+        Node(f"127.0.0.1:{free_port()}", 0, 1)

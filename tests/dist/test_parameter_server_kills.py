@@ -1,0 +1,267 @@
+"""kill -9 of a worker, a leader at each point of the protocol, the server: training goes on, nothing counts twice."""
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+from itertools import pairwise
+
+import pytest
+
+pytestmark = pytest.mark.dist
+context = multiprocessing.get_context("spawn")
+LEASE = 2.0
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def settings(**options):
+    from thinwire.parameter_server.presets import inhad
+
+    return inhad(2, start_nodes=2, lease_seconds=LEASE, **options)
+
+
+def serve(port, folder, updates):
+    """The server's process; a line per update in `versions`."""
+    import torch
+    from parameter_cluster import model, sgd
+
+    from thinwire.parameter_server import Service
+
+    torch.set_num_threads(1)
+    log = open(f"{folder}/versions", "a", buffering=1)  # noqa: SIM115  to the end of the process
+
+    def on_update(version, theta):
+        assert torch.isfinite(theta).all()
+        log.write(f"{version} {time.time()}\n")
+
+    Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates, directory=f"{folder}/c",
+            save_every=5, journal=f"{folder}/j", nodes=2, on_update=on_update).run()  # fmt: skip
+
+
+def lead(port, number, folder, dies=None):
+    """A node's process, whose one worker is a thread; it may be made to die at a point of the protocol."""
+    import torch
+    from parameter_cluster import loss_of, model
+
+    from thinwire.collectives.pair import Pair
+    from thinwire.parameter_server import Leader, Node, Worker
+
+    torch.set_num_threads(1)
+    count = [0]
+
+    def die(after):
+        count[0] += 1
+        if count[0] > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Dying(Leader):
+        def report(self, now):
+            if dies == "before IN":
+                die(12)
+            return super().report(now)
+
+        def _grad(self, *parts):
+            if dies == "between PULL and GRAD":
+                die(4)
+            return super()._grad(*parts)
+
+    if dies == "in GRAD":  # the header has gone, the tensor never comes
+        Pair.send_tensor = lambda self, x, seconds, send=Pair.send_tensor: (
+            die(6) if x.dtype == torch.float32 and self._peer == 0 else None,
+            send(self, x, seconds),
+        )
+    node = Node(f"127.0.0.1:{port}", number, 1, leader=Dying, leases=10.0)
+    Worker(model(), loss_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
+    node.wait(5)
+
+
+def lead_apart(port, number, folder):
+    """A node whose two workers are processes; their numbers are in a file."""
+    import torch
+
+    from thinwire.parameter_server import Node
+
+    torch.set_num_threads(1)
+    node = Node(f"127.0.0.1:{port}", number, 2)
+    workers = {}
+    while not node.wait(0.05):
+        for k in range(2):
+            if k not in workers or not workers[k].is_alive():
+                workers[k] = context.Process(target=work, args=(node.address, number, k), daemon=True)
+                workers[k].start()
+                with open(f"{folder}/workers", "a") as file:
+                    file.write(f"{workers[k].pid}\n")
+    for worker in workers.values():
+        worker.join(5)
+
+
+def work(address, number, k):
+    import torch
+    from parameter_cluster import loss_of, model
+
+    from thinwire.parameter_server import Worker
+
+    torch.set_num_threads(1)
+    Worker(model(), loss_of(number, k, 0.02), address, k).run()
+
+
+class Processes:
+    def __init__(self):
+        self.all = []
+
+    def start(self, target, *args):
+        process = context.Process(target=target, args=args)
+        process.start()
+        self.all.append(process)
+        return process
+
+    def end(self):
+        for process in self.all:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+@pytest.fixture
+def processes():
+    made = Processes()
+    yield made
+    made.end()
+
+
+def versions(folder):
+    path = folder / "versions"
+    return (
+        [(int(v), float(t)) for v, t in (line.split() for line in path.read_text().splitlines())]
+        if path.exists()
+        else []
+    )
+
+
+def wait_for(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def reach(folder, version):
+    wait_for(lambda: versions(folder) and versions(folder)[-1][0] >= version)
+
+
+def check_journal(folder, updates):
+    from thinwire.parameter_server import Journal
+
+    lines = Journal.read(folder / "j").updates
+    assert [line.version for line in lines] == list(range(updates))
+    keys = [(part.node, row.worker, row.step) for line in lines for part in line.parts for row in part.rows]
+    assert len(keys) == len(set(keys)), "a gradient was counted twice"
+    assert all(0 <= line.version - row.base <= 2 for line in lines for part in line.parts for row in part.rows)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param("before IN", marks=pytest.mark.slow),
+        "between PULL and GRAD",
+        pytest.param("in GRAD", marks=pytest.mark.slow),
+    ],
+)
+def test_a_leader_dies_at_a_point_of_the_protocol(tmp_path, processes, point):
+    port, updates = free_port(), 120
+    server = processes.start(serve, port, tmp_path, updates)
+    processes.start(lead, port, 0, tmp_path)
+    dying = processes.start(lead, port, 1, tmp_path, point)
+    wait_for(lambda: not dying.is_alive())
+    assert dying.exitcode == -signal.SIGKILL
+    killed = time.time()
+    before = versions(tmp_path)[-1][0]
+    wait_for(lambda: versions(tmp_path)[-1][0] > before, LEASE + 1.0 + 10.0)
+    processes.start(lead, port, 1, tmp_path)  # the node comes back
+    server.join(90)
+    assert server.exitcode == 0
+    times = [at for _, at in versions(tmp_path) if at > killed]
+    assert len(times) > 10
+    check_journal(tmp_path, updates)
+
+
+@pytest.mark.slow
+def test_a_worker_dies_and_its_node_goes_on(tmp_path, processes):
+    port, updates = free_port(), 150
+    server = processes.start(serve, port, tmp_path, updates)
+    processes.start(lead, port, 0, tmp_path)
+    processes.start(lead_apart, port, 1, tmp_path)
+    reach(tmp_path, 10)
+    wait_for(lambda: (tmp_path / "workers").exists())
+    for pid in [int(line) for line in (tmp_path / "workers").read_text().split()]:
+        os.kill(pid, signal.SIGKILL)
+    server.join(90)
+    assert server.exitcode == 0
+    check_journal(tmp_path, updates)
+
+
+@pytest.mark.slow
+def test_the_server_dies_and_its_nodes_wait_for_the_next(tmp_path, processes):
+    port, updates = free_port(), 100
+    server = processes.start(serve, port, tmp_path, updates)
+    for number in range(2):
+        processes.start(lead, port, number, tmp_path)
+    reach(tmp_path, 40)
+    server.kill()
+    server.join()
+    again = processes.start(serve, port, tmp_path, updates)
+    again.join(90)
+    assert again.exitcode == 0
+    check_journal(tmp_path, updates)
+
+
+@pytest.mark.slow
+def test_a_stopped_node_is_dropped_and_comes_back(tmp_path, processes):
+    port, updates = free_port(), 250
+    server = processes.start(serve, port, tmp_path, updates)
+    processes.start(lead, port, 0, tmp_path)
+    sleeper = processes.start(lead, port, 1, tmp_path)
+    reach(tmp_path, 20)
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    time.sleep(2 * LEASE)
+    os.kill(sleeper.pid, signal.SIGCONT)
+    server.join(90)
+    assert server.exitcode == 0
+    times = [at for _, at in versions(tmp_path)]
+    assert max(b - a for a, b in pairwise(times)) < LEASE + 3.0
+    check_journal(tmp_path, updates)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_random_kills(tmp_path, processes):
+    draw = random.Random(0)
+    port = free_port()
+    updates = 1_000_000
+    alive = {"server": processes.start(serve, port, tmp_path, updates)}
+    for number in range(3):
+        alive[number] = processes.start(lead, port, number, tmp_path)
+    reach(tmp_path, 5)
+    kills = 0
+    while kills < 100:
+        time.sleep(draw.uniform(0.2, 2.5))
+        who = draw.choice([0, 1, 2, 0, 1, 2, "server"])
+        alive[who].kill()
+        alive[who].join()
+        kills += 1
+        again = (serve, port, tmp_path, updates) if who == "server" else (lead, port, who, tmp_path)
+        alive[who] = processes.start(*again)
+    last = versions(tmp_path)[-1][0]
+    reach(tmp_path, last + 20)
+    alive["server"].kill()
+    alive["server"].join()
+    from thinwire.parameter_server import Journal
+
+    check_journal(tmp_path, len(Journal.read(tmp_path / "j").updates))

@@ -1,0 +1,85 @@
+"""``parameter_server.run`` in a script under torchrun, and ``thinwire ps`` as processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from parameter_cluster import model, sgd
+
+from thinwire.parameter_server import Service
+from thinwire.parameter_server.presets import bsp, inhad
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+SCRIPT = """
+import sys
+import time
+
+import torch
+from parameter_cluster import model
+from thinwire import parameter_server as ps
+
+torch.set_num_threads(1)
+batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(7)]
+network = model()
+
+
+def loss(m, x):
+    time.sleep(0.1)  # so that the second worker is there before the end
+    return (m(x) - x[:, :2]).square().mean()
+
+
+stats = ps.run(network, batches, loss, server=sys.argv[1], node_id=3)
+print("submissions", stats.submissions, "version", stats.version, flush=True)
+"""
+
+
+def test_a_script_under_torchrun_is_a_node_of_two_workers(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    network = model()
+    service = Service(network, bsp(), host="127.0.0.1", outer=sgd(), updates=150)
+    thread = threading.Thread(target=service.run, daemon=True)
+    thread.start()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, f"127.0.0.1:{service.port}"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    thread.join(10)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("version 150") == 2
+    assert service.machine.counters["applied"] > 150  # of both workers, from when the second is there
+
+
+def test_a_server_and_a_node_of_two_worker_processes_from_the_command_line(tmp_path):
+    thinwire = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps"]
+    small = ["--model", "mlp:width=16:layers=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    service = Service(model(), inhad(), host="127.0.0.1")  # only for a port that is free
+    port = service.port
+    service.close()
+    words = ["server", *small, "--port", str(port), "--updates", "30", "--checkpoint", str(tmp_path / "c"), "--json"]
+    server = subprocess.Popen([*thinwire, *words], env=environment, stdout=subprocess.PIPE, text=True)
+    node = subprocess.run(
+        [*thinwire, "node", *small, "--server", f"127.0.0.1:{port}", "--node", "1", "--workers", "2", "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    out, _ = server.communicate(timeout=20)
+    assert node.returncode == 0, node.stderr[-3000:]
+    assert json.loads(node.stdout)["end"] == "training has ended"
+    assert server.returncode == 0
+    assert json.loads(out)["version"] == 30
+    assert list((tmp_path / "c").glob("version-*.pt"))

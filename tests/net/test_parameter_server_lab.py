@@ -1,0 +1,52 @@
+"""``thinwire ps run`` over emulated links: a slow node, a kill, a journal that is replayed, bytes on the wire."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+
+pytestmark = [pytest.mark.net, pytest.mark.slow]
+
+
+def call(*words):
+    result = CliRunner().invoke(app, ["ps", *words, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_slow_node_and_a_killed_one_do_not_end_the_training(tmp_path):
+    words = ["--model", "mlp:width=64:layers=2", "--nodes", "3", "--slow", "2:4", "--kill", "1:9", "--pace", "0.05"]
+    words += ["--link", "100mbit", "--outer", "sgd:lr=0.05", "--journal", str(tmp_path / "j"), "--seconds", "20"]
+    result = call("run", *words, "--settings", "inhad:limit=4:deterministic=true")
+    status = result["status"]
+    assert status["counters"]["joined"] == 4
+    assert status["max_staleness"] <= 4
+    assert status["gradients"] > 100
+    again = call("replay", str(tmp_path / "j"))
+    assert again["updates"] == status["version"]
+    assert again["hash"] == result["weights"]
+
+
+def test_bytes_on_the_wire_are_those_that_are_counted():
+    words = [
+        "--model",
+        "mlp:width=256:layers=2",
+        "--nodes",
+        "2",
+        "--link",
+        "200mbit",
+        "--updates",
+        "30",
+        "--settings",
+        "bsp",
+    ]
+    result = call("run", *words, "--outer", "sgd:lr=0.01")
+    status = result["status"]
+    parameters = 2 * (256 * 256 + 256) + 256 * 10 + 10
+    counted = status["up_bytes"] + status["down_bytes"]
+    assert counted == pytest.approx(2 * 4 * parameters * (status["gradients"] + 2), rel=0.05)
+    if sum(result["node_bytes"]["sent"]):
+        on_wire = result["node_bytes"]["sent"][0] + result["node_bytes"]["received"][0]
+        assert on_wire == pytest.approx(counted, rel=0.1)

@@ -1,0 +1,68 @@
+"""The verbs of ``thinwire ps``: what they print, and what they refuse."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.cli.ps_work import read_outer
+
+
+def call(*words):
+    return CliRunner().invoke(app, ["ps", *words])
+
+
+def test_simulate_compares_a_setting_with_what_it_has_to_beat():
+    words = ["--nodes", "4", "--workers", "2", "--slow", "0:4", "--seconds", "60", "--json"]
+    result = call("simulate", "--settings", "inhad:limit=4", *words)
+    assert result.exit_code == 0, result.output
+    rows = {row["scheme"]: row for row in json.loads(result.stdout)}
+    assert list(rows) == ["inhad:limit=4", "asp", "bsp", "hierarchical all-reduce"]
+    assert rows["inhad:limit=4"]["max_staleness"] <= 4
+    assert rows["inhad:limit=4"]["gradients_per_second"] > 1.5 * rows["hierarchical all-reduce"]["gradients_per_second"]
+    assert rows["asp"]["bytes_per_gradient"] > 1.5 * rows["inhad:limit=4"]["bytes_per_gradient"]
+
+
+def test_on_equal_nodes_behind_a_slow_server_link_the_all_reduce_wins():
+    result = call(
+        "simulate", "--nodes", "8", "--workers", "4", "--step", "0.3", "--link", "1gbit", "--seconds", "30", "--json"
+    )
+    rows = {row["scheme"]: row["gradients_per_second"] for row in json.loads(result.stdout)}
+    assert rows["hierarchical all-reduce"] > max(rows["inhad"], rows["asp"], rows["bsp"])
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["simulate", "--settings", "inhat"], "unknown preset 'inhat'"),
+        (["simulate", "--settings", "inhad:limit"], "is no option"),
+        (["simulate", "--settings", "inhad:limit=-1"], "limit=-1 must be at least 0"),
+        (["simulate", "--settings", "inhad:depth=3"], "unexpected keyword"),
+        (["simulate", "--slow", "9:4"], "there are nodes 0 to 3"),
+        (["simulate", "--slow", "much"], "write for example --slow 1:4"),
+        (["simulate", "--step", "0"], "--step must be above 0"),
+        (["simulate", "--link", "fast"], "link rate"),
+        (["server"], "say when to end"),
+        (["run", "--updates", "0"], "must be above 0"),
+        (["server", "--updates", "3", "--outer", "sgdd"], "unknown optimizer"),
+        (["server", "--updates", "3", "--outer", "sgd:rate=3"], "--outer"),
+        (["server", "--updates", "3", "--model", "nomodel"], "unknown model"),
+        (["node", "--server", "somewhere"], "host:port"),
+        (["replay", "nothing.jsonl"], "is not there"),
+    ],
+)
+def test_refusals_are_one_sentence(words, sentence):
+    result = call(*words)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+
+
+def test_outer_optimizers_by_name():
+    import torch
+
+    assert read_outer("auto") is None
+    made = read_outer("sgd:lr=0.5:momentum=0.9")([torch.zeros(2)])
+    assert made.defaults["lr"] == 0.5
+    assert type(read_outer("delayed_nesterov:lr=0.1:period=3")([torch.zeros(2)])).__name__ == "DelayedNesterov"

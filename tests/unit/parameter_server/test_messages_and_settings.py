@@ -1,0 +1,191 @@
+"""Frames, settings, presets, compression and checkpoints, each alone."""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.parameter_server import checkpoint as checkpoints
+from thinwire.parameter_server.compress import Codec, Difference, Feedback
+from thinwire.parameter_server.layout import Layout, LayoutMismatch
+from thinwire.parameter_server.leader import Leader
+from thinwire.parameter_server.messages import FRAME, KINDS, Grad, IterationNumber, decode, encode
+from thinwire.parameter_server.outer import DelayedNesterov, Master
+from thinwire.parameter_server.presets import PRESETS, preset
+from thinwire.parameter_server.server import Server
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.submit import LocalSteps
+
+numbers = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(numbers, numbers, numbers, st.floats(allow_nan=False), st.integers(0, 2**40))
+def test_a_frame_says_what_the_message_said(member, low, grant, loss, size):
+    message = IterationNumber(member, 1, 2, low, low, grant, loss_sum=loss)
+    assert decode(encode(message)) == (message, 0, 0)
+    assert len(encode(message)) == FRAME.size == 128
+    grad = Grad(member, 1, 2, 3, low, grant, weight=loss)
+    assert decode(encode(grad, 5, size)) == (grad, 5, size)
+
+
+@given(st.binary(min_size=128, max_size=128))
+def test_any_128_bytes_are_a_message_or_refused(frame):
+    with contextlib.suppress(ValueError):
+        message, rows, size = decode(frame)
+        assert isinstance(message, KINDS)
+        assert min(rows, size) >= 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_survive_their_json(name):
+    assert Settings.from_json(PRESETS[name]().to_json()) == PRESETS[name]()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"submit": {"kind": "Os"}}', '{"submit": {"kind": "Gradient"}, "x": 1}']
+)
+def test_other_json_is_no_settings(text):
+    with pytest.raises(ValueError):
+        Settings.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"n": 0.5}, "n=0.5"),
+        ({"limit": -1}, "limit=-1"),
+        ({"transfer": "fetch"}, "transfer='fetch'"),
+        ({"enforce": "drop"}, 'transfer="push"'),
+        ({"clock_limit": 2}, "clock_limit"),
+        ({"local": "sync", "submit": LocalSteps(3)}, 'local="async"'),
+        ({"deterministic": True, "compress_up": "topk"}, "deterministic"),
+        ({"density": 0.0}, "density=0.0"),
+        ({"lease_seconds": float("nan")}, "lease_seconds"),
+    ],
+)
+def test_settings_that_do_not_go_together(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Settings(**options)
+
+
+def test_other_refusals():
+    for make, sentence in [
+        (lambda: LocalSteps(0), "steps=0"),
+        (lambda: LocalSteps(2, "lion"), "inner='lion'"),
+        (lambda: DelayedNesterov([torch.zeros(1)], 0.1, period=4, activation=0.3), "activation=0.3"),
+        (lambda: Leader(Settings(), 0, 0), "workers=0"),
+        (lambda: Layout.of(torch.nn.Identity()), "no trainable parameter"),
+        (lambda: Layout.of(torch.nn.Linear(2, 2).half()), "model.float"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            make()
+
+
+def test_presets_by_text():
+    assert preset("inhad:limit=2:n=1") == PRESETS["inhad"](2, 1)
+    assert preset("asp:compress_up=topk:density=0.05").compress_up == "topk"
+    assert preset("inhad:limit=none").limit is None
+    assert preset("ssp:clock_limit=0").clock_limit == 0
+
+
+def test_the_trigger_counts():
+    assert [preset("inhad").needed(p) for p in (1, 2, 3, 8)] == [1, 1, 1, 4]
+    assert preset("bsp").needed(7) == 7
+    assert preset("inhad:count=5").needed(3) == 3  # never more than there are
+
+
+# --- compression -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["topk", "int8"])
+@pytest.mark.parametrize("size", [1, 255, 1000])
+def test_what_is_not_sent_is_owed(kind, size):
+    codec, draw = Codec(kind, 0.1), torch.Generator().manual_seed(0)
+    sender, received, total = Feedback(codec), torch.zeros(size), torch.zeros(size)
+    for _ in range(20):
+        x = torch.randn(size, generator=draw)
+        message = sender.encode(x)
+        assert message.numel() == codec.size(size, x.dtype)
+        received += codec.decode(message, size, x.dtype)
+        total += x
+    torch.testing.assert_close(received + sender.residual, total, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["topk", "int8"])
+def test_both_ends_of_the_weights_hold_the_same_bits_and_come_close(kind):
+    draw = torch.Generator().manual_seed(0)
+    theta = torch.randn(500, generator=draw)
+    server, leader = Difference(Codec(kind, 0.2)), Difference(Codec(kind, 0.2))
+    for _ in range(40):
+        message, delta = server.encode(theta)
+        held = leader.receive(message) if delta else leader.start(theta) or theta
+        assert torch.equal(held, server.held)
+        theta = theta + 0.001 * torch.randn(500, generator=draw)
+    for _ in range(10):
+        held = leader.receive(server.encode(theta)[0])
+    torch.testing.assert_close(held, theta, rtol=0, atol=1e-5)
+
+
+def test_messages_that_do_not_fit_the_model_are_refused():
+    for kind in ("topk", "int8"):
+        with pytest.raises(ValueError, match="bytes arrived"):
+            Codec(kind, 0.1).decode(torch.zeros(7, dtype=torch.uint8), 100, torch.float32)
+    codec = Codec("topk", 0.1)
+    message = codec.encode(torch.arange(100.0))
+    message[-1] = 64
+    with pytest.raises(ValueError, match="outside"):
+        codec.decode(message, 100, torch.float32)
+
+
+# --- layout, checkpoint, server -----------------------------------------------------------------------------------
+
+
+def test_a_layout_is_flat_once_per_shared_parameter_and_back():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    layout = Layout.of(model)
+    assert layout.numel == 9 + 3 + 3
+    assert Layout.from_json(layout.to_json()) == layout
+    flat = layout.flat(model)
+    layout.write(flat * 2, model)
+    assert torch.equal(layout.flat(model), flat * 2)
+    model(torch.ones(1, 3)).sum().backward()
+    assert layout.gradient(model).shape == (15,)
+
+
+def test_layouts_differ_by_name():
+    one, two = Layout.of(torch.nn.Linear(3, 2)), Layout.of(torch.nn.Linear(3, 2, bias=False))
+    with pytest.raises(LayoutMismatch, match="2 parameters, the server's 1"):
+        one.check(two)
+    with pytest.raises(LayoutMismatch, match="float64"):
+        one.check(Layout.of(torch.nn.Linear(3, 2).double()))
+
+
+def test_a_checkpoint_is_whole_or_absent(tmp_path):
+    master = Master(torch.arange(4.0), lambda params: torch.optim.SGD(params, 0.1, momentum=0.9), Settings())
+    for version in range(1, 5):
+        saved = checkpoints.Saved(
+            master.theta + version, master.optimizer.state_dict(), version, 9, {0: 3}, {"in": 2}, "{}"
+        )
+        checkpoints.save(tmp_path, saved)
+    (tmp_path / ".partial-000000009").write_bytes(b"cut off")
+    assert [path.name for path in checkpoints.found(tmp_path)] == ["version-000000003.pt", "version-000000004.pt"]
+    again = checkpoints.load(tmp_path)
+    assert (again.version, again.positions, again.next_member) == (4, {0: 3}, 9)
+    assert torch.equal(again.theta, torch.arange(4.0) + 4)
+    (tmp_path / "version-000000005.pt").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        checkpoints.load(tmp_path)
+    assert checkpoints.load(tmp_path / "nowhere") is None
+
+
+def test_sums_for_a_member_that_has_gone_are_refused_and_counted():
+    from thinwire.parameter_server.effects import Send
+    from thinwire.parameter_server.messages import Nack, Row
+
+    server = Server(Settings())
+    effects = server.on(Grad(77, 1, 1, 1, 0, 1, 1.0, (Row(0, 0, 0, 1), Row(0, 1, 0, 1))), 0.0)
+    assert effects == [Send(Nack(77), 77)]
+    assert server.counters["late"] == 2

@@ -1,0 +1,163 @@
+"""No gradient is applied more than S versions late, none twice, and nothing stalls; whatever is left out is noticed."""
+
+import pytest
+from chaos import Chaos, Violation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.parameter_server import server as server_module
+from thinwire.parameter_server.leader import Leader
+from thinwire.parameter_server.messages import IterationNumber
+from thinwire.parameter_server.presets import bsp, inhad, n_softsync
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.staleness import UNBOUNDED
+from thinwire.parameter_server.table import Member
+
+
+def pushed(limit):
+    return Settings(transfer="push", trigger="gradients", count=3, limit=limit)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    limit=st.sampled_from([0, 1, 2, 4, None]),
+    nodes=st.integers(1, 6),
+    workers=st.integers(1, 4),
+    n=st.sampled_from([1.0, 2.0, 6.0]),
+    far=st.booleans(),
+    kill=st.sampled_from([0.0, 0.003]),
+    bad=st.sampled_from([0.0, 0.1]),
+    push=st.booleans(),
+    local=st.sampled_from(["async", "sync"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_bound_under_random_events(seed, limit, nodes, workers, n, far, kill, bad, push, local):
+    options = pushed(limit) if push else inhad(limit, n, local=local)
+    chaos = Chaos(options, nodes, workers, seed, far=0 if far else None, slow=nodes - 1, kill=kill, bad=bad)
+    chaos.run(1200)
+    chaos.settle(updates=3)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("local", ["async", "sync"])
+def test_s_0_takes_each_workers_gradient_once_per_update(workers, local):
+    chaos = Chaos(bsp(start_nodes=4, local=local), 4, workers, 7, far=1, slow=2).run(6000)
+    assert len(chaos.updates) > 20
+    for version, parts in chaos.updates:
+        keys = [(part.node, row.worker) for part in parts for row in part.rows]
+        assert sorted(keys) == [(n, w) for n in range(4) for w in range(workers)]
+        assert {row.base for part in parts for row in part.rows} == {version}
+
+
+def test_a_silent_node_is_dropped_after_its_lease_and_the_others_go_on():
+    chaos = Chaos(bsp(start_nodes=3, lease_seconds=9.0), 3, 1, 1).run(300)
+    before = len(chaos.updates)
+    gone = chaos.nodes.pop(1)  # as if stopped: nothing more comes from it, no connection breaks
+    chaos.run(400)
+    assert len(chaos.updates) > before + 10
+    assert gone.leader.node not in {member.node for member in chaos.server.members.values()}
+
+
+# --- each part of the bound is needed ------------------------------------------------------------------------------
+
+
+class NoRunningBases(Leader):
+    def low(self):
+        return self.version if any(self.is_open(w) for w in self.alive) else UNBOUNDED
+
+
+class NoGrantsInFlight(Member):
+    def in_flight(self):
+        return UNBOUNDED
+
+    def grant(self, version):
+        low, number = self.low, super().grant(version)
+        self.low = low
+        return number
+
+
+class NewestGrantOnly(Member):
+    def in_flight(self):
+        return self.grants[-1][1] if self.grants else UNBOUNDED
+
+
+class NoSequence(Member):
+    def note(self, message):
+        self.seq = 0
+        super().note(message)
+
+
+class NoOldBuffers(Member):
+    def note(self, message):
+        super().note(message)
+        self.buf_low = UNBOUNDED
+
+
+def caught(monkeypatch, limit, leader=Leader, member=Member, runs=20, push=False):
+    """Whether one of some adversarial runs finds the mistake."""
+    monkeypatch.setattr(server_module, "Member", member)
+    for seed in range(runs):
+        options = pushed(limit) if push else inhad(limit, 2.0, start_nodes=4)
+        try:
+            Chaos(options, 4, 3, seed, far=0, slow=1, leader=leader).run(4000)
+        except Violation:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 4])
+def test_nothing_is_found_where_nothing_is_left_out(monkeypatch, limit):
+    assert not caught(monkeypatch, limit, runs=3)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 4])
+def test_running_bases_are_needed(monkeypatch, limit):
+    assert caught(monkeypatch, limit, leader=NoRunningBases)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 4])
+def test_grants_in_flight_are_needed(monkeypatch, limit):
+    assert caught(monkeypatch, limit, member=NoGrantsInFlight)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_the_oldest_grant_is_needed(monkeypatch, limit):
+    assert caught(monkeypatch, limit, member=NewestGrantOnly)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_the_sequence_number_is_needed(monkeypatch, limit):
+    assert caught(monkeypatch, limit, member=NoSequence)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_late_pulls_are_needed(monkeypatch, limit):
+    assert caught(monkeypatch, limit, member=NoOldBuffers)
+
+
+def test_counting_iteration_numbers_alone_does_not_bound_staleness(monkeypatch):
+    class CountOnly(Member):
+        def note(self, message):
+            super().note(message)
+            self.low = self.buf_low = UNBOUNDED
+
+    assert caught(monkeypatch, 1, member=CountOnly, runs=1)
+
+
+def test_an_old_iteration_number_changes_no_row():
+    member = Member(1, 0, 1, 0.0)
+    member.note(IterationNumber(1, 5, 9, 3, 3, 0))
+    member.note(IterationNumber(1, 4, 7, 1, 1, 0))
+    assert (member.seen, member.low, member.buf_low) == (9, 3, 3)
+
+
+@pytest.mark.slow
+def test_a_million_events():
+    events = 0
+    for seed in range(40):
+        limit = (0, 1, 2, 4)[seed % 4]
+        for options in (inhad(limit), inhad(limit, 1.0), pushed(limit), n_softsync(2.0, limit=limit)):
+            chaos = Chaos(options, 2 + seed % 5, 1 + seed % 3, seed, far=seed % 2, slow=1, kill=0.001, bad=0.1)
+            events += chaos.run(6300).events
+            assert len(chaos.updates) > 5
+    assert events >= 1_000_000

@@ -1,0 +1,362 @@
+"""Training in virtual time against plain SGD: bit for bit where the protocol promises it, and its accounting."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from thinwire.parameter_server import Fault, Journal, Link, LocalSteps, replay, simulate
+from thinwire.parameter_server.journal import JournalWriter
+from thinwire.parameter_server.outer import DelayedNesterov
+from thinwire.parameter_server.presets import (
+    asp,
+    async_local_sgd,
+    bsp,
+    delayed_nesterov,
+    diloco,
+    fedbuff,
+    inhad,
+    n_softsync,
+    ssp,
+)
+
+D = 12
+TARGET = torch.linspace(-1, 1, D)
+SCALES = torch.linspace(0.2, 1.0, D)
+
+
+def gradient(theta, node, worker, step):
+    """Of a quadratic, with noise that depends on (node, worker, step) alone."""
+    draw = torch.Generator().manual_seed(1_000_003 * step + 7919 * node + 31 * worker)
+    return SCALES.to(theta.dtype) * (theta - TARGET.to(theta.dtype)) + 0.1 * torch.randn(D, generator=draw)
+
+
+def uneven(node, worker, step, rng):
+    return (4.0 if node == 1 else 1.0) * rng.lognormvariate(0, 0.3)
+
+
+def equal(node, worker, step, rng):
+    return 1.0
+
+
+def sgd(**options):
+    return lambda params: torch.optim.SGD(params, **{"lr": 0.1, **options})
+
+
+def start(dtype=torch.float32):
+    return torch.linspace(2, 3, D, dtype=dtype)
+
+
+OPTIONS = [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "momentum", "nesterov"])
+@pytest.mark.parametrize("settings", [inhad(0, 1.0), bsp(deterministic=True), bsp(local="sync")], ids=str)
+def test_one_worker_at_s_0_is_torch_sgd_bit_for_bit(options, settings):
+    trace = simulate(settings, nodes=1, updates=200, step_seconds=uneven, parameters=start(), gradient=gradient,
+                     outer=sgd(**options))  # fmt: skip
+    theta = start()
+    optimizer = torch.optim.SGD([theta], **{"lr": 0.1, **options})
+    for step in range(200):
+        theta.grad = gradient(theta, 0, 0, step)
+        optimizer.step()
+    assert torch.equal(trace.parameters, theta)
+    assert set(trace.staleness()) == {0}
+
+
+@pytest.mark.parametrize(("nodes", "workers"), [(2, 1), (3, 2), (4, 4)])
+@pytest.mark.parametrize("local", ["async", "sync"])
+def test_s_0_is_synchronous_sgd_bit_for_bit(nodes, workers, local):
+    settings = bsp(start_nodes=nodes, deterministic=True, local=local)
+    trace = simulate(settings, nodes=nodes, workers=workers, updates=60, step_seconds=uneven, parameters=start(),
+                     gradient=gradient, outer=sgd(momentum=0.9),
+                     link=lambda n: Link(0.5 if n == 0 else 0.001))  # fmt: skip
+    theta = start()
+    optimizer = torch.optim.SGD([theta], lr=0.1, momentum=0.9)
+    for step in range(60):
+        total = torch.zeros(D, dtype=torch.float64)
+        for node in range(nodes):  # each node's sum, then theirs: the order is part of the bits
+            mine = torch.zeros(D, dtype=torch.float64)
+            for worker in range(workers):
+                mine += gradient(theta, node, worker, step).double()
+            total += mine
+        theta.grad = (total / (nodes * workers)).float()
+        optimizer.step()
+    assert torch.equal(trace.parameters, theta)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_one_worker_above_s_0_is_delayed_sgd_as_the_journal_says(limit):
+    settings = inhad(limit, 1.0)
+    trace = simulate(settings, nodes=1, updates=80, step_seconds=equal, link=Link(0.7), parameters=start(),
+                     gradient=gradient, outer=sgd())  # fmt: skip
+    history, batched = [start()], 0
+    for version, _, rows in trace.updates:
+        batched = max(batched, len(rows))
+        total = None
+        for base in sorted({row[3] for row in rows}):
+            part = None
+            for _, worker, step, _ in [row for row in rows if row[3] == base]:
+                g = gradient(history[base], 0, worker, step)
+                part = g if part is None else part + g
+            weight = 1.0 / max(version - base, 1)
+            part = part if weight == 1.0 else part * weight
+            total = part if total is None else total + part
+        theta = history[-1].clone()
+        theta.grad = total / len(rows)
+        torch.optim.SGD([theta], lr=0.1).step()
+        history.append(theta.detach())
+    torch.testing.assert_close(trace.parameters, history[-1], rtol=1e-6, atol=1e-7)
+    assert batched > 1
+    assert max(trace.staleness()) <= limit
+
+
+def test_asp_with_one_worker_each_is_plain_asp_bit_for_bit():
+    trace = simulate(
+        asp(), nodes=4, updates=200, step_seconds=uneven, parameters=start(), gradient=gradient, outer=sgd()
+    )
+    history = [start()]
+    for _, _, rows in trace.updates:
+        ((node, worker, step, base),) = rows
+        theta = history[-1].clone()
+        theta.grad = gradient(history[base], node, worker, step)
+        torch.optim.SGD([theta], lr=0.1).step()
+        history.append(theta.detach())
+    assert torch.equal(trace.parameters, history[-1])
+    assert max(trace.staleness()) > 2
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_n_softsync_takes_exactly_c_and_is_about_n_versions_late(n):
+    def steps(node, worker, step, rng):
+        return rng.lognormvariate(0, 0.2)
+
+    trace = simulate(n_softsync(float(n)), nodes=8, updates=400, step_seconds=steps)
+    assert {len(rows) for _, _, rows in trace.updates} == {8 // n}
+    ages = trace.staleness()
+    mean = sum(age * count for age, count in ages.items()) / sum(ages.values())
+    assert mean <= 1.1 * n
+    assert n == 1 or mean >= 0.7 * n
+
+
+@pytest.mark.parametrize("clock_limit", [0, 1, 3])
+@pytest.mark.parametrize("far", [0.0, 3.0])
+def test_ssp_keeps_clocks_together_and_promises_what_is_read(clock_limit, far):
+    def steps(node, worker, step, rng):
+        return 8.0 if node == 1 else 1.0
+
+    trace = simulate(ssp(clock_limit, start_nodes=4), nodes=4, updates=200, step_seconds=steps,
+                     link=lambda n: Link(far if n == 2 else 0.001))  # fmt: skip
+    clocks, when = [0] * 4, {}
+    for version, _, rows in trace.updates:
+        for node, _, step, base in rows:
+            assert step == clocks[node]
+            clocks[node] += 1
+            when[node, step] = version
+            assert max(clocks) - min(clocks) <= clock_limit + 1
+            for other in range(4):
+                read = step - clock_limit - 1
+                assert read < 0 or when[other, read] < base, "an update that the bound promises was not read"
+
+
+def test_ssp_0_with_sgd_is_synchronous_with_the_sum():
+    fast = simulate(ssp(0, start_nodes=3), nodes=3, updates=60, step_seconds=uneven, outer=sgd(lr=0.02),
+                    parameters=start(torch.float64), gradient=gradient)  # fmt: skip
+    theta = start(torch.float64)
+    for step in range(20):
+        theta = theta - 0.02 * sum(gradient(theta, node, 0, step) for node in range(3))
+    torch.testing.assert_close(fast.parameters, theta, rtol=1e-12, atol=1e-12)
+
+
+def test_fedbuff_drops_what_is_too_old_and_counts_it():
+    settings = fedbuff(size=3, max_staleness=1, steps=2)
+    trace = simulate(settings, nodes=4, updates=80, parameters=start(), gradient=gradient,
+                     step_seconds=lambda n, w, s, rng: 30.0 if n == 0 else 1.0)  # fmt: skip
+    assert {len(rows) for _, _, rows in trace.updates} == {3}
+    assert max(trace.staleness()) <= 1
+    assert trace.counters["stale"] > 0
+
+
+def test_local_sgd_of_one_step_and_rate_1_is_sgd():
+    settings = async_local_sgd(submit=LocalSteps(1, "sgd", 0.1))
+    trace = simulate(settings, nodes=1, updates=50, step_seconds=equal, parameters=start(torch.float64),
+                     gradient=gradient, outer=sgd(lr=1.0))  # fmt: skip
+    theta = start(torch.float64)
+    for step in range(50):
+        theta = theta - 0.1 * gradient(theta, 0, 0, step)
+    torch.testing.assert_close(trace.parameters, theta, rtol=1e-12, atol=1e-13)
+
+
+def test_diloco_with_rate_1_and_no_momentum_averages_parameters():
+    settings = diloco(steps=5, start_nodes=3, submit=LocalSteps(5, "sgd", 0.1))
+    trace = simulate(settings, nodes=3, updates=8, step_seconds=uneven, parameters=start(torch.float64),
+                     gradient=gradient, outer=sgd(lr=1.0))  # fmt: skip
+    theta = start(torch.float64)
+    for outer in range(8):
+        ends = []
+        for node in range(3):
+            x = theta.clone()
+            for i in range(5):
+                x = x - 0.1 * gradient(x, node, 0, 5 * outer + i)
+            ends.append(x)
+        theta = sum(ends) / 3
+    torch.testing.assert_close(trace.parameters, theta, rtol=1e-12, atol=1e-12)
+    assert {len(rows) for _, _, rows in trace.updates} == {3}
+
+
+def test_balanced_local_steps_let_all_workers_take_as_long():
+    ends = {}
+
+    def steps(node, worker, step, rng):
+        ends[node] = ends.get(node, 0) + 1
+        return 4.0 if node == 1 else 1.0
+
+    trace = simulate(delayed_nesterov(8), nodes=2, updates=60, step_seconds=steps)
+    counts = [sum(row[0] == node for _, _, rows in trace.updates[20:] for row in rows) for node in range(2)]
+    assert abs(counts[0] - counts[1]) <= 3  # as many submissions, of four times fewer steps
+    assert ends[0] > 3 * ends[1]
+
+
+def test_delayed_nesterov_without_momentum_is_plain_steps_and_a_full_period_is_one_nesterov_step():
+    plain, reference = torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    optimizer = DelayedNesterov([plain], lr=0.5, beta=0.0, period=4, activation=0.1)
+    for step in range(9):
+        plain.grad = torch.full((3,), 1.0 + step, dtype=torch.float64)
+        reference -= 0.5 / 4 * plain.grad
+        optimizer.step()
+    torch.testing.assert_close(plain, reference, rtol=1e-12, atol=1e-12)
+
+    theta, other = torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    delayed = DelayedNesterov([theta], lr=0.5, beta=0.9, period=4)
+    nesterov = torch.optim.SGD([other], lr=0.5, momentum=0.9, nesterov=True)
+    for step in range(5):
+        delta = torch.full((3,), 1.0 + step, dtype=torch.float64)
+        for _ in range(4):
+            theta.grad = delta
+            delayed.step()
+        other.grad = delta
+        nesterov.step()
+        torch.testing.assert_close(theta, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stale", [0, 3])
+def test_a_quadratic_converges_below_the_bound_of_its_staleness_and_diverges_above(stale):
+    # x' = x - lr * x(t - tau) is stable for lr < 2 sin(pi / (2 (2 tau + 1))); one node at S = tau, updates back to back
+    bound = 2 * math.sin(math.pi / (2 * (2 * stale + 1)))
+
+    def pull(theta, node, worker, step):
+        return theta.clone()
+
+    def end(lr):
+        settings = asp()
+        nodes = stale + 1  # round robin: each gradient is tau versions old
+        trace = simulate(settings, nodes=nodes, updates=400, parameters=torch.ones(1, dtype=torch.float64),
+                         gradient=pull, outer=sgd(lr=lr), link=Link(0.0),
+                         step_seconds=lambda n, w, s, rng: nodes + (n / nodes) * (s == 0))  # fmt: skip
+        assert trace.staleness()[stale] > 380
+        return float(trace.parameters.abs())
+
+    assert end(0.9 * bound) < 1e-2
+    assert end(1.1 * bound) > 1e2
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4, None])
+def test_every_finished_gradient_is_accounted_for(limit):
+    def spoiled(theta, node, worker, step):
+        g = gradient(theta, node, worker, step)
+        return g * math.nan if (step + node) % 10 == 3 else g
+
+    faults = [Fault(9.0, "kill", 1), Fault(15.0, "return", 1), Fault(20.0, "kill", 0, worker=1),
+              Fault(22.0, "return", 0, worker=1), Fault(30.0, "cut", 2)]  # fmt: skip
+    settings = inhad(limit, start_nodes=3, lease_seconds=3.0)
+    trace = simulate(settings, nodes=3, workers=2, seconds=60.0, step_seconds=uneven, parameters=start(),
+                     gradient=spoiled, outer=sgd(), faults=faults)  # fmt: skip
+    assert torch.isfinite(trace.parameters).all()
+    keys = [row[:3] for _, _, rows in trace.updates for row in rows]
+    assert len(keys) == len(set(keys)) == trace.counters["applied"]
+    assert trace.gradients > 60
+    bad = [key for key in keys if (key[2] + key[0]) % 10 == 3]
+    assert not bad
+
+
+def test_no_update_waits_longer_than_a_lease_and_the_slowest_step():
+    faults = [Fault(10.0 + 7 * i, "pause", i % 3, for_seconds=5.0) for i in range(5)]
+    trace = simulate(bsp(start_nodes=3, lease_seconds=2.0), nodes=3, seconds=60.0, step_seconds=equal, faults=faults)
+    times = [at for _, at, _ in trace.updates]
+    assert max(b - a for a, b in pairwise(times)) < 2.0 + 0.2 + 1.0 + 0.1
+
+
+def test_a_straggler_delays_s_0_and_not_a_large_bound():
+    def rate(settings, slow):
+        def steps(node, worker, step, rng):
+            return (slow if node == 0 else 1.0) * rng.lognormvariate(0, 0.2)
+
+        trace = simulate(settings, nodes=16, seconds=100.0, link=Link(0.001), step_seconds=steps)
+        return len(trace.updates) / 100
+
+    assert rate(bsp(start_nodes=16), 10.0) == pytest.approx(0.1, rel=0.1)
+    assert rate(inhad(64, start_nodes=16), 10.0) > rate(inhad(64, start_nodes=16), 1.0) / 1.2
+
+
+def test_bytes_are_those_of_the_cost_model():
+    payload = 4_000_000
+    asynchronous = simulate(asp(), nodes=4, workers=1, updates=300, step_seconds=equal, payload_bytes=payload)
+    assert asynchronous.bytes_per_gradient == pytest.approx(2 * payload, rel=0.03)
+    summed = simulate(bsp(start_nodes=4), nodes=4, workers=4, updates=100, step_seconds=equal, payload_bytes=payload)
+    assert summed.bytes_per_gradient == pytest.approx(2 * payload / 4, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [inhad(3, deterministic=True), bsp(), asp(), ssp(1), async_local_sgd(3, submit=LocalSteps(3, "adamw", 0.01))],
+    ids=["inhad", "bsp", "asp", "ssp", "local"],
+)
+def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, settings):
+    nodes, workers = (3, 2) if settings.deterministic else (2, 1)
+    trace = simulate(settings, nodes=nodes, workers=workers, updates=60, step_seconds=uneven, parameters=start(),
+                     gradient=gradient, outer=sgd(momentum=0.5))  # fmt: skip
+    writer = JournalWriter(tmp_path / "journal", settings, {})
+    for update in trace.journal.updates:
+        writer.write(update)
+    writer.close()
+    journal = Journal.read(tmp_path / "journal")
+    assert journal.updates == trace.journal.updates
+    assert journal.settings == settings
+    again = replay(journal, start(), gradient, sgd(momentum=0.5), full=nodes * workers)
+    assert torch.equal(again, trace.parameters)
+
+
+def test_a_journal_that_a_kill_cut_off_keeps_its_whole_lines_and_a_foreign_file_is_refused(tmp_path):
+    trace = simulate(bsp(), nodes=2, updates=5, step_seconds=equal)
+    path = tmp_path / "journal"
+    writer = JournalWriter(path, bsp(), {"a": 1})
+    for update in trace.journal.updates:
+        writer.write(update)
+    writer.close()
+    path.write_text(path.read_text()[:-9])
+    assert len(Journal.read(path).updates) == 4
+    again = JournalWriter(path, bsp(), {"a": 1}, version=3)
+    again.close()
+    assert [update.version for update in Journal.read(path).updates] == [0, 1, 2]
+    path.write_text("what?\n")
+    with pytest.raises(ValueError, match="is no journal"):
+        Journal.read(path)
+
+
+def test_no_more_pushes_wait_for_a_full_link_than_there_are_workers():
+    trace = simulate(asp(), nodes=4, workers=4, seconds=60.0, step_seconds=equal, payload_bytes=40_000_000,
+                     link=Link(0.0005, 1e9), server_link=Link(0.0005, 1e9))  # fmt: skip
+    assert max(trace.staleness()) < 2 * 16
+    assert trace.bytes_per_gradient < 1.3 * 80_000_000  # the last ones are still on their way
+
+
+def test_equal_seeds_give_equal_runs():
+    runs = [simulate(inhad(2), nodes=5, workers=2, updates=50, step_seconds=uneven, seed=s).updates for s in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_thousand_nodes():
+    trace = simulate(inhad(4, start_nodes=1000), nodes=1000, updates=8, step_seconds=uneven, payload_bytes=1000)
+    assert trace.gradients > 1000
+    assert max(trace.staleness()) <= 4
