@@ -1,0 +1,58 @@
+"""The folder that Flower wants an app in: the user's files, and two of ours."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+_PROJECT = """[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "federation"
+version = "1.0.0"
+description = "A federation of thinwire's."
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "thinwire"
+
+[tool.flwr.app.components]
+serverapp = "thinwire_app:server"
+clientapp = "thinwire_app:client"
+
+[tool.flwr.app.config]
+nodes = 1
+timeout = 3600.0
+out = ""
+"""
+_APP = """from {module} import {function}
+
+from thinwire.adapters.flower import client_app, server_app
+
+server = server_app({function})
+client = client_app({function})
+"""
+
+
+def write_app(folder: Path, federation: str) -> None:
+    """Make a Flower app of the ``.py`` files beside the module that ``module:function`` names.
+
+    Raises:
+        ValueError: it names no file in this folder.
+    """
+    module, colon, function = federation.partition(":")
+    module = module.removesuffix(".py")
+    source = Path.cwd() / f"{module}.py"
+    if not colon or not function.isidentifier() or not source.is_file():
+        raise ValueError(
+            f"{federation!r} must be module:function with a file {module}.py in this folder, which Flower carries to "
+            "the nodes"
+        )
+    folder.mkdir(parents=True)
+    for path in source.parent.glob("*.py"):
+        shutil.copy(path, folder / path.name)
+    (folder / "pyproject.toml").write_text(_PROJECT)
+    (folder / "thinwire_app.py").write_text(_APP.format(module=module, function=function))

@@ -1,0 +1,50 @@
+"""Parcels as Flower's records and back: an ArrayRecord of tensors, JSON in a ConfigRecord. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from thinwire.federated.remote import Parcel
+
+_TENSORS, _FACTS, _JSON = "tensors", "facts", "json"
+
+
+def require_flower() -> None:
+    """Raise ``ValueError`` unless Flower is installed."""
+    try:
+        import flwr.serverapp  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "a deployment needs Flower, in an environment of its own, as it pins older versions of typer and rich: "
+            "pip install 'thinwire[flower]'"
+        ) from error
+
+
+def to_record(parcel: Parcel) -> Any:
+    """A ``RecordDict``."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    arrays = {name: Array(x.detach().cpu().contiguous().numpy()) for name, x in parcel.tensors.items()}
+    facts = ConfigRecord({_JSON: json.dumps(dict(parcel.facts))})
+    return RecordDict({_TENSORS: ArrayRecord(arrays), _FACTS: facts})
+
+
+def from_record(record: Any) -> Parcel:
+    """The counterpart of ``to_record``. ``Array.numpy`` reads with ``allow_pickle=False``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        arrays, text = record[_TENSORS], record[_FACTS][_JSON]
+        tensors = {name: torch.from_numpy(np.array(array.numpy())) for name, array in arrays.items()}
+        facts = json.loads(text)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"this is no message of thinwire's: {error!r}") from error
+    if not isinstance(facts, dict):
+        raise ValueError("this is no message of thinwire's: its facts are no object")
+    return Parcel(tensors, facts)

@@ -1,0 +1,63 @@
+"""The Strategy that Flower's own round loop drives: one of its rounds is one visit.
+
+Flower's weighted mean is not used: nodes answer with sums that are weighted already, and divided once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from thinwire.adapters.flower_records import from_record, to_record
+from thinwire.federated.remote import Parcel, RemoteServer
+
+
+def make_strategy(server: RemoteServer) -> Any:
+    """A ``flwr.serverapp.strategy.Strategy`` around the server."""
+    from flwr.app import Message, MessageType, MetricRecord
+    from flwr.serverapp.strategy import Strategy
+
+    class ThinwireStrategy(Strategy):  # type: ignore[misc]
+        """Parcels out, parcels in."""
+
+        def arrays(self) -> Any:
+            """The server's weights, for Flower's own records."""
+            return to_record(Parcel({"theta": server.algorithm.theta}))["tensors"]
+
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
+            """A message for every node that has clients in the cohort."""
+            return [
+                Message(content=to_record(parcel), dst_node_id=node, message_type=MessageType.TRAIN)
+                for node, parcel in server.outgoing().items()
+            ]
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
+            """Check the answers, and bring them together."""
+            record = server.incoming(dict(map(_answer, replies)))
+            if record is None:
+                return None, None
+            numbers = {"clients": record.clients, "failed": len(record.failed), **record.metrics, **record.evaluation}
+            return self.arrays(), MetricRecord(numbers)
+
+        def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
+            """Nothing: evaluation is the server's."""
+            return []
+
+        def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
+            """Nothing."""
+            return None
+
+        def summary(self) -> None:
+            """Nothing more than what Flower says."""
+
+    return ThinwireStrategy()
+
+
+def _answer(message: Any) -> tuple[int, Parcel | str]:
+    node = message.metadata.src_node_id
+    if message.has_error():
+        return node, f"error {message.error.code}: {message.error.reason}"
+    try:
+        return node, from_record(message.content)
+    except ValueError as error:
+        return node, str(error)

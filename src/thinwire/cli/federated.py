@@ -1,0 +1,220 @@
+"""``thinwire federated``: simulate a federation, predict its rounds, deploy it on Flower."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.errors import RunFailed
+
+if TYPE_CHECKING:
+    from thinwire.federated import Federation, RoundRecord
+
+app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
+
+_FEDERATION = Annotated[
+    str, typer.Argument(help="digits, text, million, or module:function of your own; options as digits:clients=50.")
+]
+
+
+@app.command()
+def run(
+    federation: _FEDERATION = "digits",
+    algorithm: Annotated[
+        str | None, typer.Option(help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, as scaffold:lr=0.1.")
+    ] = None,
+    compress: Annotated[str | None, typer.Option(help="Method for the clients' changes, as topk:density=0.01.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="In all; a resumed run goes on to this number.")] = None,
+    cohort: Annotated[int | None, typer.Option(help="Clients a round.")] = None,
+    devices: Annotated[int | None, typer.Option(help="Emulated devices. Not under torchrun: a rank is one.")] = None,
+    schedule: Annotated[str, typer.Option(help="auto, equal, lpt or pull.")] = "auto",
+    reduction: Annotated[str | None, typer.Option(help="fp32, fp64 or exact.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of cohorts and clients.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="In rounds.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="A folder; a run that is there goes on.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="In rounds.")] = 1,
+    state_memory: Annotated[int, typer.Option(help="Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
+    threads: Annotated[int, typer.Option(help="torch's, in each process; more than 1 pays for large models.")] = 1,
+    trace: Annotated[Path | None, typer.Option(help="Speeds of the clients' own devices, for their clock.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Weights, by name, as safetensors.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw: a .png or .html file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="The history as JSON on stdout.")] = False,
+) -> None:
+    """Train a federation here: in this process, or on the ranks that torchrun has started."""
+    from rich.console import Console
+
+    from thinwire.bench.federations import build_algorithm, build_federation, compressed
+    from thinwire.bench.plots import check_plot
+    from thinwire.cli.federated_tables import failures, rounds_table, traffic
+    from thinwire.federated import ClientStateStore, ClientTrace, DeviceLost, NobodyAnswered
+
+    if plot is not None:
+        check_plot(plot)
+    if threads < 1:
+        raise ValueError(f"--threads {threads} must be at least 1")
+    import torch
+
+    torch.set_num_threads(threads)
+    made = build_federation(federation)
+    if algorithm is not None:
+        made.algorithm = build_algorithm(algorithm, compress)
+    else:
+        made.algorithm = compressed(made.algorithm, compress)
+    given = {"rounds": rounds, "cohort": cohort, "seed": seed, "reduction": reduction, "evaluate_every": evaluate_every}
+    for name, value in given.items():
+        if value is not None:
+            setattr(made, name, value)
+    options: dict[str, Any] = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every, "schedule": schedule}
+    options |= {"devices": devices, "trace": None if trace is None else ClientTrace.read(trace)}
+    if made.algorithm.stateful:
+        folder = None if checkpoint is None else checkpoint / "states"
+        options["state"] = ClientStateStore(len(made.clients), folder, state_memory)
+    with _ranks() as rank, _progress(made, quiet=rank != 0) as shown:
+        try:
+            history = made.simulate(on_round=shown, **options)
+        except (DeviceLost, NobodyAnswered, OverflowError) as error:
+            raise RunFailed(str(error)) from error
+    if rank != 0:
+        return
+    if out is not None:
+        from thinwire.federated import files
+
+        files.write(out, files.pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
+    if plot is not None:
+        from thinwire.bench.federated_plot import plot_history
+
+        plot_history(history, plot, f"{federation}, {history.about['algorithm']}")
+    if json:
+        typer.echo(history.to_json())
+        return
+    console = Console()
+    console.print(rounds_table(history))
+    console.print(traffic(history), markup=False)
+    for sentence in failures(history):
+        console.print(sentence, style="yellow", markup=False)
+
+
+@app.command()
+def predict(
+    devices: Annotated[
+        Path | None, typer.Option(help='Speeds, a JSON list as [{"seconds_per_sample": 0.01}, ...].')
+    ] = None,
+    fast: Annotated[int, typer.Option(help="Without --devices: devices of 10 ms a sample.")] = 4,
+    slow: Annotated[int, typer.Option(help="Without --devices: devices four times slower.")] = 4,
+    clients: Annotated[int, typer.Option(help="In all.")] = 1000,
+    cohort: Annotated[int, typer.Option(help="Clients a round.")] = 100,
+    mean: Annotated[float, typer.Option(help="Samples of a client, mean of a log-normal distribution.")] = 50.0,
+    spread: Annotated[float, typer.Option(help="Standard deviation of its logarithm; 0: all alike.")] = 1.0,
+    rounds: Annotated[int, typer.Option(help="How many.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of sizes and cohorts.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="All rounds as JSON on stdout.")] = False,
+) -> None:
+    """Seconds a round under each schedule, by the clock alone: nothing is trained."""
+    import math
+    from dataclasses import asdict
+
+    import numpy as np
+    from rich.console import Console
+
+    from thinwire.cli.federated_tables import schedules_table
+    from thinwire.federated import Speed
+    from thinwire.federated import predict as predicted
+    from thinwire.federated.clocks import read_speeds
+
+    if not (math.isfinite(mean) and mean > 0 and math.isfinite(spread) and spread >= 0):
+        raise ValueError(f"--mean {mean:g} must be above 0, and --spread {spread:g} at least 0")
+    if min(fast, slow) < 0 or clients < 1:
+        raise ValueError("--fast and --slow must be at least 0, and --clients at least 1")
+    speeds = read_speeds(devices) if devices else [Speed(0.01)] * fast + [Speed(0.04)] * slow
+    draw = np.random.default_rng(seed).lognormal(math.log(mean) - spread**2 / 2, spread, size=clients)
+    sizes = np.maximum(1, np.rint(draw)).astype(int)
+    found = [
+        predicted(name, clients, lambda i: int(sizes[i]), speeds, rounds=rounds, cohort=cohort, seed=seed)
+        for name in ("equal", "lpt", "pull", "auto")
+    ]
+    if json:
+        typer.echo(json_module.dumps([{**asdict(one), "ratio": one.ratio} for one in found]))
+        return
+    title = f"{cohort} of {clients} clients a round on {len(speeds)} devices"
+    Console().print(schedules_table(found, title))
+
+
+@app.command()
+def serve(
+    federation: Annotated[str, typer.Argument(help="module:function of your own, a file in this folder.")],
+    nodes: Annotated[int, typer.Option(help="SuperNodes to wait for.")] = 2,
+    local: Annotated[bool, typer.Option("--local", help="Also start these SuperNodes here.")] = False,
+    host: Annotated[str, typer.Option(help="Address of the SuperLink.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port; 0: a free one.")] = 0,
+    certificates: Annotated[
+        Path | None, typer.Option(help="Folder of ca.crt, server.pem, server.key; made if it is not there.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for weights and history.")] = Path("federated-result"),
+    timeout: Annotated[float, typer.Option(help="Seconds for nodes to connect and to answer.")] = 600.0,
+    json: Annotated[bool, typer.Option("--json", help="The history as JSON on stdout.")] = False,
+) -> None:
+    """Deploy a federation on Flower: a SuperLink with TLS here, SuperNodes here or elsewhere."""
+    from rich.console import Console
+
+    from thinwire.adapters.flower_deploy import Deployment, DeploymentFailed
+    from thinwire.cli.federated_tables import failures
+    from thinwire.federated import History
+
+    console = Console(stderr=True)
+    deployment = Deployment(federation, nodes, local, host, port, certificates, out, timeout)
+    try:
+        with console.status("starting the SuperLink") as status:
+            deployment.run(lambda text: status.update(text), lambda text: console.print(text, markup=False))
+    except DeploymentFailed as error:
+        raise RunFailed(str(error)) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    history = History.from_json((out / "history.json").read_text())
+    if json:
+        typer.echo(history.to_json())
+        return
+    last = history.rounds[-1]
+    numbers = {**last.metrics, **last.evaluation}
+    words = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+    typer.echo(f"{len(history.rounds)} rounds on {history.about['nodes']} nodes: {words}; written: {out}")
+    for sentence in failures(history):
+        console.print(sentence, style="yellow", markup=False)
+
+
+@contextmanager
+def _ranks() -> Iterator[int]:
+    """torchrun's process group, if it has started us. Gives this process's rank."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield 0
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _progress(made: Federation, *, quiet: bool) -> Iterator[Any]:
+    """A bar over the rounds, on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
+        task = bar.add_task("first round", total=made.rounds)
+
+        def shown(row: RoundRecord) -> None:
+            numbers = {**row.metrics, **row.evaluation}
+            words = ", ".join(f"{name} {value:.3g}" for name, value in list(numbers.items())[:3])
+            bar.update(task, completed=row.round + 1, description=words)
+
+        yield shown

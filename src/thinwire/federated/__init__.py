@@ -1,0 +1,72 @@
+"""Federated learning: algorithms, the devices that train their clients one by one, schedules, client states, back ends.
+
+What does not live here: the deployment on Flower (adapters/flower*.py), plots and tables (cli/), compression itself
+(methods/).
+"""
+
+from thinwire.federated import partition
+from thinwire.federated.aggregator import (
+    COLLECT,
+    SUM,
+    WEIGHTED_MEAN,
+    NotLinear,
+    Operator,
+    Reduced,
+    ServerAggregator,
+    Visit,
+)
+from thinwire.federated.algorithms import Algorithm, FedAvg, FedDyn, FedNova, FedOpt, FedProx, Mime, Scaffold
+from thinwire.federated.client import ClientContext, ClientExecutor, ClientResult
+from thinwire.federated.clocks import ClientTrace, Speed
+from thinwire.federated.compress import Compressed
+from thinwire.federated.coordinator import DeviceLost
+from thinwire.federated.data import ArrayClients, ClientData, FunctionClients
+from thinwire.federated.federation import Federation
+from thinwire.federated.history import History, RoundRecord
+from thinwire.federated.predict import Prediction, predict
+from thinwire.federated.readers import TextClients, read_hugging_face, read_leaf
+from thinwire.federated.server import NobodyAnswered
+from thinwire.federated.simulate import simulate
+from thinwire.federated.state import ClientStateStore, StateUnavailable
+
+__all__ = [
+    "COLLECT",
+    "SUM",
+    "WEIGHTED_MEAN",
+    "Algorithm",
+    "ArrayClients",
+    "ClientContext",
+    "ClientData",
+    "ClientExecutor",
+    "ClientResult",
+    "ClientStateStore",
+    "ClientTrace",
+    "Compressed",
+    "DeviceLost",
+    "FedAvg",
+    "FedDyn",
+    "FedNova",
+    "FedOpt",
+    "FedProx",
+    "Federation",
+    "FunctionClients",
+    "History",
+    "Mime",
+    "NobodyAnswered",
+    "NotLinear",
+    "Operator",
+    "Prediction",
+    "Reduced",
+    "RoundRecord",
+    "Scaffold",
+    "ServerAggregator",
+    "Speed",
+    "StateUnavailable",
+    "TextClients",
+    "Visit",
+    "partition",
+    "predict",
+    "read_hugging_face",
+    "read_leaf",
+    "simulate",
+]

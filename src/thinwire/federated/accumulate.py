@@ -1,0 +1,119 @@
+"""The local sum of a device, in one of three arithmetics.
+
+``fp32`` and ``fp64`` add floats: in another order of clients or devices the last bits differ (in fp64 hardly ever, as
+the sum is rounded to fp32 once, but not never). ``exact`` adds integers, the nearest to w x 2^40 in int64: no order
+changes a bit. A term is off by at most 2^-41, and the sum must stay below 2^22, which is checked before use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+MODES = ("fp32", "fp64", "exact")
+_SCALE = 2.0**40
+_LIMIT = 2.0**22
+_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "exact": torch.int64}
+
+
+def check_mode(mode: str) -> None:
+    """Raise ``ValueError`` for an unknown arithmetic."""
+    if mode not in MODES:
+        raise ValueError(f"reduction={mode!r} is unknown; use one of {', '.join(MODES)}")
+
+
+class Accumulator:
+    """Weighted sums by name.
+
+    Args:
+        mode: "fp32", "fp64" or "exact".
+
+    Attributes:
+        sums: by name, in the dtype of the mode.
+        bounds: by name, in exact mode: an upper bound of the largest magnitude in the sum.
+    """
+
+    def __init__(self, mode: str) -> None:
+        check_mode(mode)
+        self.mode = mode
+        self.sums: dict[str, Tensor] = {}
+        self.bounds: dict[str, float] = {}
+
+    def add(self, name: str, x: Tensor, weight: float) -> None:
+        """Add ``weight * x``. ``x`` is not kept."""
+        x = x.detach()
+        total = self.sums.get(name)
+        if total is None:
+            total = self.sums[name] = torch.zeros(x.shape, dtype=_DTYPE[self.mode], device=x.device)
+            self.bounds[name] = 0.0
+        elif total.shape != x.shape:
+            raise ValueError(f"{name!r} has the shape {tuple(x.shape)} here and {tuple(total.shape)} elsewhere")
+        if self.mode != "exact":
+            total.add_(x, alpha=weight)
+            return
+        scaled = x.double().mul_(weight)
+        if scaled.numel():
+            self.bounds[name] += float(scaled.abs().max())
+        if self.bounds[name] < _LIMIT:  # beyond, the result is refused; do not wrap around on the way
+            total.add_(scaled.mul_(_SCALE).round_().to(torch.int64))
+
+    def merge(self, other: Accumulator) -> None:
+        """Add another device's sums."""
+        for name, x in other.sums.items():
+            if name in self.sums:
+                self.sums[name] += x
+                self.bounds[name] += other.bounds[name]
+            else:
+                self.sums[name], self.bounds[name] = x.clone(), other.bounds[name]
+
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes by name."""
+        return {name: list(x.shape) for name, x in self.sums.items()}
+
+    def flat(self, shapes: Mapping[str, list[int]], device: torch.device) -> Tensor:
+        """All sums as one vector in order of the names; zeros for those that this device has none of."""
+        dtype = _DTYPE[self.mode]
+        parts = [
+            self.sums[name].reshape(-1)
+            if name in self.sums
+            else torch.zeros(torch.Size(shapes[name]).numel(), dtype=dtype, device=device)
+            for name in sorted(shapes)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device=device)
+
+    def take(self, flat: Tensor, shapes: Mapping[str, list[int]], bounds: Mapping[str, float]) -> None:
+        """The counterpart of ``flat``: what it became after it was summed over devices."""
+        at = 0
+        for name in sorted(shapes):
+            size = torch.Size(shapes[name]).numel()
+            self.sums[name] = flat[at : at + size].view(shapes[name])
+            self.bounds[name] = bounds[name]
+            at += size
+
+    def result(self, name: str, factor: float, dtype: torch.dtype) -> Tensor:
+        """``factor`` times a sum, rounded to ``dtype`` once.
+
+        Raises:
+            OverflowError: in exact mode, if the sum may have left its range.
+        """
+        total = self.sums[name]
+        if self.mode == "exact":
+            if not self.bounds[name] < _LIMIT:
+                raise OverflowError(
+                    f"{name!r} sums up to {self.bounds[name]:.3g}, and reduction='exact' holds up to 2^22: "
+                    "use reduction='fp64', or find out why an update is so large"
+                )
+            total = total.double().mul_(1 / _SCALE)
+        return (total * factor if factor != 1.0 else total.clone()).to(dtype)
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether every element of every tensor is finite."""
+    for x in tensors.values():
+        if x.numel() and x.dtype.is_floating_point:
+            low, high = torch.aminmax(x.detach())  # both are NaN if any element is
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                return False
+    return True

@@ -1,0 +1,173 @@
+"""What algorithms share: local SGD on the flat vector of parameters, and the server's state."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.federated.aggregator import Operator, RoundProgram
+from thinwire.federated.client import ClientContext, ClientResult
+from thinwire.federated.cohort import sample
+
+Adjust = Callable[[Tensor, Tensor], None]
+"""(gradient, x): edit the gradient [D] in place before the step."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """What local SGD has come to.
+
+    Attributes:
+        x: the weights, ``[D]``; the model's own memory: what is to be kept, copy.
+        steps: how many. lr: the rate that each had.
+    """
+
+    x: Tensor
+    steps: int
+    lr: float
+
+
+@dataclass(kw_only=True)
+class Algorithm(abc.ABC):
+    """An executor and an aggregator in one object: ``train`` runs for every client, ``program`` once a round.
+
+    ``self`` belongs to the server: ``train`` reads options from it and keeps nothing on it.
+
+    Args:
+        lr: rate of the local steps.
+        decay: factor on ``lr`` after every round.
+        epochs: passes over a client's samples.
+        batch_size: of the local steps; None: all samples of the client.
+        max_steps: of a client; None: as many as its epochs have.
+        momentum, weight_decay: of the local steps, as of ``torch.optim.SGD``.
+        clip: limit of the norm of each local gradient; None: none.
+        server_lr: of the server's step.
+        weights: what a client counts in means: "samples" or "uniform".
+
+    Attributes:
+        theta: the server's weights, ``[D]``.
+        operators: how what clients return is brought together.
+        stateful: whether clients keep a state.
+        kept: names of the server's tensors; checkpoints hold them.
+        compressible: names under ``reduce`` that may be compressed: changes, not weights, that nothing else is
+            derived from.
+    """
+
+    operators: ClassVar[Mapping[str, Operator]] = {}
+    stateful: ClassVar[bool] = False
+    kept: ClassVar[tuple[str, ...]] = ("theta",)
+    compressible: ClassVar[frozenset[str]] = frozenset()
+
+    lr: float = 0.1
+    decay: float = 1.0
+    epochs: int = 1
+    batch_size: int | None = 32
+    max_steps: int | None = None
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+    server_lr: float = 1.0
+    weights: str = "samples"
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "decay", "server_lr"):
+            positive(name, getattr(self, name))
+        for name in ("batch_size", "max_steps", "epochs"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum} must be at least 0 and below 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay} must be a number of at least 0")
+        if self.clip is not None:
+            positive("clip", self.clip)
+        if self.weights not in ("samples", "uniform"):
+            raise ValueError(f"weights={self.weights!r} is unknown; use 'samples' or 'uniform'")
+
+    def setup(self, theta: Tensor, population: int, cohort: int) -> None:
+        """Begin a run from these weights ``[D]``. The server's other tensors begin as zeros."""
+        self.theta = theta
+        self.population = population
+        for name in self.kept:
+            if name != "theta":
+                setattr(self, name, torch.zeros_like(theta))
+
+    def select(self, round: int, population: int, cohort: int, seed: int) -> Sequence[int]:
+        """The clients of a round: uniform, without replacement."""
+        return sample(seed, round, population, cohort)
+
+    @abc.abstractmethod
+    def program(self, round: int) -> RoundProgram:
+        """One round on the server."""
+
+    @abc.abstractmethod
+    def train(
+        self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
+    ) -> ClientResult:
+        """One client's work."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The server's tensors."""
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a ``state_dict``.
+
+        Raises:
+            ValueError: a tensor is missing or does not fit.
+        """
+        for name in self.kept:
+            if name not in state or state[name].shape != getattr(self, name).shape:
+                raise ValueError(f"the state holds no {name!r} of shape {tuple(getattr(self, name).shape)}")
+            setattr(self, name, state[name].clone())
+
+    def shape_of(self, name: str) -> Sequence[int]:
+        """The shape of what clients return under a summed name; another one is refused. By default that of theta."""
+        return tuple(self.theta.shape)
+
+    @property
+    def visits(self) -> int:
+        """Visits of a round."""
+        return 1
+
+    def rate(self, round: int) -> float:
+        """The local rate of a round."""
+        return self.lr * self.decay**round
+
+    def local_sgd(self, context: ClientContext, theta: Tensor, adjust: Adjust | None = None) -> Local:
+        """Plain SGD, with momentum and decay if asked for, from ``theta`` on the client's samples.
+
+        Args:
+            context: the client.
+            theta: ``[D]``, not edited.
+            adjust: what the algorithm does to each gradient (after clipping, before momentum).
+        """
+        x, lr, steps = context.x, self.rate(context.round), 0
+        x.copy_(theta)
+        velocity = torch.zeros_like(x) if self.momentum else None
+        for batch in context.steps(self.epochs, self.batch_size, self.max_steps):
+            g = context.gradient(batch)
+            if self.clip is not None:
+                g.mul_((self.clip / (torch.linalg.vector_norm(g) + 1e-6)).clamp(max=1.0))
+            with torch.no_grad():
+                if self.weight_decay:
+                    g.add_(x, alpha=self.weight_decay)
+                if adjust is not None:
+                    adjust(g, x)
+                x.add_(g if velocity is None else velocity.mul_(self.momentum).add_(g), alpha=-lr)
+            steps += 1
+        return Local(x, steps, lr)
+
+
+def positive(name: str, value: float, *, zero: bool = False) -> None:
+    """Raise ``ValueError`` unless an option is a positive number (or, with ``zero``, 0)."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name}={value!r} must be a number {'of at least' if zero else 'above'} 0")

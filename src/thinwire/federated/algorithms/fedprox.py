@@ -1,0 +1,46 @@
+"""FedProx: FedAvg with a pull towards the server's weights in every local step.
+
+Paper: Li et al.: Federated Optimization in Heterogeneous Networks, MLSys 2020, equation 2.
+
+Client: each gradient gets mu * (x - theta). Server: as FedAvg; with mu = 0 it is FedAvg.
+
+Differences from the paper: the number of local steps is an option of the user's; there is no measured inexactness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.federated.algorithms.base import positive
+from thinwire.federated.algorithms.fedavg import FedAvg
+from thinwire.federated.client import ClientContext, ClientResult
+
+
+@dataclass(kw_only=True)
+class FedProx(FedAvg):
+    """FedAvg with a proximal term.
+
+    Args:
+        mu: its weight.
+    """
+
+    mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("mu", self.mu, zero=True)
+
+    def train(
+        self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
+    ) -> ClientResult:
+        """Local SGD with the pull."""
+        theta = payload["theta"]
+
+        def pull(g: Tensor, x: Tensor) -> None:
+            g.add_(x, alpha=self.mu).sub_(theta, alpha=self.mu)
+
+        local = self.local_sgd(context, theta, pull if self.mu else None)
+        return ClientResult({"delta": local.x - theta})

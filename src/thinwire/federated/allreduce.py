@@ -1,0 +1,186 @@
+"""Several ranks, no server: each trains its share of the cohort, and one all-reduce adds the sums up.
+
+The server's arithmetic runs on every rank alike; its state is compared by hash. If a rank is lost the run stops, with
+an error on all others, and goes on from the last checkpoint when it is started again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.topology import topology_of
+from thinwire.engine.communicator import Communicator
+from thinwire.federated import files
+from thinwire.federated.backend import Planner, VisitReport
+from thinwire.federated.coordinator import DeviceLost
+from thinwire.federated.device import Device, Sums, Task, run_list
+from thinwire.federated.estimate import Record
+from thinwire.federated.schedule import Assignment, decode, encode
+from thinwire.kernels.orthogonal import basis_hash
+from thinwire.program import AllReduce, Broadcast, Program
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The back end ``"ranks"``: of the default process group.
+
+    Args:
+        device: this rank's model.
+        planner: deals the cohort out; its number of devices is that of ranks.
+        communicator: see ``join``.
+    """
+
+    def __init__(self, device: Device, planner: Planner, communicator: Communicator) -> None:
+        self._device, self._planner, self._comm = device, planner, communicator
+        self.devices = planner.devices
+        self._rank = communicator.rank
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()
+        self._visits = 0
+        number = self._store.add("thinwire/federated/runs", 1) if self._rank == 0 else 0
+        self._run = int(self._comm.gather(str(number).encode())[0])  # counters of runs before this one are used up
+
+    def visit(self, task: Task, cohort: Sequence[int]) -> VisitReport:
+        """All clients of the cohort, once. All ranks must call it."""
+        clients = self._device.clients
+        sizes = [clients.samples(client) for client in cohort]
+        sent = self._comm.ledger.total
+        name, assignment = self._planner.plan(task.round, task.visit.name, sizes)
+        assignment_here = self.guarded(
+            task.round, lambda: self._comm.run(self._agreed(assignment, len(cohort)), "plan")
+        )
+        began = time.perf_counter()
+        mine = self._train(task, cohort, assignment_here)
+        busy = time.perf_counter() - began
+        report = self.guarded(task.round, lambda: self._gather(mine, busy))
+        planned = self._comm.ledger.total
+        shapes = {name: shape for row in report for name, shape in row["shapes"].items()}
+        total = self.guarded(task.round, lambda: self._comm.run(_summed(mine, shapes, self._device), "sums"))
+        sums = self._merged(total, shapes, report)
+        records = [Record(rank, *row) for rank, one in enumerate(report) for row in one["seconds"]]
+        self._planner.learn(task.round, task.visit.name, records)
+        seconds = tuple(float(one["busy"]) for one in report)
+        return VisitReport(
+            sums=sums,
+            device_seconds=max(seconds),
+            predicted_seconds=assignment.predicted_seconds,
+            schedule=name,
+            busy_seconds=seconds,
+            bytes_up=self._comm.ledger.total - planned,
+            control_bytes=planned - sent,
+        )
+
+    def commit(self, round: int) -> None:
+        """The round is over: the clients' new states count, on all ranks."""
+        store = self._device.store
+        if store is None:
+            return
+        mine = json.dumps(store.prepare()).encode()
+        everyone = self.guarded(round, lambda: self._comm.gather(mine))
+        store.commit(round, [client for row in everyone for client in json.loads(row)])
+
+    def check_state(self, round: int, state: Mapping[str, Tensor]) -> None:
+        """Raise ``ValueError``, naming the tensor, if the server's state differs between ranks."""
+        self.guarded(
+            round, lambda: self._comm.agree({f"after round {round}, {k}": basis_hash(x) for k, x in state.items()})
+        )
+
+    def guarded(self, round: int, exchange: Callable[[], T]) -> T:
+        """Do an exchange.
+
+        Raises:
+            DeviceLost: another rank is gone.
+        """
+        try:
+            return exchange()
+        except RuntimeError as error:
+            words = str(error).splitlines()[0][:200]
+            raise DeviceLost(
+                f"rank {self._rank}: another rank was lost in round {round} ({words}). Start the run again: with "
+                "checkpoint= it goes on from the last whole round"
+            ) from error
+
+    def _agreed(self, assignment: Assignment, cohort: int) -> Program:
+        """Rank 0's assignment: fits are floats, and another machine may round them otherwise."""
+        row = torch.tensor(encode(assignment, cohort), dtype=torch.int64, device=self._comm.device)
+        row = yield Broadcast(row)
+        return decode(row.tolist(), self.devices)
+
+    def _train(self, task: Task, cohort: Sequence[int], assignment: Assignment) -> Sums:
+        into = self._device.empty()
+        self._visits += 1
+        if assignment.queue is None:
+            run_list(self._device, task, [cohort[i] for i in assignment.lists[self._rank]], into)
+            return into
+        counter = f"thinwire/federated/{self._run}/{self._visits}"
+        while (turn := self._store.add(counter, 1) - 1) < len(cohort):
+            self._device.train(task, cohort[assignment.queue[turn]], into)
+        return into
+
+    def _gather(self, mine: Sums, busy: float) -> list[dict[str, Any]]:
+        """What is not summed as tensors, from every rank; collected values as safetensors behind the JSON."""
+        facts = {
+            "samples": mine.samples,
+            "clients": mine.clients,
+            "seconds": mine.seconds,
+            "failed": mine.failed,
+            "metrics": mine.metrics,
+            "sent_bytes": mine.sent_bytes,
+            "shapes": mine.sums.shapes(),
+            "bounds": mine.sums.bounds,
+            "busy": busy,
+        }
+        tail = b""
+        if mine.collected:
+            tail = files.pack({f"{c}/{name}": x for c, row in mine.collected.items() for name, x in row.items()})
+        head = json.dumps(facts).encode()
+        rows = []
+        for message in self._comm.gather(len(head).to_bytes(8, "little") + head + tail):
+            size = int.from_bytes(message[:8], "little")
+            row = json.loads(message[8 : 8 + size])
+            rest = message[8 + size :]
+            row["collected"] = files.unpack(rest) if rest else {}
+            rows.append(row)
+        return rows
+
+    def _merged(self, total: Tensor, shapes: Mapping[str, list[int]], report: Sequence[dict[str, Any]]) -> Sums:
+        sums = self._device.empty()
+        bounds = {name: sum(row["bounds"].get(name, 0.0) for row in report) for name in shapes}
+        sums.sums.take(total, shapes, bounds)
+        for row in report:
+            sums.samples += row["samples"]
+            sums.clients += row["clients"]
+            sums.seconds += [tuple(one) for one in row["seconds"]]
+            sums.sent_bytes += row["sent_bytes"]
+            sums.failed.update({int(client): why for client, why in row["failed"].items()})
+            for name, value in row["metrics"].items():
+                sums.metrics[name] = sums.metrics.get(name, 0.0) + value
+            for key, x in row["collected"].items():
+                client, _, name = key.partition("/")
+                sums.collected.setdefault(int(client), {})[name] = x
+        return sums
+
+
+def _summed(mine: Sums, shapes: Mapping[str, list[int]], device: Device) -> Program:
+    """The one large exchange of a visit."""
+    flat = mine.sums.flat(shapes, device.workspace.device)
+    if flat.numel():
+        flat = yield AllReduce(flat)
+    return flat
+
+
+def join(device: torch.device, timeout: float | None) -> Communicator:
+    """This rank's means of communication: lanes of their own beside whatever else uses the process group."""
+    from datetime import timedelta
+
+    world = dist.get_world_size()
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    return Communicator(None, topology_of(world), device, limit)

@@ -1,0 +1,87 @@
+"""Whole rounds on disk: the server's state, which client states count, and the history, under one name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.federated import files
+from thinwire.federated.history import History
+
+_NAME = re.compile(r"round-(\d+)")
+_VERSIONS = "client versions"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was read.
+
+    Attributes:
+        round: the next one to run.
+        server: tensors by name. versions: of the client states; None for algorithms without.
+        history: so far. facts: of the run that wrote it.
+    """
+
+    round: int
+    server: Mapping[str, Tensor]
+    versions: Tensor | None
+    history: History
+    facts: Mapping[str, Any]
+
+
+def save(
+    folder: Path, round: int, server: Mapping[str, Tensor], versions: Tensor | None, history: History, facts: Any
+) -> None:
+    """Write the checkpoint of a round and remove the one before. Whole or not at all: one rename decides."""
+    final, partial = folder / f"round-{round:09d}", folder / f".partial-{round:09d}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = dict(server)
+    if versions is not None:
+        tensors[_VERSIONS] = versions
+    files.write(partial / "server.safetensors", files.pack(tensors))
+    files.write_json(partial / "run.json", {"facts": facts, "history": history.to_json()})
+    files.flush(partial)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    files.flush(folder)
+    for path in _whole(folder)[:-1]:
+        shutil.rmtree(path)
+
+
+def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
+    """The newest whole checkpoint; None if there is none.
+
+    Raises:
+        ValueError: it is of another run: the first difference is named.
+    """
+    found = _whole(folder)
+    if not found:
+        return None
+    run = json.loads((found[-1] / "run.json").read_text())
+    for key in facts:
+        if run["facts"].get(key) != facts[key]:
+            raise ValueError(
+                f"{folder} holds a run with {key} = {run['facts'].get(key)}, and this one has {facts[key]}: "
+                "give the same, or another folder"
+            )
+    tensors = files.unpack((found[-1] / "server.safetensors").read_bytes())
+    versions = tensors.pop(_VERSIONS, None)
+    done = int(_NAME.fullmatch(found[-1].name)[1])  # type: ignore[index]
+    history = History.from_json(run["history"])
+    return Restored(done + 1, tensors, None if versions is None else versions.to(torch.int32), history, run["facts"])
+
+
+def _whole(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))

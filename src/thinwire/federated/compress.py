@@ -1,0 +1,178 @@
+"""Compressed updates: thinwire's methods on what a client sends, with the residual in the client's own state.
+
+A method's program is run for a group of one: what it delivers is what the client's message stands for, and what it
+keeps is what the client owes. The device adds up messages as it would add up changes, so the sum that a device sends is
+as large as before: compression counts where every client has a link of its own, in ``client_bytes``.
+
+Differences from the methods' papers: a client takes part now and then, so what it owes may be old when it is sent;
+factors that ranks share in training (PowerSGD's, ACP's) are each client's own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.alone import run_alone
+from thinwire.federated.aggregator import RoundProgram
+from thinwire.federated.client import ClientContext, ClientResult
+from thinwire.methods.registry import resolve
+from thinwire.program import (
+    AllGather,
+    AllToAll,
+    Bucket,
+    Collective,
+    Method,
+    Program,
+    ReduceScatter,
+    Slot,
+    State,
+    Topology,
+)
+
+_INNER, _OWN = "inner/", "compression/"
+_REFUSED = {
+    "dgc": "it corrects an optimizer's momentum, and a client's change has none; use topk",
+    "ssgd": "it does not compress",
+    "dear": "it does not compress",
+}
+
+
+class Compressed:
+    """An algorithm whose clients send compressed changes.
+
+    Args:
+        inner: the algorithm.
+        method: a name with ``options``, or an instance, such as ``"topk", density=0.01``.
+
+    Raises:
+        ValueError: the algorithm sends weights, from which nothing may be left out, or the method makes no sense here.
+    """
+
+    stateful = True
+
+    def __init__(self, inner: Any, method: Method | str, **options: Any) -> None:
+        self.inner = inner
+        self.method = resolve(method, **options)
+        if not inner.compressible:
+            raise ValueError(
+                f"{type(inner).__name__} sends weights or gradients that must arrive whole; FedAvg, FedProx, FedOpt, "
+                "FedNova and Scaffold send changes, which can be compressed"
+            )
+        if why := _REFUSED.get(self.method.name):
+            raise ValueError(f"{self.method.name} is of no use on clients' changes: {why}")
+        self.operators, self.weights, self.epochs = inner.operators, inner.weights, inner.epochs
+        self.description = f"{self.method.name} {dict(self.method.options())}"
+
+    @property
+    def theta(self) -> Tensor:
+        """The server's weights, ``[D]``."""
+        return self.inner.theta  # type: ignore[no-any-return]
+
+    def setup(self, theta: Tensor, population: int, cohort: int) -> None:
+        """Begin a run."""
+        self.inner.setup(theta, population, cohort)
+
+    def select(self, round: int, population: int, cohort: int, seed: int) -> Sequence[int]:
+        """The inner algorithm's cohort."""
+        return self.inner.select(round, population, cohort, seed)  # type: ignore[no-any-return]
+
+    def program(self, round: int) -> RoundProgram:
+        """The inner algorithm's round."""
+        return self.inner.program(round)  # type: ignore[no-any-return]
+
+    @property
+    def visits(self) -> int:
+        """The inner algorithm's."""
+        return self.inner.visits  # type: ignore[no-any-return]
+
+    def shape_of(self, name: str) -> Sequence[int]:
+        """The inner algorithm's."""
+        return self.inner.shape_of(name)  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The inner algorithm's."""
+        return self.inner.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """The inner algorithm's."""
+        self.inner.load_state_dict(state)
+
+    def train(
+        self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
+    ) -> ClientResult:
+        """The inner algorithm's work; its changes compressed."""
+        held = state or {}
+        own = {name[len(_INNER) :]: x for name, x in held.items() if name.startswith(_INNER)}
+        result: ClientResult = self.inner.train(context, payload, own if own else None)
+        kept = {f"{_INNER}{name}": x for name, x in (own if result.state is None else result.state).items()}
+        reduce, sent = dict(result.reduce), 0
+        for name, x in reduce.items():
+            if name not in self.inner.compressible:
+                sent += x.numel() * x.element_size()
+                continue
+            prefix = f"{_OWN}{name}/"
+            before = {key[len(prefix) :]: value for key, value in held.items() if key.startswith(prefix)}
+            reduce[name], after, size = self._compress(context, x, before)
+            kept.update({f"{prefix}{key}": value for key, value in after.items()})
+            sent += size
+        return ClientResult(reduce, result.collect, kept, result.samples, result.metrics, sent)
+
+    def _compress(
+        self, context: ClientContext, x: Tensor, before: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor], int]:
+        """What the message stands for, what is kept, and the message's bytes."""
+        state = State(0, Topology(1))
+        if before:
+            state.restore(_snapshot(before))
+        work = context.workspace
+        slots = [
+            Slot(name, piece.shape, piece, x.dtype, x.device) for name, piece in work.named(x.detach().clone()).items()
+        ]
+        bucket, size = Bucket(0, slots), [0]
+        with torch.no_grad():
+            run_alone(_counted(self.method.reduce(bucket, state), size))
+            if not state.end_step():
+                raise ValueError("the change is not finite")
+            found = [slot.raw() if slot.result is None else slot.result for slot in slots]
+        return torch.cat([piece.reshape(-1) for piece in found]), _plain(state), size[0]
+
+
+def _counted(program: Program, size: list[int]) -> Generator[Any, Any, Any]:
+    """The program, with the bytes of its messages noted: what this client sends, not what the others' halves would."""
+    value, scattered = None, False
+    while True:
+        try:
+            op = program.send(value)
+        except StopIteration as end:
+            return end.value
+        if isinstance(op, Collective) and not (scattered and isinstance(op, AllGather)):
+            size[0] += op.tensor.numel() * op.tensor.element_size()
+        scattered = scattered or isinstance(op, (AllToAll, ReduceScatter))
+        value = yield op
+
+
+def _plain(state: State) -> dict[str, Tensor]:
+    """A method's memory as tensors by name."""
+    found = state.snapshot()
+    rows = {"step": torch.tensor(found["step"])}
+    rows.update({f"residual/{name}": x for name, x in found["residual"].items()})
+    for kind in ("shared", "local"):
+        rows.update({f"{kind}/{field}/{name}": x for field, row in found[kind].items() for name, x in row.items()})
+    return rows
+
+
+def _snapshot(rows: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The counterpart of ``_plain``."""
+    found: dict[str, Any] = {"step": int(rows["step"]), "residual": {}, "shared": {}, "local": {}}
+    for key, x in rows.items():
+        kind, _, rest = key.partition("/")
+        if kind == "residual":
+            found[kind][rest] = x
+        elif rest:
+            field, _, name = rest.partition("/")
+            found[kind].setdefault(field, {})[name] = x
+    return found

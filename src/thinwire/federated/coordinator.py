@@ -1,0 +1,157 @@
+"""The server's side of one visit as a state machine: messages in, messages out, a clock passed in. No threads, no I/O.
+
+A device gets ``Work``, trains the clients named in it, and then asks for more, or, if the work says that it ends, sends
+one result: the sum over all it has trained since its last result. The result of a device that is lost never comes; its
+clients are given to others, under the same seeds, so that nobody can tell from the sums.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from thinwire.federated.schedule import Assignment
+
+
+class DeviceLost(RuntimeError):
+    """No device is left, or one is gone where the back end cannot do without it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """To a device: train these clients (indices into the cohort), then send the sum, or ask again."""
+
+    device: int
+    clients: tuple[int, ...]
+    ends: bool
+
+
+class Coordinator:
+    """One visit of one cohort.
+
+    Args:
+        cohort: number of clients; they are named by their index.
+        assignment: lists, or a queue that devices pull from.
+        devices: ids of those that take part.
+        deadline_seconds: a device that says nothing for so long is lost; None: never.
+
+    Attributes:
+        reported: clients whose sums have arrived.
+        lost_devices: in order.
+    """
+
+    def __init__(
+        self, cohort: int, assignment: Assignment, devices: Collection[int], deadline_seconds: float | None = None
+    ) -> None:
+        self._cohort = cohort
+        self._lists = assignment.lists
+        self._pulling = assignment.queue is not None
+        self._queue: deque[int] = deque(assignment.queue or ())
+        self._alive = sorted(devices)
+        self._deadline = deadline_seconds
+        self._holding: dict[int, list[int]] = {device: [] for device in self._alive}
+        self._idle: set[int] = set()
+        self._heard: dict[int, float] = {}
+        self.reported: list[int] = []
+        self.lost_devices: list[int] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether every client's sum has arrived."""
+        return len(self.reported) == self._cohort
+
+    def start(self, now: float) -> list[Work]:
+        """The first work of every device that has any."""
+        works = []
+        for place, device in enumerate(self._alive):
+            self._heard[device] = now
+            if self._pulling:
+                works.append(self._next(device))
+            else:
+                mine = self._lists[place] if place < len(self._lists) else ()
+                self._holding[device] = list(mine)
+                works.append(Work(device, tuple(mine), True))
+        begun = [work for work in works if work.clients]
+        self._idle = {work.device for work in works if not work.clients}
+        return begun
+
+    def ask(self, device: int, now: float) -> Work:
+        """A device is free: the next client, or the end.
+
+        Raises:
+            DeviceLost: it was declared lost; what it has is void.
+        """
+        self._check(device)
+        self._heard[device] = now
+        return self._next(device)
+
+    def result(self, device: int, now: float) -> list[Work]:
+        """A device's sum is there. Returns more work where a lost device has left some.
+
+        Raises:
+            DeviceLost: it was declared lost before: the sum must not be used, its clients are others' now.
+        """
+        self._check(device)
+        self._heard[device] = now
+        self.reported += self._holding[device]
+        self._holding[device] = []
+        self._idle.add(device)
+        return self._wake() if self._queue else []
+
+    def lost(self, device: int) -> list[Work]:
+        """A device is gone, with all that it has not sent. Returns work for those that are idle.
+
+        Raises:
+            DeviceLost: it was the last one.
+        """
+        if device not in self._alive:
+            return []
+        self._alive.remove(device)
+        self._idle.discard(device)
+        self.lost_devices.append(device)
+        self._queue.extend(self._holding.pop(device))
+        if not self._alive and not self.done:
+            raise DeviceLost(f"device {device} was the last one; {self._cohort - len(self.reported)} clients are left")
+        return self._wake() if self._queue else []
+
+    def tick(self, now: float) -> list[Work]:
+        """Time has passed: devices with work that have been silent for too long are lost."""
+        if self._deadline is None:
+            return []
+        works = []
+        for device in list(self._alive):
+            if self._holding.get(device) and now - self._heard[device] > self._deadline:
+                works += self.lost(device)
+        return works
+
+    def holders(self) -> dict[int, tuple[int, ...]]:
+        """What each device has and has not sent the sum of."""
+        return {device: tuple(held) for device, held in self._holding.items() if held}
+
+    def _check(self, device: int) -> None:
+        if device not in self._alive:
+            raise DeviceLost(f"device {device} was declared lost; its result is not used")
+
+    def _next(self, device: int) -> Work:
+        if not self._queue:
+            return Work(device, (), True)
+        client = self._queue.popleft()
+        self._holding[device].append(client)
+        return Work(device, (client,), False)
+
+    def _wake(self) -> list[Work]:
+        works: list[Work] = []
+        for device in sorted(self._idle):
+            if not self._queue:
+                break
+            self._idle.discard(device)
+            works.append(self._next(device))
+        return works
+
+
+def check_complete(clients: Iterable[int], cohort: Sequence[int]) -> None:
+    """Raise ``RuntimeError`` unless each client of the cohort was reported once."""
+    seen = sorted(clients)
+    if seen != list(range(len(cohort))):
+        raise RuntimeError(f"{len(seen)} clients were reported where {len(cohort)} were sent out")

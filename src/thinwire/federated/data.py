@@ -1,0 +1,125 @@
+"""What clients hold: the protocol, two ways to provide it, and batches in a seeded order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.kernels.seeding import generator
+
+
+@runtime_checkable
+class ClientData(Protocol):
+    """The population. Only ``load`` may read files; the others answer at once, for a million clients too."""
+
+    def __len__(self) -> int:
+        """Clients in all."""
+
+    def samples(self, client: int) -> int:
+        """How many samples a client has, at least 1."""
+
+    def load(self, client: int) -> Any:
+        """A client's samples: a tuple of tensors with one first dimension, or a map-style data set."""
+
+
+class ArrayClients:
+    """Clients that are parts of tensors in memory.
+
+    Args:
+        tensors: with one first dimension: inputs, labels.
+        parts: of each client the indices of its samples, as the functions of
+            :mod:`~thinwire.federated.partition` make them.
+
+    Raises:
+        ValueError: a client without samples, an index out of range, tensors that do not fit together.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], parts: Sequence[Sequence[int] | np.ndarray[Any, Any]]) -> None:
+        self.tensors = tuple(tensors)
+        lengths = {len(x) for x in self.tensors}
+        if len(lengths) != 1:
+            raise ValueError(f"the tensors must have one first dimension, not {sorted(lengths)}")
+        size = lengths.pop()
+        self.parts = [torch.as_tensor(np.asarray(part, dtype=np.int64)) for part in parts]
+        for client, part in enumerate(self.parts):
+            if part.numel() == 0:
+                raise ValueError(
+                    f"client {client} has no samples: leave it out, or use a larger least= in the partition"
+                )
+            if int(part.min()) < 0 or int(part.max()) >= size:
+                raise ValueError(f"client {client} names samples outside 0..{size - 1}")
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def samples(self, client: int) -> int:
+        """How many samples a client has."""
+        return self.parts[client].numel()
+
+    def load(self, client: int) -> tuple[Tensor, ...]:
+        """A client's samples."""
+        part = self.parts[client]
+        return tuple(x[part] for x in self.tensors)
+
+
+class FunctionClients:
+    """Clients whose samples a function makes or reads: any number of them, in no memory.
+
+    Args:
+        count: clients in all.
+        load: client -> its samples.
+        samples: a number that holds for all clients, or client -> number.
+    """
+
+    def __init__(self, count: int, load: Callable[[int], Any], samples: int | Callable[[int], int]) -> None:
+        if count < 1:
+            raise ValueError(f"count={count} must be at least 1")
+        self._count, self._load, self._samples = count, load, samples
+
+    def __len__(self) -> int:
+        return self._count
+
+    def samples(self, client: int) -> int:
+        """How many samples a client has."""
+        return self._samples if isinstance(self._samples, int) else self._samples(client)
+
+    def load(self, client: int) -> Any:
+        """A client's samples."""
+        return self._load(client)
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Tensors on the device; anything else as it is."""
+    if isinstance(data, (tuple, list)) and all(isinstance(x, Tensor) for x in data):
+        return tuple(x.to(device) for x in data)
+    return data
+
+
+def batches(data: Any, epochs: int, batch_size: int | None, limit: int | None, seed: int) -> Iterator[Any]:
+    """Batches of a client's samples; see :meth:`~thinwire.federated.client.ClientContext.steps`."""
+    tensors = isinstance(data, tuple)
+    size = len(data[0]) if tensors else len(data)
+    whole = batch_size is None or batch_size >= size
+    draw = None if whole else generator(seed, "order")
+    made = 0
+    for _ in range(epochs):
+        order = None if whole else torch.randperm(size, generator=draw)
+        for start in range(0, size, size if whole else batch_size or size):
+            if limit is not None and made >= limit:
+                return
+            made += 1
+            if order is None:
+                yield data if tensors else _collate(data, range(size))
+                continue
+            chosen = order[start : start + (batch_size or size)]
+            yield tuple(x[chosen.to(x.device)] for x in data) if tensors else _collate(data, chosen.tolist())
+
+
+def _collate(data: Any, indices: Sequence[int]) -> Any:
+    from torch.utils.data import default_collate
+
+    return default_collate([data[i] for i in indices])

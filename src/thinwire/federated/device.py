@@ -1,0 +1,215 @@
+"""A device: trains one client after another, adds their answers up, and forgets each of them.
+
+Everything a client could leave behind is put back before the next one: weights, buffers, frozen parameters, gradients,
+the generators of torch, numpy and Python. Optimizers are made by the executor, for every client anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from thinwire.federated.accumulate import Accumulator, all_finite
+from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, Visit
+from thinwire.federated.client import ClientContext, ClientExecutor, ClientResult, Loss
+from thinwire.federated.cohort import client_seed, seed_everything
+from thinwire.federated.data import ClientData, to_device
+from thinwire.federated.state import ClientStateStore
+from thinwire.federated.workspace import Workspace
+
+BUFFERS = "buffers"
+"""The name under which floating-point buffers travel; averaged as weights are."""
+
+
+@dataclass
+class Sums:
+    """What one device has to report: sums of its clients' answers, and who they were.
+
+    Attributes:
+        sums: by name.
+        samples, clients: of those that answered.
+        seconds: (client, samples, seconds) of all, in order; loading of data and state included.
+        collected: by client, then by name.
+        failed: client -> why.
+        metrics: sums of samples times value. sent_bytes: what the clients alone would have sent.
+    """
+
+    sums: Accumulator
+    samples: int = 0
+    clients: int = 0
+    seconds: list[tuple[int, int, float]] = field(default_factory=list)
+    collected: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    sent_bytes: int = 0
+
+    def merge(self, other: Sums) -> None:
+        """Add another device's."""
+        self.sums.merge(other.sums)
+        self.samples += other.samples
+        self.clients += other.clients
+        self.seconds += other.seconds
+        self.collected.update(other.collected)
+        self.failed.update(other.failed)
+        for name, value in other.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        self.sent_bytes += other.sent_bytes
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is the same for all clients of a visit.
+
+    Attributes:
+        round, visit: which.
+        total_samples, total_clients: of the whole cohort: what weights are shares of.
+    """
+
+    round: int
+    visit: Visit
+    total_samples: int
+    total_clients: int
+
+
+class Device:
+    """One model, one client at a time.
+
+    Args:
+        algorithm: the executor, with its ``operators`` and ``weights``.
+        workspace: the model.
+        clients: the population.
+        loss: of a batch.
+        store: of the clients' states; None for algorithms without.
+        seed: of the run.
+        reduction: the arithmetic of the sums.
+    """
+
+    def __init__(
+        self,
+        algorithm: Any,
+        workspace: Workspace,
+        clients: ClientData,
+        loss: Loss,
+        store: ClientStateStore | None,
+        seed: int,
+        reduction: str,
+    ) -> None:
+        self.algorithm, self.executor = algorithm, cast(ClientExecutor, algorithm)
+        self.operators: Mapping[str, Operator] = algorithm.operators
+        self.uniform = algorithm.weights == "uniform"
+        self.workspace, self.clients, self.loss = workspace, clients, loss
+        self.store, self.seed, self.reduction = store, seed, reduction
+
+    def empty(self) -> Sums:
+        """Nothing yet."""
+        return Sums(Accumulator(self.reduction))
+
+    def train(self, task: Task, client: int, into: Sums, following: int | None = None) -> float:
+        """One client, from its data to its place in the sums. Returns the seconds it took.
+
+        A client that raises, or answers with something that is not finite or not asked for, is noted as failed: it
+        leaves neither a term nor a state.
+
+        Args:
+            task: what is to be done.
+            client: its id.
+            into: the sums.
+            following: the client after it, whose state is read meanwhile.
+        """
+        began = time.perf_counter()
+        samples = self.clients.samples(client)
+        if self.store is not None and following is not None:
+            self.store.prefetch(following)
+        try:
+            context, result = self._run(task, client, samples)
+            refusal = self._refusal(result)
+        except Exception as error:
+            refusal = f"{type(error).__name__}: {error}"
+        if refusal:
+            into.failed[client] = refusal
+        else:
+            self._add(task, client, samples, context, result, into)
+        took = time.perf_counter() - began
+        into.seconds.append((client, samples, took))
+        return took
+
+    def _run(self, task: Task, client: int, samples: int) -> tuple[ClientContext, ClientResult]:
+        if samples < 1:
+            raise ValueError(f"client {client} has {samples} samples; every client needs at least one")
+        seed = client_seed(self.seed, task.round, task.visit.name, client)
+        work, payload = self.workspace, task.visit.payload
+        state = self.store.get(client) if self.store is not None else None
+        if state is not None and work.device.type != "cpu":
+            state = {name: x.to(work.device) for name, x in state.items()}
+        seed_everything(seed)
+        data = to_device(self.clients.load(client), work.device)
+        work.reset(payload.get("theta", work.x), payload[BUFFERS])
+        context = ClientContext(client, samples, task.round, task.visit.name, seed, work.device, data, work, self.loss)
+        result = self.executor.train(context, payload, state)
+        if not isinstance(result, ClientResult):
+            raise TypeError(f"train() must return a ClientResult, not {type(result).__name__}")
+        return context, result
+
+    def _refusal(self, result: ClientResult) -> str:
+        """Why a result cannot be used; "": it can."""
+        for name, value in result.reduce.items():
+            operator = self.operators.get(name)
+            if operator is None or not operator.summed:
+                return f"the result names {name!r} under reduce, which is no summed operator of the algorithm"
+            if not isinstance(value, Tensor):
+                return f"{name!r} is a {type(value).__name__}: reduce takes tensors"
+            if tuple(value.shape) != tuple(self.algorithm.shape_of(name)):
+                wanted = tuple(self.algorithm.shape_of(name))
+                return f"{name!r} has the shape {tuple(value.shape)}, and {wanted} was asked for"
+        if result.samples is not None and result.samples < 1:
+            return f"it claims {result.samples} samples"
+        if result.state is not None and self.store is None:
+            return "it returns a state, and the algorithm is not marked `stateful = True`"
+        for name in result.collect:
+            operator = self.operators.get(name)
+            if operator is None or operator.summed:
+                return f"the result names {name!r} under collect, which is no COLLECT of the algorithm"
+        for kind in (result.reduce, result.collect, result.state or {}):
+            if not all_finite(kind):
+                return "its result is not finite"
+        return ""
+
+    @torch.no_grad()
+    def _add(
+        self, task: Task, client: int, samples: int, context: ClientContext, result: ClientResult, into: Sums
+    ) -> None:
+        if result.samples is not None:
+            samples = result.samples
+        mean = 1.0 / task.total_clients if self.uniform else samples / task.total_samples
+        for name, value in result.reduce.items():
+            into.sums.add(name, value, mean if self.operators[name] is WEIGHTED_MEAN else 1.0)
+        buffers = self.workspace.buffers
+        if buffers.numel():
+            into.sums.add(BUFFERS, buffers, mean)
+        if result.collect:
+            into.collected[client] = {name: x.detach().cpu().clone() for name, x in result.collect.items()}
+        if result.state is not None and self.store is not None:
+            self.store.put(client, result.state, task.round)
+        into.samples += samples
+        into.clients += 1
+        into.sent_bytes += result.sent_bytes if result.sent_bytes is not None else _bytes(result.reduce.values())
+        metrics = dict(result.metrics)
+        if (loss := context.mean_loss()) is not None:
+            metrics.setdefault("loss", loss)
+        for name, number in metrics.items():
+            into.metrics[name] = into.metrics.get(name, 0.0) + samples * float(number)
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def run_list(device: Device, task: Task, clients: Sequence[int], into: Sums) -> None:
+    """Train clients one after another."""
+    for i, client in enumerate(clients):
+        device.train(task, client, into, clients[i + 1] if i + 1 < len(clients) else None)

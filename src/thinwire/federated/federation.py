@@ -1,0 +1,57 @@
+"""All that a run is about in one object, so that one function of the user's serves simulation and deployment alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from thinwire.federated.client import Loss, cross_entropy
+from thinwire.federated.data import ClientData
+from thinwire.federated.history import History
+from thinwire.federated.rounds import Evaluate
+from thinwire.federated.simulate import simulate
+
+
+@dataclass
+class Federation:
+    """What ``thinwire federated run`` and ``serve`` call ``build()`` for.
+
+    Attributes:
+        algorithm: an executor and aggregator.
+        model: where it begins.
+        clients: the population.
+        rounds, cohort, seed, reduction: as of :func:`~thinwire.federated.simulate`.
+        loss, evaluate, evaluate_every: likewise.
+        options: more arguments for ``simulate``.
+    """
+
+    algorithm: Any
+    model: nn.Module
+    clients: ClientData
+    rounds: int = 10
+    cohort: int = 10
+    loss: Loss = cross_entropy
+    evaluate: Evaluate | None = None
+    evaluate_every: int = 10
+    seed: int = 0
+    reduction: str = "fp64"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def simulate(self, **changes: Any) -> History:
+        """Run it here; ``changes`` win over what it says."""
+        named = ("rounds", "cohort", "loss", "evaluate", "evaluate_every", "seed", "reduction")
+        arguments = {**{name: getattr(self, name) for name in named}, **self.options, **changes}
+        return simulate(self.algorithm, self.model, self.clients, **arguments)
+
+
+def check_federation(made: Any, name: str) -> Federation:
+    """Raise ``ValueError`` unless a user's function has returned a ``Federation``."""
+    if not isinstance(made, Federation):
+        raise ValueError(f"{name} must return a thinwire.federated.Federation, not {type(made).__name__}")
+    return made
+
+
+Build = Callable[[], Federation]

@@ -1,0 +1,91 @@
+"""What a run has done, round by round, as plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round.
+
+    Attributes:
+        round: from 0.
+        clients, samples: that answered.
+        failed: client -> why it did not.
+        metrics: means over the clients, by samples: "loss" is that of local training.
+        evaluation: what ``evaluate`` returned after this round; empty where it was not asked.
+        seconds: wall time, evaluation and checkpoint left out.
+        device_seconds: the makespan over devices: measured, or by the clock of ``speeds``.
+        predicted_seconds: what the fits promised for it; None before there are fits.
+        schedule: equal, lpt or pull, per visit.
+        busy_seconds: per device.
+        client_seconds: the time the round would take on the clients' own devices, by the trace; None without one.
+        bytes_up, bytes_down: sums to the server and payloads to the devices; for ranks, what this rank sent.
+        control_bytes: plans, timings, collected values.
+        client_bytes: what the clients alone would have sent: compression counts here.
+        lost_devices: whose clients others had to train.
+    """
+
+    round: int
+    clients: int
+    samples: int
+    failed: Mapping[int, str]
+    metrics: Mapping[str, float]
+    evaluation: Mapping[str, float]
+    seconds: float
+    device_seconds: float
+    predicted_seconds: float | None
+    schedule: str
+    busy_seconds: tuple[float, ...]
+    client_seconds: float | None
+    bytes_up: int
+    bytes_down: int
+    control_bytes: int
+    client_bytes: int
+    lost_devices: tuple[int, ...] = ()
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> RoundRecord:
+        """The counterpart of ``dataclasses.asdict``, from JSON."""
+        failed = {int(client): why for client, why in row["failed"].items()}
+        busy, lost = tuple(row["busy_seconds"]), tuple(row["lost_devices"])
+        return cls(**{**row, "failed": failed, "busy_seconds": busy, "lost_devices": lost})
+
+
+@dataclass
+class History:
+    """A run.
+
+    Attributes:
+        rounds: oldest first; after a resume, those before it too.
+        about: algorithm, devices, seed and the like, for people.
+    """
+
+    rounds: list[RoundRecord] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def evaluations(self) -> dict[int, Mapping[str, float]]:
+        """By round, where there was one."""
+        return {row.round: row.evaluation for row in self.rounds if row.evaluation}
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return json.dumps({"about": self.about, "rounds": [asdict(row) for row in self.rounds]})
+
+    @classmethod
+    def from_json(cls, text: str) -> History:
+        """The counterpart of ``to_json``.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            data: Any = json.loads(text)
+            return cls([RoundRecord.from_dict(row) for row in data["rounds"]], dict(data["about"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is not a history of a federated run: {error}") from error

@@ -1,0 +1,94 @@
+"""One process, K devices in turn: the coordinator under a clock that the measured, or given, seconds drive.
+
+What it computes is what K processes would; with one device it is plain sequential simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from thinwire.federated.backend import Planner, VisitReport, seconds_of
+from thinwire.federated.clocks import Speed
+from thinwire.federated.coordinator import Coordinator
+from thinwire.federated.device import Device, Sums, Task
+from thinwire.federated.estimate import Record
+from thinwire.federated.events import drive
+
+
+class InProcess:
+    """The back end ``"inprocess"``.
+
+    Args:
+        device: the one model that all devices use in turn.
+        planner: deals the cohort out.
+        speeds: of the devices: their clock; None: measured seconds.
+        faults: (round, device) -> seconds after which the device is lost in that round (it is back in the next).
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        planner: Planner,
+        speeds: Sequence[Speed] | None = None,
+        faults: Mapping[tuple[int, int], float] | None = None,
+    ) -> None:
+        if speeds is not None and len(speeds) != planner.devices:
+            raise ValueError(f"speeds has {len(speeds)} entries for {planner.devices} devices")
+        self._device, self._planner = device, planner
+        self._speeds = speeds
+        self._faults = dict(faults or {})
+        self.devices = planner.devices
+
+    def visit(self, task: Task, cohort: Sequence[int]) -> VisitReport:
+        """All clients of the cohort, once."""
+        device, sizes = self._device, [self._device.clients.samples(client) for client in cohort]
+        name, assignment = self._planner.plan(task.round, task.visit.name, sizes)
+        coordinator = Coordinator(len(cohort), assignment, range(self.devices))
+        open_: dict[int, Sums] = {}
+        reports: list[tuple[int, Sums]] = []
+        worked: set[int] = set()
+
+        def train(where: int, i: int, following: int | None) -> float:
+            worked.add(where)
+            into = open_.setdefault(where, device.empty())
+            measured = device.train(task, cohort[i], into, None if following is None else cohort[following])
+            return seconds_of(None if self._speeds is None else self._speeds[where], measured, sizes[i])
+
+        def lost(where: int, held: Sequence[int]) -> None:
+            open_.pop(where, None)
+            if device.store is not None:
+                device.store.withdraw(cohort[i] for i in held)
+
+        outcome = drive(
+            coordinator,
+            self.devices,
+            train,
+            on_report=lambda where: reports.append((where, open_.pop(where))),
+            on_lost=lost,
+            losses={where: after for (round, where), after in self._faults.items() if round == task.round},
+        )
+        total = device.empty()
+        for _, part in sorted(reports, key=lambda report: report[0]):
+            total.merge(part)
+        records = [Record(where, cohort[i], sizes[i], seconds) for where, i, seconds in outcome.records]
+        self._planner.learn(task.round, task.visit.name, records)
+        return VisitReport(
+            sums=total,
+            device_seconds=outcome.seconds,
+            predicted_seconds=assignment.predicted_seconds,
+            schedule=name,
+            busy_seconds=outcome.busy_seconds,
+            bytes_up=sum(_bytes(part) for _, part in reports),
+            bytes_down=len(worked) * sum(x.numel() * x.element_size() for x in task.visit.payload.values()),
+            lost_devices=tuple(coordinator.lost_devices),
+        )
+
+    def commit(self, round: int) -> None:
+        """The round is over: the clients' new states count."""
+        if self._device.store is not None:
+            self._device.store.prepare()
+            self._device.store.commit(round)
+
+
+def _bytes(part: Sums) -> int:
+    return sum(x.numel() * x.element_size() for x in part.sums.sums.values())

@@ -1,0 +1,93 @@
+"""Cutting one data set up into clients: evenly, by Dirichlet draws, by shards of sorted labels, by who wrote it.
+
+Each function returns, per client, the indices of its samples, ascending: what :class:`~thinwire.federated.ArrayClients`
+takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Parts = list[NDArray[np.int64]]
+
+
+def iid(samples: int, clients: int, seed: int = 0) -> Parts:
+    """At random, in sizes that differ by one at most.
+
+    Raises:
+        ValueError: fewer samples than clients.
+    """
+    _check(samples, clients)
+    order = np.random.default_rng(seed).permutation(samples)
+    return [np.sort(part).astype(np.int64) for part in np.array_split(order, clients)]
+
+
+def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, least: int = 1, seed: int = 0) -> Parts:
+    """Of each class the clients get shares drawn from a symmetric Dirichlet distribution.
+
+    Small ``alpha``: few classes a client, and sizes that differ much; large: nearly even (Hsu, Qi, Brown 2019 draw the
+    other way round, a distribution over classes for each client).
+
+    Args:
+        labels: of each sample.
+        clients: how many.
+        alpha: above 0.
+        least: samples of the smallest client; who is short gets some of the largest's.
+        seed: of the draws.
+
+    Raises:
+        ValueError: ``alpha`` is not positive, or there are too few samples.
+    """
+    classes = np.asarray(labels).reshape(-1)
+    _check(len(classes), clients * least)
+    if not alpha > 0:
+        raise ValueError(f"alpha={alpha} must be above 0")
+    draw = np.random.default_rng(seed)
+    parts: list[list[int]] = [[] for _ in range(clients)]
+    for label in np.unique(classes):
+        members = draw.permutation(np.flatnonzero(classes == label))
+        shares = draw.dirichlet(np.full(clients, alpha))
+        cuts = np.floor(np.cumsum(shares)[:-1] * len(members)).astype(int)
+        for part, piece in zip(parts, np.split(members, cuts)):
+            part.extend(piece.tolist())
+    while len(short := min(parts, key=len)) < least:
+        short.append(max(parts, key=len).pop())
+    return [np.sort(np.array(part, dtype=np.int64)) for part in parts]
+
+
+def shards(labels: ArrayLike, clients: int, per_client: int = 2, seed: int = 0) -> Parts:
+    """Samples sorted by label, cut into ``clients * per_client`` runs, so many to each client (McMahan et al. 2017).
+
+    Raises:
+        ValueError: fewer samples than runs.
+    """
+    classes = np.asarray(labels).reshape(-1)
+    if per_client < 1:
+        raise ValueError(f"per_client={per_client} must be at least 1")
+    _check(len(classes), clients * per_client)
+    runs = np.array_split(np.argsort(classes, kind="stable"), clients * per_client)
+    order = np.random.default_rng(seed).permutation(len(runs))
+    return [
+        np.sort(np.concatenate([runs[i] for i in order[client::clients]])).astype(np.int64) for client in range(clients)
+    ]
+
+
+def by_key(keys: Sequence[Hashable]) -> tuple[Parts, list[Any]]:
+    """One client for each key: a writer, a document. Returns the parts and their keys, in order of first use."""
+    found: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    if not found:
+        raise ValueError("there are no samples")
+    return [np.array(part, dtype=np.int64) for part in found.values()], list(found)
+
+
+def _check(samples: int, needed: int) -> None:
+    if needed < 1:
+        raise ValueError("there must be at least one client with at least one sample")
+    if samples < needed:
+        raise ValueError(f"{samples} samples are too few: {needed} are needed")

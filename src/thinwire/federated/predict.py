@@ -1,0 +1,86 @@
+"""How long rounds would take on given devices under each schedule: the scheduler and the clock, without training."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from thinwire.federated.backend import Planner
+from thinwire.federated.clocks import Speed
+from thinwire.federated.cohort import sample
+from thinwire.federated.coordinator import Coordinator
+from thinwire.federated.estimate import Fit, Record
+from thinwire.federated.events import drive
+from thinwire.federated.schedule import lower_bound
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One schedule.
+
+    Attributes:
+        schedule: its name.
+        round_seconds: of every round.
+        bound_seconds: what no schedule could beat, of every round.
+        busy_share: of the devices' time, mean over rounds.
+    """
+
+    schedule: str
+    round_seconds: tuple[float, ...]
+    bound_seconds: tuple[float, ...]
+    busy_share: float
+
+    @property
+    def ratio(self) -> float:
+        """Median over rounds of the time to the bound."""
+        return statistics.median(t / b if b else 1.0 for t, b in zip(self.round_seconds, self.bound_seconds))
+
+
+def predict(
+    schedule: str,
+    population: int,
+    samples: Callable[[int], int],
+    speeds: Sequence[Speed],
+    *,
+    rounds: int,
+    cohort: int,
+    seed: int = 0,
+    warmup_rounds: int = 2,
+    window_rounds: int | None = 5,
+    losses: Mapping[tuple[int, int], float] | None = None,
+) -> Prediction:
+    """The rounds of a run, by the clock of the devices' speeds.
+
+    Args:
+        schedule: "equal", "lpt", "pull" or "auto".
+        population: clients in all.
+        samples: of each.
+        speeds: of the devices.
+        rounds, cohort, seed, warmup_rounds, window_rounds: as of ``simulate``.
+        losses: (round, device) -> seconds after which the device is lost in that round.
+
+    Raises:
+        ValueError: a bad option.
+    """
+    if not 1 <= cohort <= population:
+        raise ValueError(f"cohort={cohort} must be between 1 and the number of clients, {population}")
+    planner = Planner(schedule, len(speeds), seed, warmup_rounds, window_rounds)
+    fits = [Fit(max(s.seconds_per_sample, 1e-12), s.seconds_per_client) for s in speeds]
+    seconds, bounds, shares = [], [], []
+    for round in range(rounds):
+        chosen = sample(seed, round, population, cohort)
+        sizes = [samples(client) for client in chosen]
+        _, assignment = planner.plan(round, "train", sizes)
+        gone = {device: after for (when, device), after in (losses or {}).items() if when == round}
+        outcome = drive(
+            Coordinator(cohort, assignment, range(len(speeds))),
+            len(speeds),
+            lambda device, i, _, sizes=sizes: speeds[device].train_seconds(sizes[i]),  # type: ignore[misc]
+            losses=gone,
+        )
+        planner.learn(round, "train", [Record(d, chosen[i], sizes[i], t) for d, i, t in outcome.records])
+        seconds.append(outcome.seconds)
+        bounds.append(lower_bound(sizes, fits))
+        shares.append(sum(outcome.busy_seconds) / (len(speeds) * outcome.seconds) if outcome.seconds else 1.0)
+    return Prediction(schedule, tuple(seconds), tuple(bounds), statistics.fmean(shares))

@@ -1,0 +1,138 @@
+"""One run, round by round: visits through a back end, the record, evaluation, the checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.federated import checkpoint as checkpoints
+from thinwire.federated.allreduce import Ranks
+from thinwire.federated.backend import VisitReport
+from thinwire.federated.clocks import ClientTrace
+from thinwire.federated.device import BUFFERS, Device, Task
+from thinwire.federated.history import History, RoundRecord
+from thinwire.federated.inprocess import InProcess
+from thinwire.federated.server import Server, check_cohort, reduce
+
+Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
+"""(model in eval mode, round) -> numbers."""
+_HASH_EVERY = 100  # rounds
+
+
+class Run:
+    """One run between two rounds."""
+
+    def __init__(
+        self,
+        server: Server,
+        back: InProcess | Ranks,
+        device: Device,
+        facts: Mapping[str, Any],
+        folder: Path | None,
+        rank: int,
+    ) -> None:
+        self.server, self.back, self.device, self.facts, self.folder, self.rank = (
+            server, back, device, facts, folder, rank,
+        )  # fmt: skip
+        self.history = History()
+
+    def resume(self, comm: Any) -> int:
+        """Take over the checkpoint, if there is one. Returns the round to begin with."""
+        store = self.device.store
+        found = None if self.folder is None else checkpoints.load(self.folder, self.facts)
+        if comm is not None:  # all ranks see the same folder, or it is no use
+            comm.agree({"the checkpoint's next round": 0 if found is None else found.round})
+        if store is not None:
+            versions = None if found is None else found.versions
+            if found is not None and (versions is None or versions.numel() != store.population):
+                raise ValueError(f"{self.folder} holds no client states that fit: give another folder")
+            store.begin(versions, durable=self.folder is not None, clean=self.rank == 0)
+        if found is None:
+            return 0
+        self.server.restore(found.server)
+        self.history = found.history
+        return found.round
+
+    def round(self, round: int, cohort: int, seed: int, trace: ClientTrace | None) -> RoundRecord:
+        """All visits of a round, and its commit."""
+        began = time.perf_counter()
+        algorithm, server, device = self.server.algorithm, self.server, self.device
+        population = device.clients
+        chosen = check_cohort(algorithm.select(round, len(population), cohort, seed), len(population))
+        total = sum(population.samples(client) for client in chosen)
+        reports: list[VisitReport] = []
+        server.begin(round)
+        reduced = None
+        client_seconds = 0.0
+        while server.visit is not None:
+            task = Task(round, server.visit, total, len(chosen))
+            report = self.back.visit(task, chosen)
+            with torch.no_grad():
+                reduced = reduce(report.sums, task, algorithm, device.workspace.dtype)
+            if trace is not None:
+                passes = getattr(algorithm, "epochs", 1)
+                each = report.sums.sent_bytes // max(1, report.sums.clients)
+                work = [(client, population.samples(client) * passes, each) for client in chosen]
+                client_seconds += trace.round_seconds(work, _bytes(server.visit.payload))
+            reports.append(report)
+            server.deliver(reduced)
+        if reduced is None:
+            raise ValueError("program() must yield at least one Visit")
+        self.back.commit(round)
+        if isinstance(self.back, Ranks) and round % _HASH_EVERY == 0:
+            self.back.check_state(round, server.state())
+        predictions = [report.predicted_seconds for report in reports]
+        return RoundRecord(
+            round=round,
+            clients=reduced.clients,
+            samples=reduced.samples,
+            failed={client: why for report in reports for client, why in sorted(report.sums.failed.items())},
+            metrics=dict(reduced.metrics),
+            evaluation={},
+            seconds=time.perf_counter() - began,
+            device_seconds=sum(report.device_seconds for report in reports),
+            predicted_seconds=None if None in predictions else sum(p for p in predictions if p is not None),
+            schedule=" ".join(report.schedule for report in reports),
+            busy_seconds=tuple(map(sum, zip(*(report.busy_seconds for report in reports)))),
+            client_seconds=None if trace is None else client_seconds,
+            bytes_up=sum(report.bytes_up for report in reports),
+            bytes_down=sum(report.bytes_down for report in reports),
+            control_bytes=sum(report.control_bytes for report in reports),
+            client_bytes=sum(report.sums.sent_bytes for report in reports),
+            lost_devices=tuple(lost for report in reports for lost in report.lost_devices),
+        )
+
+    def evaluated(self, record: RoundRecord, evaluate: Evaluate) -> RoundRecord:
+        """The record with what the user measures on the server's model."""
+        work = self.device.workspace
+        work.reset(self.server.algorithm.theta, self.server.buffers)
+        work.model.eval()
+        with torch.no_grad():
+            found = evaluate(work.model, record.round)
+        return replace(record, evaluation={name: float(value) for name, value in found.items()})
+
+    def save(self, round: int, comm: Any) -> None:
+        """Write the checkpoint. All ranks call it: nobody goes on before it is whole."""
+        store = self.device.store
+        if store is not None:
+            store.flush()
+        if comm is not None:
+            comm.gather(b"")  # all states are on disk
+        assert self.folder is not None
+        if self.rank == 0:
+            versions = None if store is None else torch.from_numpy(store.versions)
+            checkpoints.save(self.folder, round, self.server.state(), versions, self.history, self.facts)
+        if comm is not None:
+            comm.gather(b"")
+        if store is not None:
+            store.durable()
+
+
+def _bytes(payload: Mapping[str, Any]) -> int:
+    return sum(x.numel() * x.element_size() for name, x in payload.items() if name != BUFFERS or x.numel())

@@ -1,0 +1,168 @@
+"""Which device trains which clients: pure functions of sizes and fits.
+
+``equal``: at random, in equal numbers. ``lpt``: by size, largest first, each to the device that would finish it first.
+``pull``: the same order, but a device takes the next client when it is free; it needs no fit, and follows a device that
+slows down. ``auto``: equal in the warm-up rounds, then pull where there are at least 8 clients a device, else lpt.
+
+On identical devices lpt is within 4/3 - 1/(3K) of the best makespan (Graham 1969). With few clients a device, pull can
+lose to lpt: a slow device takes a large client at the start and all wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from thinwire.federated.estimate import Fit
+from thinwire.kernels.seeding import seed_of
+
+SCHEDULES = ("auto", "equal", "lpt", "pull")
+_PULL_FROM = 8  # clients a device
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A cohort dealt out.
+
+    Attributes:
+        lists: per device, indices into the cohort, in order; empty if devices pull.
+        queue: if devices pull, the order in which they do; else None.
+        predicted_seconds: the makespan that the fits promise; None without fits.
+    """
+
+    lists: tuple[tuple[int, ...], ...]
+    queue: tuple[int, ...] | None = None
+    predicted_seconds: float | None = None
+
+
+def check_schedule(name: str) -> None:
+    """Raise ``ValueError`` for an unknown schedule."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(SCHEDULES)}")
+
+
+def chosen(name: str, *, round: int, warmup_rounds: int, clients: int, devices: int) -> str:
+    """The schedule of a round: what ``auto`` means then, and equal in the warm-up of lpt, which has no fit yet."""
+    if devices == 1 or name in ("equal", "pull"):
+        return "equal" if devices == 1 else name
+    if round < warmup_rounds:
+        return "equal"
+    if name == "auto":
+        return "pull" if clients >= _PULL_FROM * devices else "lpt"
+    return name
+
+
+def by_size(sizes: Sequence[int]) -> list[int]:
+    """Indices, largest first, ties to the lower index."""
+    return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+
+
+def equal(sizes: Sequence[int], devices: int, seed: int) -> Assignment:
+    """At random, in equal numbers. One device: in order."""
+    order = list(range(len(sizes)))
+    if devices > 1:
+        random.Random(seed_of("federated", "equal", seed)).shuffle(order)
+    return Assignment(tuple(tuple(sorted(order[device::devices])) for device in range(devices)))
+
+
+def lpt(sizes: Sequence[int], fits: Sequence[Fit], extra: Sequence[Sequence[float]] | None = None) -> Assignment:
+    """Largest first, each to the device that would have finished it first; ties to the lower device.
+
+    Args:
+        sizes: samples of each client.
+        fits: of each device.
+        extra: ``[client][device]`` seconds on top, such as for a state that lies elsewhere.
+    """
+    a, b = np.array([f.a for f in fits]), np.array([f.b for f in fits])
+    loads = np.zeros(len(fits))
+    lists: list[list[int]] = [[] for _ in fits]
+    for i in by_size(sizes):
+        ends = loads + a * sizes[i] + b
+        if extra is not None:
+            ends = ends + np.asarray(extra[i])
+        device = int(ends.argmin())
+        loads[device] = ends[device]
+        lists[device].append(i)
+    return Assignment(tuple(map(tuple, lists)), predicted_seconds=float(loads.max()) if len(sizes) else 0.0)
+
+
+def pull(sizes: Sequence[int], fits: Sequence[Fit] | None = None) -> Assignment:
+    """The queue, and what the fits say how long it takes."""
+    order = by_size(sizes)
+    predicted = None
+    if fits is not None:
+        free = np.zeros(len(fits))
+        for i in order:
+            device = int(free.argmin())
+            free[device] += fits[device].seconds(sizes[i])
+        predicted = float(free.max()) if order else 0.0
+    return Assignment((), tuple(order), predicted)
+
+
+def makespan(lists: Sequence[Sequence[int]], sizes: Sequence[int], fits: Sequence[Fit]) -> float:
+    """When the last device is done with its list, in seconds."""
+    return max((sum(f.seconds(sizes[i]) for i in mine) for mine, f in zip(lists, fits)), default=0.0)
+
+
+def lower_bound(sizes: Sequence[int], fits: Sequence[Fit]) -> float:
+    """No assignment is done earlier: all devices busy to the end, or the one that does the largest client best."""
+    if not sizes:
+        return 0.0
+    together = sum(sizes) / sum(1 / f.a for f in fits)
+    return max(together, max(min(f.seconds(n) for f in fits) for n in sizes))
+
+
+def plan(name: str, sizes: Sequence[int], fits: Sequence[Fit] | None, devices: int, seed: int) -> Assignment:
+    """Deal a cohort out by one of ``equal``, ``lpt``, ``pull``.
+
+    Args:
+        name: the schedule.
+        sizes: samples of each client of the cohort.
+        fits: one per device; None: none yet.
+        devices: how many there are.
+        seed: of the round, for ``equal``.
+
+    Raises:
+        ValueError: no device, or an unknown schedule.
+    """
+    if devices < 1:
+        raise ValueError(f"devices={devices} must be at least 1")
+    if name == "equal":
+        made = equal(sizes, devices, seed)
+        if fits is None:
+            return made
+        return Assignment(made.lists, None, makespan(made.lists, sizes, fits))
+    if name == "lpt":
+        return lpt(sizes, fits or [Fit(1.0, 0.0)] * devices)
+    if name == "pull":
+        return pull(sizes, fits)
+    raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(SCHEDULES)}")
+
+
+def encode(made: Assignment, cohort: int) -> list[int]:
+    """An assignment as ``cohort + 1`` whole numbers: whether devices pull, then each client's device or its turn."""
+    row = [0] * cohort
+    if made.queue is not None:
+        for turn, i in enumerate(made.queue):
+            row[i] = turn
+        return [1, *row]
+    turns = [(i, device, turn) for device, mine in enumerate(made.lists) for turn, i in enumerate(mine)]
+    for i, device, turn in turns:
+        row[i] = device * (cohort + 1) + turn
+    return [0, *row]
+
+
+def decode(row: Sequence[int], devices: int) -> Assignment:
+    """The counterpart of ``encode``."""
+    kind, places = row[0], row[1:]
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    if kind == 1:
+        return Assignment((), tuple(order))
+    lists: list[list[int]] = [[] for _ in range(devices)]
+    for i in order:
+        lists[math.floor(places[i] / (len(places) + 1))].append(i)
+    return Assignment(tuple(map(tuple, lists)))

@@ -1,0 +1,117 @@
+"""The server of a run, without I/O: it says what visit comes next and takes what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.federated.aggregator import WEIGHTED_MEAN, Reduced, RoundProgram, Visit, check_operators
+from thinwire.federated.device import BUFFERS, Sums, Task
+
+
+class NobodyAnswered(RuntimeError):
+    """Every client of a cohort failed."""
+
+
+class Server:
+    """Drives an algorithm round by round; the same for every back end and for a deployment.
+
+    Args:
+        algorithm: the aggregator; ``setup`` has been called on it.
+        buffers: the model's floating-point buffers, ``[B]``.
+
+    Attributes:
+        visit: what is to be done next, with the buffers in its payload; None between rounds.
+    """
+
+    def __init__(self, algorithm: Any, buffers: Tensor) -> None:
+        check_operators(algorithm.operators)
+        if BUFFERS in algorithm.operators:
+            raise ValueError(f"{BUFFERS!r} is the name of the model's own buffers: call the operator something else")
+        self.algorithm = algorithm
+        self.buffers = buffers
+        self.visit: Visit | None = None
+        self._program: RoundProgram | None = None
+        self._new_buffers = buffers
+
+    def begin(self, round: int) -> None:
+        """Open a round."""
+        self._program = self.algorithm.program(round)
+        self._new_buffers = self.buffers
+        with torch.no_grad():
+            self._set(next(self._program, None))
+
+    def deliver(self, reduced: Reduced) -> None:
+        """Hand over what came of ``visit``; then ``visit`` is the next one, or None: the round is over."""
+        assert self._program is not None
+        if BUFFERS in reduced:
+            self._new_buffers = reduced[BUFFERS]
+        with torch.no_grad():
+            try:
+                self._set(self._program.send(reduced))
+            except StopIteration:
+                self.visit, self.buffers = None, self._new_buffers
+
+    def _set(self, visit: Visit | None) -> None:
+        self.visit = None if visit is None else Visit({**visit.payload, BUFFERS: self.buffers}, visit.name)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the server."""
+        return {**{f"algorithm/{name}": x for name, x in self.algorithm.state_dict().items()}, BUFFERS: self.buffers}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a ``state``."""
+        prefix = "algorithm/"
+        own = {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
+        device = self.buffers.device
+        self.algorithm.load_state_dict({name: x.to(device) for name, x in own.items()})
+        self.buffers = state[BUFFERS].to(device)
+
+
+def reduce(sums: Sums, task: Task, algorithm: Any, dtype: torch.dtype) -> Reduced:
+    """From sums to what the algorithm asked for: divided by the weight of those that answered, not of those asked.
+
+    Raises:
+        NobodyAnswered: there is nothing to divide by.
+        OverflowError: see :class:`~thinwire.federated.accumulate.Accumulator`.
+    """
+    if sums.clients == 0:
+        client, why = next(iter(sorted(sums.failed.items())))
+        raise NobodyAnswered(
+            f"all {task.total_clients} clients of round {task.round} failed; client {client}, for one: {why}"
+        )
+    if algorithm.weights == "uniform":
+        whole, part = task.total_clients, sums.clients
+    else:
+        whole, part = task.total_samples, sums.samples
+    factor = 1.0 if whole == part else whole / part
+    operators = {**algorithm.operators, BUFFERS: WEIGHTED_MEAN}
+    values = {
+        name: sums.sums.result(name, factor if operators[name] is WEIGHTED_MEAN else 1.0, dtype)
+        for name in sums.sums.sums
+    }
+    return Reduced(
+        tensors=values,
+        collected=dict(sorted(sums.collected.items())),
+        samples=sums.samples,
+        clients=sums.clients,
+        failed=dict(sorted(sums.failed.items())),
+        metrics={name: value / sums.samples for name, value in sorted(sums.metrics.items())},
+    )
+
+
+def check_cohort(chosen: Sequence[int], population: int) -> list[int]:
+    """A cohort as a list, checked: known clients, each once.
+
+    Raises:
+        ValueError: it is not.
+    """
+    cohort = [int(client) for client in chosen]
+    if not cohort or len(set(cohort)) != len(cohort):
+        raise ValueError("select() must name at least one client, and each once")
+    if min(cohort) < 0 or max(cohort) >= population:
+        raise ValueError(f"select() names clients outside 0..{population - 1}")
+    return cohort

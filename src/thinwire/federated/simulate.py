@@ -1,0 +1,141 @@
+"""``simulate``: many clients on few devices, as on one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from thinwire.federated.aggregator import facts as facts_of
+from thinwire.federated.allreduce import Ranks, join
+from thinwire.federated.backend import Planner
+from thinwire.federated.client import Loss, cross_entropy
+from thinwire.federated.clocks import ClientTrace, Speed
+from thinwire.federated.cohort import generators_kept
+from thinwire.federated.data import ClientData
+from thinwire.federated.device import Device
+from thinwire.federated.history import History, RoundRecord
+from thinwire.federated.inprocess import InProcess
+from thinwire.federated.options import check_numbers, make_store, use_ranks
+from thinwire.federated.rounds import Evaluate, Run
+from thinwire.federated.server import Server
+from thinwire.federated.state import ClientStateStore
+from thinwire.federated.workspace import Workspace
+
+
+def simulate(
+    algorithm: Any,
+    model: nn.Module,
+    clients: ClientData,
+    *,
+    rounds: int,
+    cohort: int,
+    loss: Loss = cross_entropy,
+    devices: int | None = None,
+    backend: str = "auto",
+    schedule: str = "auto",
+    reduction: str = "fp64",
+    seed: int = 0,
+    state: ClientStateStore | str | os.PathLike[str] | None = None,
+    evaluate: Evaluate | None = None,
+    evaluate_every: int = 10,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 1,
+    warmup_rounds: int = 2,
+    window_rounds: int | None = 5,
+    speeds: Sequence[Speed] | None = None,
+    trace: ClientTrace | None = None,
+    faults: Mapping[tuple[int, int], float] | None = None,
+    on_round: Callable[[RoundRecord], None] | None = None,
+    timeout: float | None = None,
+) -> History:
+    """Train a model over a population of clients.
+
+    The result depends on the seed and the data, not on the number of devices, the schedule or the back end: bit for bit
+    with ``reduction="exact"``, up to the last digits else.
+
+    Args:
+        algorithm: an executor and aggregator in one, such as :class:`~thinwire.federated.FedAvg`.
+        model: where it begins; at the end it holds the trained weights.
+        clients: the population.
+        rounds: in all; a resumed run goes on to this number.
+        cohort: clients a round.
+        loss: (model, batch) -> mean loss; cross-entropy of ``(inputs, classes)`` by default.
+        devices: of the in-process back end, each a clock of its own; under ``"ranks"`` the number of ranks.
+        backend: "inprocess", "ranks" (one device per rank of the default process group), or "auto": ranks if there is
+            a process group.
+        schedule: "equal", "lpt", "pull" or "auto"; see :mod:`~thinwire.federated.schedule`.
+        reduction: "fp32", "fp64" or "exact"; see :mod:`~thinwire.federated.accumulate`.
+        seed: of cohorts and clients.
+        state: where the states of clients go: a folder or a store; None: beside the checkpoint, or a temporary folder.
+        evaluate: (model in eval mode, round) -> numbers, on rank 0.
+        evaluate_every: in rounds; also after the last one. 0: after the last one only.
+        checkpoint: a folder; a run that finds a checkpoint in it goes on from there.
+        checkpoint_every: in rounds; also after the last one.
+        warmup_rounds, window_rounds: of the fits that ``lpt`` uses.
+        speeds: of the in-process devices: their clock instead of measured seconds.
+        trace: of the clients' own devices, for ``client_seconds`` in the history.
+        faults: (round, device) -> seconds after which an in-process device is lost, to try what then happens.
+        on_round: called with every round's record.
+        timeout: seconds after which a silent rank is an error; None: torch's.
+
+    Returns:
+        The history; on ranks other than 0 without evaluations.
+
+    Raises:
+        ValueError: a bad option, a cohort larger than the population, a checkpoint of another run.
+        NotLinear: the algorithm asks sums for what they cannot give.
+        DeviceLost: a rank is gone.
+        NobodyAnswered: all clients of a round failed.
+        OverflowError: a sum left the range of ``reduction="exact"``.
+    """
+    check_numbers(rounds, cohort, len(clients), evaluate_every, checkpoint_every)
+    ranks = use_ranks(backend, devices, speeds, faults)
+    workspace = Workspace(model)
+    rank, comm = 0, None
+    if ranks:
+        comm = join(workspace.device, timeout)
+        rank = comm.rank
+    count = devices or 1 if comm is None else comm.control.size
+    planner = Planner(schedule, count, seed, warmup_rounds, window_rounds)
+    given = {**facts_of(algorithm), "clients": len(clients), "cohort": cohort, "seed": seed, "reduction": reduction}
+    broken = True
+    store: ClientStateStore | None = None
+    try:
+        buffers = workspace.buffers
+        if comm is not None:
+            comm.agree({**given, "rounds": rounds, "names": workspace.names, "shapes": [*map(list, workspace.shapes)]})
+            comm.broadcast([workspace.x, buffers])
+        algorithm.setup(workspace.x.clone(), len(clients), cohort)
+        server = Server(algorithm, buffers)
+        folder = None if checkpoint is None else Path(checkpoint)
+        if algorithm.stateful:
+            store = make_store(state, folder, len(clients), shared=comm is not None)
+        device = Device(algorithm, workspace, clients, loss, store, seed, reduction)
+        back: InProcess | Ranks
+        back = InProcess(device, planner, speeds, faults) if comm is None else Ranks(device, planner, comm)
+        run = Run(server, back, device, given, folder, rank)
+        with generators_kept():
+            for round in range(run.resume(comm), rounds):
+                record = run.round(round, cohort, seed, trace)
+                last = round == rounds - 1
+                due = last or (evaluate_every > 0 and (round + 1) % evaluate_every == 0)
+                if evaluate is not None and rank == 0 and due:
+                    record = run.evaluated(record, evaluate)
+                run.history.rounds.append(record)
+                if folder is not None and (last or (round + 1) % checkpoint_every == 0):
+                    run.save(round, comm)
+                if on_round is not None:
+                    on_round(record)
+        workspace.write_to(model, algorithm.theta, server.buffers)
+        run.history.about = {**given, "devices": count, "backend": "ranks" if ranks else "inprocess"}
+        broken = False
+        return run.history
+    finally:
+        if store is not None:
+            store.close()
+        if comm is not None:
+            comm.close(broken=broken)

@@ -1,0 +1,291 @@
+"""What clients keep between rounds: on disk, as many as there are, and in memory, as much as the budget allows.
+
+A state is written under (client, round). Until the round is committed the version before is what ``get`` serves, so a
+round that failed, or was cut off by a kill, reads the second time what it read the first time. Which versions count is
+one array of round numbers, and that is part of the checkpoint: server and clients step back together.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.federated import files
+
+StateDict = Mapping[str, Tensor]
+Versions = NDArray[np.int32]
+_NONE = -1
+_FOLDERS = 256
+_NAME = re.compile(r"(\.partial-\d+-)?(\d+)\.(\d+)\.safetensors")
+
+
+class StateUnavailable(RuntimeError):
+    """A client has a state, and its file cannot be read."""
+
+
+@dataclass
+class _Entry:
+    state: StateDict
+    bytes: int
+    on_disk: bool
+
+
+class ClientStateStore:
+    """The states of a population.
+
+    Args:
+        population: clients in all; 4 bytes each are kept in memory and in every checkpoint.
+        folder: of the files; shared by all ranks, or None: a temporary one, which is removed at the end.
+        memory_bytes: of states in memory; the least recently used are written and dropped. 0: none are kept.
+        write_through: every state is written when its round is committed (several ranks, checkpoints); else only what
+            does not fit in memory.
+
+    Attributes:
+        memory_used: bytes of states in memory now; memory_peak: the most it has been.
+        reads, writes: files read and written.
+    """
+
+    def __init__(
+        self,
+        population: int,
+        folder: str | Path | None = None,
+        memory_bytes: int = 1 << 30,
+        *,
+        write_through: bool = False,
+    ) -> None:
+        if memory_bytes < 0:
+            raise ValueError(f"memory_bytes={memory_bytes} must not be negative")
+        self.population = population
+        self.memory_bytes = memory_bytes
+        self.write_through = write_through
+        self._given = None if folder is None else Path(folder)
+        self._folder: Path | None = None
+        self.versions: Versions = np.full(population, _NONE, dtype=np.int32)
+        self._durable: Versions | None = None
+        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._pending: dict[int, int] = {}
+        self._replaced: list[tuple[int, int]] = []  # superseded since the last durable version, and kept for it
+        self._unflushed: set[Path] = set()
+        self._coming: dict[tuple[int, int], Future[StateDict]] = {}
+        self._reader: ThreadPoolExecutor | None = None
+        self.memory_used = self.memory_peak = self.reads = self.writes = 0
+
+    @property
+    def temporary(self) -> bool:
+        """Whether the files go when this object does."""
+        return self._given is None
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are; made when first needed."""
+        if self._folder is None:
+            if self._given is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="thinwire-states-"))
+                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            else:
+                self._folder = self._given
+                self._folder.mkdir(parents=True, exist_ok=True)
+        return self._folder
+
+    def path(self, client: int, version: int) -> Path:
+        """The file of one version of one client's state."""
+        return self.folder / f"{client % _FOLDERS:02x}" / f"{client}.{version}.safetensors"
+
+    def get(self, client: int) -> StateDict | None:
+        """A client's state as of the last committed round; None: it has none. Not to be edited.
+
+        Raises:
+            StateUnavailable: its file is gone or damaged.
+        """
+        version = int(self.versions[client])
+        if version == _NONE:
+            return None
+        key = (client, version)
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+            return entry.state
+        coming = self._coming.pop(key, None)
+        state = self._read(client, version) if coming is None else coming.result()
+        self._keep(key, state, on_disk=True)
+        return state
+
+    def prefetch(self, client: int) -> None:
+        """Begin to read a client's state in another thread."""
+        key = (client, int(self.versions[client]))
+        if key[1] == _NONE or key in self._entries or key in self._coming:
+            return
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-states")
+        self._coming[key] = self._reader.submit(self._read, *key)
+
+    def put(self, client: int, state: StateDict, round: int) -> None:
+        """A client's new state; others see it once the round is committed.
+
+        Raises:
+            ValueError: the round was committed already.
+        """
+        if round <= int(self.versions[client]):
+            raise ValueError(f"client {client} has a state of round {self.versions[client]}, later than {round}")
+        kept = {name: x.detach().cpu().clone() for name, x in state.items()}
+        self._pending[client] = round
+        self._drop((client, round))
+        self._keep((client, round), kept, on_disk=False)
+
+    def withdraw(self, clients: Iterable[int]) -> None:
+        """Forget what was put since the last commit for these clients (they are run again elsewhere)."""
+        for client in clients:
+            round = self._pending.pop(client, None)
+            if round is not None:
+                self._drop((client, round))
+                self._remove((client, round))
+
+    def prepare(self) -> list[int]:
+        """First half of a commit: with ``write_through`` all new states are on disk. Returns the clients.
+
+        With several ranks each prepares, all learn of all clients, and each commits them all.
+        """
+        if self.write_through:
+            for client, round in self._pending.items():
+                entry = self._entries.get((client, round))
+                if entry is not None and not entry.on_disk:
+                    self._write((client, round), entry)
+        return sorted(self._pending)
+
+    def commit(self, round: int, clients: Iterable[int] | None = None) -> None:
+        """The new states are what counts.
+
+        Args:
+            round: that they are of.
+            clients: all that have one, on other ranks too; None: those of this store.
+        """
+        mine = set(self._pending)
+        for client in mine if clients is None else clients:
+            old = (client, int(self.versions[client]))
+            self.versions[client] = round
+            self._drop(old)
+            if client in mine and old[1] != _NONE:
+                if self._durable is not None and int(self._durable[client]) == old[1]:
+                    self._replaced.append(old)  # the checkpoint on disk still points to it
+                else:
+                    self._remove(old)
+        self._pending.clear()
+
+    def rollback(self) -> None:
+        """Forget what was put since the last commit."""
+        self.withdraw(list(self._pending))
+
+    def flush(self) -> None:
+        """All that is committed and of this store is on disk, and survives a loss of power."""
+        for key, entry in self._entries.items():
+            if not entry.on_disk and key[0] not in self._pending:
+                self._write(key, entry)
+        if self._unflushed:
+            folders = {path.parent for path in self._unflushed}
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(files.flush, filter(Path.exists, self._unflushed)))  # another rank may have removed one
+                list(pool.map(files.flush, folders))
+            self._unflushed.clear()
+
+    def durable(self) -> None:
+        """A checkpoint with the present ``versions`` is on disk: what only the one before it needed may go."""
+        self._durable = self.versions.copy()
+        for key in self._replaced:
+            self._remove(key)
+        self._replaced.clear()
+
+    def begin(self, versions: Tensor | None, *, durable: bool, clean: bool) -> None:
+        """Begin a run.
+
+        Args:
+            versions: a checkpoint's; None: no client has a state.
+            durable: whether there will be checkpoints, for which superseded files are kept.
+            clean: delete the files of other versions, left by a run that was cut off or by another run.
+        """
+        if versions is None:
+            versions = torch.full((self.population,), _NONE, dtype=torch.int32)
+        self.versions = versions.to(torch.int32).numpy().copy()
+        self._durable = self.versions.copy() if durable else None
+        self._entries.clear()
+        self._pending.clear()
+        self._replaced.clear()
+        self._unflushed.clear()
+        self._coming.clear()
+        self.memory_used = 0
+        if clean and (self._folder is not None or self._given is not None):
+            for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
+                found = _NAME.fullmatch(path.name)
+                if found is None:
+                    continue  # not ours
+                client = int(found[2])
+                whole = found[1] is None and client < self.population
+                if not whole or int(self.versions[client]) != int(found[3]):
+                    path.unlink()
+
+    def close(self) -> None:
+        """End the reading thread."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+            self._reader = None
+
+    def _keep(self, key: tuple[int, int], state: StateDict, *, on_disk: bool) -> None:
+        size = sum(x.numel() * x.element_size() for x in state.values())
+        self._entries[key] = _Entry(state, size, on_disk)
+        self.memory_used += size
+        while self.memory_used > self.memory_bytes and self._entries:
+            oldest, entry = next(iter(self._entries.items()))
+            if not entry.on_disk:
+                self._write(oldest, entry)
+            self._drop(oldest)
+        self.memory_peak = max(self.memory_peak, self.memory_used)
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.memory_used -= entry.bytes
+
+    def _write(self, key: tuple[int, int], entry: _Entry) -> None:
+        path = self.path(*key)
+        path.parent.mkdir(exist_ok=True)
+        files.write(path, files.pack(entry.state), flush=False)
+        if self._durable is not None:  # only checkpoints ask for more than the page cache
+            self._unflushed.add(path)
+        entry.on_disk = True
+        self.writes += 1
+
+    def _read(self, client: int, version: int) -> StateDict:
+        path = self.path(client, version)
+        try:
+            state = files.unpack(path.read_bytes())
+        except Exception as error:
+            raise StateUnavailable(
+                f"client {client} has a state of round {version}, and {path} cannot be read: {error}"
+            ) from error
+        self.reads += 1
+        return state
+
+    def _remove(self, key: tuple[int, int]) -> None:
+        if self._folder is None:
+            return
+        path = self.path(*key)
+        self._unflushed.discard(path)
+        path.unlink(missing_ok=True)
+
+
+def describe(store: ClientStateStore) -> dict[str, Any]:
+    """Figures of a store for people."""
+    have = int((store.versions != _NONE).sum())
+    return {"clients": have, "memory_peak": store.memory_peak, "reads": store.reads, "writes": store.writes}

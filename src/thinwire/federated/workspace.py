@@ -1,0 +1,110 @@
+"""A model whose trainable parameters lie in one vector and their gradients in another.
+
+So loading weights is one copy, and a local step one addition, however many tensors the model has: with the small models
+and short epochs of federated learning that is most of the overhead.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+
+class Workspace:
+    """One device's model. Nothing in it survives ``reset``.
+
+    Args:
+        model: copied; shared and frozen parameters are allowed.
+        device: where to work; None: where the model is.
+
+    Attributes:
+        x: the trainable parameters, ``[D]``, in order of ``named_parameters``.
+        names: of these parameters. shapes: theirs.
+
+    Raises:
+        ValueError: nothing to train, or trainable parameters of several dtypes or devices.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:
+        self.model = copy.deepcopy(model)
+        if device is not None:
+            self.model.to(device)
+        found = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        if not found:
+            raise ValueError("the model has no trainable parameters: set requires_grad on those to train")
+        kinds = sorted({f"{p.dtype} on {p.device}" for _, p in found})
+        if len(kinds) > 1 or not found[0][1].dtype.is_floating_point:
+            raise ValueError(
+                f"the trainable parameters are {', '.join(kinds)}: convert them to one floating dtype and device"
+            )
+        self.names = tuple(name for name, _ in found)
+        self.shapes = tuple(p.shape for _, p in found)
+        self._parameters = [p for _, p in found]
+        with torch.no_grad():
+            self.x = torch.cat([p.detach().reshape(-1) for p in self._parameters])
+        self._g = torch.zeros_like(self.x)
+        self._views = self.split(self._g)
+        for p, piece in zip(self._parameters, self.split(self.x)):
+            p.data = piece
+        self.device, self.dtype = self.x.device, self.x.dtype
+        trained = {id(p) for p in self._parameters}
+        self._fixed = [p for p in self.model.parameters() if id(p) not in trained]
+        floating = [b for b in self.model.buffers() if b.dtype.is_floating_point]
+        self._buffer_shapes = [(b.shape, b.dtype) for b in floating]
+        self._initial_fixed = [p.detach().clone() for p in self._fixed]
+        self._initial_other = [b.clone() for b in self.model.buffers() if not b.dtype.is_floating_point]
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """A vector ``[D]`` as views of the parameters' shapes."""
+        pieces = x.split([shape.numel() for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes)]
+
+    def named(self, x: Tensor) -> dict[str, Tensor]:
+        """A vector ``[D]`` by parameter name."""
+        return dict(zip(self.names, self.split(x)))
+
+    @property
+    def buffers(self) -> Tensor:
+        """All floating-point buffers (BatchNorm's statistics), ``[B]``, a copy in fp32 (fp64 for fp64 models)."""
+        found = [b.detach().reshape(-1) for b in self.model.buffers() if b.dtype.is_floating_point]
+        return torch.cat([b.to(self.dtype) for b in found]) if found else self.x.new_empty(0)
+
+    @torch.no_grad()
+    def reset(self, theta: Tensor, buffers: Tensor) -> None:
+        """Load weights ``[D]`` and floating-point buffers ``[B]``; put everything else back to where it began."""
+        self.x.copy_(theta)
+        others = [b for b in self.model.buffers() if not b.dtype.is_floating_point]
+        at = 0
+        for b in filter(torch.is_floating_point, self.model.buffers()):
+            b.copy_(buffers[at : at + b.numel()].view(b.shape))
+            at += b.numel()
+        for b, initial in zip(others, self._initial_other):
+            b.copy_(initial)
+        for p, initial in zip(self._fixed, self._initial_fixed):
+            p.copy_(initial)
+        for p, view in zip(self._parameters, self._views):
+            p.grad = view
+        self.model.train()
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """Backward: the gradient ``[D]``, in memory that the next call overwrites."""
+        self._g.zero_()
+        for p, view in zip(self._parameters, self._views):
+            if p.grad is not view:  # the loss function or a hook has cleared it
+                p.grad = view
+        loss.backward()
+        return self._g
+
+    @torch.no_grad()
+    def write_to(self, model: nn.Module, theta: Tensor, buffers: Tensor) -> None:
+        """Load weights and floating-point buffers into the user's own model, in place."""
+        own = dict(model.named_parameters())
+        for name, piece in self.named(theta).items():
+            own[name].copy_(piece)
+        at = 0
+        for b in model.buffers():
+            if b.dtype.is_floating_point:
+                b.copy_(buffers[at : at + b.numel()].view(b.shape))
+                at += b.numel()

@@ -1,0 +1,189 @@
+"""Federated runs on real ranks: the same bits as in one process, states that follow their clients, ranks that die."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from spawned import run
+from thinwire import federated as fl
+
+pytestmark = pytest.mark.dist
+ALGORITHMS = {
+    "fedavg": lambda: fl.FedAvg(lr=0.1, batch_size=4),
+    "fednova": lambda: fl.FedNova(lr=0.1, batch_size=4, epochs=2),
+    "mime": lambda: fl.Mime(lr=0.1, batch_size=4),
+    "scaffold": lambda: fl.Scaffold(lr=0.1, batch_size=4),
+    "feddyn": lambda: fl.FedDyn(lr=0.1, batch_size=4),
+    "compressed": lambda: fl.Compressed(fl.FedOpt(lr=0.1, batch_size=4, server_lr=0.1), "topk", density=0.3),
+}
+COUNT = 11
+
+
+class Collecting(fl.FedAvg):
+    """Sends every client's change, and fails for one client."""
+
+    operators = {"delta": fl.COLLECT}  # noqa: RUF012
+
+    def program(self, round):
+        rows = (yield fl.Visit({"theta": self.theta})).collected
+        self.theta = self.theta + torch.stack([row["delta"] for row in rows.values()]).median(0).values
+
+    def train(self, context, payload, state):
+        if context.client == 3:
+            raise ValueError("no")
+        return fl.ClientResult({}, collect=super().train(context, payload, state).reduce)
+
+
+ALGORITHMS["collect"] = lambda: Collecting(lr=0.1, batch_size=4)
+
+
+def clients():
+    def load(i):
+        draw = torch.Generator().manual_seed(i)
+        x = torch.randn(4 + i, 5, generator=draw)
+        return x, (x.sum(1) > 0.1 * i).long()
+
+    return fl.FunctionClients(COUNT, load, lambda i: 4 + i)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, momentum=0.3), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 2))
+
+
+def train(name, **options):
+    model = net()
+    options = {"rounds": 4, "cohort": 7, "reduction": "exact", **options}
+    history = fl.simulate(ALGORITHMS[name](), model, clients(), **options)
+    weights = torch.cat([x.detach().double().reshape(-1) for x in model.state_dict().values()]).numpy()
+    return weights, history
+
+
+def _all(rank, size, names, folder, options):
+    torch.manual_seed(rank)
+    return {name: train(name, state=f"{folder}/{name}", **options) for name in names}
+
+
+@pytest.mark.parametrize(
+    "size, options",
+    [(2, {"schedule": "pull"}), (3, {"schedule": "lpt", "warmup_rounds": 1}), (2, {"schedule": "equal"})],
+)
+def test_ranks_give_the_bits_of_one_process(size, options, tmp_path):
+    """B5, B12, B16: every algorithm; which rank trains a client differs from round to round."""
+    results = run(_all, size, list(ALGORITHMS), str(tmp_path), options)
+    for name in ALGORITHMS:
+        wanted, alone = train(name)
+        for rank in range(size):
+            found, history = results[rank][name]
+            assert np.array_equal(found, wanted), name
+            for ours, theirs in zip(history.rounds, alone.rounds, strict=True):
+                assert (ours.clients, ours.samples, ours.failed) == (theirs.clients, theirs.samples, theirs.failed)
+                assert ours.metrics == pytest.approx(theirs.metrics)
+                assert ours.client_bytes == theirs.client_bytes
+
+
+def _bytes(rank, size, cohort):
+    history = train("fedavg", cohort=cohort, schedule="equal")[1]
+    return [(row.bytes_up, row.control_bytes) for row in history.rounds]
+
+
+def test_the_large_exchange_does_not_grow_with_the_cohort():
+    few, many = (run(_bytes, 2, cohort)[0] for cohort in (3, 11))
+    elements = sum(x.numel() for x in net().state_dict().values()) - 1  # but the counter of batches
+    assert {up for up, _ in few} == {up for up, _ in many} == {8 * elements}  # a ring of 2: once the buffer
+    assert few[0][1] < many[0][1]
+
+
+def _fp64(rank, size):
+    return train("fedavg", reduction="fp64")[0]
+
+
+def test_other_arithmetics_agree_up_to_the_last_digits():
+    wanted = train("fedavg", reduction="fp64")[0]
+    for found in run(_fp64, 2):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def _killed(rank, size, folder):
+    class Dies(fl.Scaffold):
+        seen = 0
+
+        def train(self, context, payload, state):
+            Dies.seen += 1
+            if rank == 1 and context.round == 2:
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().train(context, payload, state)
+
+    Dies.__name__ = "Scaffold"
+    began = time.monotonic()
+    try:
+        fl.simulate(
+            Dies(lr=0.1, batch_size=4), net(), clients(), rounds=4, cohort=7, reduction="exact",
+            checkpoint=folder, schedule="equal", timeout=8,
+        )  # fmt: skip
+    except fl.DeviceLost as error:
+        return str(error), time.monotonic() - began
+    return None
+
+
+def _resumed(rank, size, folder):
+    return train("scaffold", checkpoint=folder)
+
+
+def test_a_rank_that_dies_is_an_error_and_the_run_goes_on(tmp_path):
+    (words, _), _ = run(_killed, 2, str(tmp_path), expect_exit={1: -signal.SIGKILL})
+    assert "another rank was lost in round 2" in words
+    assert "checkpoint=" in words
+    wanted, _ = train("scaffold")
+    for found, history in run(_resumed, 2, str(tmp_path)):
+        assert np.array_equal(found, wanted)
+        assert [row.round for row in history.rounds] == [0, 1, 2, 3]
+    alone, _ = train("scaffold", checkpoint=str(tmp_path))  # what ranks wrote, one process reads
+    assert np.array_equal(alone, wanted)
+
+
+def _differ(rank, size, change):
+    messages = []
+    for options in change:
+        mine = {k: v[rank] for k, v in options.items()}
+        algorithm = fl.FedAvg(lr=mine.pop("lr", 0.1))
+        try:
+            fl.simulate(algorithm, net(), clients(), **{"rounds": 1, "cohort": 3, **mine})
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_differ_are_told_what_differs():
+    changes = [{"lr": (0.1, 0.2)}, {"cohort": (3, 4)}, {"seed": (0, 1)}, {"reduction": ("fp64", "exact")}]
+    for messages in run(_differ, 2, changes):
+        assert len(messages) == 4
+        for message, word in zip(messages, ["lr: 0.1 against 0.2", "cohort: 3 against 4", "seed", "reduction"]):
+            assert word in message
+
+
+def _refused(rank, size):
+    messages = []
+    for options in ({"devices": 3}, {"speeds": [fl.Speed(1.0)] * 2}, {"faults": {(0, 0): 1.0}}):
+        try:
+            train("fedavg", **options)
+        except ValueError as error:
+            messages.append(str(error))
+    try:
+        train("scaffold")
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_refusals_on_ranks():
+    for messages in run(_refused, 2):
+        words = ["a rank is a device", "emulated devices", "emulated devices", "a folder that they share"]
+        assert len(messages) == 4
+        assert all(word in message for word, message in zip(words, messages))

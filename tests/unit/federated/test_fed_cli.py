@@ -1,0 +1,124 @@
+"""The verbs: a run from start to end, JSON, sentences for what is wrong."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.federated import History, files
+
+SMALL = ["federated", "run", "digits:clients=12:width=2:hidden=8", "--rounds", "2", "--cohort", "4"]
+MINE = """
+import torch
+from thinwire import federated as fl
+
+def build(lr=0.1):
+    def load(i):
+        draw = torch.Generator().manual_seed(i)
+        x = torch.randn(6, 5, generator=draw)
+        return x, (x.sum(1) > 0).long()
+    torch.manual_seed(0)
+    return fl.Federation(fl.FedAvg(lr=lr), torch.nn.Linear(5, 2), fl.FunctionClients(9, load, 6), rounds=2, cohort=3)
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_a_run_with_everything(alone):
+    (alone / "trace.json").write_text('[{"seconds_per_sample": 0.5}]')
+    done = call(
+        *SMALL, "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress", "topk:density=0.1", "--devices", 2,
+        "--schedule", "lpt", "--reduction", "exact", "--evaluate-every", 1, "--checkpoint", "run",
+        "--trace", "trace.json",
+        "--out", "weights.safetensors", "--plot", "curves.html", "--json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    history = History.from_json(done.stdout)
+    assert history.about["algorithm"] == "Compressed"
+    assert [row.clients for row in history.rounds] == [4, 4]
+    assert all(row.client_seconds > 1 and "accuracy" in row.evaluation for row in history.rounds)
+    assert {x.shape[0] for x in files.unpack((alone / "weights.safetensors").read_bytes()).values()} >= {10}
+    assert "plotly" in (alone / "curves.html").read_text()
+    again = call(
+        *SMALL[:3], "--rounds", 3, "--cohort", 4, "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress",
+        "topk:density=0.1", "--reduction", "exact", "--checkpoint", "run", "--json",
+    )  # fmt: skip
+    assert [row.round for row in History.from_json(again.stdout).rounds] == [0, 1, 2]
+
+
+def test_the_table(alone):
+    done = call(*SMALL, "--plot", "curves.png")
+    assert done.exit_code == 0, done.output
+    assert "4 of 12 clients a round" in done.stdout
+    assert "its clients, each on its own" in done.stdout
+    assert (alone / "curves.png").stat().st_size > 1000
+
+
+def test_a_federation_of_ones_own(alone):
+    (alone / "mine_to_run.py").write_text(MINE)
+    done = call("federated", "run", "mine_to_run:build:lr=0.5", "--json", "--seed", 3)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["about"] | {"lr": 0.5, "seed": 3} == json.loads(done.stdout)["about"]
+
+
+def test_prediction(alone):
+    (alone / "devices.json").write_text(json.dumps([{"seconds_per_sample": s} for s in (0.01, 0.01, 0.05)]))
+    done = call("federated", "predict", "--devices", "devices.json", "--clients", 60, "--cohort", 24, "--json")
+    assert done.exit_code == 0, done.output
+    rows = {row["schedule"]: row for row in json.loads(done.stdout)}
+    assert rows["pull"]["ratio"] < rows["equal"]["ratio"]
+    assert min(row["ratio"] for row in rows.values()) >= 1
+    assert "to the bound" in call("federated", "predict", "--clients", 60, "--cohort", 24).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["run", "digit"], "unknown federation 'digit'; did you mean 'digits'?"),
+        (["run", "digits:client=3"], "has no option 'client'; did you mean 'clients'?"),
+        (["run", "digits", "--algorithm", "fedprox:nu=1"], "fedprox has no option 'nu'"),
+        (["run", "digits", "--algorithm", "adam"], "unknown algorithm 'adam'"),
+        (["run", "digits", "--compress", "topp"], "unknown method"),
+        (["run", "digits", "--cohort", "0"], "cohort=0"),
+        (["run", "digits", "--schedule", "best"], "'best' is unknown"),
+        (["run", "digits", "--plot", "x.pdf"], "must end in .png or .html"),
+        (["run", "digits", "--trace", "none.json"], "none.json cannot be read"),
+        (["run", "digits", "--threads", "0"], "--threads 0"),
+        (["run", "digits", "--state-memory", "-1", "--algorithm", "scaffold"], "memory_bytes=-1"),
+        (["run", "nowhere:build"], "cannot be loaded"),
+        (["run", "mine_that_is_wrong:nothing"], "must return a thinwire.federated.Federation, not int"),
+        (["predict", "--mean", "0"], "must be above 0"),
+        (["predict", "--fast", "0", "--slow", "0"], "devices=0"),
+        (["predict", "--devices", "none.json"], "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(alone, arguments, words):
+    (alone / "mine_that_is_wrong.py").write_text(MINE)
+    done = call("federated", *arguments)
+    assert done.exit_code == 2, done.output
+    assert words in done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_run_that_fails_is_a_sentence(alone):
+    (alone / "mine_that_fails.py").write_text(MINE.replace("return x, (x.sum(1) > 0).long()", "raise OSError('gone')"))
+    done = call("federated", "run", "mine_that_fails:build")
+    assert done.exit_code == 1
+    assert "all 3 clients of round 0 failed" in done.output
+    assert torch.get_num_threads() == 1

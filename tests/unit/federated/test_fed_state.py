@@ -1,0 +1,253 @@
+"""The store of client states: budget, rounds that are whole or not there, damage."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import problems as p
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire import federated as fl
+from thinwire.federated.state import ClientStateStore, StateUnavailable, describe
+
+
+def vector(value, size=4):
+    return {"c": torch.full((size,), float(value))}
+
+
+def value_of(store, client):
+    state = store.get(client)
+    return None if state is None else float(state["c"][0])
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 5), st.integers(0, 99)),
+        st.tuples(st.sampled_from(["commit", "rollback", "durable", "restart"])),
+        st.tuples(st.just("prefetch"), st.integers(0, 5)),
+        st.tuples(st.just("withdraw"), st.integers(0, 5)),
+    ),
+    max_size=40,
+)
+
+
+@given(ACTIONS, st.sampled_from([0, 40, 10_000]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_it_is_a_dictionary_with_commits(tmp_path_factory, actions, budget, through):
+    """Against a plain dict, whatever the budget; a restart goes back to the last durable versions."""
+    folder = tmp_path_factory.mktemp("states")
+    store = ClientStateStore(6, folder, budget, write_through=through)
+    committed, pending, durable, round = {}, {}, {}, 0
+    saved = store.versions.copy()
+    store.begin(None, durable=True, clean=True)
+    for action, *rest in actions:
+        if action == "put":
+            pending[rest[0]] = rest[1]
+            store.put(rest[0], vector(rest[1]), round)
+        elif action == "commit":
+            store.prepare()
+            store.commit(round)
+            committed, pending, round = {**committed, **pending}, {}, round + 1
+        elif action == "rollback":
+            store.rollback()
+            pending = {}
+        elif action == "withdraw":
+            store.withdraw(rest)
+            pending.pop(rest[0], None)
+        elif action == "durable":
+            store.flush()
+            saved, durable = store.versions.copy(), dict(committed)
+            store.durable()
+        elif action == "prefetch":
+            store.prefetch(rest[0])
+        else:
+            store.close()
+            store = ClientStateStore(6, folder, budget, write_through=through)
+            store.begin(torch.from_numpy(saved), durable=True, clean=True)
+            committed, pending = dict(durable), {}
+        assert {c: value_of(store, c) for c in range(6)} == {c: committed.get(c) for c in range(6)}
+        assert store.memory_used <= max(budget, 0)
+    store.close()
+
+
+def test_memory_stays_within_the_budget_and_disk_holds_the_rest(tmp_path):
+    """B11, smaller: 300 states of 40 kB with room for 10 in memory."""
+    store = ClientStateStore(300, tmp_path, memory_bytes=400_000)
+    for round in range(2):
+        for client in range(300):
+            store.put(client, vector(client + round, 10_000), round)
+        store.commit(round)
+    assert store.memory_peak <= 400_000
+    assert [value_of(store, c) for c in (0, 150, 299)] == [1.0, 151.0, 300.0]
+    files = list(tmp_path.glob("*/*.safetensors"))
+    assert len(files) <= 300
+    assert describe(store)["clients"] == 300
+    assert store.reads == 2  # the last one was in memory still
+
+
+def test_without_a_folder_nothing_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    store = ClientStateStore(10, memory_bytes=0)
+    store.put(3, vector(1), 0)
+    store.commit(0)
+    assert value_of(store, 3) == 1.0
+    assert list(tmp_path.iterdir())
+    del store
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_read_is_an_error_with_the_clients_name(tmp_path):
+    store = ClientStateStore(10, tmp_path, memory_bytes=0)
+    store.put(3, vector(1), 0)
+    store.commit(0)
+    store.path(3, 0).write_bytes(b"not a state")
+    with pytest.raises(StateUnavailable, match=r"client 3 has a state of round 0, and .* cannot be read"):
+        store.get(3)
+    with pytest.raises(ValueError, match="has a state of round 0, later than 0"):
+        store.put(3, vector(2), 0)
+    with pytest.raises(ValueError, match="must not be negative"):
+        ClientStateStore(1, memory_bytes=-1)
+
+
+def test_other_peoples_files_are_left_alone(tmp_path):
+    (tmp_path / "0a").mkdir()
+    theirs = [tmp_path / "0a" / "notes.txt", tmp_path / "thesis.tex"]
+    for path in theirs:
+        path.write_text("mine")
+    store = ClientStateStore(20, tmp_path)
+    old = store.path(10, 4)
+    old.write_bytes(b"of a round that was not committed")
+    store.begin(None, durable=False, clean=True)
+    assert all(path.exists() for path in theirs)
+    assert not old.exists()
+
+
+DATA = p.population()
+RUN = textwrap.dedent(
+    """
+    import os, signal, sys
+    sys.path.insert(0, {here!r})
+    import problems as p
+    from thinwire import federated as fl
+    from thinwire.federated.state import ClientStateStore
+
+    class Dies(fl.Scaffold):
+        seen = 0
+
+        def train(self, context, payload, state):
+            result = super().train(context, payload, state)
+            Dies.seen += 1
+            if Dies.seen == {after}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+    Dies.__name__ = "Scaffold"
+    if {at_commit}:
+        from thinwire.federated import checkpoint
+        whole, calls = checkpoint.save, []
+        def save(*arguments):
+            calls.append(0)
+            if len(calls) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            whole(*arguments)
+        checkpoint.save = save
+    store = ClientStateStore(len(p.population()), {folder!r} + "/states", memory_bytes={budget})
+    p.train(Dies(lr=0.1, batch_size=4), p.population(), rounds=6, cohort=4, reduction="exact",
+            checkpoint={folder!r}, checkpoint_every={every}, state=store)
+    """
+)
+
+
+@pytest.mark.parametrize(
+    "after, at_commit, every, budget",
+    [(10, False, 1, 0), (19, False, 2, 1 << 20), (10**9, True, 1, 0)],
+    ids=["in a round, all on disk", "in a round, every other saved", "before a rename"],
+)
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, after, at_commit, every, budget):
+    """B10: kill -9 in the middle of a round; nothing of it is visible afterwards."""
+    wanted, straight = p.train(fl.Scaffold(lr=0.1, batch_size=4), DATA, rounds=6, cohort=4, reduction="exact")
+    here = os.path.dirname(p.__file__)
+    code = RUN.format(here=here, after=after, at_commit=at_commit, folder=str(tmp_path), every=every, budget=budget)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    store = ClientStateStore(len(DATA), tmp_path / "states", memory_bytes=0)
+    found, history = p.train(
+        fl.Scaffold(lr=0.1, batch_size=4), DATA, rounds=6, cohort=4, reduction="exact", checkpoint=tmp_path, state=store
+    )
+    assert np.array_equal(found, wanted)
+    assert [row.round for row in history.rounds] == list(range(6))
+    assert [row.metrics for row in history.rounds] == [row.metrics for row in straight.rounds]
+    states = list((tmp_path / "states").glob("*/*"))
+    assert len(states) == int((store.versions >= 0).sum())  # one file a client, none of an aborted round
+
+
+def test_a_finished_run_is_only_read(tmp_path):
+    first, _ = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, cohort=4, checkpoint=tmp_path)
+    again, history = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, cohort=4, checkpoint=tmp_path)
+    assert np.array_equal(first, again)
+    assert len(history.rounds) == 3
+    assert len(list(tmp_path.glob("round-*"))) == 1
+
+
+def test_a_store_that_was_used_begins_anew():
+    store = ClientStateStore(len(DATA), memory_bytes=0)
+    first, _ = p.train(fl.Scaffold(lr=0.1), DATA, rounds=3, cohort=4, state=store)
+    again, history = p.train(fl.Scaffold(lr=0.1), DATA, rounds=3, cohort=4, state=store)
+    assert np.array_equal(first, again)
+    assert not any(row.failed for row in history.rounds)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    p.train(fl.Scaffold(lr=0.1), DATA, rounds=1, cohort=4, checkpoint=tmp_path)
+    for change, words in [
+        ({"algorithm": fl.Scaffold(lr=0.2)}, "lr = 0.1, and this one has 0.2"),
+        ({"algorithm": fl.FedAvg(lr=0.1)}, "algorithm = Scaffold, and this one has FedAvg"),
+        ({"seed": 5}, "seed = 0"),
+        ({"cohort": 3}, "cohort = 4"),
+    ]:
+        options = {"algorithm": fl.Scaffold(lr=0.1), "cohort": 4, **change}
+        with pytest.raises(ValueError, match=words):
+            p.train(options.pop("algorithm"), DATA, rounds=2, checkpoint=tmp_path, **options)
+
+
+def test_history_survives_json():
+    _, history = p.train(
+        fl.FedAvg(),
+        DATA,
+        rounds=3,
+        cohort=4,
+        devices=2,
+        evaluate=lambda net, round: {"norm": net.weight.norm()},
+        evaluate_every=2,
+        trace=fl.ClientTrace((fl.Speed(0.1, up_bits_per_second=1e3), fl.Speed(0.2))),
+    )
+    assert fl.History.from_json(history.to_json()) == history
+    assert sorted(history.evaluations) == [1, 2]
+    assert all(row.client_seconds > 0 for row in history.rounds)
+    with pytest.raises(ValueError, match="not a history"):
+        fl.History.from_json("{}")
+
+
+def test_the_clock_of_the_clients_own_devices():
+    trace = fl.ClientTrace((fl.Speed(1.0, 0.5, up_bits_per_second=80, down_bits_per_second=160), fl.Speed(2.0)))
+    assert trace.round_seconds([(0, 10, 100)], 40) == pytest.approx(10.5 + 8 * 100 / 80 + 8 * 40 / 160)
+    assert trace.round_seconds([(0, 10, 100), (3, 30, 100)], 40) == pytest.approx(60.0)  # the slowest client
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '[{"speed": 1}]', '[{"seconds_per_sample": -1}]'])
+def test_traces_that_are_none(tmp_path, text):
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"trace\.json"):
+        fl.ClientTrace.read(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        fl.ClientTrace.read(tmp_path / "none.json")

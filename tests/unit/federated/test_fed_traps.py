@@ -1,0 +1,237 @@
+"""Defects of public simulators put back one at a time: each is caught by an identity that holds without it.
+
+T1, T2, T4, T6 (fits, waiting) are in test_fed_schedule.py.
+"""
+
+import numpy as np
+import problems as p
+import pytest
+import torch
+from torch import nn
+
+from thinwire import federated as fl
+from thinwire.federated import cohort, device
+from thinwire.federated.state import ClientStateStore
+from thinwire.federated.workspace import Workspace
+
+DATA = p.population()
+EVEN = p.population(sizes=[4, 6, 8, 6, 4, 8])  # no batch of one sample, which BatchNorm refuses
+PLAN = p.cohorts(DATA, 5, 4)
+
+
+def three(i):
+    return 3
+
+
+def off(algorithm, wanted, **options):
+    """Largest distance from what the formula gives."""
+    found, _ = p.train(algorithm, DATA, rounds=5, cohort=4, **options)
+    return np.abs(found - wanted).max()
+
+
+def fedavg():
+    return fl.FedAvg(lr=0.1, epochs=3, batch_size=None)
+
+
+def scaffold():
+    return fl.Scaffold(lr=0.1, epochs=3, batch_size=None)
+
+
+def feddyn():
+    return fl.FedDyn(lr=0.1, epochs=3, batch_size=None, alpha=0.4)
+
+
+def test_t7_clients_that_chain(monkeypatch):
+    """Weights that are not reloaded, so that each client goes on from the one before."""
+    wanted = p.fedavg(DATA, PLAN, 0.1, three)
+    assert off(fedavg(), wanted) < 1e-12
+
+    def chained(self, context, payload, state):
+        local = self.local_sgd(context, context.x.clone())
+        return fl.ClientResult({"delta": local.x - payload["theta"]})
+
+    monkeypatch.setattr(fl.FedAvg, "train", chained)
+    monkeypatch.setattr(Workspace, "reset", lambda self, theta, buffers: None)
+    assert off(fedavg(), wanted) > 1e-3
+
+
+class Leaky(nn.Module):
+    """Dropout, BatchNorm, a frozen parameter that training changes, an integer buffer: everything that could leak."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(p.D, 5).double()
+        self.norm = nn.BatchNorm1d(5).double()
+        self.outer = nn.Linear(5, 1).double()
+        self.frozen = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            self.frozen.data.mul_(1.01)
+        hidden = torch.dropout(self.norm(self.inner(x)), 0.5, self.training)
+        return self.outer(hidden) * self.frozen + 0.1 * self.calls
+
+
+def leaky():
+    torch.manual_seed(1)
+    return Leaky()
+
+
+def weights(net):
+    return torch.cat([x.detach().double().reshape(-1) for x in net.state_dict().values()]).numpy()
+
+
+def train_leaky(order=None, monkeypatch=None):
+    net = leaky()
+    if order is not None:
+        monkeypatch.setattr(fl.FedAvg, "select", lambda self, round, population, cohort, seed: order[round])
+    fl.simulate(
+        fl.FedAvg(lr=0.1, batch_size=4, epochs=2),
+        net,
+        p.as_clients(EVEN),
+        rounds=2,
+        cohort=4,
+        loss=p.loss,
+        reduction="exact",
+    )
+    return weights(net)
+
+
+MUTATIONS = {
+    "frozen parameters": lambda m: m.setattr(Workspace, "reset", _partial(frozen=False)),
+    "integer buffers": lambda m: m.setattr(Workspace, "reset", _partial(integers=False)),
+    "float buffers": lambda m: m.setattr(Workspace, "reset", _partial(floats=False)),
+    "generators": lambda m: m.setattr(device, "seed_everything", lambda seed: None),
+}
+
+
+def _partial(frozen=True, integers=True, floats=True):
+    whole = Workspace.reset
+
+    def reset(self, theta, buffers):
+        kept_frozen = [x.clone() for x in self._fixed]
+        kept = [b.clone() for b in self.model.buffers()]
+        whole(self, theta, buffers)
+        if not frozen:
+            for x, old in zip(self._fixed, kept_frozen):
+                x.data.copy_(old)
+        for b, old in zip(self.model.buffers(), kept):
+            if (b.dtype.is_floating_point and not floats) or (not b.dtype.is_floating_point and not integers):
+                b.copy_(old)
+
+    return reset
+
+
+@pytest.mark.parametrize("mutation", [None, *MUTATIONS])
+def test_nothing_of_one_client_leaks_into_the_next(mutation, monkeypatch):
+    """T7 for all kinds of state: the cohort in another order gives the same bits, and with a leak it does not."""
+    if mutation:
+        MUTATIONS[mutation](monkeypatch)
+    forward = train_leaky([[0, 1, 2, 3], [1, 3, 4, 5]], monkeypatch)
+    backward = train_leaky([[3, 2, 1, 0], [5, 4, 3, 1]], monkeypatch)
+    assert np.array_equal(forward, backward) == (mutation is None)
+
+
+def test_batch_norm_is_averaged_and_integers_stay_the_servers():
+    net = nn.Sequential(nn.Linear(p.D, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    clients = p.as_clients(DATA[:2])
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    ends = []
+    for i in range(2):
+        alone = nn.Sequential(nn.Linear(p.D, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+        alone.load_state_dict(before)
+        alone(clients.load(i)[0])
+        ends.append(alone[1].running_mean)
+    fl.simulate(fl.FedAvg(lr=1e-12, batch_size=None), net, clients, rounds=1, cohort=2, loss=p.loss)
+    n = [clients.samples(i) for i in range(2)]
+    torch.testing.assert_close(net[1].running_mean, (n[0] * ends[0] + n[1] * ends[1]) / sum(n))
+    assert int(net[1].num_batches_tracked) == 0
+
+
+def test_t8a_only_the_last_client_counts(monkeypatch):
+    """Deltas and variates overwritten instead of added."""
+    wanted = p.scaffold(DATA, PLAN, 0.1, three)
+    assert off(scaffold(), wanted) < 1e-12
+    from thinwire.federated.accumulate import Accumulator
+
+    def overwrite(self, name, x, weight):
+        self.sums[name], self.bounds[name] = x.detach().clone(), 0.0
+
+    monkeypatch.setattr(Accumulator, "add", overwrite)
+    assert off(scaffold(), wanted) > 1e-3
+
+
+def test_t8b_a_state_that_stays_zero(monkeypatch):
+    wanted = p.scaffold(DATA, PLAN, 0.1, three)
+    monkeypatch.setattr(ClientStateStore, "put", lambda self, client, state, round: None)
+    assert off(scaffold(), wanted) > 1e-6
+
+
+def test_t8c_a_state_that_belongs_to_the_slot(monkeypatch):
+    wanted = p.scaffold(DATA, PLAN, 0.1, three)
+    put, get = ClientStateStore.put, ClientStateStore.get
+    monkeypatch.setattr(ClientStateStore, "put", lambda self, c, state, round: put(self, c % 2, state, round))
+    monkeypatch.setattr(ClientStateStore, "get", lambda self, c: get(self, c % 2))
+    assert off(scaffold(), wanted) > 1e-6
+
+
+def test_t9_feddyn_without_one_over_alpha(monkeypatch):
+    """Two rounds are enough, as alpha is not 1."""
+    plan = p.cohorts(DATA, 2, 4)
+    wanted = p.feddyn(DATA, plan, 0.1, three, 0.4)
+    found, _ = p.train(feddyn(), DATA, rounds=2, cohort=4)
+    assert np.abs(found - wanted).max() < 1e-12
+
+    def program(self, round):
+        found = yield fl.Visit({"theta": self.theta})
+        self.h = self.h - (self.alpha / self.population) * found["change"]
+        self.theta = found["x"] - self.h
+
+    monkeypatch.setattr(fl.FedDyn, "program", program)
+    found, _ = p.train(feddyn(), DATA, rounds=2, cohort=4)
+    assert np.abs(found - wanted).max() > 1e-4
+
+
+def test_t10_cohorts_depend_on_run_and_round_only():
+    """B19: another run draws other clients, more devices do not."""
+    draws = {(run, r): tuple(cohort.sample(run, r, 1_000_000, 50)) for run in range(3) for r in range(3)}
+    assert len(set(draws.values())) == 9
+    assert all(sorted(set(found)) == list(found) for found in draws.values())
+    assert cohort.sample(0, 0, 5, 5) == [0, 1, 2, 3, 4]
+    counts = np.zeros(20)
+    for r in range(400):
+        counts[cohort.sample(7, r, 20, 5)] += 1
+    assert abs(counts - 100).max() < 45  # five standard deviations
+
+
+def test_weights_fixed_before_training_would_lose_the_mass_of_the_failed(monkeypatch):
+    class Fails(fl.FedAvg):
+        def train(self, context, payload, state):
+            if context.client == 5:
+                raise ValueError("gone")
+            return super().train(context, payload, state)
+
+    wanted, _ = p.train(fl.FedAvg(batch_size=None), DATA[:5], rounds=1)
+    found, _ = p.train(Fails(batch_size=None), DATA, rounds=1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    whole = device.Accumulator.result
+    monkeypatch.setattr(device.Accumulator, "result", lambda self, name, factor, dtype: whole(self, name, 1.0, dtype))
+    found, _ = p.train(Fails(batch_size=None), DATA, rounds=1)
+    assert np.abs(found - wanted).max() > 1e-3
+
+
+def test_the_users_generators_and_model_are_left_alone():
+    import random
+
+    net = p.model()
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    wanted = (torch.rand(1), np.random.rand(), random.random())
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    p.train(fedavg(), DATA, rounds=1, net=net)
+    assert (torch.rand(1), np.random.rand(), random.random()) == wanted
