@@ -98,7 +98,7 @@ def _climb(attempt: Callable[[int], _Found | None], levels: Iterable[int]) -> tu
     for level in levels:
         try:
             found = attempt(level)
-        except torch.linalg.LinAlgError:  # some back ends raise where others say so
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # some back ends raise where others say so
             continue
         if found is not None:
             return found, level

@@ -1,0 +1,291 @@
+"""``thinwire split``: fine-tune a model across a cut between an edge, which has the data, and a cloud."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from thinwire.split import SplitReport
+
+app = typer.Typer(help="Fine-tune a model across a cut between an edge and a cloud (SFT).", no_args_is_help=True)
+
+Model = Annotated[
+    str,
+    typer.Option(help="bert-small, distilbert-base, bert:layers=2:hidden=128:heads=4 ..., or a pre-trained directory."),
+]
+TaskName = Annotated[str, typer.Option("--task", help="stdlib, or a GLUE task with --data: cola, sst2, mrpc, ...")]
+Data = Annotated[Path | None, typer.Option(help="Directory with the task's train.tsv and dev.tsv.")]
+Length = Annotated[int, typer.Option(help="Tokens per sample; longer ones are cut.")]
+Most = Annotated[int, typer.Option("--lines", help="Of stdlib: lines per package.")]
+Cut = Annotated[int, typer.Option(help="The layer that is cut, from 1.")]
+Kind = Annotated[str, typer.Option(help="lowrank, ffn or boundary.")]
+Rank = Annotated[int, typer.Option(help="Numbers per token that cross, with lowrank.")]
+Residual = Annotated[str, typer.Option(help="drop, keep or lowrank:q.")]
+Labels = Annotated[str, typer.Option(help="edge, or cloud: then labels leave the edge.")]
+Init = Annotated[str, typer.Option(help="svd or activation.")]
+Up = Annotated[str, typer.Option(help="Codecs of the activation: none, fp16, bf16, int8, int4, delta:4; then pack.")]
+Down = Annotated[str, typer.Option(help="Codecs of its gradient.")]
+Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
+Batch = Annotated[int, typer.Option(help="Samples per step.")]
+Rate = Annotated[float, typer.Option("--lr", help="Peak learning rate.")]
+Seed = Annotated[int, typer.Option(help="Of weights, order and dropout.")]
+LinkUp = Annotated[str, typer.Option("--link", help="Rate from the edge to the cloud, such as 10mbit.")]
+LinkDown = Annotated[str | None, typer.Option("--link-down", help="Rate to the edge; else the same.")]
+Latency = Annotated[str, typer.Option(help="One-way delay, such as 10ms.")]
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
+Keys = Annotated[Path | None, typer.Option(help="Directory that thinwire split keys wrote; none: no TLS.")]
+Fingerprint = Annotated[str | None, typer.Option(help="SHA-256 of the other end's certificate: that one only.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Without keys, also to other machines: all in the clear.")]
+Checkpoints = Annotated[Path | None, typer.Option(help="Directory of this end's checkpoints; to go on after a stop.")]
+Out = Annotated[Path | None, typer.Option(help="Write the trained half to this .safetensors file.")]
+
+
+@app.command()
+def keys(
+    out: Annotated[Path, typer.Option(help="Directory to write to.")] = Path("keys"),
+    host: Annotated[list[str] | None, typer.Option(help="Name or address of the cloud; may be repeated.")] = None,
+    edge: Annotated[list[str] | None, typer.Option(help="Name of an edge; may be repeated.")] = None,
+    json: Json = False,
+) -> None:
+    """Make a development CA and certificates: ca.crt, cloud.crt/.key, edge.crt/.key."""
+    from thinwire.split import write_keys
+
+    files = write_keys(out, host or ("localhost", "127.0.0.1"), edge or ("edge",))
+    if json:
+        typer.echo(json_module.dumps({"files": [str(path) for path in files]}))
+        return
+    for path in files:
+        typer.echo(f"written: {path}")
+    typer.echo("take ca.crt and the cloud's two files to the cloud, ca.crt and an edge's own two to each edge")
+
+
+@app.command()
+def plan(
+    model: Model = "bert-small",
+    task: TaskName = "stdlib",
+    data: Data = None,
+    length: Length = 32,
+    lines: Most = 1200,
+    cut: Cut = 1,
+    kind: Kind = "lowrank",
+    rank: Rank = 8,
+    residual: Residual = "drop",
+    labels: Labels = "edge",
+    init: Init = "svd",
+    up: Up = "none",
+    down: Down = "none",
+    epochs: Epochs = 3,
+    batch: Batch = 32,
+    lr: Rate = 1e-3,
+    seed: Seed = 0,
+    link: LinkUp = "10mbit",
+    link_down: LinkDown = None,
+    latency: Latency = "0",
+    measure: Annotated[int, typer.Option(help="Steps to run here first, to time the computation; 0: none.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="Cut the model and write both halves to this directory.")] = None,
+    json: Json = False,
+) -> None:
+    """Bytes and seconds of a step on a link before anything is sent; --out cuts the model for the two machines."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from thinwire.cli.split_inputs import model_builder, read_link, read_plan, read_task, task_words
+    from thinwire.cli.split_tables import plan_table
+    from thinwire.split import Recipe, prepare
+    from thinwire.split.advise import advise
+
+    chosen = read_plan(cut, kind, rank, residual, labels, init, up, down)
+    wire = read_link(link, link_down, latency)
+    found = read_task(task, data, model, length, lines, seed)
+    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch, seed=seed)
+    built = model_builder(model, found, length)(seed)
+    rows = advise(built, found, chosen, recipe, wire, measure)
+    answer: dict[str, Any] = {"plan": asdict(chosen), "rows": {name: row.to_data() for name, row in rows.items()}}
+    if out is not None:
+        samples = [found.train.batch(indices) for indices in recipe.batches(len(found.train), 0)[:4]]
+        words = task_words(task, model, length, lines, seed)
+        notes = {"task": words, "recipe": json_module.loads(recipe.to_json())}
+        answer["pair"] = prepare(built, chosen, out, [(b.inputs, b.lengths) for b in samples], notes)
+    if json:
+        typer.echo(json_module.dumps(answer, indent=2))
+        return
+    console = Console()
+    console.print(plan_table(rows, found, link, link_down))
+    if labels == "cloud":
+        console.print("labels='cloud': the labels leave the edge")
+    if out is not None:
+        console.print(f"written: {out / 'edge.safetensors'} and {out / 'cloud.safetensors'}", markup=False)
+
+
+@app.command()
+def cloud(
+    half: Annotated[Path, typer.Argument(help="cloud.safetensors of thinwire split plan --out, or its directory.")],
+    listen: Annotated[str, typer.Option(help="host:port to listen at.")] = "127.0.0.1:7443",
+    keys: Keys = None,
+    fingerprint: Fingerprint = None,
+    insecure: Insecure = False,
+    edges: Annotated[int, typer.Option(help="How many edges to serve, one after the other.")] = 1,
+    checkpoints: Checkpoints = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Be the cloud: wait for an edge, train the back with it, end after its bye."""
+    from thinwire.cli.split_inputs import read_address, read_keys, recipe_of
+    from thinwire.split import split_finetune
+    from thinwire.split.files import read_facts
+
+    facts = read_facts(half / "cloud.safetensors" if half.is_dir() else half)
+    address = read_address(listen)
+    trust = read_keys(keys, "cloud", fingerprint, address[0], insecure)
+    with _sentences(), _progress("steps") as on_step:
+        report = split_finetune(
+            None, half, role="cloud", recipe=recipe_of(facts["notes"]), address=address, tls=trust, insecure=insecure,
+            checkpoint_dir=checkpoints, edges=edges, on_step=on_step, say=lambda words: typer.echo(words, err=True),
+        )  # fmt: skip
+    _finish(report, facts, out, json)
+
+
+@app.command()
+def edge(
+    half: Annotated[Path, typer.Argument(help="edge.safetensors of thinwire split plan --out, or its directory.")],
+    cloud: Annotated[str, typer.Option(help="host:port of the cloud.")] = "127.0.0.1:7443",
+    keys: Keys = None,
+    name: Annotated[str, typer.Option(help="This edge's name, and of its certificate's files.")] = "edge",
+    fingerprint: Fingerprint = None,
+    insecure: Insecure = False,
+    data: Data = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a pre-trained model's tokeniser.")] = None,
+    share: Annotated[str, typer.Option(help="Of several edges, this one's part of the data: 1/4.")] = "1/1",
+    checkpoints: Checkpoints = None,
+    every: Annotated[int, typer.Option("--checkpoint-every", help="Steps between checkpoints.")] = 100,
+    reconnect: Annotated[float, typer.Option(help="Seconds to try to reach a lost cloud again.")] = 30.0,
+    patience: Annotated[float, typer.Option(help="Seconds that a reply of the cloud may take.")] = 60.0,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Be the edge: read the data, lead the training, judge the result."""
+    from thinwire.cli.split_inputs import read_address, read_keys, read_share, recipe_of, task_of
+    from thinwire.split import split_finetune
+    from thinwire.split.files import read_facts
+
+    facts = read_facts(half / "edge.safetensors" if half.is_dir() else half)
+    recipe = recipe_of(facts["notes"])
+    address = read_address(cloud)
+    trust = read_keys(keys, name, fingerprint, address[0], insecure)
+    task = read_share(share, task_of(facts["notes"], data, tokenizer))
+    typer.echo(task.describe, err=True)
+    with _sentences(), _progress("steps") as on_step:
+        report = split_finetune(
+            None, half, task, role="edge", recipe=recipe, address=address, tls=trust, insecure=insecure, name=name,
+            checkpoint_dir=checkpoints, checkpoint_every=every, reconnect_seconds=reconnect, receive_seconds=patience,
+            on_step=on_step,
+        )  # fmt: skip
+    _finish(report, facts, out, json)
+
+
+@app.command()
+def compare(
+    model: Model = "bert:layers=2:hidden=128:heads=4",
+    task: TaskName = "stdlib",
+    data: Data = None,
+    length: Length = 32,
+    lines: Most = 600,
+    cut: Cut = 1,
+    rank: Rank = 8,
+    plans: Annotated[
+        str,
+        typer.Option(help="Rows: boundary, lowrank, and codecs after a colon, as lowrank:int8,pack; blanks between."),
+    ] = "boundary lowrank lowrank:int8,pack lowrank:int4,pack",
+    epochs: Epochs = 3,
+    batch: Batch = 32,
+    lr: Rate = 1e-3,
+    seeds: Annotated[int, typer.Option(help="How many; the table shows mean and spread.")] = 1,
+    link: LinkUp = "10mbit",
+    link_down: LinkDown = None,
+    latency: Latency = "0",
+    json: Json = False,
+) -> None:
+    """Train split and unsplit on the same data, seeds and first weights: accuracy, bytes, seconds."""
+    from rich.console import Console
+
+    from thinwire.cli.split_inputs import model_builder, read_link, read_rows, read_task
+    from thinwire.cli.split_tables import compare_table
+    from thinwire.split import Recipe
+    from thinwire.split import compare as compare_plans
+
+    if seeds < 1:
+        raise ValueError("--seeds must be at least 1")
+    rows = read_rows(plans, cut, rank)
+    wire = read_link(link, link_down, latency)
+    found = read_task(task, data, model, length, lines, 0)
+    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch)
+    with _progress("steps") as on_step:
+        made = compare_plans(
+            model_builder(model, found, length), found, rows, recipe, wire, range(seeds), on_step=on_step
+        )
+    if json:
+        typer.echo(json_module.dumps({"task": found.describe, "rows": [row.to_data() for row in made]}, indent=2))
+    else:
+        Console().print(compare_table(made, found, link, link_down, seeds))
+
+
+@contextmanager
+def _sentences() -> Iterator[None]:
+    """Errors of the room: one sentence, exit code 1."""
+    from thinwire.cli.errors import RunFailed
+    from thinwire.split import SplitError
+
+    try:
+        yield
+    except SplitError as error:
+        raise RunFailed(str(error)) from error
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int, float], None]]:
+    """A bar on stderr with the loss."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None, loss="")
+
+        def on_step(done: int, total: int, loss: float) -> None:
+            words = f"loss {loss:.3f}" if loss == loss else ""
+            bar.update(task, completed=done, total=total or None, loss=words)
+
+        yield on_step
+
+
+def _finish(report: SplitReport, facts: dict[str, Any], out: Path | None, json: bool) -> None:
+    """Write the half, print what came of it."""
+    from thinwire.split.files import write_half
+
+    if out is not None:
+        write_half(report.half[0], facts, out)
+    if json:
+        typer.echo(json_module.dumps(report.to_data(), indent=2))
+        return
+    seen = f"{report.steps} steps in {report.seconds:.1f} s"
+    if report.steps:
+        seen += f", {report.training.wire / report.steps / 1e3:.1f} kB per step through the socket"
+    typer.echo(seen)
+    if report.score is not None:
+        typer.echo(f"score on the held-out samples: {report.score:.4f}")
+    if out is not None:
+        typer.echo(f"written: {out}")

@@ -1,0 +1,174 @@
+"""What the verbs of ``thinwire split`` read from the command line: a model, a task, a plan, a link, an address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from thinwire.split import Credentials, Link, SplitPlan
+    from thinwire.split.tasks import Task
+
+
+def read_words(text: str, direction: str) -> tuple[str, ...]:
+    """``"int8,pack"`` as codecs; "none" or nothing: none."""
+    from thinwire.split.codecs import check_chain
+
+    words = tuple(word.strip() for word in text.split(",") if word.strip() and word.strip() != "none")
+    check_chain(words, direction)
+    return words
+
+
+def task_words(name: str, model: str, length: int, lines: int, seed: int) -> dict[str, Any]:
+    """What is written beside the halves, so that the edge reads the same task."""
+    return {
+        "name": name,
+        "model": model,
+        "pretrained": Path(model).is_dir(),
+        "length": length,
+        "lines": lines,
+        "seed": seed,
+    }
+
+
+def task_of(notes: dict[str, Any], data: Path | None, tokenizer: Path | None) -> Task:
+    """The task that was written beside a half; of a pre-trained model the tokeniser's directory must be here."""
+    words = notes.get("task", {})
+    try:
+        name, length, lines, seed = words["name"], words["length"], words["lines"], words["seed"]
+        model = str(tokenizer or words["model"])
+        if words["pretrained"] and not Path(model).is_dir():
+            raise ValueError(f"the tokeniser of {words['model']} is not here: --tokenizer with its directory")
+    except KeyError as error:
+        raise ValueError("this file names no task: thinwire split plan --out writes it") from error
+    return read_task(name, data, model, length, lines, seed)
+
+
+def read_task(name: str, data: Path | None, model: str, length: int, most: int, seed: int) -> Task:
+    """``stdlib``, or a GLUE task whose files lie in ``data``; the tokeniser is the model's, or a trained one."""
+    from thinwire.split.tasks import COLUMNS, glue_task, local_tokenizer, stdlib_task, trained_tokenizer
+    from thinwire.split.tasks.glue import read_tsv
+
+    tokenizer = local_tokenizer(Path(model)) if Path(model).is_dir() else None
+    if name == "stdlib":
+        return stdlib_task(most, length, seed=seed, tokenizer=tokenizer)
+    if name not in COLUMNS:
+        raise ValueError(f"task {name!r} is unknown: write stdlib, or one of GLUE's {', '.join(COLUMNS)} with --data")
+    if data is None:
+        raise ValueError(f"task {name!r} needs --data, the directory with its train.tsv")
+    if tokenizer is None:
+        first, second, _ = read_tsv(data / "train.tsv", COLUMNS[name])
+        tokenizer = trained_tokenizer([*first, *(second or [])], 8000)
+    return glue_task(name, data, tokenizer, length)
+
+
+def model_builder(text: str, task: Task, length: int) -> Callable[[int], nn.Module]:
+    """``bert-small``, ``bert:layers=2:hidden=128:heads=4``, or a directory: a function from a seed to the model."""
+    from thinwire.bench.words import split_options
+    from thinwire.split.models.presets import preset, pretrained
+
+    if Path(text).is_dir():
+        return lambda seed: pretrained(text, task.classes)
+    name, options = split_options(text)
+    known = {"layers": int, "hidden": int, "heads": int, "intermediate": int, "dropout": (int, float)}
+    for key, value in options.items():
+        if key not in known or isinstance(value, bool) or not isinstance(value, known[key]):  # type: ignore[arg-type]
+            raise ValueError(f"model option {key}={value!r} is unknown: write {', '.join(known)} with numbers")
+    if name.startswith("vit"):
+        raise ValueError("the tasks of the command line are text: split a ViT from Python, with thinwire.split")
+
+    def build(seed: int) -> nn.Module:
+        numbers: dict[str, Any] = options
+        return preset(
+            name,
+            classes=task.classes,
+            vocabulary=task.vocabulary,
+            length=length,
+            pad=task.train.pad,
+            seed=seed,
+            **numbers,
+        )
+
+    return build
+
+
+def read_plan(cut: int, kind: str, rank: int, residual: str, labels: str, init: str, up: str, down: str) -> SplitPlan:
+    """The plan of the options."""
+    from thinwire.split import SplitPlan
+
+    return SplitPlan(cut, kind, rank, residual, labels, init, read_words(up, "up"), read_words(down, "down"))
+
+
+def read_rows(text: str, cut: int, rank: int) -> dict[str, SplitPlan]:
+    """``"boundary lowrank lowrank:int8,pack"`` as plans by name; codecs of a row go both ways, delta up only."""
+    from thinwire.split import SplitPlan
+
+    rows = {}
+    for word in text.split():
+        kind, _, codecs = word.partition(":")
+        up = read_words(codecs, "up")
+        down = tuple("int8" if codec.startswith("delta") else codec for codec in up)
+        rows[word] = SplitPlan(cut, kind, rank, up=up, down=down)
+    if not rows:
+        raise ValueError("--plans is empty: write for example --plans 'boundary lowrank'")
+    return rows
+
+
+def read_share(text: str, task: Task) -> Task:
+    """``"2/4"``: the second of four edges trains on every fourth sample, from the second on."""
+    from dataclasses import replace
+
+    place, slash, count = text.partition("/")
+    if not slash or not place.isdigit() or not count.isdigit() or not 1 <= int(place) <= int(count):
+        raise ValueError(f"share {text!r} is no part of a whole: write for example 1/4")
+    if int(count) > len(task.train):
+        raise ValueError(f"share {text!r}: there are only {len(task.train)} samples")
+    return replace(task, train=task.train.part(range(int(place) - 1, len(task.train), int(count))))
+
+
+def read_link(up: str, down: str | None, latency: str) -> Link:
+    """Rates and a one-way delay in the words of ``tc``."""
+    from thinwire.lab import parse_delay, parse_rate
+    from thinwire.split import Link
+
+    return Link(parse_rate(up), parse_rate(down or up), parse_delay(latency))
+
+
+def read_address(text: str) -> tuple[str, int]:
+    """``host:port``."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"address {text!r} is no host:port: write for example cloud.example.org:7443")
+    return host.strip("[]"), int(port)
+
+
+def read_keys(
+    directory: Path | None, name: str, fingerprint: str | None, host: str, insecure: bool
+) -> Credentials | None:
+    """The files that ``thinwire split keys`` wrote; None: no TLS, which is for this machine or on demand."""
+    from dataclasses import replace
+
+    from thinwire.split import Credentials
+    from thinwire.split.tls import check_plain
+
+    if directory is None:
+        check_plain(host, insecure)
+        if fingerprint is not None:
+            raise ValueError("--fingerprint is of a TLS certificate: give --keys too")
+        return None
+    return replace(Credentials.of(directory, name), fingerprint=fingerprint)
+
+
+def recipe_of(notes: dict[str, Any]) -> Any:
+    """The recipe that was written beside a half."""
+    from thinwire.split import Recipe
+
+    try:
+        return Recipe(**notes["recipe"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"this file holds no training options: thinwire split plan --out writes them ({error})"
+        ) from error

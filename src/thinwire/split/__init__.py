@@ -1,0 +1,54 @@
+"""Fine-tuning across a cut (SFT, arXiv 2211.16703) lives here: surgery, the two ends, frames over TLS, codecs, tasks.
+
+What does not live here: data-parallel training (``methods``, ``engine``), averaging over many edges (``federated``).
+"""
+
+from thinwire.split.batch import Batch
+from thinwire.split.compare import compare
+from thinwire.split.edge import EdgeEnd
+from thinwire.split.errors import FrameError, LinkError, LinkTimeout, SessionError, SplitError
+from thinwire.split.estimate import Link, Shape, crossings, estimate
+from thinwire.split.files import load_half, prepare
+from thinwire.split.finetune import SplitReport, split_finetune
+from thinwire.split.halves import Back, Front
+from thinwire.split.keys import write_keys
+from thinwire.split.ledger import ByteLedger
+from thinwire.split.link import StageLink
+from thinwire.split.pair import LocalPair
+from thinwire.split.plan import SplitPlan
+from thinwire.split.recipe import Recipe
+from thinwire.split.serve import Server
+from thinwire.split.session import CloudEnd
+from thinwire.split.surgery import split_model
+from thinwire.split.tls import Credentials
+
+__all__ = [
+    "Back",
+    "Batch",
+    "ByteLedger",
+    "CloudEnd",
+    "Credentials",
+    "EdgeEnd",
+    "FrameError",
+    "Front",
+    "Link",
+    "LinkError",
+    "LinkTimeout",
+    "LocalPair",
+    "Recipe",
+    "Server",
+    "SessionError",
+    "Shape",
+    "SplitError",
+    "SplitPlan",
+    "SplitReport",
+    "StageLink",
+    "compare",
+    "crossings",
+    "estimate",
+    "load_half",
+    "prepare",
+    "split_finetune",
+    "split_model",
+    "write_keys",
+]

@@ -1,0 +1,173 @@
+"""The edge's end without sockets: it leads, request by request, and keeps its own checkpoints."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from thinwire.split import store
+from thinwire.split.batch import Batch
+from thinwire.split.codecs import Chain
+from thinwire.split.errors import SessionError
+from thinwire.split.frames import Message, Words
+from thinwire.split.halves import Front
+from thinwire.split.programs import Ends, Program, Receive, Send, edge_evaluate, edge_step
+from thinwire.split.recipe import Recipe
+from thinwire.split.session import PROTOCOL
+
+Call = Callable[[Message], Message]
+"""Carries a request to the cloud and brings its reply: a link, or the cloud itself in the same process."""
+
+
+@dataclass
+class EdgeEnd:
+    """The front, its optimizer, and the count of steps.
+
+    Attributes:
+        front: the edge's half; trained in place.
+        pair: of the files that the halves came from.
+        recipe: must be the cloud's.
+        total: steps of the whole training, for the rate.
+        name: by which the cloud tells edges apart, where certificates do not say.
+        directory: of checkpoints; None: none are written.
+        steps: trained so far.
+    """
+
+    front: Front
+    pair: str
+    recipe: Recipe
+    total: int
+    name: str = "edge"
+    directory: Path | None = None
+    steps: int = 0
+    session: str = field(default_factory=lambda: secrets.token_hex(16))
+    _call: Call | None = None
+    _sequence: int = 0
+    _over: bool = False
+
+    def __post_init__(self) -> None:
+        self._optimizer = self.recipe.optimizer(self.front)
+        plan = self.front.plan
+        self._ends = Ends(plan, self.recipe, Chain(plan.up), Chain(plan.down, "down"), self._optimizer)
+        self._device = next(self.front.parameters()).device
+
+    def hello(self) -> Words:
+        """What it says first, on every connection."""
+        return {
+            "protocol": PROTOCOL,
+            "plan": self.front.plan.hash,
+            "recipe": self.recipe.hash,
+            "pair": self.pair,
+            "session": self.session,
+            "edge": self.name,
+            "steps": [self.steps] if self.steps else store.steps(self.directory) or [0],
+            "total": self.total,
+        }
+
+    def open(self, call: Call, ready: Words) -> None:
+        """Begin, with the cloud's answer to hello.
+
+        Raises:
+            SessionError: the answer is malformed.
+        """
+        self._call, self._over = call, False
+        resume = ready.get("resume")
+        if not isinstance(resume, int) or resume not in self.hello()["steps"]:
+            raise SessionError(f"the cloud wants to go on from step {resume!r}, which this edge does not have")
+        if resume != self.steps:
+            self._load(resume)
+        store.drop_after(self.directory, resume)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on one batch, on both ends. Returns the loss.
+
+        Raises:
+            SplitError: the other end is lost or refused. The parameters here are those before the step; start this end
+                again, from its checkpoint.
+        """
+        self.front.train()
+        self._optimizer.zero_grad()
+        self.recipe.set_rate(self._optimizer, self.steps, self.total)
+        loss: Tensor = self._run(edge_step(self.front, batch.to(self._device), self._ends, self.steps), False)
+        self.steps += 1
+        return loss
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Logits of one batch."""
+        self.front.eval()
+        logits: Tensor = self._run(edge_evaluate(self.front, batch.to(self._device), self._ends), True)
+        return logits
+
+    def checkpoint(self) -> None:
+        """Both ends save under the same step; the cloud first."""
+        self._request(Message("checkpoint", self.steps, words={}))
+        if self.directory is not None:
+            content = {"half": self.front.state_dict(), "optimizer": self._optimizer.state_dict(), "steps": self.steps}
+            codecs = {"up": self._ends.up.state(), "down": self._ends.down.state()}
+            try:
+                store.save(self.directory, self.steps, content | codecs)
+            except OSError as error:
+                raise SessionError(f"the edge cannot write its checkpoint: {error}") from error
+
+    def bye(self) -> None:
+        """End the session: the cloud saves and takes the next edge."""
+        self._request(Message("bye", self.steps, words={}))
+
+    @property
+    def caches(self) -> Any:
+        """The codecs of the activation, for tests of their state."""
+        return self._ends.up.values
+
+    def _run(self, program: Program, evaluation: bool) -> Any:
+        said = next(program)
+        try:
+            while True:
+                assert isinstance(said, Send)
+                request = Message(said.parts[0][0], self.steps, evaluation=evaluation, parts=said.parts)
+                wanted = next(program)
+                assert isinstance(wanted, Receive)
+                reply = self._request(request)
+                if reply.kind != wanted.kind:
+                    raise SessionError(f"the cloud answered {reply.kind!r} where {wanted.kind!r} was due")
+                try:
+                    said = program.send(reply)
+                except ValueError as error:
+                    self._over = True
+                    raise SessionError(f"step {self.steps}: {error}") from error
+        except StopIteration as end:
+            return end.value
+
+    def _request(self, message: Message) -> Message:
+        if self._call is None:
+            raise SessionError("this edge is not connected: call open first")
+        if self._over:
+            raise SessionError("this session is over: start this end again, from its checkpoint")
+        self._sequence += 1
+        request = Message(message.kind, message.step, self._sequence, message.evaluation, message.parts, message.words)
+        self._over = True  # unless all is well
+        reply = self._call(request)
+        if reply.kind == "error":
+            raise SessionError(f"the cloud refused: {printable((reply.words or {}).get('sentence'))}")
+        if (reply.sequence, reply.step) != (request.sequence, request.step):
+            raise SessionError(f"the cloud answered request {reply.sequence} where {request.sequence} was put")
+        self._over = message.kind == "bye"
+        return reply
+
+    def _load(self, step: int) -> None:
+        assert self.directory is not None
+        content = store.load(self.directory, step)
+        self.front.load_state_dict(content["half"])
+        self._optimizer.load_state_dict(content["optimizer"])
+        self._ends.up.load_state(content["up"])
+        self._ends.down.load_state(content["down"])
+        self.steps = int(content["steps"])
+
+
+def printable(text: object, most: int = 500) -> str:
+    """Words of the other end, fit for a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))[:most]

@@ -1,0 +1,217 @@
+"""Bytes and seconds of a step, by formulas, before anything is run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from thinwire.planner.checks import check_number
+from thinwire.split.codecs import Chain, Visit
+from thinwire.split.frames import HEADER_BYTES
+from thinwire.split.plan import SplitPlan
+
+_RECORD = 1 << 14
+_RECORD_OVERHEAD = 22  # 5 of the header, 1 of the type, 16 of the tag
+_SEGMENT = 1448
+_SEGMENT_OVERHEAD = 66  # Ethernet 14, IP 20, TCP with time stamps 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides the bytes.
+
+    Attributes:
+        hidden: h.
+        intermediate: f.
+        classes: outputs per sample (per token with ``every_token``).
+        uses_lengths: whether padding is masked, so that lengths travel.
+        every_token: a language model: logits of all tokens.
+        itemsize: bytes of a number.
+    """
+
+    hidden: int
+    intermediate: int
+    classes: int
+    uses_lengths: bool = True
+    every_token: bool = False
+    itemsize: int = 4
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One message.
+
+    Attributes:
+        kind: of its first frame.
+        up: from the edge to the cloud.
+        parts: payload bytes by the ledger's kinds.
+        header: bytes of its frames' headers.
+        tls: bytes that TLS adds.
+    """
+
+    kind: str
+    up: bool
+    parts: tuple[tuple[str, int], ...]
+    header: int
+    tls: int
+
+    @property
+    def wire(self) -> int:
+        """Bytes through the socket."""
+        return sum(count for _, count in self.parts) + self.header + self.tls
+
+
+def crossings(
+    plan: SplitPlan,
+    shape: Shape,
+    lengths: Sequence[int] | None,
+    batch: int,
+    length: int,
+    *,
+    training: bool = True,
+    fresh_tokens: int = 0,
+    tls: bool = True,
+) -> list[Crossing]:
+    """The messages of one step, exactly as they cross.
+
+    Args:
+        plan: what crosses.
+        shape: of the model.
+        lengths: real tokens per sample; None: nothing is padded.
+        batch: samples.
+        length: tokens of the padded batch.
+        training: else an evaluation.
+        fresh_tokens: real tokens of samples on their first visit, for delta.
+        tls: whether the connection has it.
+    """
+    width = plan.width(shape.hidden, shape.intermediate)
+    visit = Visit(lengths if shape.uses_lengths else None, training=training)
+    made = []
+
+    def message(kind: str, up: bool, parts: Sequence[tuple[str, int, Sequence[int]]]) -> None:
+        """Parts are (ledger's kind, bytes, dimensions of each frame)."""
+        header = sum(HEADER_BYTES + 4 * dims for _, _, frames in parts for dims in frames)
+        total = header + sum(count for _, count, _ in parts)
+        more = _RECORD_OVERHEAD * math.ceil(total / _RECORD) if tls else 0
+        made.append(Crossing(kind, up, tuple((name, count) for name, count, _ in parts), header, more))
+
+    def state(name: str, words: Sequence[str], direction: str, fresh: int) -> tuple[str, int, list[int]]:
+        chain = Chain(words, direction)
+        return name, chain.nbytes(batch, length, visit, width, shape.itemsize, fresh), chain.frames(training)
+
+    up = state("activation", plan.up, "up", fresh_tokens)
+    parts = [up, *([("lengths", 2 * batch, [1])] if shape.uses_lengths else [])]
+    tokens = batch * length if shape.every_token else batch
+    logits = tokens * shape.classes * shape.itemsize
+    dims = [3 if shape.every_token else 2]
+    if training and Chain(plan.up).needs_slots:
+        parts.append(("slots", 4 * batch, [1]))
+    if not training:
+        message("z", True, parts)
+        message("logits", False, [("logits", logits, dims)])
+        return made
+    down = state("gradient", plan.down, "down", 0)
+    if plan.labels == "cloud":
+        message("z", True, [*parts, ("labels", 4 * tokens, [2 if shape.every_token else 1])])
+        message("dz", False, [down, ("loss", shape.itemsize, [0])])
+        return made
+    message("z", True, parts)
+    message("logits", False, [("logits", logits, dims)])
+    message("dlogits", True, [("dlogits", logits, dims)])
+    message("dz", False, [down])
+    return made
+
+
+def payload_bytes(messages: Sequence[Crossing]) -> dict[str, int]:
+    """Payload of a step by kind, both ways together."""
+    total: Counter[str] = Counter()
+    for message in messages:
+        total.update(dict(message.parts))
+    return dict(total)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between edge and cloud.
+
+    Attributes:
+        up: bits per second from the edge.
+        down: bits per second to the edge.
+        latency_seconds: one way.
+        burst_bytes: what a token bucket lets through at once after silence (the lab's ``LinkSpec.burst_bytes``).
+    """
+
+    up: float
+    down: float
+    latency_seconds: float = 0.0
+    burst_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("up", "down"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a rate above 0, in bits per second")
+        check_number("latency_seconds", self.latency_seconds)
+
+    def seconds(self, message: Crossing) -> float:
+        """From the first byte that leaves to the last that arrives."""
+        on_link = message.wire + _SEGMENT_OVERHEAD * math.ceil(message.wire / _SEGMENT)
+        rate = self.up if message.up else self.down
+        return self.latency_seconds + 8 * max(0, on_link - self.burst_bytes) / rate
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step on a link.
+
+    Attributes:
+        bytes_up: through the socket, from the edge.
+        bytes_down: to the edge.
+        payload: by kind, both ways.
+        messages: how many.
+        link_seconds: of the messages, one after the other; assumed from the link's figures.
+        compute_seconds: of both ends; None where it was not measured.
+        provenance: of ``compute_seconds``.
+    """
+
+    bytes_up: int
+    bytes_down: int
+    payload: dict[str, int]
+    messages: int
+    link_seconds: float
+    compute_seconds: float | None
+    provenance: str
+
+    @property
+    def wire(self) -> int:
+        """Bytes through the socket, both ways."""
+        return self.bytes_up + self.bytes_down
+
+    @property
+    def state(self) -> int:
+        """Bytes of activation and gradient."""
+        return self.payload["activation"] + self.payload["gradient"]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted; None without a measured computation."""
+        return None if self.compute_seconds is None else self.compute_seconds + self.link_seconds
+
+    def to_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"wire": self.wire, "step_seconds": self.step_seconds}
+
+
+def estimate(messages: Sequence[Crossing], link: Link, compute_seconds: float | None = None) -> Estimate:
+    """Add the messages of a step up. They follow one another: nothing overlaps."""
+    return Estimate(
+        sum(message.wire for message in messages if message.up),
+        sum(message.wire for message in messages if not message.up),
+        payload_bytes(messages),
+        len(messages),
+        sum(link.seconds(message) for message in messages),
+        compute_seconds,
+        "not measured" if compute_seconds is None else "measured here",
+    )

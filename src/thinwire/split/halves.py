@@ -1,0 +1,110 @@
+"""The two half-models: the front, which meets the data, and the back, which meets the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.split.factors import Factors
+from thinwire.split.models import Parts, View, dense_bias
+from thinwire.split.plan import SplitPlan
+
+
+class Front(nn.Module):
+    """Embeddings, the layers before the cut, and the first half of the layer that is cut.
+
+    The published pseudo-code in one line: ``z = (attention_l(layers_1..l-1(embed(ids))) @ v.T) @ s.T``.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        plan: SplitPlan,
+        embed: nn.Module,
+        layers: Sequence[nn.Module],
+        parts: Parts | None,
+        f: Factors,
+    ) -> None:
+        super().__init__()
+        self.view, self.plan = view, plan
+        self.embeddings = embed
+        self.layers = nn.ModuleList(layers)
+        self.attend = parts.attend if parts else None
+        self.before = parts.before if parts else None
+        self.first = parts.first if parts and plan.kind == "ffn" else None
+        lowrank = plan.kind == "lowrank"
+        self.v = nn.Parameter(f.v) if lowrank else None
+        self.s = nn.Parameter(f.s) if lowrank else None
+        self.directions = nn.Parameter(f.directions) if plan.kept_directions else None
+
+    def forward(self, inputs: Mapping[str, Tensor], lengths: Tensor | None = None) -> Tensor:
+        """What crosses: ``[B, L, width]``."""
+        return self.compress(*self.activations(inputs, lengths))
+
+    def activations(self, inputs: Mapping[str, Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream a ``[B, L, h]`` at the cut, and what the first dense layer takes."""
+        hidden = self.embeddings(**inputs)
+        mask = self.view.mask(hidden, lengths)
+        for layer in self.layers:
+            hidden = self.view.run(layer, hidden, mask)
+        if self.attend is None:
+            return hidden, hidden
+        a: Tensor = self.attend(hidden, mask)
+        return a, (a if self.before is None else self.before(a))
+
+    def compress(self, a: Tensor, x: Tensor) -> Tensor:
+        """From the activations to what crosses."""
+        if self.plan.kind == "boundary":
+            return a
+        if self.first is not None:
+            z: Tensor = self.first(x)
+        else:
+            z = (x @ self.v.T) @ self.s.T  # type: ignore[union-attr]
+        if self.plan.residual == "keep":
+            return torch.cat([z, a], dim=-1)
+        if self.directions is not None:
+            return torch.cat([z, a @ self.directions.T], dim=-1)
+        return z
+
+
+class Back(nn.Module):
+    """The second half of the layer that is cut, the layers after it, and the head."""
+
+    def __init__(
+        self, view: View, plan: SplitPlan, layers: Sequence[nn.Module], parts: Parts | None, head: nn.Module, f: Factors
+    ) -> None:
+        super().__init__()
+        self.view, self.plan = view, plan
+        self.width = plan.width(view.hidden, view.intermediate)
+        if parts and plan.kind == "lowrank":
+            self.u = nn.Parameter(f.u)
+            self.bias = nn.Parameter(dense_bias(parts.first).detach().clone())
+        self.activation = parts.activation if parts else None
+        self.second = parts.second if parts else None
+        self.dropout = parts.dropout if parts else None
+        self.after = parts.after if parts else None
+        self.directions = nn.Parameter(f.directions.T.clone()) if plan.kept_directions else None
+        self.layers = nn.ModuleList(layers)
+        self.head = head
+
+    def forward(self, z: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Logits from what crossed, ``[B, L, width]``."""
+        hidden = z if self.second is None else self._second_half(z)
+        mask = self.view.mask(hidden, lengths)
+        for layer in self.layers:
+            hidden = self.view.run(layer, hidden, mask)
+        logits: Tensor = self.head(hidden, lengths)
+        return logits
+
+    def _second_half(self, z: Tensor) -> Tensor:
+        extra = self.view.hidden if self.plan.residual == "keep" else self.plan.kept_directions
+        main, rest = z.split([self.width - extra, extra], dim=-1)
+        u = main if self.plan.kind == "ffn" else main @ self.u.T + self.bias
+        y: Tensor = self.dropout(self.second(self.activation(u)))  # type: ignore[misc]
+        if self.plan.residual == "keep":
+            y = y + rest
+        elif self.directions is not None:
+            y = y + rest @ self.directions.T
+        return y if self.after is None else self.after(y)

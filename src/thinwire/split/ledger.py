@@ -1,0 +1,43 @@
+"""Bytes of one end by kind: what the payload is, what frames add to it, what TLS adds to that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+_NAMES = {"z": "activation", "dz": "gradient"}
+_DATA = ("logits", "dlogits", "labels", "lengths", "slots", "loss")
+
+
+@dataclass
+class ByteLedger:
+    """Counts of one end, in both directions; bytes sent again after a lost connection count again.
+
+    Attributes:
+        sent: bytes by kind: activation, gradient, logits, dlogits, labels, lengths, slots, loss, control, header, tls.
+        received: the same.
+        messages: how many, by kind of their first frame; both directions.
+    """
+
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+
+    def note(self, direction: Counter[str], frame: str, payload: int, header: int) -> None:
+        """One frame; ``frame`` is its kind."""
+        direction[_NAMES.get(frame, frame if frame in _DATA else "control")] += payload
+        direction["header"] += header
+
+    @property
+    def wire(self) -> int:
+        """Everything that went through the socket, both ways."""
+        return sum(self.sent.values()) + sum(self.received.values())
+
+    @property
+    def state(self) -> int:
+        """Activations and their gradients alone, both ways: what the published ratio is about."""
+        return sum(way[kind] for way in (self.sent, self.received) for kind in _NAMES.values())
+
+    def to_data(self) -> dict[str, dict[str, int]]:
+        """For JSON."""
+        return {name: dict(sorted(getattr(self, name).items())) for name in ("sent", "received", "messages")}

@@ -1,0 +1,164 @@
+"""`StageLink`: the edge's one outgoing connection; when it is lost it comes back and asks again."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from thinwire.split.edge import EdgeEnd, printable
+from thinwire.split.errors import FrameError, LinkError, LinkTimeout, SessionError, TrustError
+from thinwire.split.frames import Message, Words
+from thinwire.split.ledger import ByteLedger
+from thinwire.split.tls import Credentials, check_plain
+from thinwire.split.wire import Wire
+
+DEFAULT_LIMIT = 1 << 28  # bytes of one message
+_BETWEEN_TRIES = 0.2
+
+
+@dataclass
+class StageLink:
+    """A connection from an edge to its cloud, with requests and replies in turn.
+
+    If it is lost, the edge connects anew, says hello with the same session, and repeats the request that has no reply
+    yet; the cloud answers a repeated request from what it kept. So a lost connection leaves no half-applied step.
+
+    Attributes:
+        host: of the cloud.
+        port: of the cloud.
+        credentials: for TLS; None: in the clear, on loopback or with ``insecure=True`` only.
+        insecure: allow a connection in the clear to another machine.
+        receive_seconds: how long the cloud may be silent; then the connection counts as lost, twice: `LinkTimeout`.
+        reconnect_seconds: how long to try again after the connection was lost.
+        limit: bytes of one message, received.
+        ledger: bytes of all connections.
+        reconnects: how often it was lost and came back.
+    """
+
+    host: str
+    port: int
+    credentials: Credentials | None = None
+    insecure: bool = False
+    receive_seconds: float = 60.0
+    reconnect_seconds: float = 30.0
+    limit: int = DEFAULT_LIMIT
+    ledger: ByteLedger = field(default_factory=ByteLedger)
+    reconnects: int = 0
+    _wire: Wire | None = None
+    _edge: EdgeEnd | None = None
+
+    def __post_init__(self) -> None:
+        if self.credentials is None:
+            check_plain(self.host, self.insecure)
+
+    def attach(self, edge: EdgeEnd) -> None:
+        """Connect an edge and agree on the step to go on from.
+
+        Raises:
+            LinkError: no connection within ``reconnect_seconds``; `TrustError`: it is not to be trusted.
+            SessionError: the ends do not fit together.
+        """
+        self._edge = edge
+        ready = self._connect(time.monotonic() + self.reconnect_seconds)
+        edge.open(self.call, ready)
+
+    def call(self, request: Message) -> Message:
+        """Put a request and wait for its reply, over as many connections as it takes.
+
+        Raises:
+            LinkError: the connection did not come back in time; `LinkTimeout`: the cloud was silent.
+            SessionError, FrameError: the other end is not what it was.
+        """
+        lost: LinkError | None = None
+        deadline = 0.0
+        while True:
+            if self._wire is None:
+                self._come_back(lost, deadline)
+            assert self._wire is not None
+            try:
+                self._wire.send(request, self.receive_seconds)
+                return self._wire.receive(self.receive_seconds, f"the reply to {request.kind!r} of step {request.step}")
+            except LinkError as error:
+                self._drop()
+                silent = isinstance(error, LinkTimeout) and isinstance(lost, LinkTimeout)
+                if silent or (lost is not None and time.monotonic() > deadline):
+                    raise
+                if lost is None:
+                    deadline = time.monotonic() + self.reconnect_seconds
+                lost = error
+            except FrameError:
+                self._drop()
+                raise
+
+    def _come_back(self, lost: LinkError | None, deadline: float) -> None:
+        """Connect anew after `lost`; if that fails, say both."""
+        try:
+            self._connect(deadline, known=True)
+        except LinkError as error:
+            if lost is None:
+                raise
+            raise type(lost)(f"{lost}; then, for {self.reconnect_seconds:g} s: {error}") from error
+        self.reconnects += 1
+
+    def _connect(self, deadline: float, known: bool = False) -> Words:
+        """Connect and say hello, again and again until the deadline; what trying again does not mend is raised."""
+        assert self._edge is not None
+        while True:
+            try:
+                connected = socket.create_connection((self.host, self.port), timeout=self.receive_seconds)
+            except OSError as error:
+                problem: LinkError = LinkError(f"no connection with {self.host} port {self.port}: {error}")
+            else:
+                try:
+                    return self._hello(connected, known)
+                except (FrameError, SessionError, TrustError):
+                    self._drop()
+                    connected.close()
+                    raise
+                except LinkError as error:
+                    self._drop()
+                    connected.close()
+                    problem = error
+            if time.monotonic() > deadline:
+                raise problem
+            time.sleep(_BETWEEN_TRIES)
+
+    def _hello(self, connected: socket.socket, known: bool) -> Words:
+        assert self._edge is not None
+        self._wire = Wire(
+            connected, self.credentials, server=False, host=self.host, ledger=self.ledger, limit=self.limit
+        )
+        self._wire.send(Message("hello", words=self._edge.hello()), self.receive_seconds)
+        ready = self._wire.receive(self.receive_seconds, "the answer to hello")
+        words = ready.words or {}
+        if ready.kind == "error":
+            sentence = printable(words.get("sentence"))
+            if words.get("busy") is True:
+                raise LinkError(sentence)
+            raise SessionError(f"the cloud refused: {sentence}")
+        if ready.kind != "ready" or not isinstance(words.get("known"), bool):
+            raise SessionError(f"the cloud answered hello with {ready.kind!r}: the ends run different versions")
+        if known and not words["known"]:
+            raise SessionError("the cloud was restarted meanwhile: restart this end too, both go on from checkpoints")
+        return words
+
+    def _drop(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def close(self) -> None:
+        """Close the connection. The session stays open at the cloud unless the edge has said bye."""
+        self._drop()
+
+    def __enter__(self) -> StageLink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self.close()

@@ -1,0 +1,118 @@
+"""How the surgery sees a model: embeddings, layers, and one layer taken apart at its feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A transformer layer in pieces: ``y = after(a + drop(second(activation(first(before(a))))))``, a = attend(x).
+
+    Attributes:
+        attend: ``(hidden, mask) -> a``: the attention with its own residual connection and norm.
+        before: the norm in front of the feed-forward block (ViT, GPT-2); None where there is none.
+        first: dense, h to f.
+        activation: between the two.
+        second: dense, f to h.
+        dropout: after it.
+        after: the norm behind the block's residual connection (BERT and its kin); None where there is none.
+    """
+
+    attend: nn.Module
+    before: nn.Module | None
+    first: nn.Module
+    activation: nn.Module
+    second: nn.Module
+    dropout: nn.Module
+    after: nn.Module | None
+
+
+class View:
+    """One architecture of transformers. Holds no state but the configuration; modules are passed in.
+
+    Attributes:
+        model_type: as in the configuration.
+        classes: of transformers, that can be cut, by name.
+        input_name: the input whose length is the number of tokens.
+        uses_lengths: whether padding is masked.
+    """
+
+    model_type: ClassVar[str]
+    classes: ClassVar[tuple[str, ...]]
+    input_name: ClassVar[str] = "input_ids"
+    uses_lengths: ClassVar[bool] = True
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @property
+    def hidden(self) -> int:
+        """Width h of the residual stream."""
+        return int(self.config.hidden_size)
+
+    @property
+    def intermediate(self) -> int:
+        """Width f inside the feed-forward block."""
+        return int(self.config.intermediate_size)
+
+    def embeddings(self, model: nn.Module) -> nn.Module:
+        """A module ``(**inputs) -> [B, L, h]``."""
+        raise NotImplementedError
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        """The layers, in order."""
+        raise NotImplementedError
+
+    def parts(self, layer: nn.Module) -> Parts:
+        """One layer in pieces."""
+        raise NotImplementedError
+
+    def head(self, model: nn.Module) -> nn.Module:
+        """A module ``(hidden, lengths) -> logits``: all that follows the last layer."""
+        raise NotImplementedError
+
+    def mask(self, hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
+        """What the layers take as attention mask."""
+        from transformers.masking_utils import create_bidirectional_mask
+
+        made: Any = create_bidirectional_mask(
+            config=self.config, inputs_embeds=hidden, attention_mask=valid_tokens(hidden, lengths)
+        )
+        return made  # type: ignore[no-any-return]
+
+    def run(self, layer: nn.Module, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """One whole layer."""
+        out: Tensor = layer(hidden, attention_mask=mask)
+        return out
+
+
+def valid_tokens(hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
+    """1 at real tokens, 0 at padding, ``[B, L]``; None where nothing is padded."""
+    length = hidden.shape[1]
+    if lengths is None or bool((lengths == length).all()):
+        return None
+    return (torch.arange(length, device=hidden.device) < lengths.to(hidden.device)[:, None]).long()
+
+
+def inputs_of(inputs: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:
+    """The named inputs that are there."""
+    return {name: inputs[name] for name in names if name in inputs}
+
+
+def dense_weight(dense: nn.Module) -> Tensor:
+    """The weight ``[out, in]`` of a Linear, or of transformers' Conv1D, which stores it transposed."""
+    weight: Tensor = dense.weight  # type: ignore[assignment]
+    return weight if isinstance(dense, nn.Linear) else weight.T
+
+
+def dense_bias(dense: nn.Module) -> Tensor:
+    """The bias ``[out]``; zeros where there is none."""
+    bias: Tensor | None = dense.bias  # type: ignore[assignment]
+    weight = dense_weight(dense)
+    return bias if bias is not None else weight.new_zeros(len(weight))

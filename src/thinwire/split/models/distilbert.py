@@ -1,0 +1,69 @@
+"""DistilBERT: BERT's layer under other names, without token types and pooler."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from thinwire.split.models.base import Parts, View
+
+
+class _Attend(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.attention: nn.Module = layer.attention  # type: ignore[assignment]
+        self.norm: nn.Module = layer.sa_layer_norm  # type: ignore[assignment]
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        out: Tensor = self.norm(self.attention(hidden, attention_mask=mask)[0] + hidden)
+        return out
+
+
+class _Head(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.dense: nn.Module = model.pre_classifier  # type: ignore[assignment]
+        self.dropout: nn.Module = model.dropout  # type: ignore[assignment]
+        self.classifier: nn.Module = model.classifier  # type: ignore[assignment]
+
+    def forward(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
+        logits: Tensor = self.classifier(self.dropout(nn.functional.relu(self.dense(hidden[:, 0]))))
+        return logits
+
+
+class DistilBertView(View):
+    """DistilBERT with a classifier on the first token."""
+
+    model_type = "distilbert"
+    classes = ("DistilBertForSequenceClassification",)
+
+    @property
+    def intermediate(self) -> int:
+        """Width inside the feed-forward block."""
+        return int(self.config.hidden_dim)
+
+    def embeddings(self, model: nn.Module) -> nn.Module:
+        """Words and positions."""
+        return model.get_submodule("distilbert.embeddings")
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        """The transformer's."""
+        found = model.get_submodule("distilbert.transformer.layer")
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    def parts(self, layer: nn.Module) -> Parts:
+        """The names of transformers' TransformerBlock."""
+        ffn = layer.get_submodule("ffn")
+        return Parts(
+            attend=_Attend(layer),
+            before=None,
+            first=ffn.get_submodule("lin1"),
+            activation=ffn.get_submodule("activation"),
+            second=ffn.get_submodule("lin2"),
+            dropout=ffn.get_submodule("dropout"),
+            after=layer.get_submodule("output_layer_norm"),
+        )
+
+    def head(self, model: nn.Module) -> nn.Module:
+        """Dense, ReLU, dropout, classifier."""
+        return _Head(model)

@@ -1,0 +1,99 @@
+"""GPT-2: norms in front, causal attention, dense layers stored transposed (Conv1D)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.split.models.base import Parts, View, valid_tokens
+
+
+class _Embed(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.wte = model.get_submodule("transformer.wte")
+        self.wpe = model.get_submodule("transformer.wpe")
+        self.dropout = model.get_submodule("transformer.drop")
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        out: Tensor = self.dropout(self.wte(input_ids) + self.wpe(places))
+        return out
+
+
+class _Attend(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm: nn.Module = layer.ln_1  # type: ignore[assignment]
+        self.attention: nn.Module = layer.attn  # type: ignore[assignment]
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        out: Tensor = self.attention(self.norm(hidden), attention_mask=mask)[0] + hidden
+        return out
+
+
+class _Head(nn.Module):
+    """Of the last real token (classification), or of every token (language model)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.norm = model.get_submodule("transformer.ln_f")
+        self.every_token = hasattr(model, "lm_head")
+        self.score: nn.Module = model.lm_head if self.every_token else model.score  # type: ignore[assignment]
+
+    def forward(self, hidden: Tensor, lengths: Tensor | None) -> Tensor:
+        logits: Tensor = self.score(self.norm(hidden))
+        if self.every_token:
+            return logits
+        last = torch.full((len(hidden),), hidden.shape[1]) if lengths is None else lengths.long()
+        return logits[torch.arange(len(hidden), device=hidden.device), last.to(hidden.device) - 1]
+
+
+class GPT2View(View):
+    """GPT-2 as a classifier, or as a language model whose output layer is its own matrix."""
+
+    model_type = "gpt2"
+    classes = ("GPT2ForSequenceClassification", "GPT2LMHeadModel")
+
+    @property
+    def intermediate(self) -> int:
+        """Width inside the feed-forward block."""
+        return int(self.config.n_inner or 4 * self.hidden)
+
+    def embeddings(self, model: nn.Module) -> nn.Module:
+        """Words and positions."""
+        return _Embed(model)
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        """Its blocks."""
+        found = model.get_submodule("transformer.h")
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    def parts(self, layer: nn.Module) -> Parts:
+        """The names of transformers' GPT2Block."""
+        mlp = layer.get_submodule("mlp")
+        return Parts(
+            attend=_Attend(layer),
+            before=layer.get_submodule("ln_2"),
+            first=mlp.get_submodule("c_fc"),
+            activation=mlp.get_submodule("act"),
+            second=mlp.get_submodule("c_proj"),
+            dropout=mlp.get_submodule("dropout"),
+            after=None,
+        )
+
+    def head(self, model: nn.Module) -> nn.Module:
+        """Norm and output layer."""
+        return _Head(model)
+
+    def mask(self, hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
+        """Causal, and without the padding."""
+        from transformers.masking_utils import create_causal_mask
+
+        made: Any = create_causal_mask(
+            config=self.config, inputs_embeds=hidden, attention_mask=valid_tokens(hidden, lengths), past_key_values=None
+        )
+        return made  # type: ignore[no-any-return]

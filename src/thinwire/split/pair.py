@@ -1,0 +1,36 @@
+"""Both ends in one process, without bytes: the quickest way to try a plan, and the oracle of the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from thinwire.split.edge import EdgeEnd
+from thinwire.split.frames import Message, count
+from thinwire.split.halves import Back, Front
+from thinwire.split.ledger import ByteLedger
+from thinwire.split.recipe import Recipe
+from thinwire.split.session import CloudEnd
+
+
+class LocalPair(EdgeEnd):
+    """An edge whose cloud is in the same process. Codecs, sessions and checkpoints are those of two machines.
+
+    Attributes:
+        cloud: the other end.
+        ledger: what would have crossed, frames included, TLS not.
+    """
+
+    def __init__(
+        self, front: Front, back: Back, recipe: Recipe, total: int, directory: Path | None = None, pair: str = "local"
+    ) -> None:
+        folders = (None, None) if directory is None else (directory / "edge", directory / "cloud")
+        super().__init__(front, pair, recipe, total, directory=folders[0])
+        self.cloud = CloudEnd(back, pair, recipe, folders[1])
+        self.ledger = ByteLedger()
+        self.open(self._counted, self.cloud.hello(self.hello()))
+
+    def _counted(self, request: Message) -> Message:
+        count(request, self.ledger, self.ledger.sent)
+        reply = self.cloud.handle(request)
+        count(reply, self.ledger, self.ledger.received)
+        return reply

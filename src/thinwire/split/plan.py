@@ -1,0 +1,107 @@
+"""What is cut where and what crosses: a frozen plan, equal at both ends, compared by its hash before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from thinwire.split.codecs import check_chain
+
+KINDS = ("lowrank", "ffn", "boundary")
+INITS = ("svd", "activation")
+LABELS = ("edge", "cloud")
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """Where a model is cut in two, and in what form the activation crosses.
+
+    Attributes:
+        cut: the layer that is cut, counted from 1; the edge runs what comes before.
+        kind: "lowrank": its first dense layer is two thin ones, r numbers per token cross (SFT). "ffn": the cut lies
+            between that dense layer and its activation, f numbers cross. "boundary": after the layer, h numbers.
+        rank: r; unused by the other kinds.
+        residual: of the feed-forward block that is cut. "drop": gone, as in the paper. "keep": its h numbers cross
+            too. "lowrank:q": only their q principal directions do. A "boundary" has nothing to drop.
+        labels: who computes the loss: "edge" (labels stay there) or "cloud" (labels cross; one round trip per step).
+        init: of the thin factors. "svd": nearest to the weight. "activation": nearest to its output on sample batches.
+        up: codecs of the activation, such as ("int8", "pack").
+        down: codecs of its gradient.
+    """
+
+    cut: int
+    kind: str = "lowrank"
+    rank: int = 8
+    residual: str = "drop"
+    labels: str = "edge"
+    init: str = "svd"
+    up: tuple[str, ...] = ()
+    down: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "up", tuple(self.up))
+        object.__setattr__(self, "down", tuple(self.down))
+        for name, known in (("kind", KINDS), ("labels", LABELS), ("init", INITS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: write one of {', '.join(known)}")
+        for name in ("cut", "rank"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number!r} must be a whole number of at least 1")
+        if self.residual not in ("drop", "keep") and self.kept_directions < 1:
+            raise ValueError(f"residual={self.residual!r} is unknown: write drop, keep or lowrank:4")
+        if self.kind == "boundary" and self.residual != "drop":
+            raise ValueError("a boundary cut keeps every residual by itself: leave residual out")
+        if self.kind != "lowrank" and self.init != "svd":
+            raise ValueError(f"init={self.init!r} needs factors: use it with kind='lowrank'")
+        check_chain(self.up, "up")
+        check_chain(self.down, "down")
+
+    @property
+    def kept_directions(self) -> int:
+        """q of ``residual="lowrank:q"``; 0 for "drop" and "keep", -1 for what is neither."""
+        word, colon, count = self.residual.partition(":")
+        if not colon:
+            return 0 if word in ("drop", "keep") else -1
+        return int(count) if word == "lowrank" and count.isascii() and count.isdigit() else -1
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the surgery needs sample batches."""
+        return self.init == "activation" or self.kept_directions > 0
+
+    def width(self, hidden: int, intermediate: int) -> int:
+        """Numbers per token that cross, for a model of these widths."""
+        main = {"lowrank": self.rank, "ffn": intermediate, "boundary": hidden}[self.kind]
+        return main + (hidden if self.residual == "keep" else self.kept_directions)
+
+    def check(self, layers: int, hidden: int) -> None:
+        """Raise ``ValueError`` if a model of so many layers of this width cannot be cut so."""
+        if self.cut > layers:
+            raise ValueError(f"cut={self.cut} is outside 1 to {layers}, the layers of this model")
+        if self.kind == "lowrank" and self.rank > hidden:
+            raise ValueError(f"rank={self.rank} is outside 1 to {hidden}, the width of this model")
+        if self.kept_directions > hidden:
+            raise ValueError(f"residual={self.residual!r} keeps more directions than the {hidden} of this model")
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> SplitPlan:
+        """Read back what ``to_json`` wrote.
+
+        Raises:
+            ValueError: the text holds no plan.
+        """
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(f"this is not a split plan: {error}") from error
+
+    @property
+    def hash(self) -> str:
+        """A short digest, the same on every machine."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()

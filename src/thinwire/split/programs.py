@@ -1,0 +1,184 @@
+"""The two programs of a step, each in straight lines: compute, send, receive, compute.
+
+A program is a generator over two words. The link runs it over a socket, `LocalPair` runs both in one process; what is
+tested there is what runs between machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.seeding import seed_of
+from thinwire.split.batch import Batch
+from thinwire.split.codecs import Chain, Visit
+from thinwire.split.errors import SessionError
+from thinwire.split.frames import Message
+from thinwire.split.halves import Back, Front
+from thinwire.split.plan import SplitPlan
+from thinwire.split.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Send:
+    """Say this to the other end: tensors under the kinds of their frames; the first kind is the message's."""
+
+    parts: tuple[tuple[str, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Wait for a message of this kind."""
+
+    kind: str
+
+
+_MOST_BYTES = 1 << 30  # of a decoded activation: a few bytes of lengths could ask for any amount
+Program = Generator[Send | Receive, Message, Any]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a program of either end works with.
+
+    Attributes:
+        plan: what crosses, and who has the labels.
+        recipe: the loss and the seed.
+        up: codecs of the activation, with this end's state.
+        down: codecs of the gradient.
+        optimizer: of this end's half.
+    """
+
+    plan: SplitPlan
+    recipe: Recipe
+    up: Chain
+    down: Chain
+    optimizer: torch.optim.Optimizer
+
+
+def edge_step(front: Front, batch: Batch, ends: Ends, step: int) -> Program:
+    """One training step at the edge. Returns the loss, a 0-dim tensor."""
+    visit = batch.visit(training=True)
+    with dropout_of(ends.recipe, "edge", step):
+        z = front(batch.inputs, batch.lengths)
+    parts = [*_state("z", ends.up.encode(z, visit)), *_lengths(batch)]
+    if ends.up.needs_slots:
+        parts.append(("slots", batch.slots.to(torch.uint32)))
+    if ends.plan.labels == "cloud":
+        wide = batch.labels.is_floating_point()
+        parts.append(("labels", batch.labels.to(torch.float32 if wide else torch.int32)))
+        yield Send(tuple(parts))
+        reply = yield Receive("dz")
+        loss = reply.one("loss")
+    else:
+        yield Send(tuple(parts))
+        reply = yield Receive("logits")
+        logits = reply.one("logits").to(z.device).requires_grad_()
+        loss = _checked(ends.recipe.loss_function, logits, batch.labels)
+        loss.backward()
+        yield Send((("dlogits", logits.grad),))  # type: ignore[arg-type]
+        reply = yield Receive("dz")
+    received = [part.to(z.device) for part in reply.tensors("dz")]
+    z.backward(ends.down.decode(received, visit, z.shape[-1], z.dtype, length=z.shape[1]).view(z.shape))
+    ends.optimizer.step()
+    ends.optimizer.zero_grad()
+    return loss.detach().cpu()
+
+
+def cloud_step(back: Back, ends: Ends, step: int, dtype: torch.dtype, device: torch.device) -> Program:
+    """The same step in the cloud. Its optimizer has stepped before dz leaves."""
+    message = yield Receive("z")
+    z, visit, lengths = _arrived(message, back, ends, dtype, device, training=True)
+    z.requires_grad_()
+    with dropout_of(ends.recipe, "cloud", step):
+        logits = back(z, lengths)
+    parts: list[tuple[str, Tensor]] = []
+    if ends.plan.labels == "cloud":
+        loss = _checked(ends.recipe.loss_function, logits, message.one("labels").to(device))
+        loss.backward()
+        parts.append(("loss", loss.detach()))
+    else:
+        yield Send((("logits", logits.detach()),))
+        reply = yield Receive("dlogits")
+        logits.backward(reply.one("dlogits", dtype, tuple(logits.shape)).to(device))
+    ends.optimizer.step()
+    ends.optimizer.zero_grad()
+    assert z.grad is not None
+    yield Send((*_state("dz", ends.down.encode(z.grad, visit)), *parts))
+
+
+def edge_evaluate(front: Front, batch: Batch, ends: Ends) -> Program:
+    """Logits of a batch, without dropout; nothing is updated."""
+    with torch.no_grad():
+        z = front(batch.inputs, batch.lengths)
+    yield Send((*_state("z", ends.up.encode(z, batch.visit(training=False))), *_lengths(batch)))
+    reply = yield Receive("logits")
+    return reply.one("logits")
+
+
+def cloud_evaluate(back: Back, ends: Ends, dtype: torch.dtype, device: torch.device) -> Program:
+    """The same in the cloud."""
+    message = yield Receive("z")
+    z, _, lengths = _arrived(message, back, ends, dtype, device, training=False)
+    with torch.no_grad():
+        logits = back(z, lengths)
+    yield Send((("logits", logits),))
+
+
+@contextmanager
+def dropout_of(recipe: Recipe, role: str, step: int) -> Generator[None]:
+    """Draw as this role does in this step, whatever was drawn before: resumed runs and one-process runs draw alike."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed_of(recipe.seed, role, step))
+        yield
+
+
+def _state(kind: str, parts: list[Tensor]) -> list[tuple[str, Tensor]]:
+    return [(kind, part) for part in parts]
+
+
+def _lengths(batch: Batch) -> list[tuple[str, Tensor]]:
+    return [] if batch.lengths is None else [("lengths", batch.lengths.to(torch.uint16))]
+
+
+def _arrived(
+    message: Message, back: Back, ends: Ends, dtype: torch.dtype, device: torch.device, *, training: bool
+) -> tuple[Tensor, Visit, Tensor | None]:
+    """The activation, decoded and checked, and the real lengths."""
+    found = message.tensors("lengths")
+    lengths = message.one("lengths", torch.uint16).long() if found else None
+    if back.view.uses_lengths == (lengths is None) or (lengths is not None and lengths.dim() != 1):
+        raise SessionError(
+            f"step {message.step}: the activation came without the lengths of its samples, or with wrong ones"
+        )
+    slots = message.one("slots", torch.uint32).tolist() if training and ends.up.needs_slots else None
+    visit = Visit(None if lengths is None else lengths.tolist(), slots, training)
+    if visit.lengths is not None and min(visit.lengths, default=0) < 1:
+        raise SessionError(f"step {message.step}: a sample without a token, or none at all")
+    if (
+        visit.lengths is not None
+        and len(visit.lengths) * max(visit.lengths) * back.width * dtype.itemsize > _MOST_BYTES
+    ):
+        raise SessionError(
+            f"step {message.step}: {len(visit.lengths)} samples of up to {max(visit.lengths)} tokens are too many"
+        )
+    parts = [part.to(device) for part in message.tensors("z")]
+    z = ends.up.decode(parts, visit, back.width, dtype)
+    if not z.numel():
+        raise SessionError(f"step {message.step}: a batch without samples")
+    return z, visit, lengths
+
+
+def _checked(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, labels: Tensor) -> Tensor:
+    try:
+        return loss(logits, labels)
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise SessionError(
+            f"the loss takes no logits {list(logits.shape)} with labels {list(labels.shape)}: {error}"
+        ) from error

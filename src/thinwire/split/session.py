@@ -1,0 +1,264 @@
+"""The cloud's end without sockets: requests in, replies out, every request carried out exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thinwire.split import store
+from thinwire.split.codecs import Chain
+from thinwire.split.errors import SessionError, SplitError
+from thinwire.split.frames import Message, Words
+from thinwire.split.halves import Back
+from thinwire.split.programs import Ends, Program, Receive, Send, cloud_evaluate, cloud_step
+from thinwire.split.recipe import Recipe
+
+PROTOCOL = 1
+HELLO = {
+    "protocol": int,
+    "plan": str,
+    "recipe": str,
+    "pair": str,
+    "session": str,
+    "edge": str,
+    "steps": list,
+    "total": int,
+}
+_MOST_STEPS = 10**9
+
+
+@dataclass
+class _Edge:
+    """What the cloud keeps of one edge: how many steps it has trained with it, and the codecs' state."""
+
+    up: Chain
+    down: Chain
+    steps: int = 0
+
+
+@dataclass
+class CloudEnd:
+    """The back, its optimizer, and what is needed to answer a request again without carrying it out again.
+
+    Several edges may train one back, one after the other: each has its own step count and codec state.
+
+    Attributes:
+        back: the cloud's half; trained in place.
+        pair: of the files that the halves came from; both ends must have the same.
+        recipe: must be the edge's.
+        directory: of checkpoints; None: none are written.
+        edge: whose session it is; "" between sessions.
+        trained: called with (edge, steps) after each training step.
+    """
+
+    back: Back
+    pair: str
+    recipe: Recipe
+    directory: Path | None = None
+    trained: Callable[[str, int], None] | None = None
+    edge: str = ""
+    _edges: dict[str, _Edge] = field(default_factory=dict)
+    _session: str = ""
+    _name: str = ""
+    _total: int = 1
+    _sequence: int = 0
+    _reply: Message | None = None
+    _program: Program | None = None
+    _waits_for: str = ""
+
+    def __post_init__(self) -> None:
+        self._optimizer = self.recipe.optimizer(self.back)
+        first = next(self.back.parameters())
+        self._dtype, self._device = first.dtype, first.device
+        found = store.steps(self.directory)
+        if found:  # a restarted cloud goes on from its newest checkpoint
+            self._load(found[-1])
+
+    @property
+    def training(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._program is not None
+
+    def steps_of(self, edge: str) -> int:
+        """How many steps it has trained with an edge."""
+        return self._edges[edge].steps if edge in self._edges else 0
+
+    def hello(self, words: Words, edge: str | None = None) -> Words:
+        """Open a session, or take it up again after the connection was lost.
+
+        Args:
+            words: of the edge's hello.
+            edge: its name by its certificate; None: the one it gives itself.
+
+        Returns:
+            Words of the answer: ``resume``, the step to go on from; ``known``, whether the session goes on as it is.
+
+        Raises:
+            SessionError: the ends do not fit together, or have no step in common.
+        """
+        for name, kind in HELLO.items():
+            if not isinstance(words.get(name), kind) or len(words) != len(HELLO):
+                raise SessionError("the hello of the other end is malformed: the ends run different versions")
+        plan = self.back.plan
+        mine = {"protocol": PROTOCOL, "plan": plan.hash, "recipe": self.recipe.hash, "pair": self.pair}
+        for name, here in mine.items():
+            if words[name] != here:
+                raise SessionError(f"the {name} of edge and cloud differ ({words[name]} and {here}): {_REMEDY[name]}")
+        name = edge or words["edge"]
+        if words["session"] == self._session and name == self._name:
+            self.edge = name
+            return {"resume": self.steps_of(name), "known": True}
+        steps = [step for step in words["steps"] if isinstance(step, int)]
+        resume = self._agree(name, steps)
+        self._session, self.edge, self._name = words["session"], name, name
+        self._sequence, self._reply = 0, None
+        self._total = max(1, min(words["total"], _MOST_STEPS))
+        return {"resume": resume, "known": False}
+
+    def _agree(self, name: str, theirs: list[int]) -> int:
+        """The newest step that both ends have; the cloud goes there."""
+        if not self.training and self.steps_of(name) in theirs:
+            if name not in self._edges:
+                self._edges[name] = self._new_edge()
+            return self.steps_of(name)
+        others = {other: edge.steps for other, edge in self._edges.items() if other != name}
+        mine = store.steps(self.directory)
+        for total in reversed(mine):
+            assert self.directory is not None
+            counts = {other: int(kept["steps"]) for other, kept in store.load(self.directory, total)["edges"].items()}
+            step = counts.pop(name, 0)
+            if step in theirs and counts == others:
+                self._load(total)
+                store.drop_after(self.directory, total)
+                self._edges.setdefault(name, self._new_edge())
+                return step
+        here = f"checkpoints after {', '.join(map(str, mine))} steps" if mine else "no checkpoint"
+        raise SessionError(
+            f"no step in common: edge {name!r} has step {', '.join(map(str, theirs)) or 'none'}, the cloud is "
+            f"{'inside' if self.training else 'after'} step {self.steps_of(name)} with it and has {here}; restart both "
+            "ends: with --checkpoints on both they go on from the newest step that both saved; without, from the start"
+        )
+
+    def handle(self, request: Message) -> Message:
+        """Carry a request out, or answer it again if it came before.
+
+        Raises:
+            SessionError: it is not one that may come now.
+        """
+        if not self.edge:
+            raise SessionError(f"a request {request.kind!r} before hello")
+        if request.sequence == self._sequence and self._reply is not None:
+            self._end(request)
+            return self._reply
+        if request.sequence != self._sequence + 1:
+            raise SessionError(f"request {request.sequence} came where {self._sequence + 1} was due")
+        try:
+            reply = self._carry_out(request)
+        except SplitError:
+            raise
+        except (
+            ValueError,
+            RuntimeError,
+            IndexError,
+            MemoryError,
+        ) as error:  # numbers or shapes that no edge of ours sends
+            raise SessionError(f"step {request.step}: {error}") from error
+        self._sequence, self._reply = request.sequence, reply
+        self._end(request)
+        return reply
+
+    def _end(self, request: Message) -> None:
+        """After bye the next edge may come; the reply is kept, should it be asked for again."""
+        if request.kind == "bye":
+            self.edge = ""
+
+    def _carry_out(self, request: Message) -> Message:
+        edge = self._edges[self.edge]
+        if request.kind in ("checkpoint", "bye"):
+            if self.training or request.step != edge.steps:
+                raise SessionError(f"{request.kind} at step {request.step}, while the cloud is at {edge.steps}")
+            self._save()
+            return Message("done", edge.steps, request.sequence, words={"steps": edge.steps})
+        if request.evaluation and not self.training:
+            ends = self._ends(edge)
+            self.back.eval()
+            return self._run(cloud_evaluate(self.back, ends, self._dtype, self._device), request)[0]
+        if request.kind == "z":
+            if self.training or request.step != edge.steps:
+                raise SessionError(f"step {request.step} begins where {edge.steps} is due")
+            self.recipe.set_rate(self._optimizer, request.step, self._total)
+            self._optimizer.zero_grad()
+            self.back.train()
+            program = cloud_step(self.back, self._ends(edge), request.step, self._dtype, self._device)
+            reply, ended = self._run(program, request)
+        elif self._program is not None and request.kind == self._waits_for and request.step == edge.steps:
+            reply, ended = self._resume(self._program, request)
+        else:
+            raise SessionError(f"a request {request.kind!r} that nothing waits for, at step {request.step}")
+        if ended:
+            edge.steps += 1
+            if self.trained is not None:
+                self.trained(self.edge, edge.steps)
+        return reply
+
+    def _run(self, program: Program, request: Message) -> tuple[Message, bool]:
+        wanted = next(program)
+        assert isinstance(wanted, Receive)
+        if request.kind != wanted.kind:
+            raise SessionError(f"a request {request.kind!r} came where {wanted.kind!r} was due")
+        return self._resume(program, request)
+
+    def _resume(self, program: Program, request: Message) -> tuple[Message, bool]:
+        """Hand a request to a program; its answer, and whether the program has ended with it."""
+        self._program = None  # a program that raises is over
+        said = program.send(request)
+        assert isinstance(said, Send)
+        reply = Message(said.parts[0][0], request.step, request.sequence, request.evaluation, said.parts)
+        try:
+            wanted = next(program)
+        except StopIteration:
+            return reply, True
+        assert isinstance(wanted, Receive)
+        self._program, self._waits_for = program, wanted.kind
+        return reply, False
+
+    def _ends(self, edge: _Edge) -> Ends:
+        return Ends(self.back.plan, self.recipe, edge.up, edge.down, self._optimizer)
+
+    def _new_edge(self) -> _Edge:
+        return _Edge(Chain(self.back.plan.up), Chain(self.back.plan.down, "down"))
+
+    def _save(self) -> None:
+        if self.directory is None:
+            return
+        edges = {
+            name: {"steps": e.steps, "up": e.up.state(), "down": e.down.state()} for name, e in self._edges.items()
+        }
+        content = {"half": self.back.state_dict(), "optimizer": self._optimizer.state_dict(), "edges": edges}
+        try:
+            store.save(self.directory, sum(edge.steps for edge in self._edges.values()), content)
+        except OSError as error:
+            raise SessionError(f"the cloud cannot write its checkpoint: {error}") from error
+
+    def _load(self, total: int) -> None:
+        assert self.directory is not None
+        content: dict[str, Any] = store.load(self.directory, total)
+        self.back.load_state_dict(content["half"])
+        self._optimizer.load_state_dict(content["optimizer"])
+        self._program, self._edges = None, {}
+        for name, kept in content["edges"].items():
+            edge = self._new_edge()
+            edge.up.load_state(kept["up"])
+            edge.down.load_state(kept["down"])
+            edge.steps = int(kept["steps"])
+            self._edges[name] = edge
+
+
+_REMEDY = {
+    "protocol": "install the same version of thinwire on both",
+    "plan": "start both from the files of one thinwire split plan --out",
+    "recipe": "start both with the same training options",
+    "pair": "the two files are not of one surgery; copy both from one thinwire split plan --out",
+}

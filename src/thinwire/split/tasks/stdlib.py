@@ -1,0 +1,78 @@
+"""A real task without a download: which package of the standard library does a source line come from?"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from thinwire.split.tasks.base import Task, TextData
+from thinwire.split.tasks.tokens import encode, trained_tokenizer
+
+PACKAGES = ("asyncio", "email", "unittest", "json", "http", "multiprocessing", "importlib", "logging")
+_SHORTEST = 16  # characters: shorter lines say nothing about where they come from
+
+
+def lines_of(packages: tuple[str, ...] = PACKAGES) -> dict[str, list[str]]:
+    """Distinct source lines of each package; lines that two packages share are left out, and so are tests.
+
+    Raises:
+        ValueError: this Python came without its sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: dict[str, set[str]] = defaultdict(set)
+    owners: dict[str, set[str]] = defaultdict(set)
+    for package in packages:
+        for path in sorted((root / package).rglob("*.py")):
+            if {"test", "tests", "__pycache__"} & set(path.relative_to(root).parts):
+                continue
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                text = line.strip()
+                if len(text) >= _SHORTEST:
+                    found[package].add(text)
+                    owners[text].add(package)
+    kept = {package: sorted(t for t in found[package] if len(owners[t]) == 1) for package in packages}
+    if any(len(lines) < 50 for lines in kept.values()):
+        raise ValueError(
+            f"this Python has no sources of {', '.join(packages)} under {root}: use --task with GLUE files"
+        )
+    return kept
+
+
+def stdlib_task(
+    most: int = 1200, length: int = 32, vocabulary: int = 2000, seed: int = 0, tokenizer: Any | None = None
+) -> Task:
+    """The task: at most ``most`` lines of each package, every tenth of them held out.
+
+    Args:
+        most: lines per package.
+        length: tokens per line; longer lines are cut.
+        vocabulary: of the tokeniser that is trained on the training lines; with ``tokenizer`` unused.
+        seed: of the choice of lines.
+        tokenizer: of transformers, of a pre-trained model; None: one is trained.
+    """
+    draw = random.Random(seed)
+    texts: dict[str, tuple[list[str], list[int]]] = {"train": ([], []), "held_out": ([], [])}
+    for label, lines in enumerate(lines_of().values()):
+        draw.shuffle(lines)
+        for place, line in enumerate(lines[:most]):
+            where = texts["held_out" if place % 10 == 0 else "train"]
+            where[0].append(line)
+            where[1].append(label)
+    tokenizer = tokenizer or trained_tokenizer(texts["train"][0], vocabulary)
+    made = {}
+    for part, (lines, labels) in texts.items():
+        ids, _, long = encode(tokenizer, lines, None, length)
+        made[part] = TextData(ids, labels, tokenizer.pad_token_id, truncated=long)
+    return Task(
+        "stdlib",
+        made["train"],
+        made["held_out"],
+        len(PACKAGES),
+        len(tokenizer),
+        "accuracy",
+        f"which of {len(PACKAGES)} packages of the standard library a source line comes from: "
+        f"{len(made['train'])} lines to learn, {len(made['held_out'])} held out",
+    )

@@ -1,0 +1,130 @@
+"""Two ends over a real socket: the cloud in a thread, the edge in the test; and a proxy that cuts the cable."""
+
+import contextlib
+import copy
+import functools
+import select
+import socket
+import threading
+
+import split_models as small
+import torch
+
+from thinwire.split import CloudEnd, EdgeEnd, LocalPair, Recipe, Server, SplitPlan, StageLink, split_model
+
+RECIPE = Recipe(learning_rate=1e-2, warmup=0.0)
+
+
+def halves(plan=None, **more):
+    """Copies of one surgery: two decompositions differ in their last bits."""
+    return copy.deepcopy(_cut(plan or SplitPlan(2), **more))
+
+
+@functools.cache
+def _cut(plan, **more):
+    return split_model(small.model(**more), plan)
+
+
+def batch_of(step):
+    """Step by step, samples come again after two steps."""
+    part = step % 2
+    lengths = [(7, 4, 5), (3, 6, 2)][part]
+    return small.batch(seed=part, lengths=lengths, slots=range(3 * part, 3 * part + 3))
+
+
+def parameters(*modules):
+    return torch.cat([p.detach().reshape(-1) for module in modules for p in module.parameters()])
+
+
+def in_process(plan=None, steps=6, **more):
+    """What both ends must come to: (losses, parameters of front and back)."""
+    pair = LocalPair(*halves(plan, **more), RECIPE, 20)
+    losses = [float(pair.step(batch_of(step))) for step in range(steps)]
+    return losses, parameters(pair.front), parameters(pair.cloud.back)
+
+
+@contextlib.contextmanager
+def serving(back, *, edges=1, pair="pair", directory=None, recipe=RECIPE, **options):
+    """A server in a thread; yields it, and its sentences as ``server.said``."""
+    said = []
+    server = Server(CloudEnd(back, pair, recipe, directory), say=said.append, **options)
+    server.said = said
+    ended = []
+
+    def run():
+        try:
+            server.serve(edges, idle_seconds=20)
+        except Exception as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield server
+        thread.join(20)
+        assert not thread.is_alive()
+        assert not ended, ended
+    finally:
+        server.close()
+
+
+def edge_end(front, *, total=20, pair="pair", recipe=RECIPE, **more):
+    return EdgeEnd(front, pair, recipe, total, **more)
+
+
+@contextlib.contextmanager
+def linked(server, edge, credentials=None, port=None, **options):
+    """A connected edge."""
+    with StageLink("127.0.0.1", port or server.port, credentials, **options) as link:
+        link.attach(edge)
+        yield link
+
+
+class Cable:
+    """A proxy in front of a port: counts and keeps what crosses, and cuts when told.
+
+    Attributes:
+        port: to connect to.
+        crossed: bytes as they came, up and down.
+        cut_at: cut the connection when so many bytes have crossed in all; None: never.
+    """
+
+    def __init__(self, target, cut_at=None):
+        self.target, self.cut_at = target, cut_at
+        self.crossed = [bytearray(), bytearray()]
+        self.cuts = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._open = True
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while self._open:
+            if not select.select([self._listener], [], [], 0.05)[0]:
+                continue
+            near, _ = self._listener.accept()
+            with near, socket.create_connection(("127.0.0.1", self.target)) as far:
+                self._carry([near, far])
+
+    def _carry(self, ends):
+        while self._open:
+            for end in select.select(ends, [], [], 0.05)[0]:
+                try:
+                    data = end.recv(4096)
+                except OSError:
+                    return
+                if not data:
+                    return
+                total = sum(map(len, self.crossed))
+                if self.cut_at is not None and total + len(data) >= self.cut_at:
+                    self.cut_at = None
+                    self.cuts += 1
+                    return  # what came is lost with the connection
+                self.crossed[ends.index(end)] += data
+                ends[1 - ends.index(end)].sendall(data)
+
+    def close(self):
+        self._open = False
+        self._thread.join()
+        self._listener.close()

@@ -1,0 +1,128 @@
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.cli.split_tables import compare_table
+from thinwire.split.compare import Row
+from thinwire.split.files import read_facts
+from thinwire.split.tasks import TextData
+from thinwire.split.tasks.base import Task
+
+runner = CliRunner()
+SMALL = ["--model", "bert:layers=2:hidden=32:heads=2", "--lines", "60", "--length", "16", "--batch", "16"]
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words, code=0):
+    result = runner.invoke(app, ["split", *words])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def refused(says, *words, code=2):
+    result = run(*words, code=code)
+    *before, last = result.stderr.strip().splitlines()
+    assert last.startswith("error: "), result.stderr
+    assert says in last
+    assert len(before) == (code == 1)  # a run that began has said what it does
+
+
+def test_keys(tmp_path):
+    assert "written: keys/ca.crt" in run("keys").stdout
+    made = json.loads(run("keys", "--out", "more", "--host", "10.0.0.1", "--edge", "a", "--edge", "b", "--json").stdout)
+    pairs = [f"more/{name}.{end}" for name in ("cloud", "a", "b") for end in ("crt", "key")]
+    assert made["files"] == ["more/ca.crt", *pairs]
+    refused("is there already", "keys")
+
+
+def test_plan_writes_both_halves_and_says_what_a_step_costs(tmp_path):
+    words = ["plan", *SMALL, "--rank", "4", "--link", "10mbit", "--up", "int8,pack", "--down", "int8", "--epochs", "1"]
+    answer = json.loads(run(*words, "--measure", "1", "--out", "halves", "--json").stdout)
+    names = list(answer["rows"])
+    assert names == ["boundary", "ffn", "lowrank r=4, up int8,pack, down int8"]
+    plain, wide, thin = answer["rows"].values()
+    assert wide["wire"] > plain["wire"] > thin["wire"]
+    assert thin["messages"] == 4
+    assert thin["step_seconds"] == pytest.approx(thin["compute_seconds"] + thin["link_seconds"])
+    assert plain["provenance"] == "measured here"
+    for role in ("edge", "cloud"):
+        facts = read_facts(tmp_path / "halves" / f"{role}.safetensors")
+        assert (facts["role"], facts["pair"]) == (role, answer["pair"])
+        assert facts["notes"]["recipe"]["batch_size"] == 16
+    shown = run("plan", *SMALL, "--measure", "0", "--labels", "cloud").stdout
+    assert "1/1.0" in shown
+    assert "the labels leave the edge" in shown
+
+
+def test_plan_with_calibration_and_a_glue_task(tmp_path):
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "a fine film\t1\na bad film\t0\n" * 20)
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\na film\t1\n")
+    words = ["plan", "--model", "distilbert:layers=1:hidden=16:heads=2", "--task", "sst2", "--data", "."]
+    more = ["--batch", "8", "--init", "activation", "--residual", "lowrank:2", "--rank", "4"]
+    answer = json.loads(run(*words, *more, "--measure", "1", "--out", "halves", "--json").stdout)
+    assert answer["plan"]["init"] == "activation"
+
+
+def test_compare(tmp_path):
+    words = ["compare", *SMALL, "--epochs", "1", "--plans", "boundary lowrank:int8,pack", "--rank", "4"]
+    answer = json.loads(run(*words, "--json").stdout)
+    assert [row["name"] for row in answer["rows"]] == ["unsplit", "boundary", "lowrank:int8,pack"]
+    assert all(0 <= row["score"] <= 1 for row in answer["rows"])
+
+
+def test_the_table_of_a_comparison():
+    task = Task("t", TextData([], []), TextData([], []), 2, 9, "accuracy", "a task")
+    rows = [
+        Row("unsplit", (0.5, 0.7), None, None, 0.1, 0.1),
+        Row("boundary", (0.5, 0.6), 1000.0, 1100.0, 0.1, 0.5),
+        Row("thin", (0.4, 0.6), 100.0, 200.0, 0.1, 0.2),
+    ]
+    console = Console(width=100, record=True)
+    console.print(compare_table(rows, task, "10mbit", "50mbit", 2))
+    text = console.export_text()
+    for words in ("a task; 10mbit up, 50mbit down; 2 seeds", "0.6000 ±0.1414", "1/10.0", "1/5.5", "0.20"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    "says,words",
+    [
+        ("model 'bart' is unknown", ["plan", "--model", "bart"]),
+        ("model option colour", ["plan", "--model", "bert:colour=1"]),
+        ("task 'x' is unknown", ["plan", "--task", "x"]),
+        ("needs --data", ["plan", "--task", "cola"]),
+        ("cut=9 is outside 1 to 4", ["plan", "--cut", "9", "--lines", "60", "--measure", "0"]),
+        ("codec 'int7' is unknown", ["plan", "--up", "int7"]),
+        ("link rate 'fast'", ["plan", "--link", "fast"]),
+        ("text: split a ViT from Python", ["plan", "--model", "vit-small", "--lines", "60"]),
+        ("--plans is empty", ["compare", "--plans", ""]),
+        ("kind='thin' is unknown", ["compare", "--plans", "thin"]),
+        ("--seeds must be at least 1", ["compare", "--seeds", "0"]),
+        ("is no half of a model", ["cloud", "nowhere.safetensors"]),
+        ("is no half of a model", ["edge", "nowhere.safetensors"]),
+    ],
+)
+def test_wrong_words_are_one_sentence(says, words):
+    refused(says, *words)
+
+
+def test_wrong_addresses_keys_and_shares(tmp_path):
+    run("plan", *SMALL, "--measure", "0", "--out", "halves")
+    refused("is no host:port", "edge", "halves", "--cloud", "somewhere")
+    refused("no keys for a connection with 10.0.0.1", "edge", "halves", "--cloud", "10.0.0.1:7443")
+    refused("no keys for a connection with 0.0.0.0", "cloud", "halves", "--listen", "0.0.0.0:7443")
+    refused("certificate: keys/edge.crt is no file", "edge", "halves", "--keys", "keys")
+    refused("give --keys too", "edge", "halves", "--fingerprint", "00")
+    refused("share '5/4' is no part", "edge", "halves", "--share", "5/4")
+    refused("is the half of the edge", "cloud", "halves/edge.safetensors")
+    refused("no connection with 127.0.0.1", "edge", "halves", "--cloud", "127.0.0.1:9", "--reconnect", "0", code=1)
+    run("keys")
+    (tmp_path / "keys" / "cloud.key").write_text("spoiled")
+    refused("do not fit together", "cloud", "halves", "--keys", "keys")

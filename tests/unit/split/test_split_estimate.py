@@ -1,0 +1,116 @@
+"""Bytes by formulas against bytes that were counted, and the published ratio."""
+
+import pytest
+import split_models as small
+import torch
+
+from thinwire.split import Link, LocalPair, Recipe, Shape, SplitPlan, crossings, estimate, split_model
+from thinwire.split.ledger import ByteLedger
+
+BERT_BASE = Shape(768, 3072, 2)
+
+
+def plan_bytes(plan, batch, length, **more):
+    return estimate(crossings(plan, BERT_BASE, [length] * batch, batch, length, **more), Link(1e7, 1e7))
+
+
+@pytest.mark.parametrize("batch,length", [(32, 32), (32, 66), (32, 96), (32, 128), (12, 384)])
+def test_rank_8_of_bert_base_is_96_times_less(batch, length):
+    plain, thin = (plan_bytes(SplitPlan(6, kind), batch, length) for kind in ("boundary", "lowrank"))
+    assert plain.state == 96 * thin.state
+    assert plain.state == 2 * batch * length * 768 * 4
+    with_everything = plain.wire / thin.wire
+    assert with_everything >= (94.5 if length == 32 else 95)
+    assert plan_bytes(SplitPlan(6, "ffn"), batch, length).state == 384 * thin.state
+
+
+def test_codecs_go_beyond_300():
+    plain = plan_bytes(SplitPlan(6, "boundary"), 32, 128)
+    for words, least in ((("int8",), 300), (("int4",), 500), (("int8", "pack"), 300)):
+        thin = plan_bytes(SplitPlan(6, up=words, down=words), 32, 128)
+        assert plain.state / thin.state >= least
+    assert plain.wire / plan_bytes(SplitPlan(6, up=("int4",), down=("int4",)), 32, 128).wire > 450
+
+
+PLANS = [
+    SplitPlan(2, "boundary"),
+    SplitPlan(2, "ffn"),
+    SplitPlan(2, residual="keep"),
+    SplitPlan(2, rank=5, labels="cloud"),
+    SplitPlan(2, up=("fp16",), down=("bf16",)),
+    SplitPlan(2, up=("int8",), down=("int4", "pack")),
+    SplitPlan(2, up=("delta:4", "pack"), down=("int8", "pack"), labels="cloud"),
+    SplitPlan(2, up=("delta:2", "pack"), down=("pack",)),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.labels}-{','.join(plan.up)}")
+@pytest.mark.parametrize("architecture", ["bert", "vit", "gpt2-lm"])
+def test_the_formulas_are_what_is_counted(plan, architecture):
+    if architecture == "vit" and "pack" in plan.up + plan.down:
+        pytest.skip("patches are never padding: there is nothing to pack")
+    recipe = Recipe(loss="next_token" if architecture == "gpt2-lm" else "classification")
+    pair = LocalPair(*split_model(small.model(architecture), plan), recipe, 3)
+    classes = small.VOCABULARY if architecture == "gpt2-lm" else small.LABELS
+    inner = 128 if architecture.startswith("gpt2") else 64
+    shape = Shape(32, inner, classes, architecture != "vit", "lm" in architecture)
+    for visit, lengths in enumerate([(7, 4, 5), (7, 4, 5), (6, 2)]):  # the last one is a ragged batch
+        first = 10 * (visit // 2)
+        batch = small.batch(architecture, lengths=lengths, slots=range(first, first + len(lengths)))
+        tokens = 17 if architecture == "vit" else max(lengths)
+        fresh = 0 if visit == 1 else sum(lengths)
+        for training in (True, False):
+            pair.ledger.__init__()
+            (pair.step if training else pair.evaluate)(batch)
+            known = None if architecture == "vit" else lengths
+            expected = crossings(
+                plan, shape, known, len(lengths), tokens, training=training, fresh_tokens=fresh, tls=False
+            )
+            assert pair.ledger.messages == {m.kind: 1 for m in expected}
+            for up, way in ((True, pair.ledger.sent), (False, pair.ledger.received)):
+                there = [message for message in expected if message.up == up]
+                found = {name: count for name, count in way.items() if name != "header"}
+                assert found == {name: count for message in there for name, count in message.parts}
+                assert way["header"] == sum(message.header for message in there)
+
+
+def test_no_labels_and_no_tokens_in_the_default_roles():
+    pair = LocalPair(*split_model(small.model(), SplitPlan(2)), Recipe(), 1)
+    seen = []
+    call = pair._call
+    pair._call = lambda request: seen.append(request) or call(request)
+    pair.step(small.batch())
+    assert [message.kind for message in seen] == ["z", "dlogits"]
+    kinds = {(kind, tensor.dtype) for message in seen for kind, tensor in message.parts}
+    assert kinds == {("z", torch.float32), ("lengths", torch.uint16), ("dlogits", torch.float32)}
+
+
+def test_seconds_of_a_link():
+    step = crossings(SplitPlan(6), BERT_BASE, [32] * 32, 32, 32)
+    slow, fast = (estimate(step, Link(rate, rate)) for rate in (1e7, 1e8))
+    assert slow.link_seconds == pytest.approx(10 * fast.link_seconds)
+    assert slow.link_seconds > 8 * slow.wire / 1e7
+    late = estimate(step, Link(1e7, 1e7, latency_seconds=0.02), compute_seconds=1.0)
+    assert late.link_seconds == pytest.approx(slow.link_seconds + 4 * 0.02)
+    assert late.step_seconds == pytest.approx(1 + late.link_seconds)
+    assert slow.step_seconds is None
+    two = crossings(SplitPlan(6, labels="cloud"), BERT_BASE, [32] * 32, 32, 32)
+    assert estimate(two, Link(1e9, 1e9, 0.02)).link_seconds == pytest.approx(2 * 0.02, rel=0.05)
+    uneven = estimate(step, Link(1e7, 5e7))
+    assert fast.link_seconds < uneven.link_seconds < slow.link_seconds
+
+
+@pytest.mark.parametrize("words", [{"up": 0}, {"up": 1e7, "down": -1.0}, {"latency_seconds": -1.0}])
+def test_what_is_no_link(words):
+    with pytest.raises(ValueError):
+        Link(**{"up": 1e7, "down": 1e7, **words})
+
+
+def test_ledger_adds_up():
+    ledger = ByteLedger()
+    ledger.note(ledger.sent, "z", 100, 44)
+    ledger.note(ledger.received, "dz", 50, 44)
+    ledger.note(ledger.sent, "hello", 10, 32)
+    assert ledger.state == 150
+    assert ledger.wire == 280
+    assert ledger.sent == {"activation": 100, "control": 10, "header": 76}

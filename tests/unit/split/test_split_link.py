@@ -1,0 +1,321 @@
+"""Real sockets, TLS with certificates on both sides, and a cable that is cut."""
+
+import hashlib
+import socket
+import ssl
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from split_ends import RECIPE, Cable, batch_of, edge_end, halves, in_process, linked, parameters, serving
+
+from thinwire.split import (
+    CloudEnd,
+    Credentials,
+    LinkError,
+    LinkTimeout,
+    Server,
+    SessionError,
+    SplitPlan,
+    StageLink,
+    write_keys,
+)
+from thinwire.split.errors import TrustError
+from thinwire.split.frames import Message, MessageReader, encode
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    write_keys(folder / "ours", edges=("edge", "other"))
+    write_keys(folder / "theirs")
+    return folder
+
+
+def trust(keys, role, whose="ours"):
+    return Credentials.of(keys / whose, role)
+
+
+CODED = SplitPlan(2, up=("delta:4", "pack"), down=("int8", "pack"))
+
+
+@pytest.mark.parametrize("tls", [True, False])
+@pytest.mark.parametrize("plan", [SplitPlan(2), CODED, SplitPlan(2, labels="cloud"), SplitPlan(2, "boundary")])
+def test_a_socket_changes_nothing_and_both_ledgers_count_what_crosses(keys, plan, tls):
+    front, back = halves(plan)
+    with serving(back, credentials=trust(keys, "cloud") if tls else None) as server:
+        cable = Cable(server.port)
+        with linked(server, edge_end(front), trust(keys, "edge") if tls else None, cable.port) as link:
+            losses = [float(link._edge.step(batch_of(step))) for step in range(6)]
+            link._edge.bye()
+        cable.close()
+    expected = in_process(plan)
+    assert losses == expected[0]
+    assert torch.equal(parameters(front), expected[1])
+    assert torch.equal(parameters(back), expected[2])
+    up, down = cable.crossed
+    assert sum(link.ledger.sent.values()) == sum(server.ledger.received.values()) == len(up)
+    assert sum(link.ledger.received.values()) == sum(server.ledger.sent.values()) == len(down)
+    for kind in ("activation", "lengths", "header", "dlogits"):
+        assert link.ledger.sent[kind] == server.ledger.received[kind]
+    assert (link.ledger.sent["tls"] > 500) == tls
+
+
+def test_what_a_listener_on_the_wire_sees(keys):
+    """In the clear: no integer wider than a length, no labels. With TLS: nothing of it."""
+    for tls in (False, True):
+        front, back = halves()
+        with serving(back, credentials=trust(keys, "cloud") if tls else None) as server:
+            cable = Cable(server.port)
+            with linked(server, edge_end(front), trust(keys, "edge") if tls else None, cable.port) as link:
+                for step in range(3):
+                    link._edge.step(batch_of(step))
+                link._edge.bye()
+            cable.close()
+        sent = bytes(cable.crossed[0])
+        if tls:
+            assert b"TWF1" not in sent
+            continue
+        messages = MessageReader(1 << 20).feed(sent)
+        assert [m.kind for m in messages] == ["hello", *["z", "dlogits"] * 3, "bye"]
+        frames = {(kind, tensor.dtype) for m in messages for kind, tensor in m.parts}
+        assert frames == {("z", torch.float32), ("lengths", torch.uint16), ("dlogits", torch.float32)}
+        ids = batch_of(0).inputs["input_ids"][0]
+        for dtype in (torch.int64, torch.int32, torch.uint8):
+            assert ids.to(dtype).numpy().tobytes() not in sent
+
+
+def run_over(plan, credentials, cut_at=None, note=None):
+    """Four steps over a cable. Returns (losses, front, back, cable, reconnects)."""
+    front, back = halves(plan)
+    with serving(back, credentials=credentials[1]) as server:
+        cable = Cable(server.port, cut_at)
+        with linked(server, edge_end(front), credentials[0], cable.port) as link:
+            edge, losses = link._edge, []
+            for step in range(4):
+                if note is not None and step in (1, 2):
+                    edge._call = note(link.call, cable)
+                losses.append(float(edge.step(batch_of(step))))
+                edge._call = link.call
+            edge.bye()
+        cable.close()
+    return losses, front, back, cable, link.reconnects
+
+
+@pytest.mark.parametrize("tls,labels", [(True, "edge"), (False, "cloud")])
+def test_cut_after_every_message(keys, tls, labels):
+    plan = SplitPlan(2, labels=labels, up=("delta:4", "pack"))
+    credentials = (trust(keys, "edge"), trust(keys, "cloud")) if tls else (None, None)
+    expected = in_process(plan, steps=4)
+    places = []  # counts of bytes: a cable cut there loses a request, or the reply to one
+
+    def note(call, cable):
+        def noting(request):
+            places.append(sum(map(len, cable.crossed)) + 1)
+            reply = call(request)
+            places.append(sum(map(len, cable.crossed)))
+            return reply
+
+        return noting
+
+    run_over(plan, credentials, note=note)
+    assert len(places) == (8 if labels == "edge" else 4)
+    for place in places:
+        losses, front, back, cable, reconnects = run_over(plan, credentials, place)
+        assert (cable.cuts, reconnects) == (1, 1)
+        assert losses == expected[0]
+        assert torch.equal(parameters(front), expected[1])
+        assert torch.equal(parameters(back), expected[2])
+
+
+def refused(edge_keys, cloud_keys, says):
+    front, back = halves()
+    start = time.monotonic()
+    server = Server(CloudEnd(back, "pair", RECIPE), credentials=cloud_keys)
+    thread = threading.Thread(target=server._accept)
+    thread.start()
+    link = StageLink("127.0.0.1", server.port, edge_keys, receive_seconds=3, reconnect_seconds=0.5)
+    with pytest.raises(TrustError, match=says):
+        link.attach(edge_end(front))
+    thread.join(15)
+    link.close()
+    server.close()
+    assert time.monotonic() - start < 5
+
+
+def test_a_certificate_of_another_authority(keys):
+    refused(trust(keys, "edge", "theirs"), trust(keys, "cloud"), "not to be trusted|refused this end")
+    refused(trust(keys, "edge"), trust(keys, "cloud", "theirs"), "not to be trusted")
+
+
+def test_an_edge_certificate_is_no_cloud_certificate(keys):
+    refused(trust(keys, "edge"), trust(keys, "other"), "not to be trusted")
+
+
+def test_a_pinned_certificate(keys):
+    pem = (keys / "ours" / "cloud.crt").read_text()
+    print_ = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
+    front, back = halves()
+    with serving(back, credentials=trust(keys, "cloud")) as server:
+        pinned = replace(trust(keys, "edge"), fingerprint=":".join(print_[i : i + 2] for i in range(0, 64, 2)).upper())
+        with linked(server, edge_end(front), pinned) as link:
+            link._edge.bye()
+    refused(replace(trust(keys, "edge"), fingerprint="0" * 64), trust(keys, "cloud"), "not the pinned one")
+    with pytest.raises(ValueError, match="64 hex digits"):
+        replace(trust(keys, "edge"), fingerprint="ab")
+
+
+def test_an_edge_without_tls_or_another_program_is_turned_away_and_the_next_is_served(keys):
+    front, back = halves()
+    with serving(back, credentials=trust(keys, "cloud")) as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert stranger.recv(100) != b"HTTP"
+        with linked(server, edge_end(front), trust(keys, "edge")) as link:
+            link._edge.bye()
+    assert any("refused a connection" in words for words in server.said)
+
+
+def test_wrong_pair_and_oversized_and_corrupt_frames():
+    front, back = halves()
+    with serving(back, limit=4096) as server:
+        with pytest.raises(SessionError, match="not of one surgery"):
+            StageLink("127.0.0.1", server.port).attach(edge_end(front, pair="another"))
+        hello = edge_end(front).hello()
+        for spoiled in (
+            b"".join(encode(Message("z", 0, 1, parts=(("z", torch.zeros(4096)),)))),
+            b"".join(encode(Message("z", 0, 1, parts=(("z", torch.zeros(4)),))))[:-1] + b"x",
+            b"nonsense" * 8,
+        ):
+            with socket.create_connection(("127.0.0.1", server.port)) as raw:
+                raw.settimeout(5)
+                raw.sendall(b"".join(encode(Message("hello", words=hello))))
+                assert raw.recv(1000)
+                raw.sendall(spoiled)
+                while raw.recv(1000):  # the cloud closes
+                    pass
+        with linked(server, edge_end(front)) as link:
+            link._edge.bye()
+    assert sum("is gone" in words for words in server.said) == 3
+
+
+def test_a_second_edge_waits_for_the_first(keys):
+    back = halves()[1]
+    with serving(back, edges=2) as server:
+        with linked(server, edge_end(halves()[0], name="a")) as first:
+            waiting = StageLink("127.0.0.1", server.port, reconnect_seconds=0.5)
+            with pytest.raises(LinkError, match="busy with edge 'a'"):
+                waiting.attach(edge_end(halves()[0], name="b"))
+            first._edge.step(batch_of(0))
+            first._edge.bye()
+        with linked(server, edge_end(halves()[0], name="b")) as second:
+            second._edge.step(batch_of(0))
+            second._edge.bye()
+    assert server.cloud.steps_of("a") == server.cloud.steps_of("b") == 1
+
+
+def test_names_are_those_of_the_certificates(keys):
+    front, back = halves()
+    with (
+        serving(back, credentials=trust(keys, "cloud")) as server,
+        linked(server, edge_end(front, name="somebody"), trust(keys, "other")) as link,
+    ):
+        link._edge.bye()
+    assert any("edge 'other' begins" in words for words in server.said)
+
+
+def test_no_call_waits_for_ever():
+    front, _ = halves()
+    silent = socket.create_server(("127.0.0.1", 0))
+    link = StageLink("127.0.0.1", silent.getsockname()[1], receive_seconds=0.3, reconnect_seconds=0.5)
+    with pytest.raises(LinkTimeout, match="waiting for the answer to hello"):
+        link.attach(edge_end(front))
+    silent.close()
+    with pytest.raises(LinkError, match="no connection with 127"):
+        link.attach(edge_end(front))
+
+
+def test_a_cloud_that_falls_silent_in_a_step_is_named():
+    front, back = halves()
+    with serving(back) as server:
+        with linked(server, edge_end(front), receive_seconds=0.2, reconnect_seconds=0.3) as link:
+            handle = server.cloud.handle
+            server.cloud.handle = lambda request: time.sleep(1.5) or handle(request)
+            with pytest.raises(LinkTimeout, match=r"the reply to 'z' of step 0; then, for 0\.3 s: "):
+                link._edge.step(batch_of(0))
+            with pytest.raises(SessionError, match="this session is over"):
+                link._edge.step(batch_of(0))
+            server.cloud.handle = handle
+        again = edge_end(front)
+        with pytest.raises(SessionError, match="no step in common"):  # a step was begun and nothing was saved
+            StageLink("127.0.0.1", server.port).attach(again)
+        server.cloud.__init__(back, "pair", server.cloud.recipe)
+        with linked(server, again) as link:
+            link._edge.bye()
+
+
+def test_a_cloud_that_is_slow_for_once_is_waited_for():
+    front, back = halves()
+    with serving(back) as server, linked(server, edge_end(front), receive_seconds=0.3) as link:
+        handle, slow = server.cloud.handle, [0.8]
+        server.cloud.handle = lambda request: time.sleep(slow.pop() if slow else 0) or handle(request)
+        losses = [float(link._edge.step(batch_of(step))) for step in range(2)]
+        link._edge.bye()
+    assert link.reconnects == 1
+    assert losses == in_process(steps=2)[0]
+    assert torch.equal(parameters(back), in_process(steps=2)[2])
+
+
+def test_an_edge_that_falls_silent_within_a_message_does_not_keep_the_cloud_from_listening():
+    front, back = halves()
+    with serving(back) as server:
+        edge = edge_end(front)
+        with socket.create_connection(("127.0.0.1", server.port)) as half:
+            half.sendall(b"".join(encode(Message("hello", words=edge.hello()))))
+            assert half.recv(1000)
+            half.sendall(b"".join(encode(Message("z", 0, 1, parts=(("z", torch.zeros(9)),))))[:40])
+            with linked(server, edge) as link:  # the same session, over another connection
+                edge.step(batch_of(0))
+                link._edge.bye()
+    assert any("is back" in words for words in server.said)
+
+
+def test_in_the_clear_only_to_this_machine():
+    with pytest.raises(ValueError, match="no keys for a connection with 10"):
+        StageLink("10.1.2.3", 1)
+    with pytest.raises(ValueError, match="no keys for a connection with example"):
+        StageLink("example.org", 1)
+    StageLink("10.1.2.3", 1, insecure=True)
+    with pytest.raises(ValueError, match="no keys"), serving(halves()[1], host="0.0.0.0"):
+        pass
+
+
+def test_a_port_that_is_taken():
+    taken = socket.create_server(("127.0.0.1", 0))
+    with pytest.raises(ValueError, match="cannot listen at"):
+        Server(CloudEnd(halves()[1], "pair", RECIPE), port=taken.getsockname()[1])
+    taken.close()
+
+
+def test_keys_are_private_and_never_replaced(tmp_path):
+    files = write_keys(tmp_path, ("cloud.example.org", "10.0.0.1"), ("a", "b-2"))
+    pairs = [f"{name}.{end}" for name in ("cloud", "a", "b-2") for end in ("crt", "key")]
+    assert [path.name for path in files] == ["ca.crt", *pairs]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files if path.suffix == ".key")
+    with pytest.raises(ValueError, match="is there already"):
+        write_keys(tmp_path)
+    for edges in (("ca",), ("a/b",), ("",), ("cloud",)):
+        with pytest.raises(ValueError, match="edge name"):
+            write_keys(tmp_path / "x", edges=edges)
+    with pytest.raises(ValueError, match="two edges"):
+        write_keys(tmp_path / "x", edges=("a", "a"))
+    with pytest.raises(ValueError, match="at least one host"):
+        write_keys(tmp_path / "x", hosts=())
+    with pytest.raises(ValueError, match="is no file"):
+        Credentials.of(tmp_path, "c")
+    (tmp_path / "c.crt").write_text("x")
+    (tmp_path / "c.key").write_text("x")
+    with pytest.raises(ValueError, match="do not fit together"):
+        Credentials.of(tmp_path, "c")

@@ -1,0 +1,248 @@
+import copy
+
+import pytest
+import split_models as small
+import torch
+from torch import nn
+
+from thinwire.split import SplitPlan, split_model
+from thinwire.split.factors import factorise, principal_directions
+from thinwire.split.models import View, dense_weight, view_of
+from thinwire.split.unsplit import whole_forward
+
+BARS = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def logits_of(halves, batch):
+    front, back = halves
+    return back(front(batch.inputs, batch.lengths), batch.lengths)
+
+
+def projection(logits, batch):
+    """A fixed random projection of the logits of real tokens: sums of squares are constant behind a LayerNorm."""
+    draw = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype)
+    if logits.dim() == 3:
+        draw[torch.arange(logits.shape[1]) >= batch.lengths[:, None]] = 0
+    return (logits * draw).sum()
+
+
+@pytest.mark.parametrize("dtype", BARS)
+@pytest.mark.parametrize("kind,residual", [("boundary", "drop"), ("ffn", "keep"), ("lowrank", "keep")])
+@pytest.mark.parametrize("architecture", small.ARCHITECTURES)
+def test_full_rank_with_the_residual_is_the_unsplit_model(architecture, kind, residual, dtype):
+    whole = small.model(architecture, dtype).eval()
+    batch = small.batch(architecture, dtype=dtype)
+    halves = split_model(whole, SplitPlan(2, kind, 32, residual))
+    for half in halves:
+        half.eval()
+    expected, found = whole_forward(whole, batch), logits_of(halves, batch)
+    projection(expected, batch).backward()
+    projection(found, batch).backward()
+    if found.dim() == 3:
+        real = torch.arange(found.shape[1]) < batch.lengths[:, None]
+        expected, found = expected[real], found[real]
+    assert expected.std() > 0.05
+    assert (expected - found).abs().max() < BARS[dtype]
+    view = view_of(whole)
+    own = dict(view.embeddings(whole).named_parameters())
+    split = dict(halves[0].embeddings.named_parameters())
+    assert own.keys() == split.keys()
+    reached = [name for name in own if own[name].grad is not None]
+    assert reached
+    for name in reached:
+        scale = own[name].grad.abs().max().clamp(min=1)
+        assert (own[name].grad - split[name].grad).abs().max() / scale < BARS[dtype], name
+
+
+def hand_written(whole, batch, cut):
+    """BERT's layer ``cut`` without the feed-forward residual connection, by the model's own modules."""
+    inner = whole.bert
+    hidden = inner.embeddings(input_ids=batch.inputs["input_ids"])
+    mask = view_of(whole).mask(hidden, batch.lengths)
+    for number, layer in enumerate(inner.encoder.layer, 1):
+        if number != cut:
+            hidden = layer(hidden, mask)
+            continue
+        a = layer.attention(hidden, mask)[0]
+        hidden = layer.output.LayerNorm(layer.output.dense(nn.functional.gelu(layer.intermediate.dense(a))))
+    return whole.classifier(inner.pooler(hidden))
+
+
+@pytest.mark.parametrize("kind", ["ffn", "lowrank"])
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_drop_is_a_layer_without_the_link(kind, cut):
+    whole = small.model(dtype=torch.float64).eval()
+    batch = small.batch()
+    halves = split_model(whole, SplitPlan(cut, kind, 32))
+    found = logits_of([half.eval() for half in halves], batch)
+    assert (found - hand_written(whole, batch, cut)).abs().max() < 1e-12
+    assert (found - whole_forward(whole, batch)).abs().max() > 1e-3
+
+
+def test_one_step_of_the_factors_is_not_one_step_of_the_weight():
+    whole = small.model(dtype=torch.float64).eval()
+    front, back = (half.eval() for half in split_model(whole, SplitPlan(2, rank=32, residual="keep")))
+    batch = small.batch()
+    weight = view_of(whole).parts(view_of(whole).layers(whole)[1]).first.weight
+    before = weight.detach().clone()
+    torch.testing.assert_close(back.u @ front.s @ front.v, before, rtol=0, atol=1e-12)
+    for out, parameters in (
+        (whole_forward(whole, batch), [weight]),
+        (logits_of((front, back), batch), [back.u, front.s, front.v]),
+    ):
+        projection(out, batch).backward()
+        torch.optim.SGD(parameters, lr=0.01).step()
+    moved = (weight - before).norm()
+    assert ((back.u @ front.s @ front.v) - weight).norm() / moved > 0.1
+
+
+@pytest.mark.parametrize("rank", [1, 5, 16])
+def test_truncation_error_is_the_dropped_spectrum(rank):
+    weight = torch.randn(48, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, s, v = factorise(weight, rank)
+    dropped = torch.linalg.svdvals(weight)[rank:].square().sum()
+    error = (weight - u @ s @ v).square().sum()
+    assert (error - dropped).abs() <= 1e-10 * weight.square().sum()
+
+
+def test_factors_do_not_depend_on_the_sign_that_lapack_picks():
+    weight = torch.randn(20, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for v in (factorise(weight, 6)[2], factorise(-weight, 6)[2]):
+        assert all(row[row.abs().argmax()] > 0 for row in v)
+    torch.testing.assert_close(factorise(weight, 6)[2], factorise(-weight, 6)[2])
+
+
+def test_activation_aware_factors_have_the_least_output_error():
+    draw = torch.Generator().manual_seed(0)
+    mix = torch.diag(torch.logspace(0, -2, 16, dtype=torch.float64)) @ torch.randn(16, 16, generator=draw).double()
+    x = torch.randn(400, 16, generator=draw).double() @ mix
+    weight = torch.randn(48, 16, generator=draw).double()
+    moment = x.T @ x / len(x)
+
+    def error(factors):
+        u, s, v = factors
+        return (x @ weight.T - x @ (u @ s @ v).T).square().sum()
+
+    plain, aware = error(factorise(weight, 4)), error(factorise(weight, 4, moment))
+    assert aware < 0.5 * plain
+    # The least of all matrices of this rank: what SVD leaves of the outputs themselves.
+    least = torch.linalg.svdvals(x @ weight.T)[4:].square().sum()
+    assert aware < least * (1 + 1e-3)
+    u, s, v = factorise(weight, 16, moment)
+    torch.testing.assert_close(u @ s @ v, weight, rtol=0, atol=1e-8)
+
+
+def test_principal_directions_keep_the_most_energy():
+    draw = torch.Generator().manual_seed(0)
+    a = torch.randn(300, 12, generator=draw).double() @ torch.randn(12, 12, generator=draw).double()
+    kept = principal_directions(a.T @ a, 3)
+    torch.testing.assert_close(kept @ kept.T, torch.eye(3, dtype=torch.float64))
+    lost = (a - a @ kept.T @ kept).square().sum()
+    assert abs(lost / torch.linalg.svdvals(a)[3:].square().sum() - 1) < 1e-9
+
+
+@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
+def test_residual_directions_come_from_the_samples(architecture):
+    whole = small.model(architecture, torch.float64).eval()
+    batches = [small.batch(architecture, seed) for seed in range(4)]
+    samples = [(b.inputs, b.lengths) for b in batches]
+    halves = split_model(whole, SplitPlan(2, rank=32, residual="lowrank:32"), samples)
+    found = logits_of([half.eval() for half in halves], batches[0])
+    assert (found - whole_forward(whole, batches[0])).abs().max() < 1e-12  # all directions: nothing is lost
+    few = split_model(whole, SplitPlan(2, rank=32, residual="lowrank:16"), samples)
+    none = split_model(whole, SplitPlan(2, rank=32), samples)
+    away = [
+        (logits_of([half.eval() for half in pair], batches[0]) - whole_forward(whole, batches[0])).norm()
+        for pair in (few, none)
+    ]
+    assert 1e-6 < away[0] < away[1]
+
+
+def test_activation_aware_surgery_at_full_rank_is_exact():
+    whole = small.model("gpt2", torch.float64).eval()
+    samples = [(small.batch("gpt2", s, lengths=(9,) * 8).inputs, None) for s in range(4)]
+    batch = small.batch("gpt2")
+    halves = split_model(whole, SplitPlan(2, rank=32, residual="keep", init="activation"), samples)
+    assert (logits_of([half.eval() for half in halves], batch) - whole_forward(whole, batch)).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("architecture", small.ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["boundary", "ffn", "lowrank"])
+def test_every_parameter_has_one_owner_and_a_gradient(architecture, kind):
+    whole = small.model(architecture)
+    kept = copy.deepcopy(whole.state_dict())
+    batch = small.batch(architecture)
+    front, back = split_model(whole, SplitPlan(2, kind))
+    owned = [{id(p) for p in half.parameters()} for half in (front, back)]
+    assert not owned[0] & owned[1]
+    projection(logits_of((front, back), batch), batch).backward()
+    missing = [n for half in (front, back) for n, p in half.named_parameters() if p.grad is None]
+    assert not [name for name in missing if "mask_token" not in name]
+    for p in (*front.parameters(), *back.parameters()):
+        p.data.zero_()
+    assert all(torch.equal(value, kept[name]) for name, value in whole.state_dict().items())  # the user's is untouched
+
+
+def test_gradients_through_the_link_by_finite_differences():
+    whole = small.model(dtype=torch.float64, dropout=0.0)
+    front, back = (half.eval() for half in split_model(whole, SplitPlan(2, rank=4)))
+    batch = small.batch()
+    z = front(batch.inputs, batch.lengths).detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: back(z, batch.lengths)[:, :2], (z,), atol=1e-6, fast_mode=True)
+    for factor in (front.s, back.u):
+        value = projection(logits_of((front, back), batch), batch)
+        (slope,) = torch.autograd.grad(value, factor)
+        way = torch.randn(factor.shape, generator=torch.Generator().manual_seed(2)).double()
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                factor += sign * 1e-6 * way
+                ends.append(projection(logits_of((front, back), batch), batch))
+                factor -= sign * 1e-6 * way
+        assert abs((ends[0] - ends[1]) / 2e-6 - (slope * way).sum()) < 1e-6 * max(1, float((slope * way).sum().abs()))
+
+
+def test_padding_changes_nothing():
+    whole = small.model(dtype=torch.float64).eval()
+    halves = [half.eval() for half in split_model(whole, SplitPlan(2))]
+    short, long = small.batch(), small.batch()
+    wide = nn.functional.pad(short.inputs["input_ids"], (0, 6))
+    long = type(short)({"input_ids": wide}, short.labels, short.lengths, short.slots)
+    assert (logits_of(halves, short) - logits_of(halves, long)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    "plan,says",
+    [
+        ({"cut": 4}, "cut=4 is outside 1 to 3"),
+        ({"cut": 1, "rank": 33}, "rank=33 is outside 1 to 32"),
+        ({"cut": 1, "residual": "lowrank:33"}, "more directions than the 32"),
+        ({"cut": 1, "init": "activation"}, "needs sample batches"),
+        ({"cut": 1, "residual": "lowrank:2"}, "needs sample batches"),
+    ],
+)
+def test_what_cannot_be_cut(plan, says):
+    with pytest.raises(ValueError, match=says):
+        split_model(small.model(), SplitPlan(**plan))
+
+
+def test_tied_parameters_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"transformer.wte.weight and lm_head.weight are one parameter"):
+        split_model(small.model("gpt2-lm", tie_word_embeddings=True), SplitPlan(1))
+
+
+def test_patches_are_never_padding():
+    with pytest.raises(ValueError, match="a vit has no padding"):
+        split_model(small.model("vit"), SplitPlan(1, up=("pack",)))
+
+
+def test_a_model_without_a_view():
+    with pytest.raises(ValueError, match="a Linear cannot be split: use one of BertFor"):
+        split_model(nn.Linear(2, 2), SplitPlan(1))
+
+
+def test_conv1d_is_stored_transposed():
+    whole = small.model("gpt2")
+    first = view_of(whole).parts(view_of(whole).layers(whole)[0]).first
+    assert dense_weight(first).shape == (128, 32)
+    assert isinstance(view_of(whole), View)
