@@ -67,8 +67,8 @@ def ddp_hook(
     chosen = resolve(method, **options)
     if getattr(chosen, "decoupled", False):
         raise ValueError(
-            f"{chosen.name} leaves a part of its exchange to the next forward, but DDP wants every gradient at the end of "
-            "backward: use thinwire.attach, or a method without decoupled=True"
+            f"{chosen.name} leaves a part of its exchange to the next forward, but DDP wants all gradients at the end "
+            "of backward: use thinwire.attach, or a method without decoupled=True"
         )
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     state = DDPSync(chosen, scaler, limit, group, topology)
