@@ -1,0 +1,31 @@
+"""From two feature maps to a disparity: correlation over shifts, and the mean of the shifts weighted by softmax."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def correlation(left: Tensor, right: Tensor, disparities: int) -> Tensor:
+    """How well each pixel matches the one ``d`` columns to the left in the other view.
+
+    Args:
+        left, right: features ``[B, C, H, W]``.
+        disparities: d runs from 0 to this, exclusive.
+
+    Returns:
+        ``[B, disparities, H, W]``: the mean over channels of ``left[x] * right[x - d]``; 0 where ``x < d``.
+    """
+    width = left.shape[3]
+    shifted = F.pad(right, (disparities - 1, 0))
+    first = disparities - 1
+    return torch.stack(
+        [(left * shifted[..., first - d : first - d + width]).mean(1) for d in range(disparities)], dim=1
+    )
+
+
+def soft_argmax(volume: Tensor) -> Tensor:
+    """``[B, D, H, W]`` -> ``[B, H, W]``: the mean of d under the softmax over d, in pixels of this scale."""
+    candidates = torch.arange(volume.shape[1], dtype=volume.dtype, device=volume.device)
+    return (volume.softmax(1) * candidates[:, None, None]).sum(1)

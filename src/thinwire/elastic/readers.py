@@ -1,0 +1,133 @@
+"""Published stereo data from files: disparities of four data sets, pictures, lists of files, one real pair."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FORMATS = ("pfm", "pfm-negated", "kitti", "sintel", "array")
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ValueError("reading pictures needs Pillow: pip install 'thinwire[stereo]'") from None
+    return Image
+
+
+def read_picture(path: str | Path) -> Tensor:
+    """``[3, H, W]`` in 0..1 from any picture file; grey becomes three equal channels."""
+    with _pillow().open(path) as picture:
+        array = np.array(picture.convert("RGB"), dtype=np.float32)
+    return torch.from_numpy(array / 255).permute(2, 0, 1).contiguous()
+
+
+def read_pfm(path: str | Path) -> Tensor:
+    """A portable float map, the format of Scene Flow: ``[H, W]``, or ``[3, H, W]`` with colours.
+
+    Its rows go from the bottom to the top; a negative scale means little-endian.
+
+    Raises:
+        ValueError: it is not one, or it is cut short.
+    """
+    data = Path(path).read_bytes()
+    head = re.match(rb"(P[fF])\s+(\d+)\s+(\d+)\s+([-+.\deE]+)\s", data)
+    if head is None:
+        raise ValueError(f"{path} is not a PFM file: it does not begin with Pf, a size and a scale")
+    channels = 3 if head[1] == b"PF" else 1
+    width, height, scale = int(head[2]), int(head[3]), float(head[4])
+    count = width * height * channels
+    if len(data) - head.end() < 4 * count:
+        raise ValueError(f"{path} is cut short: {width}x{height} needs {4 * count} bytes of data")
+    values = np.frombuffer(data, "<f4" if scale < 0 else ">f4", count, head.end()).astype(np.float32)
+    image = torch.from_numpy(values.reshape(height, width, channels)[::-1].copy())
+    return image.permute(2, 0, 1).contiguous() if channels == 3 else image[..., 0].contiguous()
+
+
+def write_pfm(path: str | Path, image: Tensor) -> None:
+    """Write ``[H, W]`` as a little-endian PFM file."""
+    if image.ndim != 2:
+        raise ValueError(f"a disparity is [H, W], not {list(image.shape)}")
+    rows = image.detach().cpu().float().flip(0).numpy().astype("<f4")
+    Path(path).write_bytes(f"Pf\n{image.shape[1]} {image.shape[0]}\n-1.0\n".encode() + rows.tobytes())
+
+
+def read_disparity(path: str | Path, kind: str = "") -> Tensor:
+    """``[H, W]`` in pixels, infinite where the file has no value.
+
+    Args:
+        path: of the file.
+        kind: "pfm" (Scene Flow, Middlebury), "pfm-negated" (the FlyingThings3D subset stores -d), "kitti" (16-bit PNG),
+            "sintel" (8-bit RGB PNG), "array" (.npy, .npz). "": by the suffix; a PNG is then of KITTI.
+    """
+    suffix = Path(path).suffix.lower()
+    kind = kind or {".pfm": "pfm", ".png": "kitti", ".npy": "array", ".npz": "array"}.get(suffix, "")
+    if kind not in FORMATS:
+        raise ValueError(f"{path}: what kind of disparity is it? Name one of {', '.join(FORMATS)}")
+    if kind.startswith("pfm"):
+        found = read_pfm(path) * (-1 if kind.endswith("negated") else 1)
+        missing = ~(found.isfinite() & (found > 0))
+    elif kind == "array":
+        loaded = np.load(path, allow_pickle=False)
+        found = torch.from_numpy(np.asarray(loaded["arr_0"] if suffix == ".npz" else loaded, dtype=np.float32))
+        missing = ~found.isfinite()
+    else:
+        with _pillow().open(path) as picture:
+            raw = np.array(picture)
+        if raw.ndim != (2 if kind == "kitti" else 3):
+            raise ValueError(f"{path} is not a disparity of {kind}: its array has the shape {raw.shape}")
+        if kind == "kitti":
+            found = torch.from_numpy(raw.astype(np.float32) / 256)
+            missing = found == 0
+        else:
+            r, g, b = (raw[..., c].astype(np.float32) for c in range(3))
+            found = torch.from_numpy(4 * r + g / 64 + b / 16384)
+            missing = torch.zeros_like(found, dtype=torch.bool)
+    return torch.where(missing, torch.inf, found)
+
+
+def read_list(path: str | Path) -> list[tuple[Path, Path, Path | None]]:
+    """A list of files: lines of ``left right [disparity]``, relative to the list; # begins a remark.
+
+    Raises:
+        ValueError: a line has another number of names, or a file is missing.
+    """
+    root, found = Path(path).parent, []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        names = line.split("#")[0].split()
+        if not names:
+            continue
+        if len(names) not in (2, 3):
+            raise ValueError(f"{path}, line {number}: write `left right [disparity]`, not {len(names)} names")
+        files = [root / name for name in names]
+        for file in files:
+            if not file.exists():
+                raise ValueError(f"{path}, line {number}: there is no {file}")
+        found.append((files[0], files[1], files[2] if len(files) == 3 else None))
+    if not found:
+        raise ValueError(f"{path} lists no pair")
+    return found
+
+
+def middlebury_motorcycle() -> tuple[Tensor, Tensor, Tensor]:
+    """The Middlebury 2014 pair "motorcycle" that scikit-image carries.
+
+    Returns:
+        left, right ``[3, 500, 741]`` in 0..1, and the left view's disparity ``[500, 741]``, infinite where unknown.
+
+    Raises:
+        ValueError: scikit-image is not installed.
+    """
+    spec = importlib.util.find_spec("skimage")
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("the motorcycle pair comes with scikit-image: pip install 'thinwire[stereo]'")
+    folder = Path(spec.submodule_search_locations[0]) / "data"
+    left, right = (read_picture(folder / f"motorcycle_{side}.png") for side in ("left", "right"))
+    return left, right, read_disparity(folder / "motorcycle_disp.npz")

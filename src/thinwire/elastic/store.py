@@ -1,0 +1,40 @@
+"""A trained elastic network as one file, read back without pickle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.elastic.stereo import ElasticStereo
+
+_FORMAT = "thinwire elastic 1"
+
+
+def save_net(net: ElasticStereo, path: str | Path) -> None:
+    """Write its arguments and its state; whole or not at all."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    torch.save({"format": _FORMAT, "config": net.config, "state": net.state_dict()}, part)
+    os.replace(part, path)
+
+
+def load_net(path: str | Path) -> ElasticStereo:
+    """Read back what ``save_net`` wrote.
+
+    Raises:
+        ValueError: there is no such file, or it is something else.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}: train one with thinwire elastic train")
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        if content["format"] != _FORMAT:
+            raise KeyError(content["format"])
+        net = ElasticStereo.from_config(content["config"])
+        net.load_state_dict(content["state"])
+    except Exception as error:
+        raise ValueError(f"{path} is not a network of thinwire elastic train: {type(error).__name__}") from error
+    return net

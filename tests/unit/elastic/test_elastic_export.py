@@ -1,0 +1,29 @@
+import importlib.util
+
+import pytest
+import torch
+from elastic_nets import shaken, views
+
+from thinwire.elastic import ElasticStereo, export
+
+
+@pytest.mark.parametrize("deformable", [0, 1])
+def test_the_exported_file_computes_the_same(tmp_path, deformable):
+    net = shaken(ElasticStereo.tiny(deformable)).eval()
+    plain = net.extract(net.space.smallest).eval()
+    assert export(plain, tmp_path / "net.pt2", (24, 48)) <= 1e-4
+    pair = views(batch=1)
+    found = torch.export.load(tmp_path / "net.pt2").module()(*pair)
+    torch.testing.assert_close(found, plain(*pair)[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_onnx_says_what_it_needs_or_computes_the_same(tmp_path):
+    net = shaken(ElasticStereo.tiny(0)).eval()
+    plain = net.extract(net.space.smallest).eval()
+    if all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
+        assert export(plain, tmp_path / "net.onnx", (24, 48)) <= 1e-3
+    else:
+        with pytest.raises(ValueError, match="pip install"):
+            export(plain, tmp_path / "net.onnx", (24, 48))
+    with pytest.raises(ValueError, match=r"\.pt2"):
+        export(plain, tmp_path / "net.bin", (24, 48))
