@@ -43,13 +43,18 @@ _ROOMS = (
     "checkpoint",
     "collectives",
     "data",
+    "elastic",
     "engine",
+    "federated",
     "kernels",
+    "kfac",
     "lab",
     "methods",
     "optim",
+    "parameter_server",
     "planner",
     "program",
+    "split",
 )
 
 if TYPE_CHECKING:
