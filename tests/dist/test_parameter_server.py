@@ -82,10 +82,10 @@ def test_s_0_is_synchronous_sgd_bit_for_bit():
 SETTINGS = {
     "inhad": inhad(2, start_nodes=2),
     "topk": inhad(2, start_nodes=2, compress_up="topk", compress_down="topk", density=0.2),
-    "asp": asp(start_nodes=2),
-    "diloco": diloco(4, start_nodes=2, submit=LocalSteps(4, "sgd", 0.05)),
 }
 SLOW_SETTINGS = {
+    "asp": asp(start_nodes=2),
+    "diloco": diloco(4, start_nodes=2, submit=LocalSteps(4, "sgd", 0.05)),
     "int8": inhad(2, start_nodes=2, compress_up="int8", compress_down="int8"),
     "sync": inhad(4, start_nodes=2, local="sync"),
     "ssp": ssp(1, start_nodes=2),
