@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def loss_function(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """``(logits, labels) -> `` the mean loss."""
+        """(logits, labels) -> the mean loss."""
         return _LOSS_FUNCTIONS[self.loss]
 
 
