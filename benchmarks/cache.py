@@ -131,7 +131,12 @@ def main() -> None:
         torn = kill_readers(source, memory, options.kills)
         for cache in caches.values():
             cache.close()
-    figures = {"options": {**vars(options), "out": str(options.out)}, "tables": found, **verdicts, "torn": torn}
+    figures = {
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
+        "tables": found,
+        **verdicts,
+        "torn": torn,
+    }
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -120,7 +120,7 @@ def main() -> None:
         )  # fmt: skip
     Console().print(found)
     options.out.parent.mkdir(exist_ok=True)
-    figures = {"options": {**vars(options), "out": str(options.out)}, "rows": rows}
+    figures = {"options": {key: value for key, value in vars(options).items() if key != "out"}, "rows": rows}
     options.out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
