@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from thinwire.elastic.stereo import ElasticStereo
+from thinwire.engine.durable import read_file, write_whole
 
 _FORMAT = "thinwire elastic 1"
 
 
 def save_net(net: ElasticStereo, path: str | Path) -> None:
     """Write its arguments and its state; whole or not at all."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    torch.save({"format": _FORMAT, "config": net.config, "state": net.state_dict()}, part)
-    os.replace(part, path)
+    write_whole(Path(path), {"format": _FORMAT, "config": net.config, "state": net.state_dict()})
 
 
 def load_net(path: str | Path) -> ElasticStereo:
@@ -30,7 +24,7 @@ def load_net(path: str | Path) -> ElasticStereo:
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}: train one with thinwire elastic train")
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content = read_file(Path(path))
         if content["format"] != _FORMAT:
             raise KeyError(content["format"])
         net = ElasticStereo.from_config(content["config"])

@@ -7,7 +7,6 @@ ranks have finished, so what is called ``step-<n>`` is always whole. Files are r
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.engine.durable import put_in_place, read_file, write_file
 from thinwire.engine.sync import GradientSync
 
 _NAME = re.compile(r"step-(\d+)")
@@ -59,16 +59,7 @@ def save(
     if sync.agree(bool(problem)):
         raise OSError(f"no checkpoint was written at {final}: {problem or 'another rank could not write'}")
     if sync.rank == 0:
-        flush_directory(partial)
-        if final.exists():  # the same step again: the old one goes only when the new one is whole
-            old = root / f".old-{step:09d}"
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-            partial.rename(final)
-            shutil.rmtree(old)
-        else:
-            partial.rename(final)
-        flush_directory(root)
+        put_in_place(partial, final)
         for path in complete(root)[:-keep] if keep else []:
             shutil.rmtree(path)
     sync.agree(False)
@@ -124,26 +115,3 @@ def complete(directory: str | Path) -> list[Path]:
     if not root.is_dir():
         return []
     return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / "model.pt").exists())
-
-
-def write_file(path: Path, content: Any) -> None:
-    """Store tensors and plain values, flushed to disk."""
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Read them back, on the CPU, without unpickling anything else."""
-    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return content
-
-
-def flush_directory(directory: Path) -> None:
-    """Flush what was made, renamed or removed in a directory."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

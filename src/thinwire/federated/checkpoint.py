@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.engine.durable import put_in_place
 from thinwire.federated import files
 from thinwire.federated.history import History
 
@@ -49,11 +50,7 @@ def save(
         tensors[_VERSIONS] = versions
     files.write(partial / "server.safetensors", files.pack(tensors))
     files.write_json(partial / "run.json", {"facts": facts, "history": history.to_json()})
-    files.flush(partial)
-    if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)
-    files.flush(folder)
+    put_in_place(partial, final)
     for path in _whole(folder)[:-1]:
         shutil.rmtree(path)
 

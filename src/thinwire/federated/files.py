@@ -53,12 +53,3 @@ def write(path: Path, data: bytes, *, flush: bool = True) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write JSON, whole or not at all."""
     write(path, json.dumps(content).encode())
-
-
-def flush(path: Path) -> None:
-    """Make a file's content, or a folder's entries, survive a loss of power."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.engine.durable import flush
 from thinwire.federated import files
 
 StateDict = Mapping[str, Tensor]
@@ -196,8 +197,8 @@ class ClientStateStore:
         if self._unflushed:
             folders = {path.parent for path in self._unflushed}
             with ThreadPoolExecutor(8) as pool:
-                list(pool.map(files.flush, filter(Path.exists, self._unflushed)))  # another rank may have removed one
-                list(pool.map(files.flush, folders))
+                list(pool.map(flush, filter(Path.exists, self._unflushed)))  # another rank may have removed one
+                list(pool.map(flush, folders))
             self._unflushed.clear()
 
     def durable(self) -> None:

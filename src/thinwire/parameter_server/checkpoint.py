@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from thinwire.engine.durable import read_file, write_whole
 
 _NAME = re.compile(r"version-(\d+)\.pt")
 
@@ -42,17 +42,7 @@ def save(directory: str | Path, saved: Saved, keep: int = 2) -> Path:
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     final = root / f"version-{saved.version:09d}.pt"
-    partial = root / f".partial-{saved.version:09d}"
-    with partial.open("wb") as file:
-        torch.save(vars(saved), file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(final)
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_whole(final, vars(saved))
     for path in found(root)[:-keep]:
         path.unlink()
     return final
@@ -68,7 +58,7 @@ def load(directory: str | Path) -> Saved | None:
     if not paths:
         return None
     try:
-        return Saved(**torch.load(paths[-1], map_location="cpu", weights_only=True))
+        return Saved(**read_file(paths[-1]))
     except Exception as error:  # torch's reader raises whatever it stumbles over
         raise ValueError(f"{paths[-1]} is no checkpoint of a parameter server ({error}): remove it") from error
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine.checkpoint import flush_directory, read_file, write_file
+from thinwire.engine.durable import put_in_place, read_file, write_file
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -22,16 +22,7 @@ def save(directory: Path, step: int, content: dict[str, Any], keep: int = 2) -> 
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     write_file(partial / "state.pt", content)
-    flush_directory(partial)
-    if final.exists():
-        old = directory / f".old-{step:09d}"
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old)
-    else:
-        partial.rename(final)
-    flush_directory(directory)
+    put_in_place(partial, final)
     for other in steps(directory)[:-keep]:
         shutil.rmtree(directory / f"step-{other:09d}")
 
