@@ -18,7 +18,8 @@ from thinwire.engine.communicator import Communicator
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
 from thinwire.engine.pilot import Pilot, wanted
 from thinwire.engine.retune import Retune
-from thinwire.engine.sync import ATTACHED, GradientSync, Settings
+from thinwire.engine.settings import Settings
+from thinwire.engine.sync import ATTACHED, GradientSync
 from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from thinwire.engine.parameters import Managed
 from thinwire.planner import plans
@@ -11,7 +11,9 @@ from thinwire.planner.timeline import simulate
 from thinwire.program import Method, Plan, Topology
 from thinwire.program.trace import Step, trace
 
-__all__ = ["make_plan", "measured_plan", "price_plan", "trace_plan"]
+follows_network = plans.follows_network
+
+__all__ = ["follows_network", "make_plan", "measured_plan", "price_plan", "trace_plan"]
 
 
 def make_plan(
@@ -21,12 +23,13 @@ def make_plan(
     late: Iterable[int],
     backend: str,
     measured: Measured | None = None,
+    all_reduce: Callable[[float], float] | None = None,
 ) -> Plan:
     """Fuse parameters into buckets; see :func:`thinwire.planner.plans.make_plan`."""
     tensors = [
         plans.PlanTensor(m.name, m.shape, m.dense, str(m.parameter.dtype), m.parameter.element_size()) for m in managed
     ]
-    return plans.make_plan(method, tensors, order, late, backend, measured)
+    return plans.make_plan(method, tensors, order, late, backend, measured, all_reduce)
 
 
 def measured_plan(method: Method, managed: Sequence[Managed], backend: str, measured: Measured) -> Plan:

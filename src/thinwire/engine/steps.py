@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,28 +17,18 @@ from thinwire.engine.communicator import Communicator
 from thinwire.engine.companion import Companion
 from thinwire.engine.deferred import Deferred
 from thinwire.engine.memory import Memory, teach_malloc
-from thinwire.engine.parameters import DenseRule, Managed, managed_parameters
+from thinwire.engine.parameters import Managed, managed_parameters
 from thinwire.engine.pilot import Decision, Pilot
-from thinwire.engine.planning import make_plan, trace_plan
+from thinwire.engine.planning import follows_network, make_plan, trace_plan
+from thinwire.engine.rate import all_reduce_rate
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.scaler import loss_scale
+from thinwire.engine.settings import Settings
 from thinwire.engine.shards import Shards
 from thinwire.methods.decoupling import deferring
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
 
 ATTACHED = "_thinwire_sync"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of ``attach`` that are not the method's."""
-
-    unused: str = "zero"
-    pinned: Plan | None = None
-    timeout: timedelta | None = None
-    check_order: bool = False
-    note: str = ""
-    dense: DenseRule = "auto"
 
 
 class Steps:
@@ -397,6 +385,10 @@ class Steps:
         agreed = torch.tensor([order, [int(i in unseen) for i in order]], dtype=torch.int64, device=self._comm.device)
         self._comm.broadcast([agreed])
         order, late = agreed.tolist()
-        plan = make_plan(self.method, self._managed, order, [i for i, flag in zip(order, late) if flag], self._backend)
+        last = [i for i, flag in zip(order, late) if flag]
+        rate = None
+        if isinstance(self._comm, Communicator) and self._pilot is None and follows_network(self.method, self._backend):
+            rate = all_reduce_rate(self._comm.control, self._comm.device)
+        plan = make_plan(self.method, self._managed, order, last, self._backend, all_reduce=rate)
         if plan != self.plan:
             self._adopt(plan)

@@ -14,8 +14,9 @@ from thinwire.engine import clip, persistence
 from thinwire.engine.channel import Channel
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.recorder import Recorder
+from thinwire.engine.settings import Settings
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.engine.steps import ATTACHED, Settings, Steps
+from thinwire.engine.steps import ATTACHED, Steps
 from thinwire.planner.costs import Costs, assumed_compute
 from thinwire.planner.timeline import write_trace
 from thinwire.program import Plan, PlanBucket, Program, Scope, Topology

@@ -84,7 +84,7 @@ class ThreadExecutor:
         """
         with self._lock:
             self.failure = None
-            runner = Runner(size or 0, lambda *op: self._issue(step, *op), pause=pause)
+            runner = Runner(size or 0, self._issue, pause=pause)
             step = _Step(make, failed, size is None, runner)
             self._step = self._begun = step
 
@@ -150,9 +150,7 @@ class ThreadExecutor:
         assert self._begun is not None
         with self._lock:
             ended = {place: threading.Event() for place in range(len(order))}
-            runner = Runner.resume(
-                [self.paused[b] for b in order], lambda *op: self._issue(step, *op), lambda place: ended[place].set()
-            )
+            runner = Runner.resume([self.paused[b] for b in order], self._issue, lambda place: ended[place].set())
             step = _Step(self._begun.make, None, False, runner, order=tuple(order), over=ended)
             if self._cuda is None:
                 step.light.update(place for place, bucket in enumerate(order) if bucket in light)
@@ -259,7 +257,9 @@ class ThreadExecutor:
             torch.cuda.current_stream().wait_event(event.cuda)
         step.runner.start(event.bucket, step.make(event.bucket))
 
-    def _issue(self, step: _Step, op: Collective, scope: Scope, round_: int, place: int) -> None:
+    def _issue(self, op: Collective, scope: Scope, round_: int, place: int) -> None:
+        step = self._step  # a runner that knew its step would be a cycle, left to the garbage collector
+        assert step is not None
         where = f"{type(op).__name__} on lane {scope.value}/{round_}"
         bucket = step.number(place)
         assert bucket is not None

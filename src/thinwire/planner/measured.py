@@ -52,6 +52,11 @@ def rule_of(method: Method) -> Any:
     return "lags" if method.name == "lags" else method.merge
 
 
+def all_reduce_seconds(costs: Costs, topology: Topology) -> Callable[[float], float]:
+    """The price of one all-reduce over all ranks, of so many bytes."""
+    return lambda size: costs.seconds("AllReduce", Scope.WORLD, topology.world_size, round(size))
+
+
 def needs_measurement(method: Method) -> bool:
     """Whether the method's plan follows from measured times."""
     rule = rule_of(method)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.planner.hierarchy import CollectiveTable
-from thinwire.planner.measured import RULES, Measured, Part, cut, rule_of
+from thinwire.planner.measured import RULES, Measured, Part, all_reduce_seconds, cut, rule_of
 from thinwire.planner.merge import Merge, fuse
 from thinwire.program import Method, Plan, PlanBucket
 
 _MIB = 1 << 20
+_LAUNCH_SECONDS = 4e-3
+"""What one bucket more costs a step on Gloo where every core has a rank (13 against 2 of 43.6 MB, 2 ranks, 2 cores).
+With cores to spare it is less; the sum is flat round its minimum, so that one value serves both.
+"""
 _LOW_RANK_BYTES = 256 << 10
 """Payload of a low-rank bucket: at rank 4 a 10 M model is one bucket, at rank 32 ten that overlap with backward."""
 
@@ -41,12 +45,27 @@ class PlanTensor:
         return math.prod(self.shape)
 
 
+def balanced_mib(total_bytes: float, seconds: float) -> float:
+    """MiB a bucket on Gloo, for plain averages of so many bytes whose all-reduce in one piece takes so many seconds.
+
+    n buckets cost n launches, and of the exchange seconds / n is left when backward has ended: the sum of the two is
+    least at n = sqrt(seconds / launch).
+    """
+    return total_bytes / max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS)) / _MIB
+
+
 def default_merge(method: Method, backend: str) -> Any:
-    """What ``merge="auto"`` means until a measured plan replaces it: MiB of dense gradient, or "payload"."""
+    """What ``merge="auto"`` means while nothing is known of the network: MiB of dense gradient, or "payload"."""
     if backend == "nccl":
         return 25
     # Low-rank payloads are so small that start-ups outweigh overlap; dense ones gain from an early start.
     return "payload" if method.name in ("acp", "powersgd") else 4
+
+
+def follows_network(method: Method, backend: str) -> bool:
+    """Whether ``merge="auto"`` of a method follows the network: plain averages on Gloo, coupled, flat."""
+    plain = method.light and getattr(method, "collective", "flat") == "flat" and not getattr(method, "ordered", False)
+    return plain and backend == "gloo" and not getattr(method, "decoupled", False) and rule_of(method) == "auto"
 
 
 def make_plan(
@@ -56,6 +75,7 @@ def make_plan(
     late: Iterable[int],
     backend: str,
     measured: Measured | None = None,
+    all_reduce: Callable[[float], float] | None = None,
 ) -> Plan:
     """Fuse tensors into buckets.
 
@@ -66,6 +86,8 @@ def make_plan(
         late: indices that did not arrive; they come last, apart from those that did.
         backend: of the process group, for the defaults.
         measured: for the rules that need it; None: they fuse by size for the time being.
+        all_reduce: seconds of one over all ranks, of so many bytes, for ``merge="auto"``; None: those of ``measured``,
+            and without that too, fixed sizes.
 
     Raises:
         ValueError: a ``Merge`` that is not of these tensors.
@@ -78,6 +100,8 @@ def make_plan(
     for index in order:
         t = tensors[index]
         groups.setdefault((t.dense, t.dtype, index in last), []).append(index)
+    if all_reduce is None and measured is not None:
+        all_reduce = all_reduce_seconds(measured.costs, measured.topology)
     table = None  # which way the sums go, where that is to be measured
     if measured is not None and getattr(method, "collective", "") == "auto":
         table = CollectiveTable.of(measured.costs, measured.topology)
@@ -96,6 +120,9 @@ def make_plan(
                     rule, method, [t.size for t in entries], payload, waits, entries[0].itemsize, measured, phase
                 )
             else:
+                if all_reduce is not None and not dense and follows_network(method, backend):
+                    sent = entries[0].itemsize * sum(payload)
+                    rule = balanced_mib(entries[0].itemsize * sum(t.size for t in entries), all_reduce(sent))
                 limit = _limit(rule, entries, payload)
                 early = rule_of(method) in ("auto", "tune") and getattr(method, "decoupled", False)
                 parts = [Part(group) for group in (_needed_soon(payload, limit) if early else fuse(payload, limit))]

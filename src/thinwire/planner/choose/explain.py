@@ -58,7 +58,7 @@ def explain(
         arrival[tensor.name] = clock
     density = method.options().get("density")
     groups = []
-    for phase, buckets in enumerate(plan_of(method, model_profile, backend).phases):
+    for phase, buckets in enumerate(plan_of(method, model_profile, backend, topology, costs).phases):
         for index, bucket in enumerate(buckets):
             shapes = [(name, tensor_of[name].shape) for name in bucket.names]
             elements = sum(math.prod(shape) for _, shape in shapes)

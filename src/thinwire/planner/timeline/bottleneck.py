@@ -33,7 +33,7 @@ def bound_by(
     "compute" is forward, backward and optimizer; "method compute" the methods' segments. What exchanges take from the
     CPU belongs to the network: its rate to the bandwidth, its start-up to the latency.
     """
-    plan = plan_of(method, model_profile, backend) if plan is None else plan
+    plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
 
     def seconds(profile: ModelProfile, priced: Costs, update: float) -> float:
         return simulate(

@@ -9,6 +9,7 @@ from torch import nn
 
 from thinwire.planner.checks import check_number
 from thinwire.planner.costs import Costs
+from thinwire.planner.measured import all_reduce_seconds
 from thinwire.planner.plans import PlanTensor, make_plan
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline.machine import Machine
@@ -65,7 +66,7 @@ def simulate(
         raise ValueError(f"steps must be at least 1, not {steps}")
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend={backend!r} is unknown; there are 'gloo' and 'nccl'")
-    plan = plan_of(method, model_profile, backend) if plan is None else plan
+    plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
     plan.check(tensor.name for tensor in model_profile.tensors)
     place, profile, phases = Place(topology), model_profile.scaled(factor), len(plan.phases)
     parts = [
@@ -97,13 +98,16 @@ def simulate(
     return Timeline(start / phases, exposed / phases, tuple(events), round(sent / phases), plan)
 
 
-def plan_of(method: Method, profile: ModelProfile, backend: str) -> Plan:
-    """The plan that ``attach`` makes for tensors that arrive in the profile's order."""
+def plan_of(
+    method: Method, profile: ModelProfile, backend: str, topology: Topology | None = None, costs: Costs | None = None
+) -> Plan:
+    """The plan that ``attach`` makes for tensors that arrive in the profile's order, once it knows the network."""
     kinds = {"Embedding": nn.Embedding(1, 1), "EmbeddingBag": nn.EmbeddingBag(1, 1)}
     dense = [method.dense(t.name, t.shape, kinds.get(t.kind)) for t in profile.tensors]
     itemsize = profile.dtype_bytes
     tensors = [PlanTensor(t.name, t.shape, d, f"{itemsize}", itemsize) for t, d in zip(profile.tensors, dense)]
-    return make_plan(method, tensors, range(len(tensors)), (), backend)
+    known = None if topology is None or costs is None else all_reduce_seconds(costs, topology)
+    return make_plan(method, tensors, range(len(tensors)), (), backend, all_reduce=known)
 
 
 def _slowest(slowdown: float | Sequence[float], topology: Topology) -> float:

@@ -1,0 +1,21 @@
+"""The options of ``attach`` that are not the method's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from thinwire.engine.parameters import DenseRule
+from thinwire.program import Plan
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of ``attach`` that are not the method's."""
+
+    unused: str = "zero"
+    pinned: Plan | None = None
+    timeout: timedelta | None = None
+    check_order: bool = False
+    note: str = ""
+    dense: DenseRule = "auto"
