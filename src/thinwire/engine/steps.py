@@ -29,6 +29,7 @@ from thinwire.methods.decoupling import deferring
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
 
 ATTACHED = "_thinwire_sync"
+_ONE_BUCKET_BYTES = 1 << 20  # not worth a cut, nor a measurement
 
 
 class Steps:
@@ -387,7 +388,9 @@ class Steps:
         order, late = agreed.tolist()
         last = [i for i, flag in zip(order, late) if flag]
         rate = None
-        if isinstance(self._comm, Communicator) and self._pilot is None and follows_network(self.method, self._backend):
+        large = sum(m.parameter.nbytes for m in self._managed) > _ONE_BUCKET_BYTES
+        plain = large and self._pilot is None and follows_network(self.method, self._backend)
+        if plain and isinstance(self._comm, Communicator):
             rate = all_reduce_rate(self._comm.control, self._comm.device)
         plan = make_plan(self.method, self._managed, order, last, self._backend, all_reduce=rate)
         if plan != self.plan:

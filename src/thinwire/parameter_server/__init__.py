@@ -10,12 +10,13 @@ from thinwire.parameter_server.leader import Leader
 from thinwire.parameter_server.node import Node
 from thinwire.parameter_server.outer import DelayedNesterov
 from thinwire.parameter_server.presets import preset
+from thinwire.parameter_server.scenario import Fault, Link, Trace
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.service import Service, Status
 from thinwire.parameter_server.session import run, serve
 from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.submit import Gradient, LocalSteps
-from thinwire.parameter_server.virtual import Fault, Link, Trace, simulate
+from thinwire.parameter_server.virtual import simulate
 from thinwire.parameter_server.worker import ServerLost, Worker, WorkerStats
 
 __all__ = [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,90 +17,15 @@ from thinwire.parameter_server.leader import Leader
 from thinwire.parameter_server.local_work import LocalWork
 from thinwire.parameter_server.messages import FRAME, Grad, Message, Weights
 from thinwire.parameter_server.outer import Master, Outer, default_outer
+from thinwire.parameter_server.scenario import Fault, Link, Trace
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.settings import Settings
 from thinwire.planner.virtual_time import Card, Channel, VirtualTime
 
+_LINK = Link()  # an immutable default
+
 StepSeconds = Callable[[int, int, int, random.Random], float]
 GradientOf = Callable[[Tensor, int, int, int], Tensor]
-
-
-@dataclass(frozen=True)
-class Link:
-    """A node's link to the server.
-
-    Attributes:
-        latency_seconds: one way.
-        bits_per_second: of the node's card, each way; None: no limit.
-        jitter: draws seconds that a message takes longer.
-    """
-
-    latency_seconds: float = 0.0005
-    bits_per_second: float | None = None
-    jitter: Callable[[random.Random], float] | None = None
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that happens to a node.
-
-    Attributes:
-        at_seconds: when.
-        kind: "kill" (the leader, or one ``worker``), "return" (after a kill), "pause" (for ``for_seconds``), "cut" (the
-            connection).
-    """
-
-    at_seconds: float
-    kind: str
-    node: int
-    worker: int | None = None
-    for_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("kill", "return", "pause", "cut"):
-            raise ValueError(f'kind={self.kind!r} is unknown; there is "kill", "return", "pause", "cut"')
-
-
-@dataclass
-class Trace:
-    """What a simulation did.
-
-    Attributes:
-        seconds: virtual time at the end.
-        updates: (version, at seconds, [(node, worker, step, base)]).
-        parameters: the last weights, None without tensors.
-        bytes_up, bytes_down: to and from the server, frames included.
-        messages: by kind.
-        counters: the server's.
-        finished: submissions that workers have completed.
-        journal: of :mod:`journal`.
-        losses: (at seconds, value) as ``evaluate`` gave them.
-    """
-
-    seconds: float = 0.0
-    updates: list[tuple[int, float, list[tuple[int, int, int, int]]]] = field(default_factory=list)
-    parameters: Tensor | None = None
-    bytes_up: int = 0
-    bytes_down: int = 0
-    messages: Counter[str] = field(default_factory=Counter)
-    counters: Counter[str] = field(default_factory=Counter)
-    finished: int = 0
-    journal: Journal | None = None
-    losses: list[tuple[float, float]] = field(default_factory=list)
-
-    @property
-    def gradients(self) -> int:
-        """Applied gradients."""
-        return sum(len(rows) for _, _, rows in self.updates)
-
-    @property
-    def bytes_per_gradient(self) -> float:
-        """Bytes up and down per applied gradient."""
-        return (self.bytes_up + self.bytes_down) / max(1, self.gradients)
-
-    def staleness(self) -> Counter[int]:
-        """Applied gradients by their age in versions."""
-        return Counter(version - base for version, _, rows in self.updates for *_, base in rows)
 
 
 class _Node:
@@ -352,8 +277,8 @@ def simulate(
     gradients: int | None = None,
     seconds: float | None = None,
     step_seconds: StepSeconds,
-    link: Link | Callable[[int], Link] = Link(),
-    server_link: Link = Link(),
+    link: Link | Callable[[int], Link] = _LINK,
+    server_link: Link = _LINK,
     parameters: Tensor | None = None,
     gradient: GradientOf | None = None,
     outer: Outer | None = None,

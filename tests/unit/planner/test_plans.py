@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from thinwire.engine.parameters import Managed
 from thinwire.engine.planning import make_plan as engine_plan
 from thinwire.methods.acp import ACP
+from thinwire.methods.cast import Cast
 from thinwire.methods.ssgd import SSGD
 from thinwire.methods.topk import TopK
-from thinwire.planner.plans import PlanTensor, default_merge, make_plan
+from thinwire.planner.plans import PlanTensor, balanced_mib, default_merge, make_plan
 from thinwire.planner.profiles import builtin
 from thinwire.planner.timeline.simulate import plan_of
 
@@ -29,6 +30,32 @@ def test_fusion_by_size():
     assert [b.names for b in late.phases[0]] == [("t4", "t2"), ("t1", "t0"), ("t3",)]
     assert len(make_plan(SSGD(merge="none"), tensors, range(5), (), "gloo").phases[0]) == 5
     assert len(make_plan(SSGD(merge="single"), tensors, range(5), (), "gloo").phases[0]) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.004, 0.1, 0.35, 3.5])
+def test_the_balance_of_launches_and_the_exposed_end_is_the_best(seconds):
+    def cost(n):
+        return 4e-3 * n + seconds / n
+
+    total = 40 << 20
+    n = total / (1 << 20) / balanced_mib(total, seconds)
+    assert cost(n) <= min(cost(other) for other in range(1, 200)) * (1 + 1e-9)
+
+
+def test_plain_averages_follow_the_network_and_nothing_else_does():
+    tensors = [PlanTensor(f"t{i}", (1 << 18,)) for i in range(40)]  # 1 MiB each
+
+    def buckets(method, mib_a_second, backend="gloo"):
+        def all_reduce(size):
+            return size / 2**20 / mib_a_second
+
+        return len(make_plan(method, tensors, range(40), (), backend, all_reduce=all_reduce).phases[0])
+
+    assert [buckets(SSGD(), rate) for rate in (1e6, 1e3, 100, 10)] == [1, 4, 10, 40]
+    assert buckets(Cast("bf16"), 100) == 8  # half the bytes: sqrt(2) fewer
+    for method in (SSGD(merge=4), SSGD(ordered=True), SSGD(decoupled=True), TopK(0.01)):
+        assert len({buckets(method, rate) for rate in (1e6, 10)}) == 1
+    assert len({buckets(SSGD(), rate, "nccl") for rate in (1e6, 10)}) == 1
 
 
 @given(

@@ -166,6 +166,15 @@ class Algorithm(abc.ABC):
         return Local(x, steps, lr)
 
 
+def proximal(mu: float, theta: Tensor) -> Adjust | None:
+    """FedProx's pull, mu * (x - theta) on top of each gradient; None where ``mu`` is 0."""
+
+    def pull(g: Tensor, x: Tensor) -> None:
+        g.add_(x, alpha=mu).sub_(theta, alpha=mu)
+
+    return pull if mu else None
+
+
 def positive(name: str, value: float, *, zero: bool = False) -> None:
     """Raise ``ValueError`` unless an option is a positive number (or, with ``zero``, 0)."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

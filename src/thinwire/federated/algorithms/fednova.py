@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundProgram, Visit
-from thinwire.federated.algorithms.base import Algorithm, positive
+from thinwire.federated.algorithms.base import Algorithm, positive, proximal
 from thinwire.federated.client import ClientContext, ClientResult
 
 
@@ -65,10 +65,6 @@ class FedNova(Algorithm):
     ) -> ClientResult:
         """Local SGD, normalised."""
         theta = payload["theta"]
-
-        def pull(g: Tensor, x: Tensor) -> None:
-            g.add_(x, alpha=self.mu).sub_(theta, alpha=self.mu)
-
-        local = self.local_sgd(context, theta, pull if self.mu else None)
+        local = self.local_sgd(context, theta, proximal(self.mu, theta))
         a = self.norm(local.steps, local.lr)
         return ClientResult({"direction": (local.x - theta) / a, "a": theta.new_tensor([a])})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.federated.algorithms.base import positive
+from thinwire.federated.algorithms.base import positive, proximal
 from thinwire.federated.algorithms.fedavg import FedAvg
 from thinwire.federated.client import ClientContext, ClientResult
 
@@ -38,9 +38,5 @@ class FedProx(FedAvg):
     ) -> ClientResult:
         """Local SGD with the pull."""
         theta = payload["theta"]
-
-        def pull(g: Tensor, x: Tensor) -> None:
-            g.add_(x, alpha=self.mu).sub_(theta, alpha=self.mu)
-
-        local = self.local_sgd(context, theta, pull if self.mu else None)
+        local = self.local_sgd(context, theta, proximal(self.mu, theta))
         return ClientResult({"delta": local.x - theta})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ class Parts:
     after: nn.Module | None
 
 
-class View:
+class View(ABC):
     """One architecture of transformers. Holds no state but the configuration; modules are passed in.
 
     Attributes:
@@ -41,12 +42,14 @@ class View:
         classes: of transformers, that can be cut, by name.
         input_name: the input whose length is the number of tokens.
         uses_lengths: whether padding is masked.
+        layers_at: the path of the list of layers in a model.
     """
 
     model_type: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]
     input_name: ClassVar[str] = "input_ids"
     uses_lengths: ClassVar[bool] = True
+    layers_at: ClassVar[str]
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -61,21 +64,23 @@ class View:
         """Width f inside the feed-forward block."""
         return int(self.config.intermediate_size)
 
+    @abstractmethod
     def embeddings(self, model: nn.Module) -> nn.Module:
         """A module ``(**inputs) -> [B, L, h]``."""
-        raise NotImplementedError
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The layers, in order."""
-        raise NotImplementedError
+        found = model.get_submodule(self.layers_at)
+        assert isinstance(found, nn.ModuleList)
+        return found
 
+    @abstractmethod
     def parts(self, layer: nn.Module) -> Parts:
         """One layer in pieces."""
-        raise NotImplementedError
 
+    @abstractmethod
     def head(self, model: nn.Module) -> nn.Module:
         """A module ``(hidden, lengths) -> logits``: all that follows the last layer."""
-        raise NotImplementedError
 
     def mask(self, hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
         """What the layers take as attention mask."""

@@ -44,16 +44,11 @@ class BertView(View):
 
     model_type = "bert"
     classes = ("BertForSequenceClassification",)
+    layers_at = "bert.encoder.layer"
 
     def embeddings(self, model: nn.Module) -> nn.Module:
         """Words, positions, token types."""
         return model.get_submodule(f"{self.model_type}.embeddings")
-
-    def layers(self, model: nn.Module) -> nn.ModuleList:
-        """The encoder's."""
-        found = model.get_submodule(f"{self.model_type}.encoder.layer")
-        assert isinstance(found, nn.ModuleList)
-        return found
 
     def parts(self, layer: nn.Module) -> Parts:
         """The names of transformers' BertLayer."""
@@ -78,6 +73,7 @@ class RobertaView(BertView):
 
     model_type = "roberta"
     classes = ("RobertaForSequenceClassification",)
+    layers_at = "roberta.encoder.layer"
 
     def head(self, model: nn.Module) -> nn.Module:
         """Its classification head."""

@@ -35,6 +35,7 @@ class DistilBertView(View):
 
     model_type = "distilbert"
     classes = ("DistilBertForSequenceClassification",)
+    layers_at = "distilbert.transformer.layer"
 
     @property
     def intermediate(self) -> int:
@@ -44,12 +45,6 @@ class DistilBertView(View):
     def embeddings(self, model: nn.Module) -> nn.Module:
         """Words and positions."""
         return model.get_submodule("distilbert.embeddings")
-
-    def layers(self, model: nn.Module) -> nn.ModuleList:
-        """The transformer's."""
-        found = model.get_submodule("distilbert.transformer.layer")
-        assert isinstance(found, nn.ModuleList)
-        return found
 
     def parts(self, layer: nn.Module) -> Parts:
         """The names of transformers' TransformerBlock."""

@@ -56,6 +56,7 @@ class GPT2View(View):
 
     model_type = "gpt2"
     classes = ("GPT2ForSequenceClassification", "GPT2LMHeadModel")
+    layers_at = "transformer.h"
 
     @property
     def intermediate(self) -> int:
@@ -65,12 +66,6 @@ class GPT2View(View):
     def embeddings(self, model: nn.Module) -> nn.Module:
         """Words and positions."""
         return _Embed(model)
-
-    def layers(self, model: nn.Module) -> nn.ModuleList:
-        """Its blocks."""
-        found = model.get_submodule("transformer.h")
-        assert isinstance(found, nn.ModuleList)
-        return found
 
     def parts(self, layer: nn.Module) -> Parts:
         """The names of transformers' GPT2Block."""

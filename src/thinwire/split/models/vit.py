@@ -35,18 +35,13 @@ class ViTView(View):
 
     model_type = "vit"
     classes = ("ViTForImageClassification",)
+    layers_at = "vit.layers"
     input_name = "pixel_values"
     uses_lengths = False
 
     def embeddings(self, model: nn.Module) -> nn.Module:
         """Patches, positions, the class token."""
         return model.get_submodule("vit.embeddings")
-
-    def layers(self, model: nn.Module) -> nn.ModuleList:
-        """The encoder's."""
-        found = model.get_submodule("vit.layers")
-        assert isinstance(found, nn.ModuleList)
-        return found
 
     def parts(self, layer: nn.Module) -> Parts:
         """The names of transformers' ViTLayer."""
