@@ -22,6 +22,7 @@ def run(*arguments, script=EXAMPLE / "run.py"):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_quick(tmp_path):
     for name in ("sklearn", "PIL", "safetensors", "matplotlib"):
         pytest.importorskip(name)

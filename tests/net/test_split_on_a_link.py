@@ -1,4 +1,4 @@
-"""Two machines of the lab over TLS: four messages a step, bytes as predicted, seconds that the link accounts for."""
+"""Two machines of the lab over TLS: four messages a step, bytes as predicted."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from thinwire.split.models.presets import preset
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 
 SCRIPT = """
-import json, os, sys, time, torch
+import json, os, sys, torch
 from thinwire.bench.wire import transmitted_bytes
 from thinwire.split import Batch, CloudEnd, Credentials, EdgeEnd, Recipe, Server, StageLink, load_half
 torch.set_num_threads(1)
@@ -32,11 +32,9 @@ with StageLink(os.environ["MASTER_ADDR"], 7443, Credentials.of(folder + "/keys",
     edge.step(batch)
     sent, ledger, count = transmitted_bytes("eth0"), link.ledger.wire, sum(link.ledger.messages.values())
     up = sum(link.ledger.sent.values())
-    start = time.perf_counter()
     for _ in range(3):
         edge.step(batch)
-    seconds = (time.perf_counter() - start) / 3
-    found = [seconds, transmitted_bytes("eth0") - sent, sum(link.ledger.sent.values()) - up, link.ledger.wire - ledger]
+    found = [transmitted_bytes("eth0") - sent, sum(link.ledger.sent.values()) - up, link.ledger.wire - ledger]
     print(json.dumps([*found, sum(link.ledger.messages.values()) - count]))
     edge.bye()
 """
@@ -49,7 +47,7 @@ def test_a_step_across_a_slow_link(mode, tmp_path):
     cluster = lab.Cluster.parse(2, 1, "10mbit")
     result, lines = collect(cluster, [sys.executable, "-c", SCRIPT, str(tmp_path)], timeout_seconds=100)
     assert result.exit_codes == (0, 0), lines
-    seconds, on_wire, sent, both_ways, messages = json.loads(lines[1][-1])
+    on_wire, sent, both_ways, messages = json.loads(lines[1][-1])
     assert messages == 3 * 4
     step = crossings(plan, Shape(128, 512, 2), [32] * 8, 8, 32)
     spec = cluster.link(0)
@@ -57,4 +55,3 @@ def test_a_step_across_a_slow_link(mode, tmp_path):
     assert both_ways == 3 * predicted.wire
     assert sent == 3 * predicted.bytes_up
     assert sent < on_wire < 1.12 * sent + 3 * 4 * 200  # headers of packets, and acknowledgements of what came
-    assert seconds > 0.9 * predicted.link_seconds  # the computation comes on top
