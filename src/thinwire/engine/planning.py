@@ -11,9 +11,7 @@ from thinwire.planner.timeline import simulate
 from thinwire.program import Method, Plan, Topology
 from thinwire.program.trace import Step, trace
 
-follows_network = plans.follows_network
-
-__all__ = ["follows_network", "make_plan", "measured_plan", "price_plan", "trace_plan"]
+__all__ = ["make_plan", "measured_plan", "price_plan", "trace_plan"]
 
 
 def make_plan(

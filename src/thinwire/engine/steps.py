@@ -19,13 +19,14 @@ from thinwire.engine.deferred import Deferred
 from thinwire.engine.memory import Memory, teach_malloc
 from thinwire.engine.parameters import Managed, managed_parameters
 from thinwire.engine.pilot import Decision, Pilot
-from thinwire.engine.planning import follows_network, make_plan, trace_plan
+from thinwire.engine.planning import make_plan, trace_plan
 from thinwire.engine.rate import all_reduce_rate
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.scaler import loss_scale
 from thinwire.engine.settings import Settings
 from thinwire.engine.shards import Shards
 from thinwire.methods.decoupling import deferring
+from thinwire.planner.plans import follows_network
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
 
 ATTACHED = "_thinwire_sync"

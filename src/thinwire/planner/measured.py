@@ -117,19 +117,17 @@ def _sparse(
 def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: Measured) -> list[Part]:
     """LAGS: a bucket per layer; what is kept of each."""
     world, costs = measured.topology.world_size, measured.costs
+    all_reduce = all_reduce_seconds(costs, measured.topology)
 
     def exchange(kept: int) -> float:
         return costs.seconds("AllGather", Scope.WORLD, world, 8 * kept)
-
-    def all_reduce(n: int) -> float:
-        return costs.seconds("AllReduce", Scope.WORLD, world, 4 * n)
 
     ratios = lags(
         sizes,
         list(seconds),
         lambda n: _first_segment(method, n, measured, 0),
         exchange,
-        all_reduce,
+        lambda n: all_reduce(4 * n),
         method.max_ratio,
         exposed_seconds=method.exposed_seconds,
         side_stream=measured.side_stream,
