@@ -25,6 +25,7 @@ from torch import Tensor
 
 from thinwire.engine.durable import flush
 from thinwire.federated import files
+from thinwire.federated.pages import Pages, Stored
 
 StateDict = Mapping[str, Tensor]
 Versions = NDArray[np.int32]
@@ -39,8 +40,7 @@ class StateUnavailable(RuntimeError):
 
 @dataclass
 class _Entry:
-    state: StateDict
-    bytes: int
+    place: Stored
     on_disk: bool
 
 
@@ -50,12 +50,13 @@ class ClientStateStore:
     Args:
         population: clients in all; 4 bytes each are kept in memory and in every checkpoint.
         folder: of the files; shared by all ranks, or None: a temporary one, which is removed at the end.
-        memory_bytes: of states in memory; the least recently used are written and dropped. 0: none are kept.
+        memory_bytes: that states in memory may take, the record of each included; the least recently used are written
+            and dropped. 0: none are kept.
         write_through: every state is written when its round is committed (several ranks, checkpoints); else only what
             does not fit in memory.
 
     Attributes:
-        memory_used: bytes of states in memory now; memory_peak: the most it has been.
+        memory_peak: the most that ``memory_used`` has been.
         reads, writes: files read and written.
     """
 
@@ -80,9 +81,15 @@ class ClientStateStore:
         self._pending: dict[int, int] = {}
         self._replaced: list[tuple[int, int]] = []  # superseded since the last durable version, and kept for it
         self._unflushed: set[Path] = set()
-        self._coming: dict[tuple[int, int], Future[StateDict]] = {}
+        self._coming: dict[tuple[int, int], Future[bytes]] = {}
         self._reader: ThreadPoolExecutor | None = None
-        self.memory_used = self.memory_peak = self.reads = self.writes = 0
+        self._memory = Pages(memory_bytes)
+        self.memory_peak = self.reads = self.writes = 0
+
+    @property
+    def memory_used(self) -> int:
+        """Bytes that states in memory take now."""
+        return self._memory.used
 
     @property
     def temporary(self) -> bool:
@@ -118,10 +125,17 @@ class ClientStateStore:
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
-            return entry.state
+            return files.unpack(self._memory.get(entry.place))
         coming = self._coming.pop(key, None)
-        state = self._read(client, version) if coming is None else coming.result()
-        self._keep(key, state, on_disk=True)
+        try:
+            packed = self._read(client, version) if coming is None else coming.result()
+            state = files.unpack(packed)
+        except Exception as error:
+            raise StateUnavailable(
+                f"client {client} has a state of round {version}, and {self.path(*key)} cannot be read: {error}"
+            ) from error
+        self.reads += 1
+        self._keep(key, packed, on_disk=True)
         return state
 
     def prefetch(self, client: int) -> None:
@@ -141,10 +155,10 @@ class ClientStateStore:
         """
         if round <= int(self.versions[client]):
             raise ValueError(f"client {client} has a state of round {self.versions[client]}, later than {round}")
-        kept = {name: x.detach().cpu().clone() for name, x in state.items()}
+        packed = files.pack(state)
         self._pending[client] = round
         self._drop((client, round))
-        self._keep((client, round), kept, on_disk=False)
+        self._keep((client, round), packed, on_disk=False)
 
     def withdraw(self, clients: Iterable[int]) -> None:
         """Forget what was put since the last commit for these clients (they are run again elsewhere)."""
@@ -163,7 +177,7 @@ class ClientStateStore:
             for client, round in self._pending.items():
                 entry = self._entries.get((client, round))
                 if entry is not None and not entry.on_disk:
-                    self._write((client, round), entry)
+                    self._write_out((client, round), entry)
         return sorted(self._pending)
 
     def commit(self, round: int, clients: Iterable[int] | None = None) -> None:
@@ -193,7 +207,7 @@ class ClientStateStore:
         """All that is committed and of this store is on disk, and survives a loss of power."""
         for key, entry in self._entries.items():
             if not entry.on_disk and key[0] not in self._pending:
-                self._write(key, entry)
+                self._write_out(key, entry)
         if self._unflushed:
             folders = {path.parent for path in self._unflushed}
             with ThreadPoolExecutor(8) as pool:
@@ -220,12 +234,12 @@ class ClientStateStore:
             versions = torch.full((self.population,), _NONE, dtype=torch.int32)
         self.versions = versions.to(torch.int32).numpy().copy()
         self._durable = self.versions.copy() if durable else None
-        self._entries.clear()
+        for key in list(self._entries):
+            self._drop(key)
         self._pending.clear()
         self._replaced.clear()
         self._unflushed.clear()
         self._coming.clear()
-        self.memory_used = 0
         if clean and (self._folder is not None or self._given is not None):
             for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
                 found = _NAME.fullmatch(path.name)
@@ -242,41 +256,37 @@ class ClientStateStore:
             self._reader.shutdown(cancel_futures=True)
             self._reader = None
 
-    def _keep(self, key: tuple[int, int], state: StateDict, *, on_disk: bool) -> None:
-        size = sum(x.numel() * x.element_size() for x in state.values())
-        self._entries[key] = _Entry(state, size, on_disk)
-        self.memory_used += size
-        while self.memory_used > self.memory_bytes and self._entries:
+    def _keep(self, key: tuple[int, int], packed: bytes, *, on_disk: bool) -> None:
+        while self._entries and not self._memory.room_for(len(packed)):
             oldest, entry = next(iter(self._entries.items()))
-            if not entry.on_disk:
-                self._write(oldest, entry)
+            self._write_out(oldest, entry)
             self._drop(oldest)
-        self.memory_peak = max(self.memory_peak, self.memory_used)
+        if self._memory.room_for(len(packed)):
+            self._entries[key] = _Entry(self._memory.put(packed), on_disk)
+            self.memory_peak = max(self.memory_peak, self.memory_used)
+        elif not on_disk:
+            self._write(key, packed)
 
     def _drop(self, key: tuple[int, int]) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self.memory_used -= entry.bytes
+            self._memory.free(entry.place)
 
-    def _write(self, key: tuple[int, int], entry: _Entry) -> None:
+    def _write_out(self, key: tuple[int, int], entry: _Entry) -> None:
+        if not entry.on_disk:
+            self._write(key, self._memory.get(entry.place))
+            entry.on_disk = True
+
+    def _write(self, key: tuple[int, int], packed: bytes) -> None:
         path = self.path(*key)
         path.parent.mkdir(exist_ok=True)
-        files.write(path, files.pack(entry.state), flush=False)
+        files.write(path, packed, flush=False)
         if self._durable is not None:  # only checkpoints ask for more than the page cache
             self._unflushed.add(path)
-        entry.on_disk = True
         self.writes += 1
 
-    def _read(self, client: int, version: int) -> StateDict:
-        path = self.path(client, version)
-        try:
-            state = files.unpack(path.read_bytes())
-        except Exception as error:
-            raise StateUnavailable(
-                f"client {client} has a state of round {version}, and {path} cannot be read: {error}"
-            ) from error
-        self.reads += 1
-        return state
+    def _read(self, client: int, version: int) -> bytes:
+        return self.path(client, version).read_bytes()
 
     def _remove(self, key: tuple[int, int]) -> None:
         if self._folder is None:
