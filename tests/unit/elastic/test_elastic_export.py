@@ -17,6 +17,7 @@ def test_the_exported_file_computes_the_same(tmp_path, deformable):
     torch.testing.assert_close(found, plain(*pair)[-1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch's own exporter
 def test_onnx_says_what_it_needs_or_computes_the_same(tmp_path):
     net = shaken(ElasticStereo.tiny(0)).eval()
     plain = net.extract(net.space.smallest).eval()
