@@ -172,8 +172,10 @@ def main() -> None:
 def loaders_of(sources: dict[str, Any], passes: int, batch: int) -> dict[str, Any]:
     """A loader with one worker for each input, and batches made in advance."""
     loaders: dict[str, Any] = {
-        what: DataLoader(
-            Several(data, passes), batch, shuffle=True, num_workers=1, persistent_workers=True, drop_last=True
+        what: tw.data.Prefetched(
+            DataLoader(
+                Several(data, passes), batch, shuffle=True, num_workers=1, persistent_workers=True, drop_last=True
+            )
         )
         for what, data in sources.items()
     }

@@ -1,8 +1,14 @@
 """Sphinx configuration; `make docs` builds with warnings as errors."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import thinwire
+
+sys.path.insert(0, str(Path(__file__).parent))  # differences.py, recorded.py
+import differences
+import recorded
 
 project = "thinwire"
 author = "the thinwire authors"
@@ -12,7 +18,11 @@ version = release = thinwire.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"thinwire {release}"
-exclude_patterns = ["_build", "methods/when"]  # tables that the pages of the methods include
+html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+highlight_language = "text"  # of blocks that do not say
+exclude_patterns = ["_build", "methods/when", "winners"]  # tables that pages include
 
 myst_heading_anchors = 3
 napoleon_numpy_docstring = False
@@ -23,8 +33,10 @@ autodoc_typehints = "signature"
 
 
 def setup(app: Any) -> None:
-    """Let a norm in a docstring, |A|, be one: reStructuredText would read a substitution."""
+    """Add our own directives; let a norm in a docstring, |A|, be one: reStructuredText would read a substitution."""
     app.connect("autodoc-process-docstring", _keep_bars)
+    differences.setup(app)
+    recorded.setup(app)
 
 
 def _keep_bars(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -5,6 +5,7 @@ What does not live here: decoders, downloaders and loaders (torch, torchdata, mo
 
 from thinwire.data import policy, stall
 from thinwire.data.cached import CachedDataset
+from thinwire.data.prefetch import Prefetched
 from thinwire.data.resolution import ResolutionSchedule, Stage
 from thinwire.data.sampler import LocalitySampler
 from thinwire.data.stats import CacheStats
@@ -15,6 +16,7 @@ __all__ = [
     "CachedDataset",
     "CachedStream",
     "LocalitySampler",
+    "Prefetched",
     "ResolutionSchedule",
     "Stage",
     "policy",

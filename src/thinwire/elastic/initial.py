@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from thinwire.elastic.blocks import ElasticMBConv
 from thinwire.elastic.deform import DeformConv
 from thinwire.elastic.operators import ElasticDepthwise
+from thinwire.elastic.refinement import Refinement
 from thinwire.elastic.space import round8
 
 
@@ -15,7 +16,10 @@ from thinwire.elastic.space import round8
 def initialise(net: nn.Module) -> None:
     """Convolutions normal with variance 2 / (k * k * channels out), biases and offset convolutions zero.
 
-    The maps between kernels keep their identity, BatchNorm its ones and zeros.
+    The maps between kernels keep their identity, BatchNorm its ones and zeros. The refinements' last convolutions are
+    zero too, so that training starts from the estimate they refine: their one channel out would make that variance
+    2 / 9, and the noise they then add to the disparity doubles the error after short training (tiny network, 300
+    steps: 1.41 px against 0.92).
     """
     for module in net.modules():
         weight = getattr(module, "weight", None)
@@ -27,6 +31,8 @@ def initialise(net: nn.Module) -> None:
     for module in net.modules():
         if isinstance(module, DeformConv):
             module.offset.weight.zero_()
+        elif isinstance(module, Refinement):
+            module.last.weight.zero_()
 
 
 def order(importance: Tensor, edges: list[int]) -> Tensor:

@@ -119,5 +119,5 @@ def test_shrinking_beats_the_constant_guess_at_every_corner():
     shrink(net, data, [shrinking])
     last = [score.metrics(net.space.uniform(*c)).epe for c in ((7, 2, 4, 2), (3, 1, 2, 2))]
     print(f"constant {guess:.2f}; after large {first}; after shrinking {last}")
-    assert max(last) < guess / 2
+    assert max(last) < min(0.8, guess / 2)
     assert last[1] < first[1]

@@ -1,0 +1,345 @@
+"""What the benchmarks recorded, as tables: ``python docs/recorded.py`` prints them.
+
+The directive ``{recorded}`` puts a file's table into a page, the role of that name a single figure: none is copied by
+hand. A benchmark that has recorded nothing yet is listed with its command. Figures that miss their target stay.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+NBSP = "\u00a0"  # keeps a figure on one line
+PERCENT = f"{NBSP}%"
+UNREADABLE = "docs/recorded.py does not know the layout of this file"
+
+
+class Row(NamedTuple):
+    """One claim: the recorded figure, what it should be, and whether it is (None: nothing was asked for)."""
+
+    what: str
+    figure: str
+    target: str = ""
+    met: bool | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of results.
+
+    Attributes:
+        command: makes it again.
+        page: where the figures are explained.
+        read: its claims.
+    """
+
+    command: str
+    page: str
+    read: Callable[[Any], Iterator[Row]]
+
+
+def claim(
+    what: str, value: float, unit: str = "", *, at_most: float | None = None, at_least: float | None = None
+) -> Row:
+    """A row; ``unit`` follows the figure and the target."""
+    figure = f"{number(value)}{unit}"
+    if at_most is not None:
+        return Row(what, figure, f"≤{NBSP}{number(at_most)}{unit}", value <= at_most)
+    if at_least is not None:
+        return Row(what, figure, f"≥{NBSP}{number(at_least)}{unit}", value >= at_least)
+    return Row(what, figure)
+
+
+def number(value: float) -> str:
+    """Three digits; whole numbers above a hundred with commas."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def main_figures(data: Any) -> Iterator[Row]:
+    """The figures with their own targets; a load far above the workers is shown beside the figure."""
+    for f in data["figures"]:
+        unit = "" if f["unit"] == "x" else f"{NBSP}{f['unit']}"
+        busy = f"{NBSP}(load{NBSP}{f['load_average']:g})" if f["load_average"] > 2 * data["machine"]["cores"] else ""
+        figure = f"{number(f['value'])}{unit}{busy}"
+        if f["target"] is None:
+            yield Row(f["what"], figure)
+        else:
+            sign = "≤" if (f["value"] <= f["target"]) == f["met"] else "≥"
+            yield Row(f["what"], figure, f"{sign}{NBSP}{f['target']:g}{unit}", f["met"])
+
+
+def predictions(data: Any) -> Iterator[Row]:
+    """Errors by number of workers, and how often the first choice was right."""
+    cells = data["cells"]
+    for workers in sorted({c["workers"] for c in cells}):
+        errors = [100 * abs(c["predicted"] / c["measured"] - 1) for c in cells if c["workers"] == workers]
+        enough = workers <= 2  # cores, on the machine that measured
+        where, middle = f"predicted step, {workers} workers", statistics.median(errors)
+        yield claim(f"{where}: median error", middle, PERCENT, at_most=10.0 if enough else 20.0)
+        yield claim(f"{where}: worst of {len(errors)}", max(errors), PERCENT, at_most=25.0 if enough else None)
+    networks = {(c["model"], c["link"], c["workers"]) for c in cells}
+    right = 0
+    for network in networks:
+        here = [c for c in cells if (c["model"], c["link"], c["workers"]) == network]
+        first = min(here, key=lambda c: c["predicted"])
+        right += first["measured"] <= 1.05 * min(c["measured"] for c in here)
+    share = 100 * right / len(networks)
+    yield claim(f"networks, of {len(networks)}, whose first choice is within 5 %", share, PERCENT, at_least=90.0)
+
+
+def hierarchy(data: Any) -> Iterator[Row]:
+    """HiTopK against the exact torus, on both sides of the break-even."""
+    seconds = {row["method"]: row["measured_seconds"] for row in data["rows"]}
+    torus = seconds["ssgd collective=torus"]
+    yield claim("torus / flat all-reduce, step", torus / seconds["ssgd"])
+    for method, value in seconds.items():
+        if method.startswith("hitopk"):
+            density = float(method.partition("=")[2])
+            below = density < data["break_even_density"]
+            bound = {"at_most": 1.0} if below else {"at_least": 1.0}
+            yield claim(f"hitopk, density {density:g} / torus, step", value / torus, **bound)
+
+
+def selection(data: Any) -> Iterator[Row]:
+    """At the largest size and at the smallest, where it loses."""
+    largest = max(row["elements"] for row in data["rows"])
+    for size, goals in ((largest, {"threshold": 2.0, "histogram": 1.5}), (65536, {})):
+        for row in data["rows"]:
+            if row["data"] == "normal" and row["density"] == 0.001 and row["elements"] == size:
+                for name in ("exact", "threshold", "histogram"):
+                    what = f"torch.topk / {name}, {size:,} elements, density 0.001"
+                    yield claim(what, row["ratio"][name], at_least=goals.get(name))
+
+
+def kfac(data: Any) -> Iterator[Row]:
+    """Two tasks, and schedules side by side."""
+    tasks = data["tasks"]
+    ours = tasks["teacher, kfac"]["steps"]
+    yield claim("K-FAC, steps to 0.3 on the ill-conditioned teacher", ours, at_most=260)
+    for name, words in (("sgd", "tuned SGD"), ("adamw", "AdamW"), ("muon", "Muon")):
+        steps = tasks[f"teacher, {name}"]["steps"]
+        yield Row(f"{words}, the same", "not in 400 steps" if steps is None else f"{steps} steps")
+    for name in ("sgd", "adamw", "muon"):
+        ratio = tasks["digits, kfac"]["seconds"] / tasks[f"digits, {name}"]["seconds"]
+        yield claim(f"K-FAC / {name}, seconds to 0.62 on the digits", ratio)
+    for place in ("schedules, mlp, 1gbit", "schedules, mlp, 300mbit"):
+        rows = data.get(place, {}).get("rows", {})
+        for other in ("dkfac", "mpd"):
+            if {"spd", other} <= set(rows):
+                ratio = rows["spd"]["step"] / rows[other]["step"]
+                yield claim(f"{place.partition(', ')[2]}: spd / {other}, step", ratio, at_most=1.0)
+
+
+def parameter_server(data: Any) -> Iterator[Row]:
+    """One node four times slower: the best settings of each scheme, by sequences per gradient."""
+    for where in sorted(key for key in data if key.startswith("slow")):
+        runs = {name.partition(",")[0].split()[0]: found[0] for name, found in data[where].items()}
+        ours, plain, batch = runs["inhad"], runs["S-SGD"], where.partition(", ")[2]
+        yield claim(f"{batch}: inhad / S-SGD, gradients per second", ours["rate"] / plain["rate"], at_least=2.0)
+        for goal in (2.8, 2.7):
+            what = f"{batch}: inhad / S-SGD, seconds to a loss of {goal:g}"
+            at, theirs = _first(ours["losses"], goal), _first(plain["losses"], goal)
+            if at is None or theirs is None:
+                yield Row(what, "not reached", f"≤{NBSP}1", at is not None)
+            else:
+                yield claim(what, at / theirs, at_most=1.0)
+    taken = data["in"]
+    yield claim("iteration numbers per second, one server", taken["taken_per_second"], at_least=10_000)
+    yield claim("the same: share of a core", taken["core_share"], at_most=1.0)
+
+
+def rates(data: Any) -> Iterator[Row]:
+    """How many settings were tried; the table is on the page."""
+    yield claim("runs in virtual time", len(data))
+
+
+def _first(losses: list[list[float]], goal: float) -> float | None:
+    return next((at for at, _, loss in losses if loss <= goal), None)
+
+
+def federated(data: Any) -> Iterator[Row]:
+    """A round beside other frameworks, and what a million clients take."""
+    speed = data["speed"]
+    plain = "Flower simulation, 1 actor"
+    for name, goal in (("Flower simulation, 2 actors", 10.0), (plain, 10.0), ("pfl-research", 1.0)):
+        if name in speed:
+            yield claim(f"{name} / thinwire, seconds per round", speed[name]["ratio"], at_least=goal)
+    for budget, run in data["million"].items():
+        what = f"1,000,000 clients, states in memory under a budget of {int(budget) / 1e6:.1f} MB"
+        yield claim(what, run["states_peak"] / 1e6, f"{NBSP}MB", at_most=int(budget) / 1e6)
+    equal = data["uneven"]["equal"]["makespan"]
+    for name in ("lpt", "pull"):
+        ratio = data["uneven"][name]["makespan"] / equal
+        yield claim(f"schedule {name} / equal parts, makespan", ratio, at_most=1.0)
+
+
+def split(data: Any) -> Iterator[Row]:
+    """Bytes by formula, seconds on links, accuracy."""
+    full = {row["plan"]: row for row in data["bytes"] if row["batch"] == "32x128"}
+    what = "BERT-base, rank 8, 32 x 128: boundary / lowrank"
+    yield claim(f"{what}, activations and gradients", full["lowrank"]["state_ratio"], at_least=96.0)
+    yield claim(f"{what}, all that crosses the socket", full["lowrank"]["wire_ratio"], at_least=95.0)
+    yield claim(f"{what} with int8", full["lowrank:int8"]["state_ratio"], at_least=300.0)
+    rows = {key: row for key, row in data["task"].items() if "seed 0" in key}
+    small = {key: row["score"] for key, row in rows.items() if key.endswith("lr 0.0003")}
+    plain = next((score for key, score in small.items() if key.startswith("lowrank,")), None)
+    for name in ("int8,pack", "int4,pack"):
+        score = next((score for key, score in small.items() if key.startswith(f"lowrank:{name}")), None)
+        if plain is not None and score is not None:
+            lost = 100 * (plain - score)
+            yield claim(f"lowrank with {name}: points lost from random weights, one seed", lost, at_most=1.0)
+    for name in ("int8,pack", "int4,pack"):
+        pairs = {key: key.replace("lowrank,", f"lowrank:{name},", 1) for key in data["task"] if "pretrained" in key}
+        lost = [
+            100 * (data["task"][a]["score"] - data["task"][b]["score"])
+            for a, b in pairs.items()
+            if a != b and b in data["task"]
+        ]
+        if lost:
+            what = f"lowrank with {name}: points lost from pre-trained weights, mean of {len(lost)} seeds"
+            yield claim(what, statistics.mean(lost), at_most=1.0)
+    worst = max(abs(row["off"]) for row in data["link"].values())
+    yield claim("seconds on a link, predicted: worst error", 100 * worst, PERCENT, at_most=15.0)
+
+
+def elastic(data: Any) -> Iterator[Row]:
+    """One sub-network per step, and six."""
+    for case in data["cases"]:
+        where = f"{case['sub_nets']} sub-network{'s' * (case['sub_nets'] > 1)} per step"
+        yield claim(f"{where}: active / dense, step", case["active_over_dense"], at_most=0.80)
+        yield claim(f"{where}: active / DDP, step", case["active_over_ddp"], at_most=0.65)
+
+
+def locality(data: Any) -> Iterator[Row]:
+    """Accuracy beside a global shuffle."""
+    mean = {(row["nodes"], row["shuffle"]): statistics.mean(row["accuracy"]) for row in data["rows"]}
+    for nodes in sorted({nodes for nodes, _ in mean}):
+        lost = 100 * (mean[nodes, "global shuffle"] - mean[nodes, "locality"])
+        yield claim(f"{nodes} machines: points of accuracy lost to LocalitySampler", lost)
+
+
+def hsdp(data: Any) -> Iterator[Row]:
+    """Of every link: methods beside plain HSDP."""
+    for run in data["runs"]:
+        plain, *rest = run["rows"]
+        for row in rest:
+            what = f"{run['link']}: {row['label']} / {plain['label']}, step"
+            yield claim(what, row["step_seconds"] / plain["step_seconds"])
+
+
+def peers(data: Any) -> Iterator[Row]:
+    """How much was compared: the figures have a page of their own."""
+    yield claim("runs beside other libraries", len(data["runs"]))
+
+
+def anything(data: Any) -> Iterator[Row]:
+    """A file whose claims nobody has written down yet."""
+    yield Row("recorded", "see the file")
+
+
+RATES = "python benchmarks/parameter_server_rates.py --out FILE"
+SOURCES = {
+    "main_figures": Source("python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures),
+    "predictions": Source("python benchmarks/predictions.py", "plan.md", predictions),
+    "auto": Source("python benchmarks/auto.py --workers 2", "plan.md", anything),
+    "merge_plans": Source("python benchmarks/merge_plans.py", "methods/common.md", anything),
+    "hierarchy": Source("python benchmarks/hierarchy.py", "methods/hitopk.md", hierarchy),
+    "hsdp": Source("python benchmarks/hsdp.py", "adapters/fsdp2.md", hsdp),
+    "peers": Source("make -C benchmarks/peers", "peers.md", peers),
+    "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
+    "lars": Source("python benchmarks/lars.py", "large_batch.md", anything),
+    "cache": Source("python benchmarks/cache.py", "data.md", anything),
+    "locality": Source("python benchmarks/locality.py", "data.md", locality),
+    "kfac": Source("python benchmarks/kfac.py tasks", "kfac.md", kfac),
+    "parameter_server": Source("python benchmarks/parameter_server.py", "parameter_server.md", parameter_server),
+    "parameter_server_rates_batch1": Source(f"{RATES} --model ...:batch=1", "parameter_server.md", rates),
+    "parameter_server_rates_batch4": Source(f"{RATES} --model ...:batch=4", "parameter_server.md", rates),
+    "federated": Source("python benchmarks/federated.py", "federated.md", federated),
+    "split": Source("python benchmarks/split.py", "split.md", split),
+    "elastic": Source("python benchmarks/elastic.py", "elastic.md", elastic),
+}
+"""By the name of the file in ``benchmarks/results``."""
+
+
+def rows(name: str) -> list[Row]:
+    """The claims of a file; none if it was not recorded. A file of another layout says so in a last row."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return []
+    found: list[Row] = []
+    try:
+        found.extend(SOURCES[name].read(json.loads(path.read_text(encoding="utf-8"))))
+    except (KeyError, IndexError, TypeError) as error:
+        found.append(Row(f"{UNREADABLE}: {error!r}", "see the file"))
+    return found
+
+
+def table(name: str) -> str:
+    """As Markdown: the command, the page, the claims."""
+    source, found = SOURCES[name], rows(name)
+    head = f"`{source.command}`; explained in [](/{source.page})"
+    if not found:
+        return f"{head}. Not recorded.\n"
+    lines = [f"{head}.\n", "| claim | recorded | target | reached |", "|---|---|---|---|"]
+    for row in found:
+        reached = "" if row.met is None else "yes" if row.met else "**no**"
+        lines.append(f"| {row.what} | {row.figure} | {row.target} | {reached} |")
+    return "\n".join(lines) + "\n"
+
+
+def tally() -> str:
+    """How many targets were reached, over all files."""
+    judged = [row.met for name in SOURCES for row in rows(name) if row.met is not None]
+    return f"{sum(judged)} of {len(judged)} figures that have a target reach it."
+
+
+def figure(text: str) -> str:
+    """One figure, for example of "kfac: K-FAC / muon, seconds to 0.62 on the digits".
+
+    Raises:
+        ValueError: there is no such file or claim, or it was not recorded.
+    """
+    name, _, what = text.partition(": ")
+    for row in rows(name) if name in SOURCES else []:
+        if row.what == what:
+            return row.figure
+    raise ValueError(f"{text!r} is no recorded figure: python docs/recorded.py prints them")
+
+
+def setup(app: Any) -> None:
+    """Add the directive and the role to Sphinx, which is imported here, as the tests need none."""
+    from docutils import nodes
+    from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+    class Recorded(SphinxDirective):
+        """``{recorded} NAME``, or ``{recorded} tally``."""
+
+        required_arguments = 1
+
+        def run(self) -> list[Any]:
+            name = self.arguments[0]
+            self.env.note_dependency(str(RESULTS / f"{name}.json"))
+            return self.parse_text_to_nodes(tally() if name == "tally" else table(name))
+
+    class Figure(SphinxRole):
+        """``{recorded}`NAME: CLAIM` ``"""
+
+        def run(self) -> tuple[list[Any], list[Any]]:
+            try:
+                return [nodes.Text(figure(self.text))], []
+            except ValueError as error:
+                return [], [self.inliner.reporter.error(str(error), line=self.lineno)]
+
+    app.add_directive("recorded", Recorded)
+    app.add_role("recorded", Figure())
+
+
+if __name__ == "__main__":
+    for each in SOURCES:
+        print(f"\n## {each}\n\n{table(each)}", end="")
+    print(f"\n{tally()}")

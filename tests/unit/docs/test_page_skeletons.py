@@ -1,0 +1,78 @@
+"""The pages of methods and systems have one shape, every page is in the contents, and no page grows long."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from thinwire.methods.registry import METHODS
+
+DOCS = Path(__file__).parents[3] / "docs"
+SYSTEMS = ("large_batch", "data", "kfac", "parameter_server", "federated", "split", "elastic")
+HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
+TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FRAGMENTS = ("_build", "when", "winners")
+
+
+def pages():
+    """Every page that is built."""
+    return [p for p in sorted(DOCS.rglob("*.md")) if not set(p.relative_to(DOCS).parts) & set(FRAGMENTS)]
+
+
+def without_code(text):
+    return re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods(name):
+    text = without_code((DOCS / "methods" / f"{name}.md").read_text())
+    found = HEADING.findall(text)
+    assert found[0] == "The program"
+    assert found[1] == "Turn it on"
+    assert found[2].startswith("Differences from ")
+    assert found[3] == "When it pays"
+    assert re.search(r"^(Papers?|Like it): ", text, re.MULTILINE), "where it comes from is not said"
+    assert len(text[text.index("## When it pays") :].split()) > 20
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_systems(name):
+    text = (DOCS / f"{name}.md").read_text()
+    found = HEADING.findall(without_code(text))
+    for wanted in ("Turn it on", "When it pays", "Sources"):
+        assert found.count(wanted) == 1, f"{name}.md: a heading {wanted!r} once, not {found}"
+    assert any(re.fullmatch(r"Differences from the papers?", heading) for heading in found)
+    assert found.index("Sources") >= len(found) - 2
+    turned_on = text[text.index("## Turn it on") :]
+    first = re.search(r"^```(\w*)\n(.*?)^```$", turned_on, re.MULTILINE | re.DOTALL)
+    assert first, "no command or code under 'Turn it on'"
+
+
+def test_every_page_is_in_the_contents_once():
+    listed = []
+    for page in pages():
+        for body in TOCTREE.findall(page.read_text()):
+            for line in filter(None, map(str.strip, body.splitlines())):
+                if not line.startswith(":"):
+                    found = [p for p in page.parent.glob(f"{line}.md") if p != page]
+                    assert found, f"{page.name} lists {line}, which is not there"
+                    listed += found
+    assert len(listed) == len(set(listed))
+    left_out = set(pages()) - set(listed) - {DOCS / "index.md"}
+    assert not left_out, f"put into a toctree: {', '.join(str(page.relative_to(DOCS)) for page in sorted(left_out))}"
+
+
+def test_the_contents_have_captions():
+    text = (DOCS / "index.md").read_text()
+    captions = re.findall(r"^:caption: (\w+)$", text, re.MULTILINE)
+    assert captions == ["Start", "Choose", "Methods", "Systems", "Tools", "Reference"]
+    assert len(TOCTREE.findall(text)) == len(captions)
+
+
+def test_both_pictures_of_a_step_are_there_and_alike():
+    light, dark = ((DOCS / "images" / f"step-{theme}.svg").read_text() for theme in ("light", "dark"))
+    texts = [re.findall(r">([^<>]*\w[^<>]*)</text>", picture) for picture in (light, dark)]
+    assert texts[0] == texts[1]
+    assert any("exposed" in text for text in texts[0])
+    assert "#1f2328" in light
+    assert "#e6e6e6" in dark

@@ -1,0 +1,84 @@
+"""What pages quote or gather from the source is there: error sentences, differences from the papers."""
+
+import ast
+import re
+from pathlib import Path
+
+import differences
+import pytest
+import sentences
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.methods.registry import METHODS
+
+DOCS = Path(__file__).parents[3] / "docs"
+SOURCE = DOCS.parent / "src" / "thinwire"
+QUOTED = re.compile(r'^\*\*"(.+)"\*\*\\$', re.MULTILINE)  # a line of its own, which ends in a hard break
+ROOMS = re.compile(r"^\.\. differences:: (\w+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def all_sentences():
+    return [s for path in sorted(SOURCE.rglob("*.py")) for s in sentences.sentences(path)]
+
+
+def test_quoted_errors_are_raised_like_this(all_sentences):
+    quotes = QUOTED.findall((DOCS / "troubleshooting.md").read_text())
+    assert len(quotes) > 25
+    gone = [quote for quote in quotes if not any(quote in sentence for sentence in all_sentences)]
+    assert not gone, "the source does not say this any more:\n" + "\n".join(gone)
+
+
+def test_a_quotation_that_is_not_there_is_noticed(all_sentences):
+    assert not any("the exchange has failed at step ..." in sentence for sentence in all_sentences)
+
+
+def test_values_in_sentences_become_gaps(tmp_path):
+    file = tmp_path / "a.py"
+    file.write_text('def f(x):\n    raise ValueError(f"{x} is {x!r:>3}, " "not " f"{x}")\n"never raised this"\n')
+    assert list(sentences.sentences(file, raised=True)) == ["... is ..., not ..."]
+    assert "never raised this" in list(sentences.sentences(file))
+
+
+def test_every_paragraph_of_differences_is_gathered():
+    shown = ROOMS.findall((DOCS / "differences.md").read_text())
+    assert len(shown) == len(set(shown))
+    found = {room: differences.collect(room) for room in shown}
+    in_docstrings = 0
+    for path in sorted(SOURCE.rglob("*.py")):
+        if "Differences from" not in path.read_text():
+            continue
+        nodes = ast.walk(ast.parse(path.read_text()))
+        documented = [n for n in nodes if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+        here = sum((ast.get_docstring(n) or "").count("Differences from") for n in documented)
+        room = path.relative_to(SOURCE).parts[0]
+        assert not here or room in shown, f"{path.name} states differences, but docs/differences.md leaves out {room}"
+        in_docstrings += here
+    assert sum(map(len, found.values())) == in_docstrings > 40
+
+
+def test_every_method_says_how_it_differs_from_its_paper():
+    modules = {difference.module for difference in differences.collect("methods")}
+    of_methods = {path.partition(":")[0].removeprefix("thinwire.") for path in METHODS.values()}
+    assert of_methods <= modules, of_methods - modules
+
+
+def test_paragraphs_and_lists():
+    text = "One.\n\nDifferences from the paper (A 2020, b): first; |x| second\nline.\n\nMore.\n\n"
+    text += "Differences from theirs:\n\n* a\n  b\n* c\n"
+    (first_of, first), (second_of, second) = differences.paragraphs(text)
+    assert (first_of, second_of) == ("the paper (A 2020, b)", "theirs")
+    assert differences.readable(first) == "First; \\|x\\| second line."
+    assert differences.readable(second) == "* a b\n* c"
+    assert differences.readable("``|x|`` is |x|") == "``|x|`` is \\|x\\|"
+
+
+@pytest.mark.slow  # prices sixteen methods
+def test_the_first_answer_is_what_the_verb_says():
+    page = (DOCS / "quickstart.md").read_text()
+    command = re.search(r"^thinwire (plan .+)$", page, re.MULTILINE)[1]
+    quoted = re.search(r"the first answer:\n\n```\n(.*?)```", page, re.DOTALL)[1]
+    done = CliRunner().invoke(app, command.split())
+    assert done.exit_code == 0, done.output
+    assert " ".join(quoted.split()) in " ".join(done.output.split())
