@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: demo test test-all lint bench docs clean
+.PHONY: demo test test-all lint bench docs clean package test-versions
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,8 +19,9 @@ $(DOCS_STAMP): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/thinwire demo
 
+# Two processes: one has the ranks and the wires, see tests/sharing.py. One alone: .venv/bin/python -m pytest
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m ''
@@ -36,6 +37,13 @@ bench: $(STAMP)
 
 docs: $(DOCS_STAMP)
 	$(BIN)/sphinx-build -W -b html docs docs/_build/html
+
+package: $(STAMP)
+	$(BIN)/python tests/packaging/wheel.py
+
+# With TORCH=2.9.1: install it too, and run the unit tests.
+test-versions: $(STAMP)
+	$(BIN)/python tests/packaging/versions.py $(if $(TORCH),--torch $(TORCH))
 
 clean:
 	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache

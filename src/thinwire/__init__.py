@@ -30,6 +30,7 @@ _HOME = {
     "LAGS": "methods.lags",
     "SignSGD": "methods.sign",
     "Stats": "engine.stats",
+    "StepLog": "report.log",
     "TernGrad": "methods.terngrad",
     "TopK": "methods.topk",
     "Topology": "program.topology",
@@ -39,6 +40,7 @@ _HOME = {
     "method": "methods.registry",
 }
 _ROOMS = (
+    "adapters",
     "bench",
     "checkpoint",
     "collectives",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from thinwire.program.method import Method
     from thinwire.program.plan import Plan
     from thinwire.program.topology import Topology
+    from thinwire.report.log import StepLog
 
 __all__ = [
     "ACP",
@@ -105,6 +108,7 @@ __all__ = [
     "PowerSGD",
     "SignSGD",
     "Stats",
+    "StepLog",
     "TernGrad",
     "TopK",
     "Topology",

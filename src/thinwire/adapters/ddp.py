@@ -19,20 +19,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from thinwire.adapters.ddp_group import any_rank
 from thinwire.adapters.ddp_layout import gradient_views, joined
 from thinwire.adapters.ddp_names import Ordinals
 from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
+from thinwire.adapters.traced import traced
 from thinwire.collectives.topology import topology_of
 from thinwire.engine.agreement import agree
 from thinwire.engine.communicator import Communicator
+from thinwire.engine.parameters import managed_parameters
+from thinwire.engine.restart import tell_reset
 from thinwire.engine.scaler import loss_scale
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
-from thinwire.program import Bucket, Method, Program, Scope, Slot, State, Topology
-from thinwire.program.trace import Step, trace
+from thinwire.program import Bucket, Method, Program, Slot, State, Topology
+from thinwire.program.trace import Step
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -92,7 +96,8 @@ class _Job:
 class DDPSync:
     """What a DDP communication hook keeps between steps. Made by :func:`ddp_hook`.
 
-    Its dict is that of ``GradientSync`` (DCP's ``Stateful``), with ordinals for parameter names.
+    Its dict is that of ``GradientSync`` (DCP's ``Stateful``), with ordinals for parameter names, or with the model's
+    after ``learn_names``.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class DDPSync:
         self._comm: Communicator | None = None
         self._note = ""
         self._ordinals = Ordinals()
+        self._kept: dict[str, bool] = {}
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._traces: dict[tuple[tuple[str, ...], bool], list[list[Step]]] = {}
         self._lock = threading.Lock()
@@ -131,9 +137,10 @@ class DDPSync:
     def state(self) -> State:
         """The method's memory, by ordinal name."""
         if self._state is None:
-            if not dist.is_initialized():
+            here = dist.is_available() and dist.is_initialized()
+            if not here and self._given != Topology(1):
                 raise RuntimeError("call torch.distributed.init_process_group before using the hook's state")
-            world = dist.get_world_size(self._group)
+            world = dist.get_world_size(self._group) if here else 1
             topology = self._given or topology_of(world)
             if topology.world_size != world:
                 raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
@@ -142,7 +149,7 @@ class DDPSync:
                     ran = self.method.name
                     self._note = f"one rank only: nothing is sent, so nothing is compressed; {ran} runs as ssgd"
                 self.method = SSGD()
-            self._state = State(dist.get_rank(self._group), topology)
+            self._state = State(dist.get_rank(self._group) if here else 0, topology)
         return self._state
 
     @property
@@ -197,6 +204,7 @@ class DDPSync:
             self._broken = "an earlier backward ended with an exception in the middle of the exchange"
         if self._broken is not None:
             raise RuntimeError(f"this DDP hook is unusable after an earlier failure: {self._broken}")
+        tell_reset(self.method, self.state)
         self._running, self._last, self._ended = True, None, 0
         self._jobs, self._programs, self._program_names, self._layout = [], [], [], []
         self._scale = loss_scale(self._scaler, comm.device)
@@ -209,7 +217,7 @@ class DDPSync:
         names = self._ordinals.of(parameters, last, self.state)
         views = gradient_views(buffer, parameters)
         job = _Job(buffer, _promise(buffer.device))
-        kept = [self.method.dense(name, tuple(p.shape), None) for name, p in zip(names, parameters)]
+        kept = [self._dense_here(name, p) for name, p in zip(names, parameters)]
         programs: list[int] = []
         for dense in (False, True):
             slots = [
@@ -241,7 +249,8 @@ class DDPSync:
         method = self._dense if dense else self.method
         key = (names, dense)
         if key not in self._traces:
-            self._traces[key] = self._traced(method, slots)
+            shapes = [(slot.name, slot.shape) for slot in slots]
+            self._traces[key] = traced(method, shapes, self.topology, rank=self.rank, dtype=slots[0].dtype)
             comm.open_lanes(self._traces[key])
         memory = joined(slots)
         if memory is None:
@@ -255,15 +264,10 @@ class DDPSync:
         self._layout.append((names, part.numel, dense))
         self._dense_bytes += 2 * (self.state.size - 1) / self.state.size * part.numel * job.buffer.element_size()
 
-    def _traced(self, method: Method, slots: Sequence[Slot]) -> list[list[Step]]:
-        """The collectives per phase, early and late in training, so that every lane is made here, in DDP's order."""
-        shapes = [(slot.name, slot.shape) for slot in slots]
-        late = method.phases << 40
-        steps = [*range(late, late + method.phases), *range(method.phases)]
-        found = [trace(method, shapes, self.topology, rank=self.rank, step=s, dtype=slots[0].dtype) for s in steps]
-        if getattr(method, "verify_every", 0):  # a round that a trace does not see
-            found += [[*one, Step("AllGather", Scope.WORLD, 0, 0)] for one in found]
-        return found
+    def _dense_here(self, name: str, parameter: Tensor) -> bool:
+        """Whether the method leaves a parameter to plain averaging."""
+        known = self._kept.get(name)
+        return self.method.dense(name, tuple(parameter.shape), None) if known is None else known
 
     def _program(self, index: int) -> Program:
         return self._programs[index]
@@ -320,8 +324,23 @@ class DDPSync:
 
     # --- what users call ----------------------------------------------------------------------------------------
 
+    def learn_names(self, model: nn.Module) -> None:
+        """Use the model's own parameter names, and its modules, as ``attach`` does; before the first backward.
+
+        For callers who hold the model. Seeds, what is left dense, and names in ``state_dict`` are then ``attach``'s.
+
+        Args:
+            model: the module inside DDP.
+
+        Raises:
+            TypeError: a parameter that thinwire does not exchange: complex, or with sparse gradients.
+        """
+        managed = managed_parameters(model, self.method, "auto")
+        self._ordinals = Ordinals((m.name, m.parameter) for m in managed)
+        self._kept = {m.name: m.dense for m in managed}
+
     def names(self) -> list[tuple[str, Tensor]]:
-        """Ordinal names and parameters; empty before the first backward."""
+        """Names and parameters; empty before the first backward, unless ``learn_names`` was called."""
         return self._ordinals.items()
 
     def stats(self) -> Stats:
@@ -352,16 +371,19 @@ class DDPSync:
 
     def agree(self, flag: bool) -> bool:
         """Whether any rank raises the flag; equal on all ranks. Between steps only."""
-        if self.state.size == 1:
-            return flag
-        nccl = "nccl" in str(dist.get_backend(self._group)) and "gloo" not in str(dist.get_backend(self._group))
-        raised = torch.tensor([int(flag)], device=torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu")
-        dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(raised.item())
+        return flag if self.state.size == 1 else any_rank(flag, self._group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """DDP's process group."""
+        found = self._group or dist.group.WORLD
+        assert found is not None
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, flat: residuals under ``residual/<rank>/<ordinal>``. No collective, no side effect."""
-        return to_state_dict(self.state, self.method, self.names())
+        """This rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, no side effect."""
+        kept = [(name, p) for name, p in self.names() if not self._dense_here(name, p)]
+        return to_state_dict(self.state, self.method, kept, self._ordinals.source)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
@@ -369,7 +391,7 @@ class DDPSync:
         Raises:
             ValueError: it is of another method, was not made by this hook, or lacks what this rank needs.
         """
-        from_state_dict(self.state, self.method, state)
+        from_state_dict(self.state, self.method, state, self._ordinals.source)
         self._ordinals.fit(self.state)
 
     def close(self) -> None:

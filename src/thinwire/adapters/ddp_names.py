@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +15,18 @@ class Ordinals:
 
     In its first backward DDP presents, per dtype, the buckets from last to first and the parameters of a bucket from
     first to last, whatever its ``bucket_cap_mb``; afterwards the order is its own, and the names stay.
+
+    Args:
+        known: names and parameters, where they are known beforehand.
     """
 
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-        self._parameters: list[Tensor] = []  # keeps the ids from being reused
+    def __init__(self, known: Iterable[tuple[str, Tensor]] = ()) -> None:
+        given = list(known)
+        self._names: dict[int, str] = {id(p): name for name, p in given}
+        self._parameters: list[Tensor] = [p for _, p in given]  # keeps the ids from being reused
         self._counts: dict[torch.dtype, int] = {}
-        self._open = True
+        self._open = not given
+        self.source = "model" if given else "ddp"
 
     def of(self, parameters: Sequence[Tensor], last: bool, state: State) -> list[str]:
         """The names of a bucket's parameters. ``last``: this is the last bucket of a step.
@@ -69,7 +74,7 @@ def _fit(name: str, parameter: Tensor, state: State) -> None:
     if loaded is not None:
         if loaded.shape != parameter.shape:
             raise ValueError(
-                f"the state has a residual of shape {list(loaded.shape)} for {name} (counted from the last parameter), "
+                f"the state has a residual of shape {list(loaded.shape)} for {name} (numbers count from the last), "
                 f"but the model's is {list(parameter.shape)}: it was saved by another model"
             )
         state.residuals[name] = loaded.to(parameter.device, working_dtype(parameter.dtype))

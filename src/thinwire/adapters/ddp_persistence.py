@@ -20,8 +20,14 @@ def _options(method: Method) -> str:
     return json.dumps({key: str(value) for key, value in method.options().items() if key != "merge"}, sort_keys=True)
 
 
-def to_state_dict(state: State, method: Method, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """The state of this rank, with blanks for what will be remembered of the parameters known so far."""
+def to_state_dict(
+    state: State, method: Method, compressed: Iterable[tuple[str, Tensor]], source: str
+) -> dict[str, Any]:
+    """The state of this rank, with blanks for what will be remembered of the compressed parameters known so far.
+
+    Args:
+        source: of the names: "ddp" for ordinals, "model".
+    """
     snapshot = state.snapshot()
     flat: dict[str, Any] = {
         "version": VERSION,
@@ -30,10 +36,10 @@ def to_state_dict(state: State, method: Method, parameters: Iterable[tuple[str, 
         "step": snapshot["step"],
         "world_size": state.size,
         "rank": state.rank,
-        "names": "ddp",
+        "names": source,
         "residuals": len(snapshot["residual"]),
     }
-    kept = [(name, p) for name, p in parameters if not method.dense(name, tuple(p.shape), None)]
+    kept = list(compressed)
     if not method.shards:
         flat.update(blank(method, kept, state.topology, state.rank))
     shapes = {name: tuple(p.shape) for name, p in kept}
@@ -46,10 +52,15 @@ def to_state_dict(state: State, method: Method, parameters: Iterable[tuple[str, 
     return flat
 
 
-def from_state_dict(state: State, method: Method, saved: Mapping[str, Any]) -> None:
+def from_state_dict(state: State, method: Method, saved: Mapping[str, Any], source: str) -> None:
     """Restore; see ``DDPSync.load_state_dict``."""
-    if saved.get("version") != VERSION or saved.get("names") != "ddp":
+    if saved.get("version") != VERSION or saved.get("names") not in ("ddp", "model"):
         raise ValueError(f"this is not the state of a thinwire DDP hook, version {VERSION}")
+    if saved["names"] != source:
+        raise ValueError(
+            "the state and the hook name parameters differently: one is of ddp_hook, which counts them, the other of a "
+            "framework's adapter, which knows their names; load the state where it was saved"
+        )
     if saved["method"] != method.name:
         raise ValueError(
             f"the state was saved by {saved['method']!r} but the hook runs {method.name!r}; use the same method, or "

@@ -107,6 +107,7 @@ def _answer(
     """Rank, print as it comes, write the files. Returns what JSON shows."""
     from dataclasses import asdict
 
+    from thinwire.cli.plan_ddp import ddp_answer, ddp_sentence
     from thinwire.cli.plan_tables import ranking_table, sentences
     from thinwire.planner.choose import choose
 
@@ -117,6 +118,9 @@ def _answer(
     console.print(ranking_table(question, ranking))
     for sentence in sentences(question, ranking, knees):
         console.print(sentence, markup=False, highlight=False)
+    if (ddp := ddp_answer(question, ranking)) is not None:
+        answer["ddp"] = ddp
+        console.print(ddp_sentence(ddp), markup=False, highlight=False)
     if explain:
         groups = _explain(question, ranking, console)
         answer["explain"] = {label: [{**asdict(g), "density": g.density} for g in gs] for label, gs in groups.items()}

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.handshake import Handshake
+
 _c10d: Any = dist  # its stores are not declared as exported
-_NUMBER = struct.Struct("<q")
 _CONTROL = "thinwire/control"
 _MEETING_SECONDS = 10.0
 _NEVER_SENT = 1  # a tag
@@ -115,12 +114,10 @@ class Listener:
         except RuntimeError as error:
             raise PairError(f"port {port} cannot be used: {str(error).splitlines()[0]}") from error
         self.port = int(self.store.port)
-        self._server = socket.create_server((host, 0))
+        self._server: socket.socket | None = socket.create_server((host, 0))
         for key, value in (notes or {}).items():
             self.store.set(f"thinwire/{key}", value)
         self.store.set(_CONTROL, str(self._server.getsockname()[1]))
-        self._life = time.time_ns()
-        self._came = 0
 
     @staticmethod
     def _probe(port: int, host: str) -> None:
@@ -133,37 +130,36 @@ class Listener:
     def serve(self, came: Callable[[Pair, bytes], None], hello_bytes: int) -> None:
         """Take in, in a thread of its own, each who connects; ``came`` gets the pair and the first frame."""
 
+        server = self._server
+
         def accept() -> None:
-            while True:
+            while server is not None:
                 try:
-                    connection, _ = self._server.accept()
+                    connection, _ = server.accept()
                 except OSError:
                     return
-                self._came += 1
-                name = f"{self._life}-{self._came}"
-                threading.Thread(target=self._meet, args=(connection, name, hello_bytes, came), daemon=True).start()
+                threading.Thread(target=self._meet, args=(connection, hello_bytes, came), daemon=True).start()
 
         threading.Thread(target=accept, name="thinwire-accept", daemon=True).start()
 
-    def _meet(self, connection: socket.socket, name: str, size: int, came: Callable[[Pair, bytes], None]) -> None:
-        store = self.store
+    def _meet(self, connection: socket.socket, size: int, came: Callable[[Pair, bytes], None]) -> None:
         try:
             _prepare(connection)
             hello = _read(connection, size)
-            if store is None:
+            if self._server is None:
                 raise PairError("closed")
-            raw = name.encode()
-            connection.sendall(_NUMBER.pack(len(raw)) + raw)
-            came(Pair(connection, _group(store.clone(), name, 0, connection.getsockname()[0]), 0), hello)
+            came(Pair(connection, _group(connection, 0), 0), hello)
         except (OSError, RuntimeError, ValueError):  # a stranger, or one who died while coming
             connection.close()
 
     def close(self) -> None:
         """Take in nobody any more, and give the ports back."""
-        self.store = None
+        self.store, server, self._server = None, self._server, None
+        if server is None:
+            return
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+            server.shutdown(socket.SHUT_RDWR)
+        server.close()
 
 
 class Meeting:
@@ -200,8 +196,7 @@ class Meeting:
             connection = socket.create_connection((self._host, port), self._seconds)
             _prepare(connection, self._seconds)
             connection.sendall(hello)
-            name = _read(connection, _NUMBER.unpack(_read(connection, _NUMBER.size))[0]).decode()
-            return Pair(connection, _group(self._store.clone(), name, 1, connection.getsockname()[0]), 1)
+            return Pair(connection, _group(connection, 1), 1)
         except (OSError, RuntimeError, ValueError) as error:
             raise PairError(f"{self._host} did not take us in ({str(error).splitlines()[0]})") from error
 
@@ -236,16 +231,18 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _group(store: Any, name: str, side: int, address: str) -> Any:
+def _group(connection: socket.socket, side: int) -> Any:
     """A Gloo group of two, outside any default group, on the interface that the control socket has found.
 
     Left alone, Gloo would look up this machine's name, which may lead to another interface, or take seconds.
     """
-    prefixed = _c10d.PrefixStore(f"thinwire/pair/{name}", store)
+    handshake = Handshake(connection, _read)
     options = _c10d.ProcessGroupGloo._Options()
-    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=connection.getsockname()[0])]
     options._timeout = timedelta(seconds=_MEETING_SECONDS)
-    return _c10d.ProcessGroupGloo(prefixed, side, 2, options)
+    group = _c10d.ProcessGroupGloo(handshake, side, 2, options)
+    handshake.finish()
+    return group
 
 
 def empty_bytes(size: int) -> Tensor:

@@ -137,8 +137,9 @@ class Communicator:
             f"{failure.where}: {type(failure.error).__name__}: {text}. {who[0].upper()}{who[1:]}."
         )
 
-    def run(self, program: Program, purpose: str) -> Any:
-        """Run a program to its end in the calling thread, on lanes of its own."""
+    def run(self, program: Program, purpose: str, step: int | None = None) -> Any:
+        """Run a program to its end in the calling thread, on lanes of its own. ``step``: what a failure names."""
+        self._step = self._step if step is None else step
         rounds: dict[Scope, int] = {}
         value: Any = None
         while True:

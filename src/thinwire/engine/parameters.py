@@ -34,7 +34,7 @@ def managed_parameters(model: nn.Module, method: Method, dense: DenseRule) -> li
 
     Raises:
         ValueError: there is none, or ``dense`` is not understood.
-        TypeError: a complex parameter, or an embedding with sparse gradients.
+        TypeError: a complex parameter, one that is cut over ranks, or an embedding with sparse gradients.
     """
     if not (callable(dense) or dense in ("auto", "none")):
         raise ValueError(f'dense={dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
@@ -50,6 +50,11 @@ def managed_parameters(model: nn.Module, method: Method, dense: DenseRule) -> li
             continue
         if parameter.is_complex():
             raise TypeError(f"{name} is complex; thinwire exchanges real floating-point gradients only")
+        if hasattr(parameter, "device_mesh"):
+            raise TypeError(
+                f"{name} is cut over ranks (a DTensor): under FSDP2 use thinwire.adapters.fsdp2.attach; models cut "
+                "otherwise are not supported"
+            )
         if callable(dense):
             keep = bool(dense(name, parameter))
         else:

@@ -22,6 +22,7 @@ from thinwire.engine.pilot import Decision, Pilot
 from thinwire.engine.planning import make_plan, trace_plan
 from thinwire.engine.rate import all_reduce_rate
 from thinwire.engine.recorder import Recorder
+from thinwire.engine.restart import tell_reset
 from thinwire.engine.scaler import loss_scale
 from thinwire.engine.settings import Settings
 from thinwire.engine.shards import Shards
@@ -49,8 +50,7 @@ class Steps:
         settings: Settings,
         pilot: Pilot | None = None,
     ) -> None:
-        self.model = model
-        self._pilot = pilot
+        self.model, self._pilot = model, pilot
         self.method = method
         self._dense = dense
         self._managed = managed
@@ -144,13 +144,14 @@ class Steps:
     # --- hooks ---------------------------------------------------------------------------------------------------
 
     def _forward_hook(self, module: nn.Module, args: Any) -> None:
-        if not self._enabled:
+        timed = self._pilot is not None and module is self.model
+        if (torch.compiler.is_compiling() and not timed) or not self._enabled:  # no break in the graph for each module
             return
         if not self._end.outside():
             self._end.note()  # a forward re-run inside backward belongs to the outer pass
         elif self._running:
             self._fail("an earlier backward ended with an exception in the middle of the exchange")
-        if self._pilot is not None and module is self.model and not self._running:
+        if self._pilot is not None and timed and not self._running:
             self._pilot.timings.forward()
 
     def _stepped(self, *_: Any) -> None:
@@ -226,6 +227,7 @@ class Steps:
         assert self._comm is not None
         if self._decision is not None:  # nothing is pending any more
             self._follow(self._decision)
+        tell_reset(self.method, self.state)
         phase = self.state.step % len(self.plan.phases)
         self._running = True
         self._phase = phase

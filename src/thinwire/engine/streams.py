@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from thinwire.engine import ranges
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.runner import Paused
 from thinwire.engine.wire import Failure, MakeProgram, Wire
@@ -83,7 +84,8 @@ class StreamExecutor:
                 value: Any = None
                 while True:
                     try:
-                        op = program.send(value)
+                        with ranges.span("segment", bucket):
+                            op = program.send(value)
                     except StopIteration:
                         return
                     if pause and isinstance(op, NextForward):
@@ -93,7 +95,8 @@ class StreamExecutor:
                     if not isinstance(op, NextForward):
                         where = f"{type(op).__name__} on lane {op.group.value}/0"
                         start = self.recorder.now() if self.recorder else 0.0
-                        value = self._wire.issue(op, op.group, 0, bucket).wait()
+                        with ranges.span(type(op).__name__, bucket):
+                            value = self._wire.issue(op, op.group, 0, bucket).wait()
                         if self.recorder:
                             self.recorder.exchange(type(op).__name__, op.group, start, bucket, 0)
         except Exception as error:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from thinwire.collectives.transport import Pending
+from thinwire.engine import ranges
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.runner import Paused, Runner
 from thinwire.engine.wire import Failure, MakeProgram, Wire
@@ -221,13 +222,12 @@ class ThreadExecutor:
             step.failed()
 
     def _pump(self, step: _Step) -> None:
-        recorder = self.recorder
-        if recorder is None:
+        recorder, bucket = self.recorder, step.number(step.runner.oldest)
+        start = recorder.now() if recorder else 0.0
+        with ranges.span("segment", bucket):
             step.runner.pump()
-            return
-        start, bucket = recorder.now(), step.number(step.runner.oldest)
-        step.runner.pump()
-        recorder.add("segment", "method", start, bucket)
+        if recorder:
+            recorder.add("segment", "method", start, bucket)
 
     def _waiting(self) -> list[_Event]:
         """What has happened meanwhile, without waiting; a request to stop stays in the queue."""
@@ -264,18 +264,20 @@ class ThreadExecutor:
         bucket = step.number(place)
         assert bucket is not None
         step.bucket, step.where = bucket, where
-        recorder = self.recorder
+        recorder, over = self.recorder, ranges.exchange(type(op).__name__, bucket)
         start, before = recorder.now() if recorder else 0.0, self._wire.ledger.total
         pending = self._wire.issue(op, scope, round_, bucket)
         sent, event = self._wire.ledger.total - before, _Event(step, place, pending, where=where)
         queue_ = step.to_complete if place in step.light else self._events
-        if recorder is None and place in step.light:
+        if recorder is None and over is None and place in step.light:
             queue_.put(event)
             return
 
         def done() -> None:
             if recorder is not None:
                 recorder.exchange(type(op).__name__, scope, start, bucket, sent)
+            if over is not None:
+                over()
             queue_.put(event)
 
         pending.on_done(done)

@@ -1,0 +1,112 @@
+"""``register``: the hook on a model that a framework may have wrapped in DDP, for the adapters of trainers.
+
+Unlike ``ddp_hook`` alone, it knows the model in the wrapper: names, seeds and what is left dense are ``attach``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.adapters.ddp import DDPSync, ddp_hook
+from thinwire.methods.registry import resolve
+from thinwire.program import Method, Topology
+
+log = logging.getLogger("thinwire")
+
+
+def checked(method: Method | str, **options: Any) -> Method:
+    """The method, if a DDP hook can run it.
+
+    Raises:
+        ValueError: the name or an option is unknown or out of range, the schedule is decoupled, or it is "auto".
+    """
+    if isinstance(method, str) and method.lower() == "auto":
+        raise ValueError(
+            '"auto" chooses buckets too, which are DDP\'s here: name a method (`thinwire plan` or `thinwire bench` say '
+            "which), or use thinwire.attach in a loop of your own"
+        )
+    chosen = resolve(method, **options)
+    ddp_hook(chosen)
+    return chosen
+
+
+def ddp_of(model: Any) -> DistributedDataParallel | None:
+    """The DDP wrapper, also inside what ``torch.compile`` returns; None for a bare model."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def register(
+    model: Any,
+    method: Method,
+    *,
+    framework: str,
+    world_size: int,
+    scaler: Any = None,
+    timeout: timedelta | float | None = None,
+    topology: Topology | None = None,
+) -> DDPSync:
+    """Register a method's hook on the framework's model; before its first backward, on all ranks.
+
+    Args:
+        model: what the framework trains: a DDP module, or on one rank a bare model, which then is left alone.
+        framework: its name, for errors.
+        world_size: ranks that train, as the framework says.
+        scaler, timeout, topology: as of ``ddp_hook``.
+
+    Raises:
+        ValueError: several ranks and no DDP.
+        RuntimeError: the DDP module has a hook already.
+    """
+    ddp = ddp_of(model)
+    if ddp is None:
+        if world_size > 1:
+            raise ValueError(
+                f"{framework} gives a {type(model).__name__}, not a DistributedDataParallel, whose hook thinwire is: "
+                "choose plain DDP there (FSDP, DeepSpeed and model parallelism shard the model)"
+            )
+        sync, _ = ddp_hook(method, topology=Topology(1))
+        sync.learn_names(model)
+        log.info("thinwire: one rank only: nothing is sent, so nothing is compressed")
+        return sync
+    group = None if ddp.process_group == dist.group.WORLD else ddp.process_group
+    if topology is not None and topology.world_size != dist.get_world_size(group):
+        topology = None
+    sync, hook = ddp_hook(method, scaler=scaler, timeout=timeout, group=group, topology=topology)
+    sync.learn_names(_inside(ddp))
+    try:
+        ddp.register_comm_hook(sync, hook)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the model that {framework} has wrapped has a communication hook already, and DDP takes one in its life: "
+            "leave the other one out"
+        ) from error
+    return sync
+
+
+def restore(sync: DDPSync, saved: Mapping[str, Any]) -> None:
+    """Take over a state, where there is something to take over: one rank runs as ssgd, and owes nothing.
+
+    Raises:
+        ValueError: it is of another method or model, or lacks what this rank needs.
+    """
+    before, now = int(saved.get("world_size", 0)), sync.state.size
+    if saved.get("method") != sync.method.name and 1 in (before, now):
+        lost = "" if before == 1 else "; what they had not sent yet is dropped"
+        log.warning("thinwire: a state of %d ranks is not taken over by %d, as one rank compresses nothing%s",
+                    before, now, lost)  # fmt: skip
+        return
+    sync.load_state_dict(saved)
+
+
+def _inside(ddp: DistributedDataParallel) -> nn.Module:
+    inner = getattr(ddp.module, "_orig_mod", ddp.module)
+    assert isinstance(inner, nn.Module)
+    return inner

@@ -1,0 +1,122 @@
+"""The states of all ranks for a framework's checkpoint: gathered on rank 0, or a file for each rank in a folder.
+
+Residuals differ between ranks, and most frameworks save rank 0's objects alone.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.adapters.ddp import DDPSync
+from thinwire.adapters.ddp_group import control_device
+from thinwire.adapters.ddp_module import restore
+from thinwire.engine.durable import read_file, write_whole
+
+log = logging.getLogger("thinwire")
+
+_OWN = ("residual/", "local/")
+
+
+def gathered_state(sync: DDPSync) -> dict[str, Any]:
+    """The state of all ranks on rank 0, this rank's elsewhere; on the CPU. All ranks must call it, between steps.
+
+    The residuals of one rank after the other cross the network, uncompressed.
+    """
+    state = _on_cpu(sync.state_dict())
+    if not sync.agree(any(key.startswith(_OWN) for key in state)) or sync.state.size == 1:
+        return state
+    device, group = control_device(sync.group), sync.group
+    if sync.rank == 0:
+        for rank in range(1, sync.state.size):
+            state.update(_received(dist.get_global_rank(group, rank), group, device))
+    else:
+        file = io.BytesIO()
+        torch.save({key: value for key, value in state.items() if key.startswith(_OWN)}, file)
+        message = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
+        root = dist.get_global_rank(group, 0)
+        dist.send(torch.tensor([message.numel()], device=device), root, group=group)
+        dist.send(message, root, group=group)
+    return state
+
+
+def _received(source: int, group: Any, device: torch.device) -> Mapping[str, Any]:
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(length, source, group=group)
+    message = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.recv(message, source, group=group)
+    found: Mapping[str, Any] = torch.load(io.BytesIO(message.cpu().numpy().tobytes()), weights_only=True)
+    return found
+
+
+def save_in(folder: Path, name: str, sync: DDPSync, **facts: Any) -> None:
+    """Write this rank's file, whole or not at all. No collective.
+
+    Args:
+        facts: plain values to keep beside the state.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(_file(folder, name, sync.rank), {"state": _on_cpu(sync.state_dict()), **facts})
+
+
+def load_from(folder: Path, name: str, sync: DDPSync, **facts: Any) -> bool:
+    """Take over what ``save_in`` wrote; on another number of ranks, the mean. All ranks must call it.
+
+    Returns:
+        Whether any rank found a file; if none did, nothing has changed.
+
+    Raises:
+        ValueError: on all ranks, if one lacks its file, or finds other ``facts`` in it, or a state that does not fit.
+    """
+    first = _file(folder, name, 0)
+    if not sync.agree(first.exists() or _file(folder, name, sync.rank).exists()):
+        return False
+    problem: Exception | None = None
+    try:
+        restore(sync, _read(folder, name, sync, facts))
+    except (OSError, ValueError, KeyError) as error:
+        problem = error
+    if sync.agree(problem is not None):
+        reason = problem or "another rank could not read its own, and says why"
+        raise ValueError(f"no state of thinwire's hook can be taken from {folder}: {reason}") from problem
+    return True
+
+
+def _read(folder: Path, name: str, sync: DDPSync, facts: Mapping[str, Any]) -> dict[str, Any]:
+    own = _file(folder, name, sync.rank)
+    start = own if own.exists() else _file(folder, name, 0)
+    if not start.exists():
+        raise ValueError(f"there is no {own.name}; all ranks have to save, and to see the folder that they load from")
+    content = read_file(start)
+    for key, value in facts.items():
+        if content.get(key) != value:
+            raise ValueError(f"{start.name} does not belong to the model's {key}: it was saved by another run or step")
+    state: dict[str, Any] = content["state"]
+    before = int(state["world_size"])
+    if before == sync.state.size:
+        if start is not own:
+            raise ValueError(f"{own.name} is missing: all ranks have to save, and to see the folder they load from")
+        return state
+    for rank in range(before):
+        other = _file(folder, name, rank)
+        if not other.exists():
+            raise ValueError(f"{other.name} is missing: another number of ranks needs the files of all {before}")
+        theirs = read_file(other)["state"]
+        if theirs["step"] != state["step"]:
+            raise ValueError(f"{other.name} is of another step than {start.name}")
+        state.update({key: value for key, value in theirs.items() if key.startswith(_OWN)})
+    return state
+
+
+def _file(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}_rank{rank}.pt"
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}

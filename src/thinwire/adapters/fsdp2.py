@@ -1,0 +1,176 @@
+"""FSDP2: one line compresses what its replicas exchange (HSDP), or what its shards do.
+
+In HSDP a model is cut over the ranks of a machine and copied over the machines: gradients are reduce-scattered inside,
+and what each rank then holds is averaged over the copies, on the thin wire. :func:`attach` does this second exchange by
+a method of thinwire, through FSDP2's all-reduce hook. :func:`attach_reduce_scatter` replaces the first one, by 16 or 8
+bits, where the shards themselves lie on a thin wire.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.adapters.fsdp2_groups import Group, groups_of
+from thinwire.adapters.fsdp2_replicas import ReplicaSync
+from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
+from thinwire.engine.communicator import Communicator
+from thinwire.methods.registry import resolve
+from thinwire.methods.ssgd import SSGD
+from thinwire.program import Method, Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["CompressedReduceScatter", "ReplicaSync", "attach", "attach_reduce_scatter"]
+
+WORKS = (
+    "ssgd", "cast", "signsgd", "onebit", "qsgd", "terngrad", "topk", "gtopk", "oktopk", "powersgd", "acp",
+)  # fmt: skip
+"""Methods that :func:`attach` takes, none of them decoupled."""
+
+
+def attach(
+    model: nn.Module,
+    method: Method | str = "ssgd",
+    *,
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
+    scaler: Any = None,
+    timeout: timedelta | float | None = None,
+    **options: Any,
+) -> ReplicaSync:
+    """Average an FSDP2 model's gradients over its replicas by a method of thinwire. All ranks must call it.
+
+    After ``fully_shard`` and before the first backward. Parameters and buffers are taken over from the first replica.
+
+    Args:
+        model: under ``fully_shard``, on a mesh of (replicas, shards); or on a mesh of shards alone, with ``replicas``.
+        method: a name with its ``options``, or an instance: one of ``WORKS``. One message per FSDP2 module, whatever
+            its ``merge``.
+        replicas: the other dimension, such as ``mesh["replicate"]``; None: that of the model's own mesh.
+        scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        timeout: seconds (or a timedelta) after which a silent replica is an error; None: that of torch's groups.
+
+    Returns:
+        The handle: ``stats``, ``state_dict``, ``detach``.
+
+    Raises:
+        NotImplementedError: a method or a model that this adapter does not serve; the message says what works.
+        ValueError: bad options, no replicas, ranks that differ.
+        RuntimeError: the model has an all-reduce hook already.
+    """
+    if isinstance(method, str) and method.lower() == "auto":
+        raise NotImplementedError(f'"auto" plans buckets, which are FSDP2\'s here: name one of {", ".join(WORKS)}')
+    chosen = resolve(method, **options)
+    _check(chosen)
+    groups = groups_of(model)
+    group = _replicas(groups, replicas)
+    taken = next((one.name for one in groups if one.hooked), None)
+    if taken is not None:
+        raise RuntimeError(f"module {taken!r} has an all-reduce hook already; call detach() on what attached it")
+    size = dist.get_world_size(group)
+    note = ""
+    comm = None
+    if size == 1:
+        if not chosen.exact:
+            note = f"one replica only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd"
+        chosen = SSGD()
+    else:
+        comm = Communicator(group, Topology(size), groups[0].device, _limit(timeout))
+    try:
+        return ReplicaSync(model, groups, chosen, comm, scaler, note)
+    except BaseException:
+        if comm is not None:
+            comm.close(broken=False)
+        raise
+
+
+def attach_reduce_scatter(
+    model: nn.Module,
+    method: Method | str = "cast",
+    *,
+    timeout: timedelta | float | None = None,
+    **options: Any,
+) -> CompressedReduceScatter:
+    """Reduce-scatter an FSDP2 model's gradients in 16 or 8 bits. All ranks must call it, after ``fully_shard``.
+
+    Stateless: a residual would be as large as the whole gradient on every rank, which is what FSDP is there to avoid.
+
+    Args:
+        model: under ``fully_shard``.
+        method: ``"cast"`` with ``dtype="bf16"``, ``"fp16"`` or ``"int8"``, or an instance of ``Cast``.
+        timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's groups.
+
+    Returns:
+        The handle: ``stats``, ``detach``.
+
+    Raises:
+        NotImplementedError: another method, or a model that this adapter does not serve.
+        ValueError: bad options.
+    """
+    chosen = resolve(method, **options)
+    if chosen.name != "cast" or getattr(chosen, "decoupled", False):
+        raise NotImplementedError(
+            f"{chosen.name} cannot reduce-scatter: what works is cast, with dtype='bf16', 'fp16' or 'int8'. "
+            "Between replicas (HSDP) more methods work, see thinwire.adapters.fsdp2.attach"
+        )
+    groups = groups_of(model)
+    shards = groups[0].shards
+    _same(groups, "shards", [dist.get_process_group_ranks(one.shards) for one in groups])
+    size = dist.get_world_size(shards)
+    comm = None if size == 1 else Communicator(shards, Topology(size), groups[0].device, _limit(timeout))
+    return CompressedReduceScatter(groups, chosen, comm)
+
+
+def _check(method: Method) -> None:
+    if getattr(method, "decoupled", False):
+        raise NotImplementedError(
+            f"{method.name} leaves a part of its exchange to the next forward, where FSDP2 gathers parameters; without "
+            f"decoupled=True these work between replicas: {', '.join(WORKS)}"
+        )
+    if method.name not in WORKS:
+        raise NotImplementedError(
+            f"{method.name} needs what FSDP2 does not give (a plan of its own, the optimizer's momentum, or machines); "
+            f"these work between replicas: {', '.join(WORKS)}"
+        )
+
+
+def _replicas(groups: list[Group], given: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The process group of the ranks that hold the same shard as this one."""
+    own = [one.replicas for one in groups]
+    _same(groups, "replicas", [dist.get_process_group_ranks(g) if g is not None else None for g in own])
+    if given is None:
+        if own[0] is None:
+            raise ValueError(
+                'the model is cut over a mesh of shards and has no replicas: give the other dimension, replicas=mesh["'
+                'replicate"], or compress what the shards exchange with thinwire.adapters.fsdp2.attach_reduce_scatter'
+            )
+        return own[0]
+    if own[0] is not None:
+        raise ValueError("the model's mesh has replicas of its own: leave out replicas=")
+    if isinstance(given, dist.ProcessGroup):
+        group = given
+    else:
+        if given.ndim != 1:
+            raise ValueError(f'replicas= takes one dimension of a mesh, such as mesh["replicate"], not {given.ndim}')
+        group = given.get_group()
+    common = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(groups[0].shards))
+    if dist.get_world_size(group) < 1 or common != {dist.get_rank()}:
+        raise ValueError("replicas= must hold this rank and no other of its shards: the other dimension of the mesh")
+    return group
+
+
+def _same(groups: list[Group], what: str, ranks: list[Any]) -> None:
+    for one, other in zip(groups, ranks):
+        if other != ranks[0]:
+            raise ValueError(
+                f"module {one.name!r} lies on another mesh than {groups[0].name!r} ({what} {other}, not {ranks[0]}); "
+                "use one mesh for the whole model"
+            )
+
+
+def _limit(timeout: timedelta | float | None) -> timedelta | None:
+    return timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout

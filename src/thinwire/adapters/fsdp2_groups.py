@@ -1,0 +1,213 @@
+"""What FSDP2 knows about its parameter groups. The only file that touches its private interface.
+
+FSDP2 reduces a module's gradients as one flat tensor: of every parameter this rank's rows, padded to the rows that the
+first rank of the shards has, one behind the other. Its public hooks hand over that tensor alone; names, shapes and
+process groups are read here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """This rank's rows of one parameter in the flat tensor.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the rows here; may hold no element.
+        offset: elements before it.
+        parameter: the sharded parameter, a DTensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    parameter: DTensor
+
+    @property
+    def numel(self) -> int:
+        """Elements here."""
+        return math.prod(self.shape)
+
+    def sharded(self, local: Tensor) -> DTensor:
+        """A tensor of this shape as this rank's part of one that is cut like the parameter, over the shards alone."""
+        mesh = self.parameter.device_mesh
+        if mesh.ndim > 1:
+            assert mesh.mesh_dim_names is not None
+            mesh = mesh[mesh.mesh_dim_names[-1]]
+        shape, cut = self.parameter.shape, self.parameter.placements[-1:]
+        return DTensor.from_local(local, mesh, cut, run_check=False, shape=shape, stride=_strides(shape))
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The piece of the flat tensor, in its shape."""
+        return flat.as_strided(self.shape, _strides(self.shape), flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One FSDP2 module: the gradients that are reduced together.
+
+    Attributes:
+        index: place in the model.
+        name: of the module; "" for the root.
+        module: it.
+        pieces: of its trainable parameters, in their order.
+        elements: of the flat tensor, with the padding, where all of them have gradients.
+        device: of the gradients.
+        shards: the process group of the ranks that share this copy of the model.
+        replicas: those that hold the same shard in other copies; None: not a native HSDP mesh.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    pieces: tuple[Piece, ...]
+    elements: int
+    device: torch.device
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    _inside: Any
+
+    @property
+    def reduces(self) -> bool:
+        """Whether replicas are to be averaged now; False after ``set_requires_all_reduce(False)``."""
+        return bool(self._inside.all_reduce_grads)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody has set an all-reduce hook."""
+        return self._inside._all_reduce_hook is not None
+
+    def take_over(self, hook: Callable[[Tensor], None]) -> Callable[[], None]:
+        """Set FSDP2's all-reduce hook, and keep FSDP2 from averaging over the replicas itself. Returns the way back.
+
+        A native HSDP group becomes what ``fully_shard(module, mesh=mesh["shard"])`` would have made; parameters stay
+        DTensors of the whole mesh. Unused parameters count as zeros from now on, so that the flat tensor is whole.
+        """
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+        inside, before, after_forward = self._inside, self._inside.mesh_info, self._inside.post_forward_mesh_info
+        unused = getattr(inside, "reduce_scatter_unused_params", None)
+        if unused is not None:  # torch before 2.13 has it not
+            inside.reduce_scatter_unused_params = True
+        if self.replicas is not None:
+            plain = FSDPMeshInfo(mesh=before.mesh, shard_mesh_dim=before.shard_mesh_dim)
+            if (separate := getattr(before, "reduce_scatter_process_group", None)) is not None:
+                plain.reduce_scatter_process_group = separate
+            inside.mesh_info = plain
+            if after_forward == before:  # "reshard to the mesh itself"; else to a smaller one, or not at all
+                inside.post_forward_mesh_info = plain
+        self.module.set_all_reduce_hook(hook)  # type: ignore[operator]
+
+        def put_back() -> None:
+            inside._all_reduce_hook = None
+            if unused is not None:
+                inside.reduce_scatter_unused_params = unused
+            if self.replicas is not None:
+                if inside.post_forward_mesh_info is inside.mesh_info:
+                    inside.post_forward_mesh_info = before
+                inside.mesh_info = before
+
+        return put_back
+
+    def replace_reduce_scatter(self, scatter: Any) -> Callable[[], None]:
+        """Set the object that reduce-scatters. Returns the way back."""
+        inside, before = self._inside, self._inside._reduce_scatter_comm
+        self.module.set_custom_reduce_scatter(scatter)  # type: ignore[operator]
+
+        def put_back() -> None:
+            inside._reduce_scatter_comm = before
+
+        return put_back
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def groups_of(model: nn.Module) -> list[Group]:
+    """The FSDP2 modules of a model, in order of registration.
+
+    Raises:
+        TypeError: the model has none.
+        ValueError: parameters on the meta device, or modules of several meshes.
+        NotImplementedError: what this adapter does not know: several groups in a module, other kinds of meshes,
+            parameters offloaded to the CPU, another FSDP2.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    names = {module: name for name, module in model.named_modules()}
+    found: list[Group] = []
+    seen: set[int] = set()
+    sharded: list[tuple[Any, str]] = [(m, name) for m, name in names.items() if isinstance(m, FSDPModule)]
+    for module, name in sharded:
+        module.reshard()  # after a forward the parameters of the root may still be whole
+        for inside in _inside(module, name):
+            if id(inside) not in seen:
+                seen.add(id(inside))
+                found.append(_group(len(found), name, module, inside, names))
+    if not found:
+        raise TypeError(
+            "the model has no module under FSDP2: call torch.distributed.fsdp.fully_shard first; for whole models use "
+            "thinwire.attach"
+        )
+    outside = [n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if outside:
+        raise ValueError(
+            f"{outside[0]} is trained but under no FSDP2 module, so nobody averages it: call fully_shard on the root"
+        )
+    return found
+
+
+def _inside(module: nn.Module, name: str) -> list[Any]:
+    """The private parameter groups of a module, at most one."""
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = list(state._fsdp_param_groups)
+    elif hasattr(state, "_fsdp_param_group"):  # torch before 2.12
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    else:
+        raise NotImplementedError(f"FSDP2 of torch {torch.__version__} keeps its parameters in a way not known here")
+    if len(groups) > 1:
+        raise NotImplementedError(
+            f"module {name!r} has {len(groups)} parameter groups, of different meshes (shard_placement_fn); FSDP2 "
+            "does not tell a hook which of them it is called for: put each mesh's parameters into a module of their own"
+        )
+    return groups
+
+
+def _group(index: int, name: str, module: nn.Module, inside: Any, names: dict[nn.Module, str]) -> Group:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    mesh = inside.mesh_info
+    if not isinstance(mesh, FSDPMeshInfo) or getattr(mesh, "is_spmd_mesh", False):
+        raise NotImplementedError(
+            f"module {name!r} is not cut over a mesh of its own ({type(mesh).__name__}): use a mesh of two dimensions, "
+            "replicas and shards, or one of shards; for replicas alone use thinwire.attach"
+        )
+    pieces: list[Piece] = []
+    offset = 0
+    for one in inside.fsdp_params:
+        owner = one._module_info
+        full = ".".join(filter(None, (names[owner.module], owner.param_name)))
+        if one.sharded_param.is_meta:
+            raise ValueError(f"{full} is on the meta device: give the model its memory and its values before")
+        if one.offload_to_cpu:
+            raise NotImplementedError(f"{full} is offloaded to the CPU, which this adapter does not serve")
+        if one.is_dtensor:
+            raise NotImplementedError(f"{full} is cut by tensor parallelism as well, which this adapter does not serve")
+        if one.sharded_param.requires_grad:
+            pieces.append(Piece(full, tuple(one.sharded_size), offset, one.sharded_param))
+            offset += one.padded_sharded_param_size.numel()
+    replicas = mesh.replicate_process_group if isinstance(mesh, HSDPMeshInfo) else None
+    return Group(index, name, module, tuple(pieces), offset, inside.device, mesh.shard_process_group, replicas, inside)

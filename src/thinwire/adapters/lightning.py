@@ -1,0 +1,122 @@
+"""Lightning: ``Trainer(strategy="ddp", callbacks=[ThinwireCallback("acp", rank=4)])``.
+
+``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices alone, and drops it in silence elsewhere. This
+callback registers on any device, once the strategy has wrapped the model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from thinwire.adapters.ddp import DDPSync
+from thinwire.adapters.ddp_module import checked, register, restore
+from thinwire.adapters.ddp_ranks import gathered_state
+from thinwire.program import Method, Topology
+
+log = logging.getLogger("thinwire")
+
+
+def _callback_class() -> Any:
+    """Lightning's ``Callback``, of the name under which the script has imported it already, if any."""
+    names = sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules)
+    for name in names:
+        try:
+            return importlib.import_module(name).Callback
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.split(".")[0] != name.split(".")[0]:
+                raise
+    raise ImportError("thinwire.adapters.lightning is for Lightning: pip install 'thinwire[lightning]'")
+
+
+_Callback = _callback_class()
+
+
+class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
+    """Exchange the gradients of ``Trainer.fit`` by a method of thinwire. On one rank nothing is exchanged.
+
+    Clipping, accumulation and mixed precision are Lightning's, as with plain DDP. Checkpoints of Lightning hold the
+    residuals of every rank, which for that travel to rank 0.
+
+    Args:
+        method: a name with its ``options``, or an instance. Buckets are DDP's: ``DDPStrategy(bucket_cap_mb=...)``.
+        timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
+
+    Attributes:
+        sync: the hook's state after the start of ``fit``: ``sync.stats()``.
+
+    Raises:
+        ValueError: the method's name or an option is unknown or out of range, or its schedule is decoupled.
+    """
+
+    def __init__(self, method: Method | str, *, timeout: timedelta | float | None = None, **options: Any) -> None:
+        super().__init__()
+        self._method, self._timeout = checked(method, **options), timeout
+        self.sync: DDPSync | None = None
+        self._running = self._failed = False
+        self._saved: Mapping[str, Any] | None = None
+        self._model: weakref.ref[Any] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Register the hook: the strategy has made its DDP module just before."""
+        strategy = trainer.strategy
+        if getattr(strategy, "_ddp_comm_hook", None) is not None:
+            fate = "drops" if strategy.root_device.type != "cuda" else "has registered"
+            raise ValueError(
+                f"the strategy was given ddp_comm_hook=, which it {fate} on {strategy.root_device.type}, and DDP takes "
+                "one hook: leave out ddp_comm_hook, ddp_comm_state and ddp_comm_wrapper, or ThinwireCallback"
+            )
+        same = self._model is not None and self._model() is pl_module
+        if self._saved is None and same and self.sync is not None:
+            self._saved = self.sync.state_dict()  # fit goes on, with a new DDP module
+        world, here = trainer.world_size, trainer.num_devices
+        self.sync = register(
+            strategy.model,
+            self._method,
+            framework="Lightning",
+            world_size=world,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            timeout=self._timeout,
+            topology=Topology(world, here) if world % here == 0 else None,
+        )
+        if self._saved is not None:
+            restore(self.sync, self._saved)
+        elif trainer.ckpt_path and self._method.has_residual:
+            log.warning("thinwire: %s holds no state of ThinwireCallback: residuals begin at zero", trainer.ckpt_path)
+        self._saved, self._model = None, weakref.ref(pl_module)
+        self._running, self._failed = True, False
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End the communicator thread; the state stays, for another ``fit`` or ``save_checkpoint``."""
+        if self._running and self.sync is not None:
+            self.sync.close()
+        self._running = False
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Remember that other ranks may not be there any more."""
+        self._failed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all ranks on rank 0, this rank's elsewhere. Lightning calls it on all ranks."""
+        if self.sync is None:
+            return dict(self._saved or {})
+        if self._failed:
+            log.warning("thinwire: a checkpoint after an exception holds no residuals: other ranks may be gone")
+            return {}
+        return gathered_state(self.sync)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep a state for the start of ``fit``, before which there is no DDP module; during it, take it over."""
+        if self._running and self.sync is not None:
+            restore(self.sync, state_dict)
+        else:
+            self._saved = dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For strategies that start processes: the method travels, what belongs to this process does not."""
+        return {**self.__dict__, "sync": None, "_model": None, "_running": False}

@@ -1,0 +1,29 @@
+"""Which collectives a method will issue for some tensors, early and late in training: lanes are made from this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.program import Method, Scope, Topology
+from thinwire.program.trace import Step, steady_step, trace
+
+
+def traced(
+    method: Method,
+    shapes: Sequence[tuple[str, Sequence[int]]],
+    topology: Topology,
+    *,
+    rank: int,
+    dtype: torch.dtype = torch.float32,
+) -> list[list[Step]]:
+    """The collectives of every phase, first those of a step late in training, then those of the first steps.
+
+    All ranks open lanes from it at the same point, so that no program has to make one on the way.
+    """
+    steps = [*(steady_step(method, phase) for phase in range(method.phases)), *range(method.phases)]
+    found = [trace(method, shapes, topology, rank=rank, step=step, dtype=dtype) for step in steps]
+    if getattr(method, "verify_every", 0):  # a round that a trace does not see
+        found += [[*one, Step("AllGather", Scope.WORLD, 0, 0)] for one in found]
+    return found

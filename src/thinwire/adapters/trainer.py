@@ -1,0 +1,123 @@
+"""Hugging Face's Trainer: ``trainer.add_callback(ThinwireCallback(trainer, "acp", rank=4))``.
+
+``TrainingArguments`` has no way to pass a hook, and callbacks are not shown the DDP module: so this one is made with
+the trainer. It works for subclasses of ``Trainer`` too.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.adapters.ddp import DDPSync
+from thinwire.adapters.ddp_module import checked, register
+from thinwire.adapters.ddp_ranks import load_from, save_in
+from thinwire.program import Method
+
+try:
+    import accelerate  # noqa: F401  # without it, Trainer is a placeholder that says so only when made
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    if error.name not in ("transformers", "accelerate"):
+        raise
+    raise ImportError(
+        f"thinwire.adapters.trainer is for the Trainer of transformers, and {error.name} is missing: "
+        "pip install 'thinwire[accelerate,transformers]'"
+    ) from error
+
+log = logging.getLogger("thinwire")
+
+
+class ThinwireCallback(TrainerCallback):
+    """Exchange the gradients of ``trainer.train`` by a method of thinwire. On one rank nothing is exchanged.
+
+    Clipping, accumulation and mixed precision are the Trainer's, as with plain DDP. Each checkpoint folder gets a file
+    for each rank beside the Trainer's own, and ``resume_from_checkpoint`` takes them over.
+
+    Args:
+        trainer: the one to which the callback is added.
+        method: a name with its ``options``, or an instance. Buckets are DDP's:
+            ``TrainingArguments(ddp_bucket_cap_mb=...)``.
+        timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
+        resume_from: the checkpoint that ``train`` resumes from, where it is not one of ``output_dir``; callbacks are
+            not told.
+
+    Attributes:
+        sync: the hook's state after the start of training: ``sync.stats()``.
+
+    Raises:
+        ValueError: the method's name or an option is unknown or out of range, or its schedule is decoupled.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        method: Method | str,
+        *,
+        timeout: timedelta | float | None = None,
+        resume_from: str | None = None,
+        **options: Any,
+    ) -> None:
+        if not hasattr(trainer, "model_wrapped"):
+            raise TypeError(f"ThinwireCallback takes the Trainer first, not {type(trainer).__name__}")
+        self._trainer, self._resume_from, self._timeout = trainer, resume_from, timeout
+        self._method = checked(method, **options)
+        self.sync: DDPSync | None = None
+        self._module: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Register the hook; the Trainer has wrapped its model. A second ``train`` keeps the wrapper and the hook."""
+        module = self._trainer.model_wrapped
+        if self.sync is None or module is not self._module:
+            self.sync = register(
+                module,
+                self._method,
+                framework="Trainer",
+                world_size=self._trainer.accelerator.num_processes,
+                scaler=self._trainer.accelerator.scaler,
+                timeout=self._timeout,
+            )
+            self._module = module
+        if state.global_step > 0:
+            self._resume(args, state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write this rank's file into the checkpoint that was just made."""
+        if self.sync is None or args.save_only_model:
+            return
+        if state.is_hyper_param_search:
+            log.warning("thinwire: checkpoints of a hyper-parameter search hold no residuals")
+            return
+        save_in(_folder(args, state.global_step), "thinwire", self.sync, weights=_checksum(self._trainer.model))
+
+    def _resume(self, args: Any, step: int) -> None:
+        assert self.sync is not None
+        folder = Path(self._resume_from) if self._resume_from else _folder(args, step)
+        if not load_from(folder, "thinwire", self.sync, weights=_checksum(self._trainer.model)) and (
+            self._method.has_residual
+        ):
+            log.warning(
+                "thinwire: training goes on at step %d, but %s holds no state of ThinwireCallback: residuals begin at "
+                "zero (for a checkpoint elsewhere, say resume_from=)",
+                step, folder,
+            )  # fmt: skip
+
+
+def _folder(args: Any, step: int) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{step}"
+
+
+def _checksum(model: nn.Module) -> int:
+    """Of the first 4096 elements of each trainable parameter: residuals belong to the weights of one step of a run."""
+    found = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            values = parameter.detach().reshape(-1)[:4096].cpu().contiguous()
+            found = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), found)
+    return found

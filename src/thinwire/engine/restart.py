@@ -1,0 +1,26 @@
+"""torchrun's restarts: a job that begins anew without its residuals says so."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from thinwire.program import Method, State
+
+logger = logging.getLogger("thinwire")
+
+
+def restarts() -> int:
+    """How often torchrun has restarted the ranks of this job; 0 without torchrun."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def tell_reset(method: Method, state: State) -> None:
+    """At a first step: warn if this is a restarted job that has not loaded its residuals."""
+    if state.step == 0 and method.has_residual and state.rank == 0 and (count := restarts()):
+        logger.warning(
+            "thinwire: restart %d of this job has loaded no state, so the residuals of %s begin at zero and what was "
+            "owed to the model is lost; call thinwire.checkpoint.load, or load_state_dict, before the first step",
+            count, method.name,
+        )  # fmt: skip

@@ -1,0 +1,251 @@
+"""A loop with Accelerate and ``register_comm_hook``: the numbers of ``attach``, through ``save_state``."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_cases import (
+    ACCUMULATE,
+    CLIP,
+    LR,
+    METHODS,
+    MOMENTUM,
+    ROWS,
+    SMALL,
+    Net,
+    Points,
+    check,
+    check_misuse,
+    compared,
+    forget,
+    misuse,
+    quiet_rank,
+    run_block,
+    sentence,
+    without_launcher,
+)  # fmt: skip
+
+from spawned import run
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed"),
+]
+
+STEPS = 4
+
+
+def _accelerator(**options):
+    """A new one, also where this process had one already."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    forget()
+    buckets = DistributedDataParallelKwargs(bucket_cap_mb=SMALL, **options)
+    return Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, kwargs_handlers=[buckets])
+
+
+def _prepared(accelerator):
+    net = Net()
+    loader = torch.utils.data.DataLoader(Points(STEPS), batch_size=ROWS)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
+    return net, *accelerator.prepare(net, optimizer, loader)
+
+
+def _epoch(accelerator, model, optimizer, loader):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x, y)["loss"])
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _trained(folder, method, options):
+    """An epoch, ``save_state``; another accelerator and model ``load_state`` and go on for a second epoch."""
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    fed, losses = [], []
+    for epoch in range(2):
+        accelerator = _accelerator()
+        net, model, optimizer, loader = _prepared(accelerator)
+        sync = register_comm_hook(accelerator, model, method, **options)
+        if epoch:
+            accelerator.load_state(str(Path(folder, method)))
+        _epoch(accelerator, model, optimizer, loader)
+        if not epoch:
+            accelerator.save_state(str(Path(folder, method)))
+        fed += net.fed
+        losses += net.losses
+    return compared(net, sync, fed, losses, method, options)
+
+
+def _refused(rank, folder):
+    """Bad states: rank 1's file is missing; the model has a hook; a folder of plain DDP."""
+    from accelerate.utils import DDPCommunicationHookType
+
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    accelerator = _accelerator()
+    _, model, _, _ = _prepared(accelerator)
+    accelerator.save_state(str(Path(folder, "plain")))
+    sync = register_comm_hook(accelerator, model, "acp", rank=2)
+    second = sentence(lambda: register_comm_hook(accelerator, model, "ssgd"))
+    accelerator.load_state(str(Path(folder, "plain")))
+    accelerator.save_state(str(Path(folder, "cut")))
+    accelerator.wait_for_everyone()
+    if rank == 1:
+        Path(folder, "cut", "thinwire_rank1.pt").unlink()
+    accelerator.wait_for_everyone()
+    cut = sentence(lambda: accelerator.load_state(str(Path(folder, "cut"))))
+    occupied = _accelerator(comm_hook=DDPCommunicationHookType.FP16)
+    _, theirs, _, _ = _prepared(occupied)
+    both = sentence(lambda: register_comm_hook(occupied, theirs, "ssgd"))
+    bare = sentence(lambda: register_comm_hook(accelerator, Net(), "ssgd"))
+    wrong = sentence(lambda: register_comm_hook(model, accelerator, "ssgd"))
+    return second, cut, both, bare, wrong, float(sum(x.norm() for x in sync.state.residuals.values()))
+
+
+def _two_models(folder):
+    """Each has its own hook and its own files."""
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    accelerator = _accelerator()
+    models = [accelerator.prepare(Net()) for _ in range(2)]
+    syncs = [register_comm_hook(accelerator, model, "topk", density=0.1) for model in models]
+    for scale, model in enumerate(models, start=1):
+        for x, y in [(torch.ones(2, 24), scale * torch.ones(2, 5))]:
+            accelerator.backward(model(x, y)["loss"])
+    accelerator.save_state(str(Path(folder, "pair")))
+    owed = [{name: x.clone() for name, x in sync.state.residuals.items()} for sync in syncs]
+    for sync in syncs:
+        for x in sync.state.residuals.values():
+            x.zero_()
+    accelerator.load_state(str(Path(folder, "pair")))
+    back = all(torch.equal(x, sync.state.residuals[n]) for sync, old in zip(syncs, owed) for n, x in old.items())
+    return back, any(not torch.equal(owed[0][name], owed[1][name]) for name in owed[0])
+
+
+@quiet_rank()
+def _everything(rank, size, folder):
+    found = {
+        "trained": {method: _trained(folder, method, options) for method, options in METHODS.items()},
+        "refused": _refused(rank, folder),
+        "pair": _two_models(folder),
+        "files": sorted(os.listdir(Path(folder, "acp"))),
+    }
+    accelerator = _accelerator()
+    found["misuse"] = misuse("accelerate", lambda m, method, **o: m.register_comm_hook(accelerator, Net(), method, **o))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return run(_everything, 2, folder, seconds=100)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equals_attach_also_after_a_resume(two, method):
+    """With accumulation and clipping, in several buckets, over ``save_state`` and ``load_state``; bit for bit."""
+    for result in two:
+        check(result["trained"][method], method, 2 * STEPS)
+
+
+def test_every_rank_has_a_file_beside_accelerates(two):
+    assert {"thinwire_rank0.pt", "thinwire_rank1.pt", "model.safetensors"} <= set(two[0]["files"])
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(two):
+    for rank, result in enumerate(two):
+        second, cut, both, bare, wrong, owed = result["refused"]
+        assert "has a communication hook already" in second
+        assert "has a communication hook already" in both
+        assert "choose plain DDP" in bare
+        assert wrong.startswith("TypeError: register_comm_hook takes the Accelerator first")
+        assert cut.startswith("ValueError: no state of thinwire's hook can be taken from")
+        assert ("thinwire_rank1.pt is missing" if rank else "another rank") in cut
+        assert owed == 0.0
+
+
+def test_two_models_keep_apart(two):
+    for result in two:
+        assert result["pair"] == (True, True)
+
+
+def test_bad_options_are_refused_at_once(two):
+    for result in two:
+        check_misuse(result["misuse"])
+
+
+@quiet_rank()
+def _alone(rank, size, folder):
+    """One rank goes on from the state of two."""
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    without_launcher()
+    accelerator = _accelerator()
+    net, model, optimizer, loader = _prepared(accelerator)
+    sync = register_comm_hook(accelerator, model, "acp", rank=2)
+    accelerator.load_state(str(Path(folder, "acp")))
+    _epoch(accelerator, model, optimizer, loader)
+    accelerator.save_state(str(Path(folder, "alone")))
+    return sync.stats(), net.losses
+
+
+def test_one_rank_sends_nothing(two, folder):
+    ((stats, losses),) = run(_alone, 1, folder, init=False)
+    assert (stats.bytes_sent, stats.world_size) == (0, 1)
+    assert "acp runs as ssgd" in stats.note
+    assert len(losses) == 2 * STEPS * ACCUMULATE
+
+
+@quiet_rank()
+def _more(rank, size, folder):
+    """Three ranks go on from the files of two: each gets the mean of what they owed."""
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    accelerator = _accelerator()
+    _, model, _, _ = _prepared(accelerator)
+    sync = register_comm_hook(accelerator, model, "acp", rank=2)
+    accelerator.load_state(str(Path(folder, "acp")))
+    old = [torch.load(Path(folder, "acp", f"thinwire_rank{r}.pt"), weights_only=True)["state"] for r in range(2)]
+    return {
+        name: (x.numpy(), ((old[0][f"residual/0/{name}"] + old[1][f"residual/1/{name}"]) / 2).numpy())
+        for name, x in sync.state.residuals.items()
+    }
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_gets_the_mean(two, folder):
+    for found in run(_more, 3, folder):
+        assert found
+        assert all((got == mean).all() and mean.any() for got, mean in found.values())
+
+
+@quiet_rank()
+def _page(rank, size, folder):
+    return run_block("accelerate", folder).sync.stats()
+
+
+def test_the_page_runs_on_two_ranks(tmp_path):
+    for stats in run(_page, 2, str(tmp_path), init=False):
+        assert stats.method == "acp"
+        assert 0 < stats.bytes_sent < stats.dense_bytes
+    assert (tmp_path / "checkpoint" / "thinwire_rank1.pt").exists()
+
+
+def test_without_accelerate_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "thinwire.adapters.accelerate", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'thinwire\[accelerate\]'"):
+        importlib.import_module("thinwire.adapters.accelerate")

@@ -1,0 +1,47 @@
+"""Runs what the pages of the adapters show on so many real ranks: blocks under ``<!-- tested on N ranks -->``."""
+
+import logging
+import os
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+from spawned import run
+
+pytestmark = pytest.mark.dist
+
+PAGES = Path(__file__).parents[2] / "docs" / "adapters"
+BLOCK = re.compile(r"^<!-- tested on (\d+) ranks -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def _blocks(page):
+    return [(int(found[1]), found[2]) for found in BLOCK.finditer(page.read_text())]
+
+
+def _run(rank, size, page, code, folder):
+    """All blocks of a page in one module, on every rank."""
+    import torch.distributed as dist
+
+    os.chdir(folder)
+    try:
+        module = types.ModuleType(f"blocks_of_{Path(page).stem}")
+        for block in code:
+            exec(compile(block, page, "exec"), module.__dict__)
+    finally:
+        os.chdir("/")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return sorted(name for name in vars(module) if not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "checkpoints"])
+def test_blocks_run_on_ranks(name, tmp_path):
+    page = PAGES / f"{name}.md"
+    blocks = _blocks(page)
+    assert len(blocks) == page.read_text().count("<!-- tested on ")
+    (size,) = {size for size, _ in blocks}
+    logging.getLogger("thinwire")
+    for names in run(_run, size, str(page), [code for _, code in blocks], str(tmp_path), init=False):
+        assert "tw" in names
