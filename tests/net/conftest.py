@@ -22,6 +22,19 @@ def mode(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture(params=["best", *(pytest.param(name, marks=pytest.mark.slow) for name in ("root", "user"))])
+def any_mode(request, monkeypatch):
+    """The best mode that this machine grants; each of them only in the long run, where a test takes many seconds."""
+    if request.param == "best":
+        if lab.available() == "loopback":
+            pytest.skip("network namespaces are not to be had here")
+        return lab.available()
+    monkeypatch.setenv("THINWIRE_LAB_MODE", request.param)
+    if lab.available() != request.param:
+        pytest.skip(f"network namespaces are not to be had here as {request.param}")
+    return request.param
+
+
 @pytest.fixture
 def no_leftovers():
     """Fail if the test leaves a namespace of this process behind."""

@@ -40,7 +40,7 @@ with StageLink(os.environ["MASTER_ADDR"], 7443, Credentials.of(folder + "/keys",
 """
 
 
-def test_a_step_across_a_slow_link(mode, tmp_path):
+def test_a_step_across_a_slow_link(any_mode, tmp_path):
     plan = SplitPlan(1, "boundary")
     prepare(preset("bert", classes=2, vocabulary=100, length=32, layers=2, hidden=128, heads=2), plan, tmp_path)
     write_keys(tmp_path / "keys", hosts=("10.77.0.1",))

@@ -42,7 +42,7 @@ METHODS = [
 ]
 
 
-def test_a_node_sends_what_the_formulas_say(mode):
+def test_a_node_sends_what_the_formulas_say(any_mode):
     script = SCRIPT % json.dumps(METHODS)
     result, lines = collect(lab.Cluster.parse(4, 2, "1gbit"), [sys.executable, "-c", script], timeout_seconds=100)
     assert result.exit_codes == (0,) * 4, lines

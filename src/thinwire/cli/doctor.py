@@ -1,81 +1,162 @@
-"""``thinwire doctor``: what this machine offers to thinwire."""
+"""``thinwire doctor``: what a bug report needs, and what is wrong with this machine's network set-up."""
 
 from __future__ import annotations
 
-import importlib.util
 import json as json_module
-import os
-import platform
-from importlib import metadata
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from thinwire.cli.errors import RunFailed
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from thinwire.measure.doctor import Choice, Diagnosis, Facts
 
 _LAB = {
     "root": "emulated links as root",
     "user": "emulated links in a user namespace",
     "loopback": "no rights for network namespaces: ranks run on plain loopback, links are not emulated",
 }
+_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+_COMPILE = "coupled methods give equal results; overlap only across graph breaks"
 
 
 def doctor(
+    nodes: Annotated[
+        int | None, typer.Option(help="Machines that the job shall run on; by default what torchrun's variables say.")
+    ] = None,
+    read: Annotated[
+        Path | None, typer.Option("--read", help="Judge what doctor --json printed on another machine.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
 ) -> None:
-    """Say what this machine has: versions, backends, cores, rights, interface, GPU."""
-    found = examine()
+    """Print what a bug report needs and what is wrong with this machine's network set-up.
+
+    The exit code is 1 if something prevents training, else 0.
+    """
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunFailed(f"torch cannot be imported ({reason}): install it again, see pytorch.org") from error
+    from thinwire.measure.doctor import judge
+
+    facts = _here() if read is None else _read(read)
+    diagnosis = judge(facts, nodes)
     if json:
-        typer.echo(json_module.dumps(found, indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("what", "found", show_header=False)
-    for name, value in found.items():
-        table.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
-    Console().print(table)
+        typer.echo(json_module.dumps(report(facts, diagnosis), indent=2))
+    else:
+        _show(facts, diagnosis)
+    if diagnosis.prevents_training:
+        raise typer.Exit(1)
 
 
-def examine() -> dict[str, Any]:
-    """Look around."""
-    import torch
-    import torch.distributed as dist
+def _here() -> Facts:
+    from thinwire.lab.access import find_mode
+    from thinwire.measure.doctor import gather
 
-    from thinwire import __version__, lab
-    from thinwire.measure.cores import usable_cores
+    return gather(*find_mode())
 
-    backends = [name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+def _read(path: Path) -> Facts:
+    from thinwire.measure.doctor import Facts
+
+    try:
+        return Facts.from_dict(json_module.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"--read {path}: {error.strerror}") from error
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"--read {path} holds no facts: give what `thinwire doctor --json` printed") from error
+
+
+def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
+    """The facts, and beside them what follows from them."""
+    from dataclasses import asdict
+
     return {
-        "thinwire": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "backends": backends,
-        "backend in use": "nccl" if gpus and "nccl" in backends else "gloo",
-        "cores": usable_cores(),
-        "gpus": gpus or ["none"],
-        "interface": os.environ.get("GLOO_SOCKET_IFNAME") or default_interface() or "unknown",
-        "lab": _LAB[lab.available()],
-        "extras": [name for name in ("matplotlib", "plotly", "transformers", "triton") if _has(name)] or ["none"],
-        "torch.compile": "coupled methods give equal results; overlap only across graph breaks",
+        **facts.as_dict(),
+        "backend in use": (diagnosis.nccl or diagnosis.gloo).backend,
+        "interface": ", ".join((diagnosis.nccl or diagnosis.gloo).interfaces) or "unknown",
+        "torch.compile": _COMPILE,
+        "nodes": diagnosis.nodes,
+        "gloo": asdict(diagnosis.gloo),
+        "nccl": asdict(diagnosis.nccl) if diagnosis.nccl else None,
+        "findings": [asdict(finding) for finding in diagnosis.findings],
+        "prevents_training": diagnosis.prevents_training,
     }
 
 
-def default_interface() -> str | None:
-    """The interface of the default route, which Gloo most likely takes."""
-    try:
-        with open("/proc/net/route") as file:
-            for line in file.readlines()[1:]:
-                fields = line.split()
-                if fields[1] == "00000000":
-                    return fields[0]
-    except OSError:
-        pass
-    return None
+def _show(facts: Facts, diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(_machine(facts, diagnosis))
+    for finding in diagnosis.findings:
+        line = Text(f"{finding.level}: ", style=_COLOURS[finding.level]).append(finding.what, style="default")
+        console.print(line.append(f"\n    {finding.remedy} [{finding.code}]", style="default"))
+    if not diagnosis.findings:
+        console.print("nothing wrong was found")
+    elif diagnosis.prevents_training:
+        console.print("training cannot work until what is marked as error is mended")
 
 
-def _has(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return importlib.util.find_spec(name) is not None
-    return True
+def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = {
+        "thinwire": facts.thinwire,
+        "python, torch": f"{facts.python}, {facts.torch}",
+        "platform": facts.platform,
+        "packages": ", ".join(f"{name} {version}" for name, version in facts.packages.items()),
+        "extras": ", ".join(facts.extras) or "none",
+        "backends": ", ".join(facts.backends) or "none",
+        "gpus": ", ".join(facts.gpus) or "none",
+        "cores, threads": f"{facts.cores}, {facts.threads}" + (f"; quota {facts.quota:g}" if facts.quota else ""),
+        "memory, /dev/shm": f"{_gib(facts.memory_bytes)}, {_gib(facts.shm_bytes)}",
+        "open files": "unknown" if facts.open_files is None else "{} (hard limit {})".format(*facts.open_files),
+        "name": f"{facts.hostname.name}: {', '.join(facts.hostname.addresses) or facts.hostname.error or 'no address'}",
+        "gloo": _choice(diagnosis.gloo),
+        **({"nccl": _choice(diagnosis.nccl)} if diagnosis.nccl else {}),
+        **_interfaces(facts, diagnosis),
+        "tcp": ", ".join(f"{name} {value}" for name, value in facts.tcp.items()) or "unknown",
+        "tcp segments": f"{facts.segments} sent, {facts.retransmitted} of them again",
+        "variables": ", ".join(f"{name}={value}" for name, value in facts.environment.items()) or "none",
+        "lab": _LAB.get(facts.lab, facts.lab),
+        "torch.compile": _COMPILE,
+    }
+    table = Table("what", "found", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, Text(value))  # whatever brackets are in it
+    return table
+
+
+def _choice(choice: Choice) -> str:
+    if choice.problem:
+        return f"cannot start: {choice.why}: {choice.problem}"
+    return f"{', '.join(choice.interfaces) or 'unknown interface'} ({choice.address}): {choice.why}"
+
+
+def _interfaces(facts: Facts, diagnosis: Diagnosis) -> dict[str, str]:
+    """A row for each: what it is, its addresses, rate and counters, and who uses it."""
+    rows = {}
+    for one in facts.interfaces:
+        used = [c.title for c in (diagnosis.gloo, diagnosis.nccl) if c is not None and one.name in c.interfaces]
+        parts = [
+            f"{'up' if one.up else 'down'}, {one.kind}",
+            " ".join(one.addresses) or "no address",
+            ("rate unknown" if one.mbits is None else f"{one.mbits} Mbit/s") + f", MTU {one.mtu or 'unknown'}",
+            f"{one.packets} packets, {one.errors} errors, {one.drops} drops",
+            *(["default route"] if one.name == facts.default_route else []),
+            *([f"used by {' and '.join(used)}"] if used else []),
+        ]
+        rows[f"interface {one.name}"] = "; ".join(parts)
+    return rows
+
+
+def _gib(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / (1 << 30):.3g} GiB"

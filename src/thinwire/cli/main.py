@@ -34,7 +34,6 @@ app = typer.Typer(
     help="Train deep networks over thin wires.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)

@@ -113,6 +113,7 @@ def _serve(spec: LabSpec) -> None:
             began.append(now)
         if workload.evaluate is not None and (version == 1 or version % spec.evaluate_every == 0):
             layout.write(theta, workload.model)
+            service.buffers.write(workload.model)
             workload.model.eval()
             value = float(workload.evaluate(workload.model, 0, 0))
             row = [now - began[0], service.machine.counters["applied"], value]

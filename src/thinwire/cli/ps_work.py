@@ -36,7 +36,7 @@ def build(model: str, seed: int) -> Workload:
 
 
 def read_outer(text: str) -> Outer | None:
-    """``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3``, ``delayed_nesterov:lr=0.2:period=4``; ``auto`` is None.
+    """``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; ``auto`` is None.
 
     Raises:
         ValueError: there is no such optimizer or option.
@@ -48,10 +48,14 @@ def read_outer(text: str) -> Outer | None:
 
     if text == "auto":
         return None
+
+    def with_betas(kind: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda p, beta1=0.9, beta2=0.999, **options: kind(p, betas=(float(beta1), float(beta2)), **options)
+
     kinds: dict[str, Callable[..., Any]] = {
         "sgd": torch.optim.SGD,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
+        "adam": with_betas(torch.optim.Adam),
+        "adamw": with_betas(torch.optim.AdamW),
         "delayed_nesterov": DelayedNesterov,
     }
     name, options = split_options(text)
@@ -140,7 +144,7 @@ def run_node(
     Raises:
         RunFailed: the server has gone, or a worker died too often.
     """
-    from thinwire.parameter_server import Node, ServerLost
+    from thinwire.parameter_server import Node, NodeRefused, ServerLost
 
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
@@ -182,7 +186,7 @@ def run_node(
                     children[k] = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         _await(children)
         return {"node": number, "end": "training has ended", "restarts": restarts}
-    except ServerLost as error:
+    except (NodeRefused, ServerLost) as error:
         raise RunFailed(str(error)) from error
     finally:
         if node is not None:

@@ -71,7 +71,7 @@ def model_builder(text: str, task: Task, length: int) -> Callable[[int], nn.Modu
     from thinwire.split.models.presets import preset, pretrained
 
     if Path(text).is_dir():
-        return lambda seed: pretrained(text, task.classes)
+        return lambda seed: pretrained(text, task.classes, seed)
     name, options = split_options(text)
     known = {"layers": int, "hidden": int, "heads": int, "intermediate": int, "dropout": (int, float)}
     for key, value in options.items():

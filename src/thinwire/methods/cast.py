@@ -2,9 +2,9 @@
 
 Code that does the same: torch's ``fp16_compress_hook`` and ``bf16_compress_hook``.
 
-Differences from them: the gradient is divided by the world size in fp32 before the cast, so that an fp16 sum cannot
-overflow where the mean does not. No residual: it works in the units it finds, and scaled fp16 gradients sit where
-fp16 is accurate.
+Differences from these hooks: the gradient is divided by the world size in fp32 before the cast, so that an fp16 sum
+cannot overflow where the mean does not. No residual: it works in the units it finds, and scaled fp16 gradients sit
+where fp16 is accurate.
 
 ``Cast("int8")`` is 8-bit linear quantisation, and another program (``linear8.py``): blocks of A = M + E with the
 scale max|a| / 127, all-to-all of codes, sum in fp32, encoded again, all-gather. Its traffic does not grow with the

@@ -7,7 +7,8 @@ owner adds the error of the second encoding to its chunk, so that nothing is los
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,17 +25,9 @@ _BITS = 8
 def two_step(bucket: Bucket, state: State, block: int) -> Program:
     """All-to-all of codes, sum, encode again, all-gather."""
     n = bucket.numel
-    blocks, size = _layout(n, state.size, block)
-    chunk = blocks * size
     a = accumulate_flat(bucket, state)
-    codes, scales = encode(a, _BITS, size)
-    add_decoded(a, codes[None], -scales[None], _BITS, size)
-    # The last chunks are filled up with zeros: a code in the middle, and scales of 0.
-    scales = torch.cat([scales, scales.new_zeros(state.size * blocks - scales.numel())]).view(state.size, blocks)
-    codes = torch.cat([codes, codes.new_full((state.size * chunk - n,), levels(_BITS))]).view(state.size, chunk)
-    received = yield AllToAll(torch.cat([scales.view(torch.uint8), codes], dim=1))
-    total = torch.zeros(chunk, dtype=a.dtype, device=a.device)
-    add_decoded(total, *_parts(received, blocks, a.dtype), _BITS, size)
+    total, blocks, size = yield from scatter(a, state.size, block)
+    chunk = total.numel()
     codes, scales = encode(total, _BITS, size)
     everyone = yield AllGather(torch.cat([scales.view(torch.uint8), codes]))
     add_decoded(total, codes[None], -scales[None], _BITS, size)
@@ -47,6 +40,31 @@ def two_step(bucket: Bucket, state: State, block: int) -> Program:
     mean = torch.zeros(n, dtype=a.dtype, device=a.device)
     add_decoded(mean, codes.reshape(1, -1), scales.reshape(1, -1), _BITS, size)
     bucket.write_gradient(mean.div_(poison(finite, state.size, a.dtype)))
+
+
+def scatter(a: Tensor, ranks: int, block: int) -> Generator[Any, Tensor, tuple[Tensor, int, int]]:
+    """The first step, half of an all-reduce: each rank receives the sum of its own chunk.
+
+    Args:
+        a: ``[n]``, fp32 or fp64; what was not sent of it is left there.
+        ranks: of the world.
+        block: elements that share a scale, at most.
+
+    Returns:
+        The sum ``[chunk]``, ``chunk >= n / ranks``; blocks per chunk; elements per block.
+    """
+    n = a.numel()
+    blocks, size = _layout(n, ranks, block)
+    chunk = blocks * size
+    codes, scales = encode(a, _BITS, size)
+    add_decoded(a, codes[None], -scales[None], _BITS, size)
+    # The last chunks are filled up with zeros: a code in the middle, and scales of 0.
+    scales = torch.cat([scales, scales.new_zeros(ranks * blocks - scales.numel())]).view(ranks, blocks)
+    codes = torch.cat([codes, codes.new_full((ranks * chunk - n,), levels(_BITS))]).view(ranks, chunk)
+    received = yield AllToAll(torch.cat([scales.view(torch.uint8), codes], dim=1))
+    total = torch.zeros(chunk, dtype=a.dtype, device=a.device)
+    add_decoded(total, *_parts(received, blocks, a.dtype), _BITS, size)
+    return total, blocks, size
 
 
 def payload(sizes: Sequence[int], block: int) -> list[int]:

@@ -45,8 +45,9 @@ class Trace:
 
     @property
     def exposed(self) -> float | None:
-        """Communication while nothing is computed; None on lanes of which that cannot be told."""
-        return exposed_seconds(self.events) if {event.lane for event in self.events} <= set(LANES) else None
+        """Communication while nothing is computed; None on lanes of which that cannot be told, or without that one."""
+        lanes = {event.lane for event in self.events}
+        return exposed_seconds(self.events) if COMPUTE in lanes and lanes <= set(LANES) else None
 
     @property
     def bytes_by_bucket(self) -> dict[int, int]:

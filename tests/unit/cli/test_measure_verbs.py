@@ -110,6 +110,7 @@ def test_probe_on_two_ranks(tmp_path):
     assert {key[1:] for key in costs.exchanges} == {("world", 2)}
 
 
+@pytest.mark.slow  # what it adds to tests/dist/test_probe.py is the launcher
 @pytest.mark.dist
 def test_probe_under_torchrun(tmp_path):
     code = "from thinwire.cli.main import run; run()"

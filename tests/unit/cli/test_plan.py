@@ -13,6 +13,7 @@ from thinwire.planner.profiles import ModelProfile, builtin
 from thinwire.program import Plan
 
 runner = CliRunner()
+FEW = ("--methods", "cast:dtype=bf16,acp:rank=4,topk:density=0.01")  # where it does not matter which: all take seconds
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def test_lines_fit_a_terminal(words):
 
 
 def test_the_cluster():
-    found = as_json("vgg16", "--link", "1gbit", "--latency", "1ms", "--workers", "8", "--ranks-per-node", "4")
+    found = as_json("vgg16", "--link", "1gbit", "--latency", "1ms", "--workers", "8", "--ranks-per-node", "4", *FEW)
     asked = found["question"]
     assert (asked["bits_per_second"], asked["latency_seconds"]) == (1e9, 1e-3)
     assert (asked["workers"], asked["ranks_per_node"]) == (8, 4)
@@ -87,11 +88,11 @@ def test_a_registered_method_that_needs_no_option_is_a_candidate(monkeypatch):
 
 
 def test_batch_size_and_device():
-    small, large = (as_json("resnet50", "--batch-size", n)["ranking"]["entries"][0] for n in (8, 256))
+    small, large = (as_json("resnet50", "--batch-size", n, *FEW)["ranking"]["entries"][0] for n in (8, 256))
     assert small["step_seconds"] < large["step_seconds"]
-    slow, fast = (as_json("resnet50", "--device-flops", f)["ranking"]["entries"][0] for f in ("1e12", "1e14"))
+    slow, fast = (as_json("resnet50", "--device-flops", f, *FEW)["ranking"]["entries"][0] for f in ("1e12", "1e14"))
     assert slow["step_seconds"] > fast["step_seconds"]
-    cpu = as_json("resnet50", "--device", "CPU")
+    cpu = as_json("resnet50", "--device", "CPU", *FEW)
     assert cpu["question"]["backend"] == "gloo"
 
 
@@ -138,7 +139,7 @@ def test_published():
 
 
 def test_files(tmp_path):
-    run("resnet50", "--trace", "trace.json", "--out", "plan.json")
+    run("resnet50", "--trace", "trace.json", "--out", "plan.json", *FEW)
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert any(event["name"].startswith("forward") for event in trace["traceEvents"])
     text = (tmp_path / "plan.json").read_text()
@@ -156,20 +157,20 @@ def saved(path, workers=4, provenance="measured here", **more):
 
 def test_measured_costs(tmp_path):
     saved(tmp_path / "costs.json")
-    found = as_json("resnet50", "--costs", "costs.json")
+    found = as_json("resnet50", "--costs", "costs.json", *FEW)
     asked = found["question"]
     assert (asked["workers"], asked["ranks_per_node"], asked["network"]) == (4, 2, "measured")
     assert 0 < found["ranking"]["measured_share"] < 1
-    assert "network measured" in " ".join(run("resnet50", "--costs", "costs.json").split())
-    wider = as_json("resnet50", "--costs", "costs.json", "--workers", "32", "--ranks-per-node", "2")
+    assert "network measured" in " ".join(run("resnet50", "--costs", "costs.json", *FEW).split())
+    wider = as_json("resnet50", "--costs", "costs.json", "--workers", "32", "--ranks-per-node", "2", *FEW)
     assert wider["ranking"]["measured_share"] < found["ranking"]["measured_share"]
-    assumed = as_json("resnet50", "--costs", "costs.json", "--link", "10gbit", "--latency", "20us")["question"]
+    assumed = as_json("resnet50", "--costs", "costs.json", "--link", "10gbit", "--latency", "20us", *FEW)["question"]
     assert (assumed["network"], assumed["workers"]) == ("assumed", 16)
 
 
 def test_measured_compute_counts_on_an_assumed_network(tmp_path):
     saved(tmp_path / "costs.json", compute={"select": Linear(1.0, 0.0, "measured here")})
-    entries = as_json("resnet50", "--costs", "costs.json", "--link", "10gbit")["ranking"]["entries"]
+    entries = as_json("resnet50", "--costs", "costs.json", "--link", "10gbit", *FEW)["ranking"]["entries"]
     assert next(e for e in entries if e["label"] == "topk:density=0.01")["step_seconds"] > 1
 
 
@@ -178,7 +179,7 @@ def test_measured_compute_counts_on_an_assumed_network(tmp_path):
 )
 def test_a_saved_profile(tmp_path, words):
     (tmp_path / "saved.json").write_text(builtin("resnet50", batch_size=1).to_json())
-    asked = as_json(*words)["question"]
+    asked = as_json(*words, *FEW)["question"]
     assert asked["model"] == "resnet50"
     assert asked["device"] == "cpu"
     assert "1 samples" in asked["model_source"]
@@ -197,7 +198,7 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         "def build():\n"
         "    return torch.nn.Linear(4, 4), lambda model, step, rank: model(torch.ones(1, 4)).sum()\n"
     )
-    assert as_json("planned_net:build")["question"]["model"] == "planned_net:build"
+    assert as_json("planned_net:build", *FEW)["question"]["model"] == "planned_net:build"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_outer_optimizers_by_name():
     import torch
 
     assert read_outer("auto") is None
+    assert read_outer("adamw:lr=0.1:beta1=0")([torch.zeros(2)]).defaults["betas"] == (0.0, 0.999)
     made = read_outer("sgd:lr=0.5:momentum=0.9")([torch.zeros(2)])
     assert made.defaults["lr"] == 0.5
     assert type(read_outer("delayed_nesterov:lr=0.1:period=3")([torch.zeros(2)])).__name__ == "DelayedNesterov"

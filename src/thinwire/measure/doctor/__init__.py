@@ -1,0 +1,23 @@
+"""A machine's facts, as a bug report needs them, and what is wrong with its network set-up, in plain words.
+
+What does not live here: measurements of the network (``measure/probe.py``), printing (cli/).
+"""
+
+from thinwire.measure.doctor.facts import Facts, Interface, Name
+from thinwire.measure.doctor.findings import Finding
+from thinwire.measure.doctor.gather import gather
+from thinwire.measure.doctor.judge import Diagnosis, judge
+from thinwire.measure.doctor.sockets import Choice, gloo_choice, nccl_choice
+
+__all__ = [
+    "Choice",
+    "Diagnosis",
+    "Facts",
+    "Finding",
+    "Interface",
+    "Name",
+    "gather",
+    "gloo_choice",
+    "judge",
+    "nccl_choice",
+]

@@ -1,0 +1,136 @@
+"""What is known of a machine, as plain data: gathered here, read back from a report, or written by a test."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface.
+
+    Attributes:
+        name: as in ``ip link``.
+        up: it is switched on and has a carrier.
+        kind: "loopback", "ethernet", "wireless", "bridge", "virtual" or "tunnel".
+        addresses: IPv4 first, each group in the kernel's order.
+        mbits: megabits per second that the driver reports; None: it does not say (most virtual ones).
+        mtu: bytes of the largest packet.
+        packets, errors, drops: since it was made, both directions together.
+    """
+
+    name: str
+    up: bool = True
+    kind: str = "ethernet"
+    addresses: tuple[str, ...] = ()
+    mbits: int | None = None
+    mtu: int | None = None
+    packets: int = 0
+    errors: int = 0
+    drops: int = 0
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a host name leads to.
+
+    Attributes:
+        name: the name.
+        addresses: that the resolver gives, in its order.
+        bound: those among them that a socket of this machine can be bound to.
+        seconds: that the look-up took.
+        error: the resolver's words, if it has none.
+    """
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    bound: tuple[str, ...] = ()
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A machine, as one process on it sees it.
+
+    Attributes:
+        thinwire, python, torch: versions. platform: operating system and kernel.
+        packages: version of each optional package that is installed. extras: the extras that are complete.
+        backends: of torch.distributed. gpus: their names, as torch sees them.
+        gpu_driver: a GPU's driver is loaded, whether torch uses it or not.
+        cores: that this process may use. quota: cores that its control group grants; None: no limit.
+        threads: of torch, in this process. memory_bytes: of the machine.
+        interfaces: all of them. default_route: the interface that leads elsewhere.
+        hostname: this machine's name, looked up. master: ``MASTER_ADDR`` looked up, if it is set.
+        environment: the variables that torchrun, Gloo, NCCL and thinwire read.
+        tcp: settings of the kernel. segments, retransmitted: TCP segments sent since the start, and those sent again.
+        open_files: how many this process may have open, soft and hard limit; None: unknown.
+        shm_bytes: size of /dev/shm; None: there is none.
+        lab: by which right the lab emulates links: "root", "user" or "loopback" (it cannot). lab_reason: why not.
+    """
+
+    thinwire: str
+    python: str
+    torch: str
+    platform: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ("gloo",)
+    gpus: tuple[str, ...] = ()
+    gpu_driver: bool = False
+    cores: int = 1
+    quota: float | None = None
+    threads: int = 1
+    memory_bytes: int | None = None
+    interfaces: tuple[Interface, ...] = ()
+    default_route: str | None = None
+    hostname: Name = Name("localhost")
+    master: Name | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tcp: Mapping[str, str] = field(default_factory=dict)
+    segments: int = 0
+    retransmitted: int = 0
+    open_files: tuple[int, int] | None = None
+    shm_bytes: int | None = None
+    lab: str = "loopback"
+    lab_reason: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Facts:
+        """From ``as_dict``, or from what ``thinwire doctor --json`` printed; what is unknown here is left out.
+
+        Raises:
+            ValueError: it holds no facts.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        found = {key: value for key, value in data.items() if key in known}
+        try:
+            found["interfaces"] = tuple(_made(Interface, one) for one in found.get("interfaces", ()))
+            found["hostname"] = _made(Name, found["hostname"])
+            found["master"] = _made(Name, found["master"]) if found.get("master") else None
+            facts: Facts = _made(cls, found)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"these are no facts of `thinwire doctor --json`: {error}") from None
+        return facts
+
+    def interface(self, name: str | None) -> Interface | None:
+        """The interface of that name."""
+        return next((one for one in self.interfaces if one.name == name), None)
+
+    def interface_of(self, address: str) -> Interface | None:
+        """The interface that has an address; all of 127.0.0.0/8 is the loopback's."""
+        if address.startswith("127."):
+            return next((one for one in self.interfaces if one.kind == "loopback"), None)
+        return next((one for one in self.interfaces if address in one.addresses), None)
+
+
+def _made(kind: type[Any], data: Mapping[str, Any]) -> Any:
+    """A dataclass from plain data: lists become tuples."""
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})

@@ -1,0 +1,61 @@
+"""A finding: what is wrong in one sentence, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.measure.doctor.facts import Facts, Interface
+from thinwire.measure.doctor.sockets import Choice
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+"""Training cannot start or cannot work; it works worse than it could, or will not on several machines; good to know."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something found.
+
+    Attributes:
+        level: "error": it prevents training; "warning"; "note".
+        code: its name, under which docs/doctor.md lists it.
+        what: one sentence.
+        remedy: what to do.
+    """
+
+    level: str
+    code: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the checks go by: the facts, what the backends will use, and over how many machines.
+
+    ``nodes``: machines of the job; None: not known, so that what fails on several is a warning.
+    """
+
+    facts: Facts
+    gloo: Choice
+    nccl: Choice | None
+    nodes: int | None
+
+    @property
+    def several(self) -> bool:
+        """Whether the job is known to run on several machines."""
+        return (self.nodes or 1) > 1
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Of the backends that this machine can use."""
+        return [choice for choice in (self.gloo, self.nccl) if choice is not None]
+
+    @property
+    def interface(self) -> Interface | None:
+        """The one that carries the gradients: NCCL's where there are GPUs for it, else Gloo's."""
+        names = (self.nccl or self.gloo).interfaces
+        return self.facts.interface(names[0]) if names else None
+
+    def on_several(self) -> str:
+        """The level of what fails on several machines alone."""
+        return ERROR if self.several else WARNING

@@ -1,0 +1,56 @@
+"""From facts to findings: pure, so that any machine can be judged anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.measure.doctor.facts import Facts
+from thinwire.measure.doctor.findings import ERROR, NOTE, WARNING, Finding, Setting
+from thinwire.measure.doctor.launch import launch, nodes_of
+from thinwire.measure.doctor.quality import quality
+from thinwire.measure.doctor.reachability import reachability
+from thinwire.measure.doctor.sockets import Choice, gloo_choice, nccl_choice
+from thinwire.measure.doctor.software import software
+
+_ORDER = (ERROR, WARNING, NOTE)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the facts say.
+
+    Attributes:
+        nodes: machines of the job, as asked for or as torchrun's variables say; None: not known.
+        gloo, nccl: what the backends will use; ``nccl`` None: there is no GPU for it.
+        findings: the worst first.
+    """
+
+    nodes: int | None
+    gloo: Choice
+    nccl: Choice | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def prevents_training(self) -> bool:
+        """Whether some finding does."""
+        return any(finding.level == ERROR for finding in self.findings)
+
+
+def judge(facts: Facts, nodes: int | None = None) -> Diagnosis:
+    """Say what is wrong.
+
+    Args:
+        facts: of the machine.
+        nodes: machines that the job shall run on; None: what torchrun's variables say, if they are set.
+
+    Returns:
+        What Gloo and NCCL will use, and the findings.
+    """
+    if nodes is not None and nodes < 1:
+        raise ValueError(f"nodes={nodes} must be at least 1")
+    nodes = nodes or nodes_of(facts)
+    gloo = gloo_choice(facts)
+    nccl = nccl_choice(facts) if facts.gpus and "nccl" in facts.backends else None
+    setting = Setting(facts, gloo, nccl, nodes)
+    found = [finding for check in (launch, reachability, quality, software) for finding in check(setting)]
+    return Diagnosis(nodes, gloo, nccl, tuple(sorted(found, key=lambda finding: _ORDER.index(finding.level))))

@@ -1,0 +1,79 @@
+"""Whether torch, the limits of this process and the lab are as training needs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from thinwire.measure.doctor.findings import ERROR, NOTE, WARNING, Finding, Setting
+
+OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 9)
+_FILES = 1024
+_SHARED = 256 << 20  # bytes; containers are given 64 MiB
+
+
+def software(setting: Setting) -> Iterator[Finding]:
+    """All findings of this file."""
+    facts = setting.facts
+    for name, have, oldest in (("Python", facts.python, OLDEST_PYTHON), ("torch", facts.torch, OLDEST_TORCH)):
+        if _version(have) < oldest:
+            least = ".".join(map(str, oldest))
+            yield Finding(
+                ERROR,
+                "too-old",
+                f"{name} is {have}, and thinwire needs {least} or newer.",
+                f"Install {name} {least} or newer, in a virtual environment if others need the old one.",
+            )
+    if not {"gloo", "nccl"} & set(facts.backends):
+        yield Finding(
+            ERROR,
+            "no-backend",
+            "This build of torch has neither Gloo nor NCCL, so that ranks cannot talk to one another.",
+            "Install torch from PyPI or pytorch.org; builds of one's own need USE_DISTRIBUTED=1.",
+        )
+    if facts.gpu_driver and not facts.gpus and "CUDA_VISIBLE_DEVICES" not in facts.environment:
+        yield Finding(
+            WARNING,
+            "gpu-unused",
+            f"This machine has a GPU driver, but torch {facts.torch} sees no GPU: training will run on the processor.",
+            "Install a build of torch for the driver's CUDA version (pytorch.org says which).",
+        )
+    if facts.quota is not None and facts.quota < facts.cores and facts.threads > max(1.0, facts.quota):
+        yield Finding(
+            WARNING,
+            "quota",
+            f"The container may use {facts.quota:g} of {facts.cores} cores, but torch starts {facts.threads} "
+            "threads, which "
+            "will be stopped in turns.",
+            f"Set OMP_NUM_THREADS={max(1, int(facts.quota))}.",
+        )
+    if facts.open_files is not None and facts.open_files[0] < _FILES:
+        soft, hard = facts.open_files
+        yield Finding(
+            WARNING,
+            "open-files",
+            f"This process may open {soft} files; every pair of ranks takes several sockets, data loaders more.",
+            f"`ulimit -n {min(65536, hard)}` before the start"
+            + (", and raise the hard limit." if hard < _FILES else "."),
+        )
+    if facts.shm_bytes is not None and facts.shm_bytes < _SHARED:
+        yield Finding(
+            WARNING,
+            "shared-memory",
+            f"/dev/shm holds {facts.shm_bytes / (1 << 20):.0f} MiB: workers of a DataLoader and NCCL's ranks of one "
+            "machine exchange their data there, and die with a bus error when it is full.",
+            "Start the container with --shm-size=8g or --ipc=host.",
+        )
+    if facts.lab == "loopback":
+        yield Finding(
+            NOTE,
+            "no-lab",
+            "`thinwire lab`, `bench` and `probe` cannot emulate links here"
+            + (f" ({facts.lab_reason})." if facts.lab_reason else "."),
+            "Run as root, or allow user namespaces, and install iproute2; training does not need it.",
+        )
+
+
+def _version(text: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

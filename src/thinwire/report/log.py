@@ -1,0 +1,244 @@
+"""A line of JSON per training step, and the same figures as TensorBoard scalars: what ``stats()`` counts, over time.
+
+Each record is one line, written and flushed at once. A file is continued, not replaced, so that a job which is started
+again goes on with its log; a line that was cut off when the job was killed is removed first. Nothing that goes wrong
+while training runs (a full disk, a figure that is none) ends the training: it is one warning in the log ``thinwire``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinwire.engine.stats import Stats
+from thinwire.report.scalars import Scalars
+
+logger = logging.getLogger("thinwire")
+
+COUNTERS = ("rejected_steps", "bytes_sent", "dense_bytes", "exposed_seconds", "deferred_seconds")
+"""Counters of :class:`~thinwire.Stats` of which a record has the increase since the record before."""
+
+
+class Counted(Protocol):
+    """What can be logged: a GradientSync, or the state of ``ddp_hook``."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    def stats(self) -> Stats:
+        """Counters since the start."""
+
+
+class StepLog:
+    """Writes one record per call of ``write``, on rank 0 alone, or on each rank to a file of its own.
+
+    Args:
+        sync: what ``attach`` returned, or the state of ``ddp_hook``.
+        path: a file of JSON lines, which is continued; ``{rank}`` in its name stands for the rank, and then all ranks
+            write. None: no file.
+        tensorboard: a folder for TensorBoard, see ``thinwire[tensorboard]``; None: none.
+        every: write each so manieth call only; a record covers all steps since the one before.
+
+    Raises:
+        ValueError: nothing to write to, or a file that cannot be opened.
+
+    Example::
+
+        with tw.StepLog(sync, "steps.jsonl") as log:
+            for x, y in batches:
+                loss = train_step(x, y)
+                log.write(loss=loss.item())
+    """
+
+    def __init__(
+        self,
+        sync: Counted,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        tensorboard: str | os.PathLike[str] | None = None,
+        every: int = 1,
+    ) -> None:
+        if path is None and tensorboard is None:
+            raise ValueError("a StepLog needs a path, a folder for tensorboard=, or both")
+        if every < 1:
+            raise ValueError(f"every={every!r} must be at least 1")
+        self._sync, self._every, self._calls = sync, every, 0
+        self._before, self._at = sync.stats(), time.perf_counter()
+        self._plan: str | None = None
+        self._warned = False
+        self._file = None
+        self._scalars: Scalars | None = None
+        named = None if path is None else Path(str(path).replace("{rank}", str(sync.rank)))
+        if named is not None and (sync.rank == 0 or str(named) != str(path)):
+            self._file = _continued(named)
+        if tensorboard is not None and sync.rank == 0:
+            self._scalars = Scalars(tensorboard)
+        if self._file is not None:
+            self._put({"kind": "run", **_run(sync, self._before)})
+
+    def write(self, step: int | None = None, **values: float) -> None:
+        """Add a record of what has happened since the last one.
+
+        Args:
+            step: its number; None: the synchronised backwards so far, which a checkpoint restores, or on one rank,
+                where there are none, the calls of ``write``.
+            values: further figures by name, such as ``loss``: numbers, or tensors of one element.
+        """
+        if self._file is None and self._scalars is None:
+            return
+        self._calls += 1
+        if self._calls % self._every:
+            return
+        now, at = self._sync.stats(), time.perf_counter()
+        if self._file is not None:
+            self._put_plan(now)
+        record = step_record(self._before, now, at - self._at)
+        if now.world_size == 1 and now.steps == self._before.steps:  # alone, nothing is synchronised and so counted
+            record["steps"], record["step"] = self._every, self._calls
+        else:
+            record["step"] = now.steps
+        if step is not None:
+            record["step"] = step
+        figures = {name: self._number(name, value) for name, value in values.items()}
+        self._before, self._at = now, at
+        if self._file is not None:
+            self._put({"kind": "step", **record, "values": figures})
+        if self._scalars is not None:
+            counted = {f"thinwire/{name}": value for name, value in record.items() if name not in ("step", "time")}
+            shown = {name: value for name, value in figures.items() if value is not None}
+            try:
+                self._scalars.add(record["step"], {**counted, **shown})
+            except Exception as error:  # TensorBoard's own writer, whose errors are not ours to list
+                self._complain(f"TensorBoard's file could not be written: {error}")
+
+    def _put_plan(self, now: Stats) -> None:
+        """A record of the buckets, when another plan is in force."""
+        plan = getattr(self._sync, "plan", None)
+        mark = plan.hash if plan is not None else repr([bucket.names for bucket in now.buckets])
+        if mark != self._plan:
+            self._plan = mark
+            self._put({"kind": "plan", "step": now.steps, "plan": mark, "buckets": [asdict(b) for b in now.buckets]})
+
+    def _put(self, record: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            self._file.flush()
+        except (OSError, ValueError) as error:
+            self._complain(f"the step log {self._file.name} could not be written: {error}")
+
+    def _number(self, name: str, value: Any) -> float | None:
+        try:
+            return float(value.detach() if hasattr(value, "detach") else value)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+            self._complain(f"the step log leaves out {name}={value!r}, which is no number")
+            return None
+
+    def _complain(self, sentence: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("thinwire: %s", sentence)
+
+    def close(self) -> None:
+        """End it; idempotent."""
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._complain(f"the step log {self._file.name} could not be written: {error}")
+            self._file = None
+        if self._scalars is not None:
+            self._scalars.close()
+            self._scalars = None
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def step_record(before: Stats, now: Stats, seconds: float) -> dict[str, Any]:
+    """What happened between two counts: the figures of a line.
+
+    Args:
+        before, now: counters.
+        seconds: between them.
+    """
+    record: dict[str, Any] = {"time": time.time(), "seconds": seconds, "steps": now.steps - before.steps}
+    for name in COUNTERS:
+        record[name] = getattr(now, name) - getattr(before, name)
+    return record
+
+
+def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The steps of a log, by number.
+
+    Where a job was started again from an earlier checkpoint, steps are there twice; the later run's count. A line that
+    is not whole is left out.
+
+    Raises:
+        OSError: no such file.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("kind") == "step" and isinstance(record.get("step"), int):
+            values = {k: float(v) if isinstance(v, str) else v for k, v in record.get("values", {}).items()}
+            steps[record["step"]] = {**record, "values": values}
+    return [steps[number] for number in sorted(steps)]
+
+
+def _run(sync: Counted, stats: Stats) -> dict[str, Any]:
+    """Who writes."""
+    import torch
+
+    from thinwire import __version__
+
+    return {
+        "time": time.time(),
+        "step": stats.steps,
+        "rank": sync.rank,
+        "world_size": stats.world_size,
+        "method": stats.method,
+        "note": stats.note,
+        "host": platform.node(),
+        "thinwire": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def _continued(path: Path) -> Any:
+    """The file, opened behind its last whole line."""
+    try:
+        with path.open("ab+") as file:
+            size = file.tell()
+            start = max(0, size - (1 << 20))
+            file.seek(start)
+            tail = file.read()
+            if tail and not tail.endswith(b"\n"):
+                file.truncate(start + tail.rfind(b"\n") + 1)
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"the step log {path} cannot be opened: {error.strerror}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Data that JSON has words for: a number that is not finite becomes "nan", "inf" or "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value

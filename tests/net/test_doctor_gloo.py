@@ -1,0 +1,35 @@
+"""What doctor says of Gloo's interface, against a real Gloo process in a network namespace."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire import lab
+
+pytestmark = [pytest.mark.net, pytest.mark.dist]
+
+
+def test_gloo_listens_where_doctor_says(tmp_path):
+    mode = lab.available()
+    if mode == "loopback":
+        pytest.skip("network namespaces are not to be had here")
+    rights = ["--user", "--map-root-user"] if mode == "user" else []
+    script = str(Path(__file__).parent / "gloo_listens.py")
+    done = subprocess.run(
+        ["unshare", *rights, "--net", "--mount", sys.executable, script],
+        cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 12
+    for one in found:
+        if one["problem"]:
+            assert one["real"] is None, one
+        else:
+            assert one["real"], one
+            assert one["address"] in one["real"], one
+            assert len(set(one["real"])) == len(one["interfaces"]), one
+    assert sum(one["real"] is None for one in found) == 2

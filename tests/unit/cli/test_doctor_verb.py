@@ -1,0 +1,75 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.doctor import report
+from thinwire.cli.main import app
+from thinwire.measure.doctor import Facts, Interface, Name, judge
+
+runner = CliRunner()
+DEBIAN = Facts(
+    thinwire="0.1.0",
+    python="3.11.7",
+    torch="2.13.0",
+    interfaces=(
+        Interface("lo", kind="loopback", addresses=("127.0.0.1",)),
+        Interface("eth0", addresses=("192.0.2.7",), mbits=1000, mtu=1500, packets=10, errors=1),
+    ),
+    default_route="eth0",
+    hostname=Name("worker", ("127.0.1.1",), ("127.0.1.1",)),
+    lab="root",
+)
+
+
+@pytest.fixture
+def debian(tmp_path):
+    path = tmp_path / "facts.json"
+    path.write_text(json.dumps(report(DEBIAN, judge(DEBIAN))))
+    return str(path)
+
+
+def test_this_machine_says_of_another_what_that_one_said(debian):
+    here = runner.invoke(app, ["doctor", "--json", "--read", debian])
+    assert here.exit_code == 0
+    assert json.loads(here.stdout) == json.loads(Path(debian).read_text())
+    found = json.loads(here.stdout)
+    assert found["interface"] == "lo"
+    assert [one["code"] for one in found["findings"]] == ["hostname-loopback"]
+
+
+def test_only_what_prevents_training_changes_the_exit_code(debian):
+    on_two = runner.invoke(app, ["doctor", "--read", debian, "--nodes", "2"])
+    assert on_two.exit_code == 1
+    said = " ".join(on_two.stdout.split())
+    assert "error: Gloo will listen on 127.0.1.1" in said
+    assert "GLOO_SOCKET_IFNAME=eth0" in said
+    assert "192.0.2.7" in said
+    on_one = runner.invoke(app, ["doctor", "--read", debian])
+    assert on_one.exit_code == 0
+    assert "warning: Gloo will listen on 127.0.1.1" in " ".join(on_one.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nodes", "0"], "at least 1"),
+        (["--read", "nowhere.json"], "No such file"),
+        (["--read", __file__], "what `thinwire doctor --json` printed"),
+    ],
+)
+def test_wrong_words_are_one_sentence(words, says):
+    result = runner.invoke(app, ["doctor", *words])
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_torch_that_cannot_be_imported_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "torch cannot be imported" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

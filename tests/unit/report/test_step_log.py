@@ -1,0 +1,160 @@
+"""A line per step: continued, whole, and never in the way of the training."""
+
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.engine.stats import BucketStats, Stats
+from thinwire.report.log import COUNTERS, read_log, step_record
+
+
+class Counter:
+    """Counts as if a step sent 100 bytes where S-SGD sends 400."""
+
+    def __init__(self, rank=0, start=0):
+        self.rank, self.done = rank, start
+
+    def step(self):
+        self.done += 1
+
+    def stats(self):
+        return Stats(
+            "acp", "", 4, steps=self.done, bytes_sent=100 * self.done, dense_bytes=400 * self.done,
+            exposed_seconds=0.25 * self.done, buckets=(BucketStats(("w",), 100, False, 100),),
+        )  # fmt: skip
+
+
+def train(sync, path, steps, **options):
+    with tw.StepLog(sync, path, **options) as log:
+        for _ in range(steps):
+            sync.step()
+            log.write(loss=torch.tensor(1.0 / sync.done, requires_grad=True))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_per_step(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    train(Counter(), path, 3)
+    first, plan, *steps = lines(path)
+    assert (first["kind"], first["method"], first["world_size"]) == ("run", "acp", 4)
+    assert plan["buckets"] == [{"names": ["w"], "elements": 100, "dense": False, "bytes_per_step": 100}]
+    assert [one["step"] for one in steps] == [1, 2, 3]
+    assert all((one["bytes_sent"], one["dense_bytes"], one["exposed_seconds"]) == (100, 400, 0.25) for one in steps)
+    assert [one["values"]["loss"] for one in steps] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert all(one["seconds"] > 0 and one["steps"] == 1 for one in steps)
+    assert read_log(path) == steps
+
+
+def test_a_log_goes_on_and_the_later_run_counts(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    train(Counter(), path, 5)
+    whole = path.read_text()
+    path.write_text(whole[:-20])  # killed while it wrote
+    train(Counter(start=3), path, 4)  # from the checkpoint after step 3
+    assert path.read_text().startswith(whole.rpartition("\n")[0].rpartition("\n")[0])
+    assert all(isinstance(one, dict) for one in lines(path))
+    assert [one["step"] for one in read_log(path)] == list(range(1, 8))
+    assert sum(one["kind"] == "run" for one in lines(path)) == 2
+
+
+def test_every_few_steps_a_line_that_covers_them(tmp_path):
+    train(Counter(), tmp_path / "steps.jsonl", 7, every=3)
+    found = read_log(tmp_path / "steps.jsonl")
+    assert [(one["step"], one["steps"], one["bytes_sent"]) for one in found] == [(3, 3, 300), (6, 3, 300)]
+
+
+def test_rank_0_writes_alone_unless_each_has_a_file(tmp_path):
+    for rank in range(2):
+        train(Counter(rank), tmp_path / "one.jsonl", 2)
+        train(Counter(rank), tmp_path / "rank-{rank}.jsonl", 2)
+    assert len(read_log(tmp_path / "one.jsonl")) == 2
+    assert [one["kind"] for one in lines(tmp_path / "one.jsonl")].count("run") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"one.jsonl", "rank-0.jsonl", "rank-1.jsonl"}
+
+
+def test_numbers_that_json_has_no_word_for(tmp_path):
+    with tw.StepLog(Counter(), tmp_path / "steps.jsonl") as log:
+        log.write(loss=math.inf, norm=math.nan)
+    assert "Infinity" not in (tmp_path / "steps.jsonl").read_text()
+    values = read_log(tmp_path / "steps.jsonl")[0]["values"]
+    assert values["loss"] == math.inf
+    assert math.isnan(values["norm"])
+
+
+def test_nothing_ends_the_training(tmp_path, caplog):
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    caplog.set_level(logging.WARNING, "thinwire")
+    with tw.StepLog(Counter(), tmp_path / "steps.jsonl") as log:
+        log._file.close()
+        log._file = Path("/dev/full").open("w")  # noqa: SIM115, every write to it fails
+        for _ in range(3):
+            log.write(loss=1.0)
+    assert len(caplog.records) == 1
+    assert "No space left" in caplog.text
+    caplog.clear()
+    with tw.StepLog(Counter(), tmp_path / "other.jsonl") as log:
+        log.write(loss="low", each=torch.ones(2), step=7)
+    assert "loss='low'" in caplog.text
+    written = read_log(tmp_path / "other.jsonl")
+    assert [(one["step"], one["values"]) for one in written] == [(7, {"loss": None, "each": None})]
+
+
+@pytest.mark.parametrize(("options", "says"), [({}, "needs a path"), ({"path": "a", "every": 0}, "at least 1")])
+def test_wrong_options(options, says):
+    with pytest.raises(ValueError, match=says):
+        tw.StepLog(Counter(), **options)
+
+
+def test_a_file_that_cannot_be_opened(tmp_path):
+    with pytest.raises(ValueError, match="cannot be opened"):
+        tw.StepLog(Counter(), tmp_path / "nowhere" / "steps.jsonl")
+
+
+def test_a_record_is_the_difference():
+    record = step_record(Counter(start=2).stats(), Counter(start=5).stats(), 1.5)
+    assert record["seconds"] == 1.5
+    assert record["steps"] == 3
+    assert {name: record[name] for name in COUNTERS} == {
+        "rejected_steps": 0, "bytes_sent": 300, "dense_bytes": 1200, "exposed_seconds": 0.75, "deferred_seconds": 0.0,
+    }  # fmt: skip
+
+
+def test_on_one_rank_of_the_engine(tmp_path):
+    model = torch.nn.Linear(4, 2)
+    sync = tw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "ssgd")
+    with tw.StepLog(sync, tmp_path / "steps.jsonl") as log:
+        for _ in range(2):
+            model(torch.ones(3, 4)).sum().backward()
+            log.write()
+    sync.detach()
+    assert [(one["step"], one["steps"]) for one in read_log(tmp_path / "steps.jsonl")] == [(1, 1), (2, 1)]
+
+
+def test_tensorboard_shows_the_same_figures(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(Counter(), tmp_path / "steps.jsonl", 3, tensorboard=tmp_path / "board")
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    written = read_log(tmp_path / "steps.jsonl")
+    for name in ("bytes_sent", "dense_bytes", "exposed_seconds", "seconds"):
+        shown = [(event.step, event.value) for event in board.Scalars(f"thinwire/{name}")]
+        assert shown == [(one["step"], pytest.approx(one[name])) for one in written]
+    assert [event.value for event in board.Scalars("loss")] == [pytest.approx(1 / n) for n in (1, 2, 3)]
+
+
+def test_without_tensorboard_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'thinwire\[tensorboard\]'"):
+        tw.StepLog(Counter(), tensorboard=tmp_path)
