@@ -24,14 +24,13 @@ from rich.table import Table
 
 from thinwire import lab
 
-MODEL = "chargpt:layers=2:width=128:heads=4:batch=4"
-LR = 2e-3
-ROWS = {
-    "S-SGD (all-reduce)": None,
-    "asp": "asp",
-    "inhad S=4, c=2": "inhad:limit=4:n=2",
-    "inhad S=4, c=4": "inhad:limit=4:n=1",
-    "bsp": "bsp",
+MODEL = "chargpt:layers=2:width=128:heads=4"
+SYNCHRONOUS = "S-SGD (all-reduce)"
+ROWS = {  # settings of the server, and for sequences per gradient the best optimizer of parameter_server_rates.py
+    SYNCHRONOUS: (None, {4: "adamw:lr=1e-3", 1: "adamw:lr=5e-4"}),
+    "inhad S=8, c=2": ("inhad:limit=8:n=2", {4: "adamw:beta1=0:lr=2.5e-4", 1: "adamw:beta1=0:lr=2.5e-4"}),
+    "inhad S=4, c=4": ("inhad:limit=4:n=1", {4: "adamw:lr=1e-3", 1: "adamw:lr=5e-4"}),
+    "asp": ("asp", {4: "adamw:lr=2.5e-4", 1: "adamw:lr=2.5e-4"}),
 }
 EVERY = 10
 RANK = "benchmarks/parameter_server.py"
@@ -41,13 +40,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["slow", "in"], default=None)
     parser.add_argument("--rows", default=",".join(str(i) for i in range(len(ROWS))), help="numbers of rows")
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--batch", type=int, choices=[1, 4], default=4, help="sequences of 64 characters per gradient")
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pace", type=float, default=0.25)
+    parser.add_argument("--pace", type=float, default=0.1)
     parser.add_argument("--link", default="1gbit")
-    parser.add_argument("--lr", type=float, default=LR, help="of AdamW, on every rank or on the server")
+    parser.add_argument("--outer", help="for all rows, instead of the tuned one, as adamw:lr=1e-3")
     parser.add_argument("--slow", type=float, default=4.0)
-    parser.add_argument("--target", type=float, default=3.1, help="held-out loss to reach")
+    parser.add_argument("--target", type=float, default=2.7, help="held-out loss to reach")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a JSON file of earlier runs, which gains these")
     options = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
         return
     known: dict[str, Any] = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     if options.only != "in":
-        slow_node(options, known.setdefault("slow", {}))
+        slow_node(options, known.setdefault(f"slow, batch {options.batch}", {}))
     if options.only != "slow":
         known["in"] = iteration_numbers()
     if options.out:
@@ -72,17 +72,18 @@ def slow_node(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]
     for _ in range(options.rounds):
         for name in chosen:
             print(f"... {name}", file=sys.stderr, flush=True)
-            text = ROWS[name]
-            run = synchronous(options) if text is None else asynchronous(text, options)
+            settings, tuned = ROWS[name]
+            outer = options.outer or tuned[options.batch]
+            run = synchronous(outer, options) if settings is None else asynchronous(settings, outer, options)
             print(f"    {run['rate']:.2f} gradients/s", file=sys.stderr, flush=True)
-            runs.setdefault(name if options.lr == LR else f"{name}, lr {options.lr:g}", []).append(run)
+            runs.setdefault(f"{name}, {outer}", []).append(run)
     count = min(map(len, runs.values()))
     table = Table(title=f"one of 4 nodes {options.slow:g}x slower, {options.link}, median of {count} or more")
     names = ("row", "gradients/s", "against S-SGD", "MB per gradient", "loss at end", f"s to {options.target}")
     for column in names:
         table.add_column(column, justify="left" if column == "row" else "right")
     rows = {name: row_of(runs[name], options.target, options.seconds) for name in runs}
-    base = rows.get("S-SGD (all-reduce)", {}).get("rate")
+    base = next((row["rate"] for name, row in rows.items() if name.startswith(SYNCHRONOUS)), None)
     for name, row in rows.items():
         ratio = f"{row['rate'] / base:.2f}" if base else "-"
         reached = f"{row['to_target']:.1f}" if row["to_target"] < 1e9 else "-"
@@ -104,13 +105,13 @@ def row_of(runs: list[dict[str, Any]], target: float, seconds: float) -> dict[st
     return {**row, "to_target": statistics.median(reached)}
 
 
-def asynchronous(settings: str, options: argparse.Namespace) -> dict[str, Any]:
+def asynchronous(settings: str, outer: str, options: argparse.Namespace) -> dict[str, Any]:
     from thinwire.cli.ps_lab import LabSpec, run_lab
 
     spec = LabSpec(
-        model=MODEL,
+        model=f"{MODEL}:batch={options.batch}",
         settings=settings,
-        outer=f"adamw:lr={options.lr}",
+        outer=outer,
         nodes=4,
         workers=1,
         link=options.link,
@@ -132,8 +133,8 @@ def asynchronous(settings: str, options: argparse.Namespace) -> dict[str, Any]:
     return summary(result["losses"], status["gradients"], status["training_seconds"], sent)
 
 
-def synchronous(options: argparse.Namespace) -> dict[str, Any]:
-    spec = {key: getattr(options, key) for key in ("seconds", "pace", "slow", "lr")}
+def synchronous(outer: str, options: argparse.Namespace) -> dict[str, Any]:
+    spec = {"outer": outer, **{key: getattr(options, key) for key in ("seconds", "pace", "slow", "batch")}}
     lines: list[dict[str, Any]] = []
     command = [sys.executable, RANK, "--rank", json.dumps(spec)]
 
@@ -150,21 +151,23 @@ def synchronous(options: argparse.Namespace) -> dict[str, Any]:
     return summary(last["losses"], last["gradients"], last["seconds"], last["bytes"])
 
 
-def synchronous_rank(spec: dict[str, float]) -> None:
+def synchronous_rank(spec: dict[str, Any]) -> None:
     """A rank of the all-reduce row: the same model, data, pace and optimizer."""
     import torch
     import torch.distributed as dist
 
     import thinwire as tw
     from thinwire.bench.models.registry import build_model
-    from thinwire.cli.ps_work import rank_of
+    from thinwire.cli.ps_work import rank_of, read_outer
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    workload = build_model(MODEL, 0)
+    workload = build_model(f"{MODEL}:batch={spec['batch']}", 0)
     model = workload.model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec["lr"])
+    make = read_outer(spec["outer"])
+    assert make is not None
+    optimizer = make(list(model.parameters()))
     sync = tw.attach(model, optimizer, "ssgd")
     takes = spec["pace"] * (spec["slow"] if rank == 3 else 1.0)
     dist.barrier()

@@ -15,7 +15,7 @@ from thinwire.parameter_server import Journal, Layout, LocalSteps, Node, Service
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.layout import LayoutMismatch
 from thinwire.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
-from thinwire.parameter_server.worker import ServerLost
+from thinwire.parameter_server.worker import NodeRefused, ServerLost
 
 pytestmark = pytest.mark.dist
 
@@ -137,7 +137,7 @@ def test_a_worker_that_leaves_does_not_hold_up_the_others():
     while cluster.service.machine.version < 10:
         time.sleep(0.01)
     with node._lock:
-        worker = node._workers[1]
+        worker = node._crew._there[1]
         worker.pair.close()  # its connection breaks; it comes back by itself
     status = cluster.join()
     assert status.version == 80
@@ -150,7 +150,7 @@ def test_a_node_may_join_and_another_leave_while_training_goes_on():
     cluster.add(5, delay=0.01)
     time.sleep(0.3)
     gone = cluster.nodes.pop(1)
-    gone.failure = "ended by the test"
+    gone.failure = ServerLost("ended by the test")
     gone.close()
     with contextlib.suppress(ServerLost):
         cluster.join()
@@ -237,6 +237,41 @@ def test_a_lost_server_ends_node_and_workers_with_a_sentence():
     crash_without_journal(cluster.service)
     with pytest.raises(ServerLost, match="leases"):
         cluster.join()
+
+
+def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=100)
+    while cluster.service.machine.version < 5:
+        time.sleep(0.01)
+    second = Node(f"127.0.0.1:{cluster.service.port}", 0, 1)
+    worker = Worker(model(), loss_of(0, 0), second.address, 0)  # of another process: it cannot ask its node
+    with pytest.raises(ServerLost, match="given up"):
+        worker.run()
+    with pytest.raises(NodeRefused, match="node 0 is at work in another process"):
+        second.wait(0)
+    second.close()
+    status = cluster.join()
+    assert (status.version, status.counters["joined"], status.counters["refused"]) == (100, 1, 1)
+
+
+def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
+    service = Service(model(), inhad(), host="127.0.0.1", outer=sgd(), updates=10)
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    node = Node(f"127.0.0.1:{service.port}", 0, 2)
+    Worker(model(), loss_of(0, 0), node.address, 0).run()
+    assert node.wait(5.0)
+    seen_off = threading.Thread(target=node.see_off, args=(60.0,), daemon=True)
+    seen_off.start()
+    late = Worker(model(99), loss_of(0, 1), node.address, 1)
+    stats = late.run()
+    assert (stats.submissions, stats.version) == (0, 10)
+    assert "when training had ended" in caplog.text
+    assert torch.equal(flat(late.model), flat(service.model))
+    seen_off.join(5.0)
+    assert not seen_off.is_alive()  # nobody else is to come
+    node.close()
+    serving.join(10.0)
 
 
 def crash_without_journal(service):

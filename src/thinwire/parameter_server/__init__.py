@@ -8,16 +8,18 @@ from thinwire.parameter_server.journal import Journal, replay
 from thinwire.parameter_server.layout import Layout, LayoutMismatch
 from thinwire.parameter_server.leader import Leader
 from thinwire.parameter_server.node import Node
+from thinwire.parameter_server.node_mean import NodeMean
 from thinwire.parameter_server.outer import DelayedNesterov
 from thinwire.parameter_server.presets import preset
 from thinwire.parameter_server.scenario import Fault, Link, Trace
 from thinwire.parameter_server.server import Server
-from thinwire.parameter_server.service import Service, Status
+from thinwire.parameter_server.service import Service
 from thinwire.parameter_server.session import run, serve
 from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.status import Status
 from thinwire.parameter_server.submit import Gradient, LocalSteps
 from thinwire.parameter_server.virtual import simulate
-from thinwire.parameter_server.worker import ServerLost, Worker, WorkerStats
+from thinwire.parameter_server.worker import NodeRefused, ServerLost, Worker, WorkerStats
 
 __all__ = [
     "DelayedNesterov",
@@ -31,6 +33,8 @@ __all__ = [
     "Link",
     "LocalSteps",
     "Node",
+    "NodeMean",
+    "NodeRefused",
     "Server",
     "ServerLost",
     "Service",

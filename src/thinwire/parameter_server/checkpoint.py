@@ -26,6 +26,7 @@ class Saved:
         positions: node -> next step of its workers' data.
         counters: the server's.
         layout: JSON of the model's layout.
+        buffers: moving averages of its buffers, ``[B]``, if there are any.
     """
 
     theta: Tensor
@@ -35,6 +36,7 @@ class Saved:
     positions: dict[int, int]
     counters: dict[str, int] = field(default_factory=dict)
     layout: str = ""
+    buffers: Tensor | None = None
 
 
 def save(directory: str | Path, saved: Saved, keep: int = 2) -> Path:

@@ -5,14 +5,27 @@ On nodes of equal speed this form sends what the preset sends, spread over all l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.parameter_server.outer import Outer
-from thinwire.program import AllReduce, Program, Topology
+from thinwire.program import WORLD, AllReduce, Program, Scope, Topology
+
+
+class Rounds(Protocol):
+    """What is used of a :class:`thinwire.engine.channel.Channel`."""
+
+    def begin(self, names: Sequence[Sequence[str]], make: Callable[[int], Program]) -> None:
+        """Open a round of programs."""
+
+    def ready(self, index: int) -> None:
+        """A program may start."""
+
+    def wait(self) -> float:
+        """Until the round has ended."""
 
 
 class Sync(Protocol):
@@ -22,6 +35,9 @@ class Sync(Protocol):
 
     def run(self, program: Program) -> object:
         """Run a program on all ranks."""
+
+    def channel(self, purpose: str, depth: Mapping[Scope, int]) -> Rounds:
+        """A way to run programs while training goes on."""
 
 
 def nesterov(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -42,6 +58,7 @@ class DiLoCo:
             inner.step()
             inner.zero_grad()
             diloco.step(sync)
+        diloco.finish()
 
     Args:
         model: its trainable parameters are averaged.
@@ -50,44 +67,105 @@ class DiLoCo:
         fragments: exchange the parameters in so many parts of about equal size at different times, every
             steps / fragments steps one of them, so that the link is asked for less at a time (Streaming DiLoCo,
             arXiv 2501.18512).
+        delay: inner steps that go on while a fragment is exchanged; its outer step follows after them. 0: the exchange
+            is waited for.
+        mixing: share of its own weights that a rank keeps when a fragment comes back, so that the ``delay`` steps made
+            meanwhile are not lost (alpha of Streaming DiLoCo). Only at 0 are all ranks' weights equal then.
 
-    Differences from the papers: an exchange is not overlapped with the next inner steps, and fragments are runs of
-    consecutive parameters.
+    Differences from the papers: fragments are runs of consecutive parameters, and differences are sent in the weights'
+    precision (there: four bits).
 
     Raises:
-        ValueError: steps is no multiple of fragments, or there are fewer parameters than fragments.
+        ValueError: steps is no multiple of fragments, there are fewer parameters than fragments, delay is not below
+            steps / fragments, or mixing is not from 0 to 1.
     """
 
-    def __init__(self, model: nn.Module, *, steps: int = 500, outer: Outer = nesterov, fragments: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        steps: int = 500,
+        outer: Outer = nesterov,
+        fragments: int = 1,
+        delay: int = 0,
+        mixing: float = 0.0,
+    ) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if steps < 1 or fragments < 1 or steps % fragments:
             raise ValueError(f"steps={steps!r} must be a multiple of fragments={fragments!r}, both at least 1")
         if len(parameters) < fragments:
             raise ValueError(f"fragments={fragments!r}: the model has only {len(parameters)} trainable parameters")
-        self._every, self._count = steps // fragments, 0
+        if not 0 <= delay < steps // fragments:
+            raise ValueError(f"delay={delay!r} must be at least 0 and below steps / fragments = {steps // fragments}")
+        if not 0 <= mixing <= 1:
+            raise ValueError(f"mixing={mixing!r} must be from 0 to 1")
+        self._every, self._delay, self._mixing, self._count = steps // fragments, delay, mixing, 0
         self._parts = list(_parts(parameters, fragments))
         self._anchors = [torch.cat([p.detach().reshape(-1) for p in part]).clone() for part in self._parts]
         self._outers = [outer([anchor]) for anchor in self._anchors]
+        self._rounds: Rounds | None = None
+        self._under_way: int | None = None
+        self._mean: Tensor | None = None
 
     def step(self, sync: Sync) -> bool:
-        """Count an inner step, and exchange what is due. All ranks must call it. Returns whether something was."""
+        """Count an inner step, and exchange what is due. All ranks must call it. Returns whether a fragment came."""
         self._count += 1
-        if self._count % self._every:
+        since = self._count % self._every
+        if self._delay == 0:
+            if since:
+                return False
+            sync.run(self.program(self._due(), sync.topology.world_size))
+            return True
+        came = since == self._delay and self.finish()
+        if since == 0:
+            part = self._due()
+            if self._rounds is None:
+                self._rounds = sync.channel("diloco", {WORLD: 1})
+            program = self._exchange(self._difference(part), sync.topology.world_size)
+            self._under_way = part
+            self._rounds.begin([[f"fragment {part}"]], lambda _: program)
+            self._rounds.ready(0)
+        return came
+
+    def finish(self) -> bool:
+        """Wait for the fragment that is under way, and make its outer step. All ranks must call it after the last step.
+
+        Returns whether there was one.
+        """
+        if self._under_way is None:
             return False
-        part = (self._count // self._every - 1) % len(self._parts)
-        sync.run(self.program(part, sync.topology.world_size))
+        assert self._rounds is not None
+        self._rounds.wait()
+        part, self._under_way = self._under_way, None
+        self._apply(part)
         return True
 
     def program(self, part: int, size: int) -> Program:
         """What one of ``size`` ranks does about one fragment."""
+        yield from self._exchange(self._difference(part), size)
+        self._apply(part)
+
+    def _difference(self, part: int) -> Tensor:
+        """How far the inner steps have come, ``[elements of the fragment]``."""
+        return self._anchors[part] - torch.cat([p.detach().reshape(-1) for p in self._parts[part]])
+
+    def _exchange(self, difference: Tensor, size: int) -> Program:
+        total = yield AllReduce(difference)
+        self._mean = total / size
+
+    def _due(self) -> int:
+        return (self._count // self._every - 1) % len(self._parts)
+
+    @torch.no_grad()
+    def _apply(self, part: int) -> None:
+        """The outer step on the mean difference that has come."""
         anchor, parameters = self._anchors[part], self._parts[part]
-        total = yield AllReduce(anchor - torch.cat([p.detach().reshape(-1) for p in parameters]))
-        anchor.grad = total / size
-        self._outers[part].step()
+        anchor.grad, self._mean = self._mean, None
+        with torch.enable_grad():
+            self._outers[part].step()
         anchor.grad = None
-        with torch.no_grad():
-            for p, piece in zip(parameters, anchor.split([p.numel() for p in parameters])):
-                p.copy_(piece.view(p.shape))
+        for p, piece in zip(parameters, anchor.split([p.numel() for p in parameters])):
+            p.copy_(piece.view(p.shape)) if self._mixing == 0 else p.lerp_(piece.view(p.shape), 1 - self._mixing)
 
 
 def _parts(parameters: list[nn.Parameter], count: int) -> Iterator[list[nn.Parameter]]:

@@ -47,6 +47,22 @@ class Leave:
 
 
 @dataclass(frozen=True)
+class GiveUp:
+    """The server does not take this leader in: end, with this sentence."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Tell who asked to become a member, and is none, why not (``messages.REASONS``)."""
+
+    node: int
+    instance: int
+    reason: int
+
+
+@dataclass(frozen=True)
 class Contribution:
     """A sum that an update takes.
 
@@ -90,4 +106,4 @@ class Log:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = Send | Report | Start | Join | Leave | Apply | Forget | Log
+Effect = Send | Report | Start | Join | Leave | GiveUp | Refuse | Apply | Forget | Log

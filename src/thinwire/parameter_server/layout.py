@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from thinwire.parameter_server.buffers import BufferLayout
 
 
 class LayoutMismatch(ValueError):
@@ -16,14 +19,12 @@ class LayoutMismatch(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes in the order of ``named_parameters``, shared parameters once; one dtype.
-
-    Buffers, such as running means of a batch norm, are not part of it: every worker keeps its own.
-    """
+    """Names and shapes in the order of ``named_parameters``, shared parameters once; one dtype. And the buffers."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    buffers: BufferLayout = field(default_factory=BufferLayout)
 
     @classmethod
     def of(cls, model: nn.Module) -> Layout:
@@ -41,7 +42,8 @@ class Layout:
             raise ValueError(
                 f"all trainable parameters must be fp32, or all fp64; there are {found}: use model.float()"
             )
-        return cls(tuple(name for name, _ in named), tuple(tuple(p.shape) for _, p in named), dtypes.pop())
+        names, shapes = tuple(name for name, _ in named), tuple(tuple(p.shape) for _, p in named)
+        return cls(names, shapes, dtypes.pop(), BufferLayout.of(model))
 
     @property
     def numel(self) -> int:
@@ -66,17 +68,21 @@ class Layout:
             raise LayoutMismatch(f"this node's model has {len(mine)} parameters, the server's {len(theirs)}")
         if self.dtype != server.dtype:
             raise LayoutMismatch(f"this node's model is {self.dtype}, the server's {server.dtype}")
+        if self.buffers != server.buffers:
+            raise LayoutMismatch("this node's model has other buffers than the server's: start all with the same model")
 
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps({"names": self.names, "shapes": self.shapes, "dtype": str(self.dtype)})
+        return json.dumps({**vars(self), "dtype": str(self.dtype), "buffers": vars(self.buffers)})
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
         """Read what :meth:`to_json` wrote."""
         data = json.loads(text)
         dtype = torch.float64 if data["dtype"] == "torch.float64" else torch.float32
-        return cls(tuple(data["names"]), tuple(tuple(shape) for shape in data["shapes"]), dtype)
+        names, shapes = _read(data)
+        buffers = data.get("buffers", {"names": [], "shapes": [], "floats": 0})
+        return cls(names, shapes, dtype, BufferLayout(*_read(buffers), int(buffers["floats"])))
 
     # --- tensors --------------------------------------------------------------------------------------------------
 
@@ -98,3 +104,7 @@ class Layout:
         parameters = self._parameters(model)
         for p, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
             p.copy_(piece.view(p.shape))
+
+
+def _read(data: dict[str, Any]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    return tuple(data["names"]), tuple(tuple(shape) for shape in data["shapes"])

@@ -6,8 +6,10 @@ from collections import Counter
 from typing import Any
 
 from thinwire.parameter_server.aggregate import Aggregator
-from thinwire.parameter_server.effects import Effect, Join, Leave, Log, Report, Send, Start
+from thinwire.parameter_server.effects import Effect, GiveUp, Join, Leave, Log, Report, Send, Start
 from thinwire.parameter_server.messages import (
+    REASONS,
+    TAKEN,
     Bye,
     Fence,
     Grad,
@@ -16,6 +18,7 @@ from thinwire.parameter_server.messages import (
     Message,
     Nack,
     Pull,
+    Refused,
     Row,
     Stop,
     Weights,
@@ -33,19 +36,21 @@ class Leader:
 
     Args:
         settings: the server's.
-        node: number of the node; a second leader of the same number replaces the first.
+        node: number of the node.
         workers: W; they are numbered from 0.
         layout: hash of the parameters.
+        instance: of this process, any number that another process of the same node's number has not.
 
     Attributes:
         version: of the weights it holds; -1 before the first.
         counters: finished, dropped (not finite), stale (results from before a WELCOME).
     """
 
-    def __init__(self, settings: Settings, node: int, workers: int, *, layout: int = 0) -> None:
+    def __init__(self, settings: Settings, node: int, workers: int, *, layout: int = 0, instance: int = 0) -> None:
         if workers < 1:
             raise ValueError(f"workers={workers!r} must be at least 1")
         self.settings, self.node, self.workers, self.layout = settings, node, workers, layout
+        self.instance = instance
         self.alive = set(range(workers))
         self.counters: Counter[str] = Counter()
         self.running: dict[int, int] = {}
@@ -59,7 +64,7 @@ class Leader:
         """Everything of a membership."""
         settings = self.settings
         self.version, self.grant, self.allowed, self.floor = -1, 0, UNBOUNDED, -UNBOUNDED
-        self.seq = self.in_total = self.started = self.acked = 0
+        self.seq = self.in_total = self.started = self.acked = self._probe = 0
         self.loss_sum, self.samples, self.dropped = 0.0, 0, 0
         self.buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)
         self.computing: dict[int, int] = {}
@@ -112,10 +117,14 @@ class Leader:
 
     # --- what happens in the node ---------------------------------------------------------------------------------
 
+    def hello(self) -> Hello:
+        """How it introduces itself."""
+        return Hello(self.node, self.workers, self.layout, instance=self.instance)
+
     def join(self, now: float) -> list[Effect]:
         """Ask to become a member."""
         self._heard, self._joining = now, True
-        return [Send(Hello(self.node, self.workers, self.layout))]
+        return [Send(self.hello())]
 
     def done(
         self,
@@ -209,7 +218,7 @@ class Leader:
         self._reported = now
         return IterationNumber(
             self.member, self.seq, self.in_total, self.low(), self.buffer.low, self.grant,
-            self.loss_sum, self.samples, self.dropped, int(self._step_us), len(self.alive),
+            self.loss_sum, self.samples, self.dropped, int(self._step_us), len(self.alive), self._probe,
         )  # fmt: skip
 
     def _grad(self, pull: int, weight: float, rows: tuple[Row, ...], tensor: Any) -> Send:
@@ -223,6 +232,8 @@ class Leader:
             self.member = message.member
             self._forget(message.next_step)
             return []
+        if isinstance(message, Refused):
+            return [] if self.member else [GiveUp(REASONS.get(message.reason, REASONS[TAKEN]).format(node=self.node))]
         if message.member != self.member or not self.member:  # type: ignore[union-attr]
             return []  # of an earlier membership
         self._heard = now
@@ -237,6 +248,7 @@ class Leader:
             return [self._grad(message.pull, weight, rows, total), *self._start()]
         if isinstance(message, Fence):
             self._raise_floor(message.next_version)
+            self._probe = max(self._probe, message.probe)
             return [Report()]
         if isinstance(message, Stop):
             member, self.member = self.member, 0

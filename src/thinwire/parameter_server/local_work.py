@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.submit import LocalSteps, Submission
 
 Gradient = Callable[[Tensor, int], Tensor]
 """(flat parameters, number of the batch) -> flat gradient."""
+
+Loss = Callable[[nn.Module, int], tuple[Tensor, int]]
+"""(model, number of the batch) -> mean loss of the batch, and its samples."""
+
+
+def local_gradient(
+    model: nn.Module, layout: Layout, loss: Loss, theta: Tensor, batch: int
+) -> tuple[Tensor, float, int]:
+    """The flat gradient ``[D]`` of one batch at ``theta`` ``[D]``, the loss, and the samples."""
+    layout.write(theta, model)
+    for p in model.parameters():
+        p.grad = None
+    with torch.enable_grad():
+        value, samples = loss(model, batch)
+    value.backward()
+    return layout.gradient(model), float(value.detach()), samples
 
 
 class LocalWork:

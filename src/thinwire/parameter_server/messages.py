@@ -10,19 +10,21 @@ import struct
 from dataclasses import dataclass, fields
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 FRAME = struct.Struct("<16q")
 _FLOATS = {"loss_sum", "weight", "loss", "seconds"}
 
 
 @dataclass(frozen=True)
 class Hello:
-    """A leader asks to become a member. ``layout``: hash of the parameters' names, shapes and dtypes."""
+    """A leader asks to become a member. ``layout``: hash of the parameters' names, shapes and dtypes. ``instance``: of
+    the leader's process, so that one that comes again is told from another that uses the same number."""
 
     node: int
     workers: int
     layout: int = 0
     protocol: int = PROTOCOL
+    instance: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class IterationNumber:
         dropped: submissions that were not finite, since WELCOME.
         step_us: microseconds of a worker's step, smoothed.
         alive: workers.
+        probe: number of the newest FENCE that asked for a sign of life.
     """
 
     member: int
@@ -81,6 +84,7 @@ class IterationNumber:
     dropped: int = 0
     step_us: int = 0
     alive: int = 1
+    probe: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,12 @@ class Pull:
 
 @dataclass(frozen=True)
 class Fence:
-    """Start nothing on a base older than ``next_version`` - S. With the present version: only a sign of life."""
+    """Start nothing on a base older than ``next_version`` - S. With the present version: only a sign of life.
+    ``probe``: if not 0, the answer must name it."""
 
     member: int
     next_version: int
+    probe: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,8 @@ class Grad:
 
 @dataclass(frozen=True)
 class Stop:
-    """Training has ended at ``version``; the tensor, if there is one, holds the last weights."""
+    """Training has ended at ``version``; the tensor, if there is one, holds the last weights. Leader to worker with
+    ``version`` -1: the node gives up."""
 
     member: int
     version: int
@@ -146,6 +153,30 @@ class Nack:
     """The server does not know this member (any more): say HELLO again."""
 
     member: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The server does not take this leader in; ``reason`` is one of ``REASONS``."""
+
+    node: int
+    reason: int
+
+
+TAKEN, OTHER_MODEL, OTHER_PROTOCOL = 1, 2, 3
+REASONS = {
+    TAKEN: "node {node} is at work in another process: give this one a number of its own (node_id=, or --node)",
+    OTHER_MODEL: "node {node} has another model than the server: start all with the same model",
+    OTHER_PROTOCOL: "node {node} and the server run different versions of thinwire: install the same one on both",
+}
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Buffers of a model, fp64: of a worker, of a node, and in the end the server's. ``member``: 0 inside a node."""
+
+    member: int
+    tensor: Any = None
 
 
 @dataclass(frozen=True)
@@ -182,10 +213,11 @@ class Ping:
     """A sign of life, between worker and leader."""
 
 
-Message = Hello | Welcome | Weights | IterationNumber | Pull | Fence | Grad | Stop | Bye | Nack
-Local = Enter | Work | Result | Ping
+Message = Hello | Welcome | Weights | IterationNumber | Pull | Fence | Grad | Stop | Bye | Nack | Refused
+Local = Buffers | Enter | Work | Result | Ping
 KINDS: tuple[type, ...] = (
-    Hello, Welcome, Weights, IterationNumber, Pull, Fence, Grad, Stop, Bye, Nack, Enter, Work, Result, Ping
+    Hello, Welcome, Weights, IterationNumber, Pull, Fence, Grad, Stop, Bye, Nack, Refused, Enter, Work, Result, Ping,
+    Buffers,
 )  # fmt: skip
 _APART = {"rows", "tensor"}
 _NAMES = {kind: tuple(f.name for f in fields(kind) if f.name not in _APART) for kind in KINDS}

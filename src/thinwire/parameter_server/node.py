@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -11,28 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.collectives.pair import Listener, Meeting, Pair, PairError
+from thinwire.collectives.pair import Meeting, Pair, PairError
 from thinwire.parameter_server.compress import Codec, Difference, Feedback
 from thinwire.parameter_server.connection import Anything, Connection
-from thinwire.parameter_server.effects import Effect, Join, Leave, Report, Send, Start
+from thinwire.parameter_server.crew import Crew
+from thinwire.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.leader import Leader
 from thinwire.parameter_server.messages import (
-    FRAME,
-    Enter,
+    Buffers,
     Grad,
     Hello,
     Message,
-    Ping,
     Result,
     Stop,
     Weights,
-    Work,
-    decode,
     encode,
 )
 from thinwire.parameter_server.settings import Settings
-from thinwire.parameter_server.worker import ServerLost
+from thinwire.parameter_server.worker import NodeRefused, ServerLost
 
 _FAREWELL_SECONDS = 5.0
 
@@ -59,25 +57,28 @@ class Node:
         meeting = self._meet(60.0)
         self.settings = Settings.from_json(meeting.note("settings"))
         self.layout = Layout.from_json(meeting.note("layout"))
-        self.leader = leader(self.settings, node, workers, layout=self.layout.number)
+        self.leader = leader(self.settings, node, workers, layout=self.layout.number, instance=secrets.randbits(62))
         self.leader.alive.clear()
-        self.failure: str | None = None
+        self.failure: RuntimeError | None = None
         self._up: Connection | None = None
-        self._workers: dict[int, Connection] = {}
         self._old: list[Connection] = []
         self._threads: list[threading.Thread] = []
-        self._given: dict[int, Tensor] = {}  # worker -> the weights that it has
         self._theta: Tensor | None = None
         self._last: Tensor | None = None
+        self._last_buffers: Tensor | None = None
         self._difference: Difference | None = None
         codec = Codec(self.settings.compress_up, self.settings.density) if self.settings.compress_up else None
         self._feedback = Feedback(codec) if codec else None
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._wanted = threading.Event()
-        notes = {"settings": self.settings.to_json(), "layout": self.layout.to_json()}
-        self._listener = Listener(port, "127.0.0.1", notes)
-        self._listener.serve(self._worker_came, FRAME.size)
+        self._crew = Crew(
+            self.settings, self.layout, workers, port, self._lock,
+            came=lambda number: self._do(self.leader.returned(number, time.monotonic())),
+            lost=lambda number: self._do(self.leader.lost(number, time.monotonic())),
+            result=self._result,
+        )  # fmt: skip
+        self._crew.open()
         for loop in (self._join_loop, self._tick_loop):
             thread = threading.Thread(target=loop, name=f"thinwire{loop.__name__}", daemon=True)
             self._threads.append(thread)
@@ -86,7 +87,7 @@ class Node:
     @property
     def port(self) -> int:
         """Where workers come."""
-        return self._listener.port
+        return self._crew.port
 
     @property
     def address(self) -> str:
@@ -98,22 +99,24 @@ class Node:
 
         Raises:
             ServerLost: the server did not come back.
+            NodeRefused: the server does not take this node in.
         """
         ended = self._over.wait(seconds)
-        if self.failure:
-            raise ServerLost(self.failure)
+        if self.failure is not None:
+            raise self.failure
         return ended
+
+    def see_off(self, seconds: float) -> None:
+        """After the end: wait, at most so long, for workers that have not come yet; they get the last weights."""
+        self._crew.see_off(seconds)
 
     def close(self) -> None:
         """Leave: at the end of the training when the workers have, else at once."""
-        end = time.monotonic() + _FAREWELL_SECONDS * self._over.is_set()
-        while self._workers and time.monotonic() < end:
-            time.sleep(0.01)
+        self._crew.close(_FAREWELL_SECONDS * self._over.is_set())
         self._over.set()
         self._wanted.set()
-        self._listener.close()
         with self._lock:
-            connections = [*self._workers.values(), *([self._up] if self._up else [])]
+            connections = [*([self._up] if self._up else [])]
         for connection in connections:
             connection.close()
         for connection in [*connections, *self._old]:
@@ -142,12 +145,12 @@ class Node:
                 return
             lease = self.settings.lease_seconds
             try:
-                pair = Meeting(self._server, min(10.0, 2 * lease)).connect(encode(self._hello()))
+                pair = Meeting(self._server, min(10.0, 2 * lease)).connect(encode(self.leader.hello()))
             except PairError as error:
                 lost_at = time.monotonic() if lost_at is None else lost_at
                 if time.monotonic() - lost_at > self._leases * lease:
-                    self.failure = f"no server at {self._server} for {self._leases:g} leases: {error}"
-                    self._end(None)
+                    text = f"no server at {self._server} for {self._leases:g} leases: {error}"
+                    self._give_up(ServerLost(text))
                     return
                 time.sleep(min(0.5, lease / 4))
                 continue
@@ -159,9 +162,6 @@ class Node:
                     self._difference = Difference(Codec(self.settings.compress_down, self.settings.density))
                 self._up = self._connect(pair)
                 self._up.start()
-
-    def _hello(self) -> Hello:
-        return Hello(self.leader.node, self.leader.workers, self.layout.number)
 
     def _connect(self, pair: Pair) -> Connection:
         box: list[Connection] = []
@@ -206,6 +206,9 @@ class Node:
             self._theta = self._weights(message)
         if isinstance(message, Stop) and message.tensor is not None:
             self._last = message.tensor
+        if isinstance(message, Buffers):
+            self._last_buffers = self.layout.buffers.read(message.tensor)
+            return
         self._do(self.leader.on(message, time.monotonic()))
 
     def _weights(self, message: Weights) -> Tensor:
@@ -217,41 +220,6 @@ class Node:
         return theta
 
     # --- the workers' side ----------------------------------------------------------------------------------------
-
-    def _worker_came(self, pair: Pair, hello: bytes) -> None:
-        message, _, _ = decode(hello)
-        if not isinstance(message, Enter) or not 0 <= message.worker < self.leader.workers:
-            pair.close()
-            return
-        number = message.worker
-        box: list[Connection] = []
-
-        def deliver(message: Anything) -> None:
-            if isinstance(message, Result):
-                with self._lock:
-                    if self._workers.get(number) is box[0]:
-                        self._result(number, message)
-
-        def closed(reason: str) -> None:
-            with self._lock:
-                if self._workers.get(number) is box[0]:
-                    del self._workers[number]
-                    self._do(self.leader.lost(number, time.monotonic()))
-
-        box.append(
-            Connection(pair, channels=1, seconds=self.settings.lease_seconds, deliver=deliver, closed=closed).start()
-        )
-        with self._lock:
-            old = self._workers.pop(number, None)
-            if old is not None:
-                old.close()
-                self._do(self.leader.lost(number, time.monotonic()))
-            self._workers[number] = box[0]
-            self._given.pop(number, None)
-            if self._over.is_set():
-                box[0].post(Stop(0, self.leader.version, self._last))
-            else:
-                self._do(self.leader.returned(number, time.monotonic()))
 
     def _result(self, worker: int, message: Result) -> None:
         tensor = None if message.tensor is None else message.tensor.view(self.layout.dtype)
@@ -269,12 +237,13 @@ class Node:
                 if isinstance(effect.message, Hello):
                     self._wanted.set()
                 elif self._up is not None:
-                    self._up.post(self._packed(effect.message))
+                    self._post(self._up, effect.message)
             elif isinstance(effect, Report):
                 if self._up is not None:
                     self._up.report_due()
             elif isinstance(effect, Start):
-                self._give(effect)
+                if self._theta is not None:
+                    self._crew.give(effect, self._theta)
             elif isinstance(effect, Join):
                 if self._up is not None:
                     self._up.close()
@@ -285,6 +254,14 @@ class Node:
                 if self._up is not None:
                     self._up.finish()
                 self._end(effect.version)
+            elif isinstance(effect, GiveUp):
+                self._give_up(NodeRefused(effect.reason))
+
+    def _post(self, up: Connection, message: Message) -> None:
+        buffers = self._crew.buffers() if isinstance(message, Grad) and message.tensor is not None else None
+        if buffers is not None:
+            up.post(Buffers(message.member, buffers))  # type: ignore[union-attr]
+        up.post(self._packed(message))
 
     def _packed(self, message: Message) -> Message:
         """A sum as it goes over the wire."""
@@ -295,29 +272,18 @@ class Node:
         dtype = torch.float64 if self.settings.deterministic else self.layout.dtype
         return replace(message, tensor=message.tensor.to(dtype))
 
-    def _give(self, start: Start) -> None:
-        connection = self._workers.get(start.worker)
-        if connection is None or self._theta is None:
-            return
-        new = self._given.get(start.worker) is not self._theta
-        self._given[start.worker] = self._theta
-        tensor = self._theta if new else None
-        connection.post(Work(start.token, start.version, start.step, start.steps, tensor))
+    def _give_up(self, failure: RuntimeError) -> None:
+        self.failure = failure
+        self._end(-1)
+        self._crew.refuse()
 
-    def _end(self, version: int | None) -> None:
-        for connection in self._workers.values():
-            if version is None:
-                connection.finish()
-            else:  # which closes its end when it has read this
-                connection.post(Stop(0, version, self._last))
+    def _end(self, version: int) -> None:
+        self._crew.end(version, self._last, self._last_buffers)
         self._over.set()
-        if version is None:
-            self._listener.close()
 
     def _tick_loop(self) -> None:
         lease = self.settings.lease_seconds
         while not self._over.wait(lease / 10):
             with self._lock:
                 self._do(self.leader.tick(time.monotonic()))
-                for connection in self._workers.values():
-                    connection.post(Ping())
+                self._crew.ping()

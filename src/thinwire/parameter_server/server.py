@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from thinwire.parameter_server.effects import Apply, Contribution, Effect, Forget, Log, Send
+from thinwire.parameter_server import clocks, trigger
+from thinwire.parameter_server.contenders import Contenders
+from thinwire.parameter_server.effects import Apply, Contribution, Effect, Forget, Log, Refuse, Send
 from thinwire.parameter_server.messages import (
+    OTHER_PROTOCOL,
+    PROTOCOL,
+    TAKEN,
     Bye,
     Fence,
     Grad,
@@ -14,13 +19,13 @@ from thinwire.parameter_server.messages import (
     Message,
     Nack,
     Pull,
+    Refused,
     Stop,
     Weights,
     Welcome,
 )
 from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.staleness import UNBOUNDED, alpha, norm
-from thinwire.parameter_server.submit import LocalSteps
 from thinwire.parameter_server.table import Member
 
 
@@ -39,7 +44,7 @@ class Server:
 
     Attributes:
         members: the table, by member number.
-        counters: updates, applied, empty, late, stale (dropped for age), lost, in, pulls, joined, left.
+        counters: updates, applied, empty, late, stale (dropped for age), lost, in, pulls, joined, left, refused.
     """
 
     def __init__(
@@ -65,8 +70,9 @@ class Server:
         self.updating = self.applying = self.finished = False
         self._started = version > 0
         self.next_member, self._next_pull = first_member, 1
+        self._contenders = Contenders()
         self._inbox: list[Message] = []
-        self._ready_at: float | None = None
+        self._grace = trigger.Grace(settings.grace_seconds)
         self._out: list[Effect] = []
         self._now = 0.0
 
@@ -110,7 +116,7 @@ class Server:
                     self._drop(member.number, f"silent for {lease:g} s")
                 elif now - member.told >= lease / 3:
                     self._send(Fence(member.number, self.version))
-            if self._ready_at is not None and now >= self._ready_at:
+            if self._grace.ends(now):
                 self._fire()
         return self._flush()
 
@@ -139,6 +145,8 @@ class Server:
         if isinstance(message, Bye):
             self._drop(message.member, "left")
             return
+        if isinstance(message, Refused):  # for leaders only
+            return
         member = self.members.get(message.member)
         if member is None:
             if isinstance(message, Grad):
@@ -148,17 +156,31 @@ class Server:
         if isinstance(message, IterationNumber):
             self.counters["in"] += 1
             self._note(member, message)
+            refused = self._contenders.answered(member.node, message.probe)
+            if refused is not None:
+                self._refuse(refused, TAKEN)
             self._go_on(member)
             self._permits()
         elif isinstance(message, Grad):
             self._grad(member, message)
 
     def _hello(self, message: Hello) -> None:
-        for old in [m.number for m in self.members.values() if m.node == message.node]:
-            self._drop(old, "came again")
+        if message.protocol != PROTOCOL:
+            self._refuse(message, OTHER_PROTOCOL)
+            return
+        for old in [m for m in self.members.values() if m.node == message.node]:
+            if old.instance != message.instance:
+                before = self._contenders.wait(message)
+                self._ask(old)
+                if before is not None:
+                    self._refuse(before, TAKEN)
+                return
+            self._drop(old.number, "came again", admit=False)
         number, self.next_member = self.next_member, self.next_member + 1
-        offset = self._slowest() * message.workers
-        member = Member(number, message.node, message.workers, self._now, offset, alive=message.workers)
+        offset = clocks.slowest(self.members.values()) * message.workers
+        member = Member(
+            number, message.node, message.workers, self._now, offset, alive=message.workers, instance=message.instance
+        )
         self.members[number] = member
         self._workers += member.workers
         self.counters["joined"] += 1
@@ -174,6 +196,17 @@ class Server:
             self.waiting.append(number)
         else:
             self._grant(member)
+        self._ask(member)
+
+    def _ask(self, member: Member) -> None:
+        """Somebody else wants this member's number: does it live?"""
+        probe = self._contenders.question(member.node)
+        if probe:
+            self._send(Fence(member.number, self.version, probe))
+
+    def _refuse(self, hello: Hello, reason: int) -> None:
+        self.counters["refused"] += 1
+        self._out.append(Refuse(hello.node, hello.instance, reason))
 
     def _note(self, member: Member, message: IterationNumber | Grad) -> None:
         member.note(message)
@@ -229,10 +262,11 @@ class Server:
         return -UNBOUNDED if self.settings.enforce == "drop" else self.version + 1 - self.settings.bound
 
     def _count(self) -> int:
-        if self.settings.transfer == "pull":
-            fresh = [self.members[number] for number in self._fresh] if self.settings.trigger != "nodes" else []
-            return sum(m.seen - m.ack for m in fresh) if fresh else len(self._fresh)
-        return len(self.came) if self.settings.trigger == "nodes" else sum(len(part.rows) for part in self.arrived)
+        if self.settings.transfer == "push":
+            return trigger.arrived(self.settings, self.came, self.arrived)
+        if self.settings.trigger == "nodes":
+            return len(self._fresh)
+        return sum(self.members[number].seen - self.members[number].ack for number in self._fresh)
 
     def _needed(self) -> int:
         return self.settings.needed(len(self.members) if self.settings.trigger == "nodes" else self._workers)
@@ -245,32 +279,22 @@ class Server:
 
     def _fire(self) -> None:
         """Begin an update if there is enough work."""
-        enough = self._count() >= self._needed() or self._all_stand()
-        if self.updating or self.finished or not enough or self._in_grace():
+        enough = self._count() >= self._needed()
+        enough = enough or trigger.all_stand(self.settings, self.came, self.members.values())
+        if self.updating or self.finished or not enough or self._grace.holds(self._now, self.came, self.members):
             return
-        self.updating, self._ready_at = True, None
+        self.updating = True
+        self._grace.close()
         need = self.need
         if self.settings.transfer == "pull":
+            chosen = trigger.chosen(self.settings, [self.members[n] for n in self._fresh], self._needed())
             for member in list(self.members.values()):
-                if member.fresh or member.buf_low < need:
+                if member.number in chosen or member.buf_low < need:
                     self._pull(member)
         for member in self.members.values():
             if member.low < need and member.number not in self.pending:
                 self._send(Fence(member.number, self.version + 1))
         self._advance()
-
-    def _all_stand(self) -> bool:
-        """Pushes at S = 0 are answered after the update: what has come must do if nobody can send more."""
-        held = self.settings.transfer == "push" and self.settings.limit == 0
-        return held and bool(self.came) and all(m.low == UNBOUNDED for m in self.members.values())
-
-    def _in_grace(self) -> bool:
-        grace = self.settings.grace_seconds
-        if not grace or len(self.came) == len(self.members):
-            return False
-        if self._ready_at is None:
-            self._ready_at = self._now + grace
-        return self._now < self._ready_at
 
     def _pull(self, member: Member) -> None:
         self.pending[member.number] = self._next_pull
@@ -324,18 +348,9 @@ class Server:
             return
         same = member.sent == self.version
         number = member.grant(self.version)
-        member.allowed = self._allowed(member)
-        steps = self._steps(member)
+        member.allowed = clocks.allowed(self.settings, member, self.members.values())
+        steps = clocks.steps(self.settings, member, self.members.values())
         self._send(Weights(member.number, self.version, number, member.allowed, steps, same, ack=member.ack))
-
-    def _slowest(self) -> int:
-        """Rounds of the slowest node: a round is one submission of each of its workers."""
-        return min((m.clock // m.workers for m in self.members.values()), default=0)
-
-    def _allowed(self, member: Member) -> int:
-        if self.settings.clock_limit is None:
-            return UNBOUNDED
-        return (self._slowest() + self.settings.clock_limit + 1) * member.workers - 1 - member.offset
 
     def _permits(self) -> None:
         """SSP: weights for those who stand still and may go on now."""
@@ -343,19 +358,14 @@ class Server:
             return
         for member in self.members.values():
             stands = member.low == UNBOUNDED and not member.grants
-            if stands and self._started and self._allowed(member) > member.allowed:
+            if not (stands and self._started):
+                continue
+            if clocks.allowed(self.settings, member, self.members.values()) > member.allowed:
                 self._grant(member)
-
-    def _steps(self, member: Member) -> int:
-        submit = self.settings.submit
-        if not (isinstance(submit, LocalSteps) and submit.balance and member.step_us):
-            return submit.steps
-        fastest = min(m.step_us for m in self.members.values() if m.step_us)
-        return max(1, submit.steps * fastest // member.step_us)
 
     # --- members --------------------------------------------------------------------------------------------------
 
-    def _drop(self, number: int, reason: str) -> None:
+    def _drop(self, number: int, reason: str, admit: bool = True) -> None:
         member = self.members.pop(number, None)
         if member is None:
             return
@@ -373,6 +383,9 @@ class Server:
         self._out.append(Log("left", {"node": member.node, "member": number, "reason": reason}))
         self._go_on()
         self._permits()
+        waiting = self._contenders.leave(member.node) if admit else None
+        if waiting is not None:
+            self._hello(waiting)
 
     def _send(self, message: Message) -> None:
         number = message.member  # type: ignore[union-attr]

@@ -6,72 +6,42 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.collectives.pair import Listener, Pair
+from thinwire.collectives.pair import Listener, Pair, PairError
 from thinwire.parameter_server import checkpoint as checkpoints
+from thinwire.parameter_server.buffers import RunningBuffers
 from thinwire.parameter_server.compress import Codec, Difference
 from thinwire.parameter_server.connection import Anything, Connection
-from thinwire.parameter_server.effects import Apply, Effect, Forget, Log, Send
+from thinwire.parameter_server.effects import Apply, Effect, Forget, Log, Refuse, Send
 from thinwire.parameter_server.journal import JournalWriter, Update
 from thinwire.parameter_server.layout import Layout
-from thinwire.parameter_server.messages import FRAME, Grad, Hello, Message, Stop, Weights, Welcome, decode
+from thinwire.parameter_server.messages import (
+    FRAME,
+    OTHER_MODEL,
+    PROTOCOL,
+    Buffers,
+    Grad,
+    Hello,
+    Message,
+    Refused,
+    Stop,
+    Weights,
+    Welcome,
+    decode,
+    encode,
+)
 from thinwire.parameter_server.outer import Master, Outer, default_outer
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.status import Ages, Status, status_of
 
 _FAREWELL_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class NodeStatus:
-    """A line of the status table.
-
-    Attributes:
-        node, member: numbers. alive: workers.
-        seen: iteration number. behind: versions between the server's and the oldest base at work there; -1: idle.
-        step_seconds: of one of its workers. up_bytes, down_bytes: since it joined.
-    """
-
-    node: int
-    member: int
-    alive: int
-    seen: int
-    behind: int
-    step_seconds: float
-    up_bytes: int
-    down_bytes: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a server is doing.
-
-    Attributes:
-        version: updates applied. seconds: since this process began to serve.
-        gradients: applied. staleness: mean and largest age in versions of those applied since the start.
-        counters: see :class:`Server`. up_bytes, down_bytes: of all nodes. loss: mean that workers last reported.
-    """
-
-    version: int
-    seconds: float
-    gradients: int
-    mean_staleness: float
-    max_staleness: int
-    up_bytes: int
-    down_bytes: int
-    loss: float | None
-    counters: dict[str, int] = field(default_factory=dict)
-    nodes: tuple[NodeStatus, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 class Service:
@@ -121,6 +91,7 @@ class Service:
         self._directory, self._save_every = directory, save_every
         self._on_update, self._on_status, self._on_event = on_update, on_status, on_event
         count = nodes or settings.start_nodes
+        self.buffers = RunningBuffers(self.layout.buffers)
         self.master = Master(self.layout.flat(model), outer or default_outer(settings, count), settings, count)
         first = (time.time_ns() >> 20) << 10  # above all members of an earlier life, even of one without a checkpoint
         self.machine = Server(settings, first_member=first)
@@ -129,13 +100,13 @@ class Service:
         self._positions = dict(self.machine.positions)
         self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
-        self._coming: dict[int, Pair] = {}
+        self._coming: dict[tuple[int, int], Pair] = {}  # by node and instance
         self._connections: dict[int, Connection] = {}
         self._old: list[Connection] = []
         self._differences: dict[int, Difference] = {}
         self._snapshot = self.master.theta.clone()
         self._past = [0, 0]  # bytes of those who have gone
-        self._staleness = [0, 0, 0]
+        self._ages = Ages()
         self._began = time.monotonic()
         notes = {"settings": settings.to_json(), "layout": self.layout.to_json()}
         self._listener = Listener(port, host, notes)
@@ -148,6 +119,7 @@ class Service:
             self.layout.check(Layout.from_json(saved.layout))
         with torch.no_grad():
             self.master.theta.copy_(saved.theta)
+        self.buffers.value = saved.buffers
         self.master.optimizer.load_state_dict(saved.optimizer)
         self.machine = Server(
             self.settings,
@@ -192,6 +164,7 @@ class Service:
         finally:
             self.close()
         self.layout.write(self.master.theta, self.model)
+        self.buffers.write(self.model)
         return self.status()
 
     def stop(self) -> None:
@@ -222,13 +195,16 @@ class Service:
         if what == "message":
             self._do(self.machine.on(value, now))
         elif what == "came":
-            if value.layout != self.layout.number:
-                who.close()
+            self._turn_away(value, self._coming.pop((value.node, value.instance), None))
+            if value.protocol == PROTOCOL and value.layout != self.layout.number:
+                self._turn_away(value, who, OTHER_MODEL)
                 return
-            self._coming[value.node] = who
+            self._coming[value.node, value.instance] = who
             self._do(self.machine.on(value, now))
         elif what == "gone":
             self._do(self.machine.gone(who, now))
+        elif what == "buffers":
+            self.buffers.add(value)
         elif what == "expect":
             self.machine.expect(who, value, now)
         else:
@@ -244,6 +220,9 @@ class Service:
                 self._apply(effect)
             elif isinstance(effect, Forget):
                 self._forget(effect.member)
+            elif isinstance(effect, Refuse):
+                key = effect.node, effect.instance
+                self._turn_away(effect, self._coming.pop(key, None), effect.reason)
             elif isinstance(effect, Log):
                 self._on_event(effect.event, effect.facts)
 
@@ -256,6 +235,8 @@ class Service:
         if isinstance(message, Weights) and not message.same:
             message = self._weights(member, message)
         elif isinstance(message, Stop):
+            if self.buffers.value is not None:
+                connection.post(Buffers(member, self.buffers.value))
             message = replace(message, tensor=self._snapshot)
         connection.post(message)
 
@@ -273,10 +254,7 @@ class Service:
         changed = self.master.apply(effect.contributions)
         if changed:
             self._snapshot = self.master.theta.clone()
-        for part in effect.contributions:
-            for row in part.rows:
-                tau = effect.version - row.base
-                self._staleness = [self._staleness[0] + 1, self._staleness[1] + tau, max(self._staleness[2], tau)]
+        self._ages.add(effect)
         if self._journal is not None:
             self._journal.write(Update.of(effect, time.monotonic() - self._began))
         self._positions = dict(self.machine.positions)  # of what is applied; next, more may come in
@@ -302,6 +280,7 @@ class Service:
                 self._positions,
                 dict(machine.counters),
                 self.layout.to_json(),
+                self.buffers.value,
             ),
         )
 
@@ -315,8 +294,8 @@ class Service:
             pair.close()
 
     def _open(self, member: int) -> None:
-        node = self.machine.members[member].node
-        pair = self._coming.pop(node, None)
+        row = self.machine.members[member]
+        pair = self._coming.pop((row.node, row.instance), None)
         if pair is None:
             return
         inbox = self._inbox
@@ -324,6 +303,9 @@ class Service:
         def deliver(message: Anything) -> None:
             if getattr(message, "member", None) != member:
                 raise ValueError("a node speaks for another: its connection is closed")
+            if isinstance(message, Buffers):
+                inbox.put(("buffers", member, self.layout.buffers.read(message.tensor)))
+                return
             if isinstance(message, Grad) and message.tensor is not None:
                 message = replace(message, tensor=self._decode(message.tensor))
             inbox.put(("message", member, message))
@@ -336,6 +318,16 @@ class Service:
             closed=lambda reason: inbox.put(("gone", member, reason)),
             announced=lambda seconds: inbox.put(("expect", member, seconds)),
         ).start()
+
+    @staticmethod
+    def _turn_away(who: Hello | Refuse, pair: Pair | None, reason: int = 0) -> None:
+        """End the connection of a node that is no member, with a word why."""
+        if pair is None:
+            return
+        if reason:
+            with contextlib.suppress(PairError):
+                pair.send_frame(encode(Refused(who.node, reason)))
+        pair.close()
 
     def _decode(self, message: Tensor) -> Tensor:
         if self.settings.compress_up:
@@ -355,35 +347,8 @@ class Service:
             self._past[1] += connection.pair.sent_bytes
             connection.close()
 
-    # --- status ---------------------------------------------------------------------------------------------------
-
     def status(self) -> Status:
         """What is going on, now."""
-        machine = self.machine
-        rows = []
-        for member in machine.members.values():
-            connection = self._connections.get(member.number)
-            up, down = (connection.pair.received_bytes, connection.pair.sent_bytes) if connection else (0, 0)
-            oldest = min(member.low, member.buf_low)
-            behind = machine.version - oldest if oldest <= machine.version else -1
-            rows.append(
-                NodeStatus(
-                    member.node, member.number, member.alive, member.seen, behind, member.step_us / 1e6, up, down
-                )
-            )
-        rows.sort(key=lambda row: row.node)
-        samples = [(m.loss_sum, m.seen - m.dropped) for m in machine.members.values() if m.seen > m.dropped]
-        total = sum(count for _, count in samples)
-        count, ages, oldest_age = self._staleness
-        return Status(
-            version=machine.version,
-            seconds=time.monotonic() - self._began,
-            gradients=machine.counters["applied"],
-            mean_staleness=ages / count if count else 0.0,
-            max_staleness=oldest_age,
-            up_bytes=self._past[0] + sum(row.up_bytes for row in rows),
-            down_bytes=self._past[1] + sum(row.down_bytes for row in rows),
-            loss=sum(loss for loss, _ in samples) / total if total else None,
-            counters=dict(machine.counters),
-            nodes=tuple(rows),
-        )
+        wires = {number: c.pair for number, c in self._connections.items()}
+        traffic = {number: (pair.received_bytes, pair.sent_bytes) for number, pair in wires.items()}
+        return status_of(self.machine, self._ages, traffic, self._past, time.monotonic() - self._began)

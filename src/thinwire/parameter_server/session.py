@@ -9,17 +9,24 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives.pair import split_address
+from thinwire.engine.attach import attach
+from thinwire.parameter_server.local_work import Loss
 from thinwire.parameter_server.node import Node
+from thinwire.parameter_server.node_mean import NodeMean
 from thinwire.parameter_server.outer import Outer
 from thinwire.parameter_server.presets import inhad
-from thinwire.parameter_server.service import Service, Status
+from thinwire.parameter_server.service import Service
 from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.status import Status
 from thinwire.parameter_server.worker import Worker, WorkerStats
 
 DEFAULT_PORT = 29400
+_LATE_SECONDS = 60.0
 
 
 def serve(
@@ -73,6 +80,7 @@ def run(
     leader_port: int | None = None,
     slowdown: float = 1.0,
     pace_seconds: float = 0.0,
+    inside: str = "leader",
 ) -> WorkerStats:
     """Train as a worker until the server ends the training; ``model`` then holds the server's last weights.
 
@@ -84,11 +92,17 @@ def run(
         loss: (model, batch) -> mean loss.
         server: ``host:port``.
         node_id: number of this node, different on every node; by default torchrun's, or one made of the host's name.
+            A second process with a number that is at work is refused.
         leader_port: on this machine's loopback; by default torchrun's master port + 1.
         slowdown, pace_seconds: emulate other machines, see :class:`Worker`.
+        inside: how the workers of a node work together. "leader": each takes weights from the leader and hands in its
+            own gradients. "collectives": all compute each gradient together, and its mean over them, by all-reduce, is
+            one submission (see :class:`NodeMean`); the node then counts as one worker.
 
     Raises:
+        ValueError: an address or a word that cannot be.
         ServerLost: the server has gone and did not come back within six leases.
+        NodeRefused: another process works under this node's number.
         LayoutMismatch: the server's model is another one.
     """
     split_address(server)
@@ -101,18 +115,61 @@ def run(
         batch = take(number)
         return loss(network, batch), _samples(batch)
 
+    if inside not in ("leader", "collectives"):
+        raise ValueError(f'inside={inside!r} is unknown; there is "leader", "collectives"')
+    number = _node_number() if node_id is None else node_id
+    if inside == "collectives" and workers > 1:
+        return _together(model, step, server, number, local, slowdown, pace_seconds)
     if local:
         return Worker(model, step, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds).run()
-    node = Node(server, _node_number() if node_id is None else node_id, workers, port=port if workers > 1 else 0)
+    node = Node(server, number, workers, port=port if workers > 1 else 0)
+    return _lead(node, model, step, slowdown, pace_seconds)
+
+
+def _lead(
+    node: Node, model: nn.Module, step: Loss, slowdown: float, pace: float, together: NodeMean | None = None
+) -> WorkerStats:
+    """The worker in the process of its leader."""
     try:
+        gradient = together.gradient if together is not None else None
         worker = Worker(
-            model, step, node.address, 0, slowdown=slowdown, pace_seconds=pace_seconds, check=lambda: node.wait(0)
-        )
+            model, step, node.address, 0, slowdown=slowdown, pace_seconds=pace, gradient=gradient,
+            check=lambda: node.wait(0),
+        )  # fmt: skip
         stats = worker.run()
         node.wait(5.0)
+        node.see_off(_LATE_SECONDS)
     finally:
         node.close()
     return stats
+
+
+def _together(
+    model: nn.Module, step: Loss, server: str, number: int, local: int, slowdown: float, pace: float
+) -> WorkerStats:
+    """One rank of a node whose ranks compute each gradient together."""
+    made = not dist.is_initialized()
+    if made:
+        dist.init_process_group()
+    unused = torch.optim.SGD(model.parameters(), lr=0.0)  # steps are made on the server
+    sync = attach(model, unused, "ssgd")
+    together = NodeMean(model, step, sync)
+    try:
+        with sync.no_sync():
+            if local:
+                count, version = together.follow()
+                return WorkerStats(steps=count, version=version)
+            version = -1
+            try:
+                stats = _lead(Node(server, number, 1), model, step, slowdown, pace, together)
+                version = stats.version
+            finally:
+                together.end(version)
+            return stats
+    finally:
+        sync.detach()
+        if made:
+            dist.destroy_process_group()
 
 
 def _numbered(batches: Iterable[Any]) -> Callable[[int], Any]:

@@ -12,6 +12,7 @@ from thinwire.parameter_server.submit import Gradient, LocalSteps, Submission
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "transfer": ("pull", "push"),
+    "pull": ("fresh", "stalest"),
     "trigger": ("nodes", "gradients"),
     "enforce": ("gate", "drop"),
     "alpha": ALPHAS,
@@ -20,6 +21,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "local": ("async", "sync"),
     "compress_up": (None, "topk", "int8"),
     "compress_down": (None, "topk", "int8"),
+    "buffers": ("average", "local"),
 }
 
 
@@ -30,6 +32,8 @@ class Settings:
     Attributes:
         submit: what a worker hands in.
         transfer: "pull": the leader sums, the server asks for the sum; "push": each submission goes to the server.
+        pull: whom an update asks for its sum: all nodes with new work ("fresh"), or of these no more than the trigger
+            needs, the oldest work first ("stalest").
         trigger: what is counted towards an update: "nodes" with fresh work, or "gradients".
         n: the second-level rule of n-softsync: an update takes floor(alive / n).
         count: so many instead of floor(alive / n).
@@ -47,10 +51,13 @@ class Settings:
         deterministic: contributions are added in the order (node, worker, step), in fp64.
         compress_up, compress_down: "topk" (residual kept where it is sent), "int8", or None.
         density: kept share of "topk".
+        buffers: running means of batch norms and the like: "average": each node's mean goes to the server, which keeps
+            a moving average, and all have it in the end; "local": each worker keeps its own.
     """
 
     submit: Submission = field(default_factory=Gradient)
     transfer: str = "pull"
+    pull: str = "fresh"
     trigger: str = "nodes"
     n: float = 2.0
     count: int | None = None
@@ -69,6 +76,7 @@ class Settings:
     compress_up: str | None = None
     compress_down: str | None = None
     density: float = 0.01
+    buffers: str = "average"
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -95,6 +103,8 @@ class Settings:
         self._check_together()
 
     def _check_together(self) -> None:
+        if self.pull == "stalest" and self.transfer == "push":
+            raise ValueError('pull="stalest" needs transfer="pull": what is pushed has come already')
         if self.enforce == "drop" and self.transfer == "pull":
             raise ValueError('enforce="drop" needs transfer="push": a pulled sum mixes gradients of several ages')
         if self.enforce == "drop" and self.limit is None:

@@ -7,7 +7,7 @@ import math
 UNBOUNDED = 1 << 62
 """Stands for infinity among versions, which are 64-bit integers."""
 
-ALPHAS = ("none", "inverse", "invsqrt")
+ALPHAS = ("none", "inverse", "reciprocal", "invsqrt")
 NORMS = ("one", "alpha")
 LR_SCALES = ("none", "linear", "sqrt")
 
@@ -16,15 +16,20 @@ def alpha(rule: str, tau: int) -> float:
     """The factor of a gradient that is ``tau`` versions old.
 
     Args:
-        rule: "none": 1; "inverse": 1 / max(tau, 1) (arXiv 1511.05950); "invsqrt": 1 / sqrt(1 + tau) (FedBuff).
+        rule: "none": 1; "inverse": 1 / max(tau, 1) (arXiv 1511.05950); "reciprocal": 1 / (1 + tau); "invsqrt":
+            1 / sqrt(1 + tau) (FedBuff).
         tau: version it is applied at minus version it was computed on; at least 0.
 
     Example:
         >>> [alpha("inverse", tau) for tau in (0, 1, 2, 4)]
         [1.0, 1.0, 0.5, 0.25]
+        >>> [alpha("reciprocal", tau) for tau in (0, 1, 3)]
+        [1.0, 0.5, 0.25]
     """
     if rule == "inverse":
         return 1.0 / max(tau, 1)
+    if rule == "reciprocal":
+        return 1.0 / (1 + tau)
     if rule == "invsqrt":
         return 1.0 / math.sqrt(1 + tau)
     return 1.0

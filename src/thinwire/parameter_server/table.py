@@ -21,6 +21,7 @@ class Member:
         allowed: the last start that was permitted (SSP); offset: of its clock against its own count.
         heard, told: when the last message came and went, seconds.
         dropped: its submissions that were not finite.
+        instance: of its process.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Member:
     loss_sum: float = 0.0
     samples: int = 0
     dropped: int = 0
+    instance: int = 0
 
     @property
     def fresh(self) -> bool:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from thinwire.collectives.pair import Meeting, PairError
 from thinwire.parameter_server.connection import Anything, Connection
 from thinwire.parameter_server.layout import Layout
-from thinwire.parameter_server.local_work import LocalWork
-from thinwire.parameter_server.messages import Enter, Ping, Result, Stop, Work, encode
+from thinwire.parameter_server.local_work import LocalWork, Loss, local_gradient
+from thinwire.parameter_server.messages import Buffers, Enter, Ping, Result, Stop, Work, encode
 from thinwire.parameter_server.settings import Settings
+
+logger = logging.getLogger("thinwire")
 
 
 class ServerLost(RuntimeError):
     """Nobody answered for six leases."""
 
 
-Loss = Callable[[nn.Module, int], tuple[Tensor, int]]
-"""(model, number of the batch) -> mean loss of the batch, and its samples."""
+class NodeRefused(RuntimeError):
+    """The server does not take this node in."""
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Worker:
         pace_seconds: emulate machines of one's own on shared cores: a step takes at least so long, times slowdown.
         on_step: called with the seconds since the start and the loss.
         check: called before each attempt to reach the leader; may raise.
+        gradient: (flat parameters, number of the batch) -> flat gradient, loss, samples; by default that of ``loss``.
     """
 
     def __init__(
@@ -71,12 +75,14 @@ class Worker:
         pace_seconds: float = 0.0,
         on_step: Callable[[float, float], None] = lambda seconds, loss: None,
         check: Callable[[], object] = lambda: None,
+        gradient: Callable[[Tensor, int], tuple[Tensor, float, int]] | None = None,
     ) -> None:
-        self.model, self._loss, self._leader, self.number = model, loss, leader, number
+        self.model, self._leader, self.number = model, leader, number
         self._slowdown, self._pace, self._on_step, self._check = slowdown, pace_seconds, on_step, check
         if not slowdown >= 1:
             raise ValueError(f"slowdown={slowdown!r} must be at least 1")
         self.layout = Layout.of(model)
+        self._take = gradient or partial(local_gradient, model, self.layout, loss)
         self.stats = WorkerStats()
         self._inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
         self._theta: Tensor | None = None
@@ -110,11 +116,13 @@ class Worker:
             inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
             self._inbox = inbox
             connection = Connection(pair, channels=1, seconds=lease, deliver=inbox.put, closed=inbox.put)
-            if self._serve(connection.start(), LocalWork(settings.submit), lease):
+            averaged = settings.buffers == "average" and self.layout.buffers.numel > 0
+            if self._serve(connection.start(), LocalWork(settings.submit), lease, averaged):
                 return self.stats
 
-    def _serve(self, connection: Connection, work: LocalWork, lease: float) -> bool:
+    def _serve(self, connection: Connection, work: LocalWork, lease: float, averaged: bool) -> bool:
         """One connection's life. True when training has ended."""
+        last: Tensor | None = None
         ended = threading.Event()
         beat = threading.Thread(target=self._beat, args=(connection, lease, ended), daemon=True)
         beat.start()
@@ -126,13 +134,30 @@ class Worker:
                 if isinstance(message, str):
                     return False
                 if isinstance(message, Stop):
+                    if message.version < 0:
+                        connection.finish()
+                        self._check()
+                        raise ServerLost(f"worker {self.number}: its node has given up; the leader's words say why")
+                    if not self.stats.submissions:
+                        logger.warning(
+                            "worker %d came when training had ended, at version %d: it takes the last weights",
+                            self.number,
+                            message.version,
+                        )
                     if message.tensor is not None:
                         self.layout.write(message.tensor.view(self.layout.dtype), self.model)
                         self.stats.version = message.version
+                    if last is not None:
+                        self.layout.buffers.write(last, self.model)
                     connection.finish()
                     return True
+                if isinstance(message, Buffers):  # comes before the STOP
+                    last = self.layout.buffers.read(message.tensor)
                 if isinstance(message, Work):
-                    connection.post(self._compute(message, work))
+                    result = self._compute(message, work)
+                    if averaged:
+                        connection.post(Buffers(0, self.layout.buffers.flat(self.model)))
+                    connection.post(result)
         finally:
             ended.set()
             connection.join(2.0)
@@ -167,13 +192,7 @@ class Worker:
 
     def _gradient(self, theta: Tensor, batch: int) -> Tensor:
         """The flat gradient of one batch at ``theta``."""
-        self.layout.write(theta, self.model)
-        for p in self.model.parameters():
-            p.grad = None
-        with torch.enable_grad():
-            loss, samples = self._loss(self.model, batch)
-        loss.backward()
-        self._last_loss = float(loss.detach())
+        flat, self._last_loss, samples = self._take(theta, batch)
         self._last_samples += samples
         self._on_step(time.monotonic() - self._began, self._last_loss)
-        return self.layout.gradient(self.model)
+        return flat

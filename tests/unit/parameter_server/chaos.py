@@ -6,7 +6,7 @@ Order is kept within a channel only. Everything is drawn from one seed.
 import random
 from collections import Counter, deque
 
-from thinwire.parameter_server.effects import Apply, Join, Leave, Report, Send, Start
+from thinwire.parameter_server.effects import Apply, Join, Leave, Refuse, Report, Send, Start
 from thinwire.parameter_server.leader import Leader
 from thinwire.parameter_server.messages import Grad, Weights, decode, encode
 from thinwire.parameter_server.server import Server
@@ -33,13 +33,14 @@ class Chaos:
         far: this node's messages are 30 times less likely to be delivered.
         slow: this node's workers are 10 times less likely to finish.
         kill, bad: probability per event of a death, and per gradient of one that is not finite.
+        instances: a leader that comes after a dead one is known to be another process.
     """
 
     def __init__(self, settings, nodes, workers, seed, *, server=Server, leader=Leader, far=None, slow=None,
-                 kill=0.0, bad=0.0, payload=None):  # fmt: skip
+                 kill=0.0, bad=0.0, payload=None, instances=False):  # fmt: skip
         self.random = random.Random(seed)
         self.settings, self.workers, self.kill, self.bad, self.payload = settings, workers, kill, bad, payload
-        self.far, self.slow = far, slow
+        self.far, self.slow, self.instances = far, slow, instances
         self.make_leader = leader
         self.server = server(settings)
         self.now, self.events = 0.0, 0
@@ -64,6 +65,8 @@ class Chaos:
                     self.nodes[number].down[self.channel(effect.message)].append(effect.message)
             elif isinstance(effect, Apply):
                 self.check(effect)
+            elif isinstance(effect, Refuse) and effect.instance == self.nodes[effect.node].leader.instance:
+                raise Violation("a node was refused for the sake of a dead one")
 
     def do_leader(self, n, effects):
         node = self.nodes[n]
@@ -198,7 +201,8 @@ class Chaos:
         member = node.leader.member
         if kind == "leader":
             self.retire(node)
-            self.nodes[n] = Node(self.make_leader(self.settings, n, self.workers))
+            instance = self.random.getrandbits(60) if self.instances else 0
+            self.nodes[n] = Node(self.make_leader(self.settings, n, self.workers, instance=instance))
             effects = self.nodes[n].leader.join(self.now)
         else:
             node.due = False

@@ -93,3 +93,7 @@ def test_refusals():
         DiLoCo(Model(), steps=5, fragments=2)
     with pytest.raises(ValueError, match="only 2 trainable"):
         DiLoCo(Model(), steps=6, fragments=3)
+    with pytest.raises(ValueError, match="below steps / fragments = 3"):
+        DiLoCo(Model(), steps=6, fragments=2, delay=3)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        DiLoCo(Model(), steps=6, mixing=1.5)

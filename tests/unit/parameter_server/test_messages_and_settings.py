@@ -59,6 +59,7 @@ def test_other_json_is_no_settings(text):
         ({"transfer": "fetch"}, "transfer='fetch'"),
         ({"enforce": "drop"}, 'transfer="push"'),
         ({"clock_limit": 2}, "clock_limit"),
+        ({"pull": "stalest", "transfer": "push"}, "has come already"),
         ({"local": "sync", "submit": LocalSteps(3)}, 'local="async"'),
         ({"deterministic": True, "compress_up": "topk"}, "deterministic"),
         ({"density": 0.0}, "density=0.0"),

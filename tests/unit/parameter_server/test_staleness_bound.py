@@ -29,11 +29,14 @@ def pushed(limit):
     bad=st.sampled_from([0.0, 0.1]),
     push=st.booleans(),
     local=st.sampled_from(["async", "sync"]),
+    instances=st.booleans(),
+    pull=st.sampled_from(["fresh", "stalest"]),
 )
 @settings(max_examples=40, deadline=None)
-def test_bound_under_random_events(seed, limit, nodes, workers, n, far, kill, bad, push, local):
-    options = pushed(limit) if push else inhad(limit, n, local=local)
-    chaos = Chaos(options, nodes, workers, seed, far=0 if far else None, slow=nodes - 1, kill=kill, bad=bad)
+def test_bound_under_random_events(seed, limit, nodes, workers, n, far, kill, bad, push, local, instances, pull):
+    options = pushed(limit) if push else inhad(limit, n, local=local, pull=pull)
+    chaos = Chaos(options, nodes, workers, seed, far=0 if far else None, slow=nodes - 1, kill=kill, bad=bad,
+                  instances=instances)  # fmt: skip
     chaos.run(1200)
     chaos.settle(updates=3)
 

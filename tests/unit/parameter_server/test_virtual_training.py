@@ -169,6 +169,20 @@ def test_ssp_0_with_sgd_is_synchronous_with_the_sum():
     torch.testing.assert_close(fast.parameters, theta, rtol=1e-12, atol=1e-12)
 
 
+def test_stalest_takes_no_more_nodes_than_the_trigger_needs_and_the_oldest_work_first():
+    def pulled(pull):
+        trace = simulate(inhad(None, 4.0, pull=pull, start_nodes=8), nodes=8, updates=200, step_seconds=uneven,
+                         apply_seconds=0.3)  # fmt: skip
+        counts = [len({node for node, *_ in rows}) for _, _, rows in trace.updates]
+        return counts, sum(age * n for age, n in trace.staleness().items()) / trace.gradients
+
+    counts, age = pulled("stalest")
+    assert max(counts) == 2  # floor(8 / 4)
+    all_counts, _ = pulled("fresh")
+    assert max(all_counts) > 2
+    assert age > 0
+
+
 def test_fedbuff_drops_what_is_too_old_and_counts_it():
     settings = fedbuff(size=3, max_staleness=1, steps=2)
     trace = simulate(settings, nodes=4, updates=80, parameters=start(), gradient=gradient,

@@ -1,0 +1,31 @@
+"""Rounds of the nodes: how far ahead a node may run (SSP), and how many local steps a slower one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.staleness import UNBOUNDED
+from thinwire.parameter_server.submit import LocalSteps
+from thinwire.parameter_server.table import Member
+
+
+def slowest(members: Iterable[Member]) -> int:
+    """Rounds of the slowest node: a round is one submission of each of its workers."""
+    return min((m.clock // m.workers for m in members), default=0)
+
+
+def allowed(settings: Settings, member: Member, members: Iterable[Member]) -> int:
+    """The last start that a member may make, in its own count, so that it is no more than ``clock_limit`` ahead."""
+    if settings.clock_limit is None:
+        return UNBOUNDED
+    return (slowest(members) + settings.clock_limit + 1) * member.workers - 1 - member.offset
+
+
+def steps(settings: Settings, member: Member, members: Iterable[Member]) -> int:
+    """Batches of a member's next submission: fewer on slower nodes if local steps are balanced."""
+    submit = settings.submit
+    if not (isinstance(submit, LocalSteps) and submit.balance and member.step_us):
+        return submit.steps
+    fastest = min(m.step_us for m in members if m.step_us)
+    return max(1, submit.steps * fastest // member.step_us)

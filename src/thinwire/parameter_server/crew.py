@@ -1,0 +1,158 @@
+"""The workers of a node, as its leader sees them: who is there, which weights each has, what each hands in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import RLock
+
+from torch import Tensor
+
+from thinwire.collectives.pair import Listener, Pair
+from thinwire.parameter_server.buffers import BufferLayout
+from thinwire.parameter_server.connection import Anything, Connection
+from thinwire.parameter_server.effects import Start
+from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.messages import FRAME, Buffers, Enter, Ping, Result, Stop, Work, decode
+from thinwire.parameter_server.settings import Settings
+
+
+class Crew:
+    """Connections to the workers of this machine, on its loopback interface; they may die and come again.
+
+    Args:
+        settings, layout: the server's, told to the workers.
+        workers: W.
+        port: 0 takes a free one.
+        lock: held in every call of ``came``, ``lost`` and ``result``.
+        came, lost: told the number of a worker.
+        result: told the number and what it handed in.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        workers: int,
+        port: int,
+        lock: RLock,
+        *,
+        came: Callable[[int], None],
+        lost: Callable[[int], None],
+        result: Callable[[int, Result], None],
+    ) -> None:
+        self._settings, self._size, self._lock = settings, workers, lock
+        self._came, self._lost, self._result = came, lost, result
+        self._buffer_layout: BufferLayout = layout.buffers
+        self._there: dict[int, Connection] = {}
+        self._seen: set[int] = set()
+        self._given: dict[int, Tensor] = {}  # worker -> the weights that it has
+        self._buffers: dict[int, Tensor] = {}
+        self._farewell: tuple[Anything, ...] = ()
+        notes = {"settings": settings.to_json(), "layout": layout.to_json()}
+        self._listener = Listener(port, "127.0.0.1", notes)
+
+    @property
+    def port(self) -> int:
+        """Where workers come."""
+        return self._listener.port
+
+    def open(self) -> None:
+        """Take them in."""
+        self._listener.serve(self._enter, FRAME.size)
+
+    def give(self, start: Start, theta: Tensor) -> None:
+        """Let a worker begin; the weights travel only if it has others."""
+        connection = self._there.get(start.worker)
+        if connection is None:
+            return
+        new = self._given.get(start.worker) is not theta
+        self._given[start.worker] = theta
+        connection.post(Work(start.token, start.version, start.step, start.steps, theta if new else None))
+
+    def buffers(self) -> Tensor | None:
+        """The mean of what workers last said of their buffers, ``[B]``."""
+        return self._buffer_layout.mean(list(self._buffers.values())) if self._buffers else None
+
+    def ping(self) -> None:
+        """A sign of life to all."""
+        for connection in self._there.values():
+            connection.post(Ping())
+
+    def end(self, version: int, theta: Tensor | None, buffers: Tensor | None) -> None:
+        """Tell all, and who comes from now on, that it is over. Each closes its end when it has read this."""
+        first = (Buffers(0, buffers),) if buffers is not None else ()
+        self._farewell = (*first, Stop(0, version, theta))
+        for connection in self._there.values():
+            for message in self._farewell:
+                connection.post(message)
+
+    def see_off(self, seconds: float) -> None:
+        """After the end: wait, at most so long, for workers that have not come yet.
+
+        One that found nobody would take its node for one that is still to start.
+        """
+        end = time.monotonic() + seconds
+        while len(self._seen) < self._size and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def close(self, seconds: float) -> None:
+        """Wait so long for them to leave, then close what is left."""
+        end = time.monotonic() + seconds
+        while self._there and time.monotonic() < end:
+            time.sleep(0.01)
+        self._listener.close()
+        with self._lock:
+            left = list(self._there.values())
+        for connection in left:
+            connection.close()
+        for connection in left:
+            connection.join(2.0)
+
+    def refuse(self) -> None:
+        """Nobody is taken in any more."""
+        self._listener.close()
+
+    # --- connections ----------------------------------------------------------------------------------------------
+
+    def _enter(self, pair: Pair, hello: bytes) -> None:
+        message, _, _ = decode(hello)
+        if not isinstance(message, Enter) or not 0 <= message.worker < self._size:
+            pair.close()
+            return
+        number = message.worker
+        box: list[Connection] = []
+
+        def deliver(message: Anything) -> None:
+            with self._lock:
+                if self._there.get(number) is not box[0]:
+                    return
+                if isinstance(message, Result):
+                    self._result(number, message)
+                elif isinstance(message, Buffers):
+                    self._buffers[number] = self._buffer_layout.read(message.tensor)
+
+        def closed(reason: str) -> None:
+            with self._lock:
+                if self._there.get(number) is box[0]:
+                    self._forget(number)
+
+        lease = self._settings.lease_seconds
+        box.append(Connection(pair, channels=1, seconds=lease, deliver=deliver, closed=closed).start())
+        with self._lock:
+            old = self._there.get(number)
+            if old is not None:
+                old.close()
+                self._forget(number)
+            self._there[number] = box[0]
+            self._seen.add(number)
+            for farewell in self._farewell:
+                box[0].post(farewell)
+            if not self._farewell:
+                self._came(number)
+
+    def _forget(self, number: int) -> None:
+        del self._there[number]
+        self._given.pop(number, None)
+        self._buffers.pop(number, None)
+        self._lost(number)

@@ -1,0 +1,61 @@
+"""Buffers beside the weights: floats are averaged, counts are not, what is not finite stays out."""
+
+import pytest
+import torch
+
+from thinwire.parameter_server.buffers import BufferLayout, RunningBuffers
+from thinwire.parameter_server.layout import Layout, LayoutMismatch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        self.register_buffer("cache", torch.ones(5), persistent=False)
+
+
+def test_a_layout_holds_saved_floats_and_counts_and_comes_back():
+    model = Model()
+    layout = BufferLayout.of(model)
+    assert layout.names == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    assert (layout.numel, layout.floats) == (7, 6)
+    flat = torch.arange(7, dtype=torch.float64)
+    layout.write(flat, model)
+    assert torch.equal(layout.flat(model), flat)
+    assert model.norm.num_batches_tracked == 6
+    assert model.norm.num_batches_tracked.dtype == torch.int64
+    assert BufferLayout.of(torch.nn.Linear(2, 2)).numel == 0
+
+
+def test_the_layout_of_a_model_tells_its_buffers_too():
+    layout = Layout.of(Model())
+    assert Layout.from_json(layout.to_json()) == layout
+    without = torch.nn.Sequential(torch.nn.BatchNorm1d(3, track_running_stats=False))
+    with pytest.raises(LayoutMismatch, match="other buffers"):
+        Layout.of(torch.nn.Sequential(torch.nn.BatchNorm1d(3))).check(Layout.of(without))
+
+
+def test_of_a_node_floats_are_averaged_and_of_counts_the_largest_is_taken():
+    layout = BufferLayout.of(Model())
+    rows = [torch.tensor([1.0] * 6 + [4]), torch.tensor([2.0] * 6 + [9])]
+    assert layout.mean([row.double() for row in rows]).tolist() == [1.5] * 6 + [9.0]
+
+
+def test_the_server_takes_the_first_and_then_moves_a_tenth():
+    layout = BufferLayout.of(Model())
+    running, model = RunningBuffers(layout), Model()
+    running.write(model)  # nothing has come
+    assert model.norm.running_var.tolist() == [1.0] * 3
+    first = torch.tensor([1.0] * 6 + [4]).double()
+    running.add(first)
+    before = running.value
+    running.add(torch.tensor([11.0] * 6 + [3]).double())
+    running.add(torch.full((7,), float("nan"), dtype=torch.float64))
+    torch.testing.assert_close(running.value, torch.tensor([2.0] * 6 + [4]).double(), rtol=1e-15, atol=0)
+    assert torch.equal(before, first)  # which may be on its way somewhere
+
+
+def test_bytes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="9 bytes of buffers"):
+        BufferLayout.of(Model()).read(torch.zeros(9, dtype=torch.uint8))
