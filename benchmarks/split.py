@@ -1,8 +1,9 @@
 """Split fine-tuning: bytes, accuracy, and seconds on emulated links: ``python benchmarks/split.py``
 
 Three parts. ``bytes``: what crosses per step for BERT-base at rank 8, by the formulas that the tests hold against
-counted bytes. ``task``: accuracy of one model split and unsplit, on lines of the standard library. ``link``: seconds
-per step in the lab between two machines over TLS at 10 and 100 Mb/s, measured and predicted. Each part, and each row of
+counted bytes. ``task``: accuracy of one model split and unsplit, on lines of the standard library; ``--model`` may be a
+directory with a pre-trained encoder, such as ``--pretrain`` makes from lines of other packages. ``link``: seconds per
+step in the lab between two machines over TLS at 10 and 100 Mb/s, measured and predicted. Each part, and each row of
 ``task`` and ``link``, can be run alone; ``benchmarks/results/split.json`` keeps what was run.
 """
 
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire import lab
+from thinwire.cli.split_inputs import model_builder
 from thinwire.split import (
     Batch,
     CloudEnd,
@@ -43,13 +45,18 @@ from thinwire.split import (
     write_keys,
 )
 from thinwire.split.compare import shape_of, steps_of
+from thinwire.split.finetune import remaining
 from thinwire.split.models import view_of
 from thinwire.split.models.presets import preset
 from thinwire.split.pair import LocalPair
-from thinwire.split.tasks import stdlib_task
-from thinwire.split.unsplit import train_unsplit
+from thinwire.split.programs import dropout_of
+from thinwire.split.tasks import local_tokenizer, stdlib_task, trained_tokenizer
+from thinwire.split.tasks.stdlib import lines_of
+from thinwire.split.unsplit import train_unsplit, whole_forward
 
 RESULTS = Path(__file__).parent / "results" / "split.json"
+MODEL = "bert:layers=2:hidden=256:heads=4"
+OTHERS = ("idlelib", "tkinter", "xml", "urllib", "ctypes", "wsgiref")
 PORT = 7443
 NODE_0 = "10.77.0.1"  # the lab's
 CODED = {"int8": ("int8",), "int8,pack": ("int8", "pack"), "int4": ("int4",), "int4,pack": ("int4", "pack")}
@@ -76,27 +83,54 @@ def bytes_table() -> list[dict[str, Any]]:
     return found
 
 
+def pretrain(folder: Path, options: argparse.Namespace) -> None:
+    """A small encoder with its tokeniser, that has learned to tell lines of other packages apart."""
+    tokenizer = trained_tokenizer([line for lines in lines_of(OTHERS).values() for line in lines], 2000)
+    task = stdlib_task(options.lines, options.length, tokenizer=tokenizer, packages=OTHERS)
+    model = model_builder(options.model, task, options.length)(options.seeds[0])
+    recipe = Recipe(learning_rate=options.lr, epochs=options.epochs, seed=options.seeds[0])
+    optimizer, total = recipe.optimizer(model), recipe.steps(len(task.train))
+    for step, indices in enumerate(remaining(recipe, len(task.train), 0)):
+        recipe.set_rate(optimizer, step, total)
+        batch = task.train.batch(indices)
+        with dropout_of(recipe, "unsplit", step):
+            loss = recipe.loss_function(whole_forward(model.train(), batch), batch.labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 49:
+            print(f"... {step + 1} of {total} steps, loss {float(loss.detach()):.3f}", file=sys.stderr, flush=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def task_row(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One way of training on one seed."""
-    task = stdlib_task(options.lines)
+    pretrained = Path(options.model).is_dir()
+    tokenizer = local_tokenizer(Path(options.model)) if pretrained else None
+    task = stdlib_task(options.lines, options.length, tokenizer=tokenizer, every=options.every)
     recipe = Recipe(learning_rate=options.lr, epochs=options.epochs, batch_size=32, seed=seed)
-    model = preset(
-        "bert", classes=task.classes, vocabulary=task.vocabulary, length=32, seed=seed, layers=2, hidden=256, heads=4
-    )
+    model = model_builder(options.model, task, options.length)(seed)
     total = recipe.steps(len(task.train))
 
     def show(step: int, of: int, loss: float) -> None:
         if step % 50 == 0:
             print(f"... {name}, seed {seed}: step {step} of {total}, loss {loss:.3f}", file=sys.stderr, flush=True)
 
+    row: dict[str, Any] = {"learned": len(task.train), "held_out": len(task.held_out)}
     if name == "unsplit":
         score, seconds = train_unsplit(model, task, recipe, show)
-        return {"score": score, "seconds": seconds / total}
-    plan = plans(1)[name]
+        return row | {"score": score, "seconds": seconds / total}
+    plan, shape = plans(options.cut)[name], shape_of(view_of(model), 8)
     report = split_finetune(plan, model, task, recipe=recipe, on_step=show)
-    steps = [estimate(step, Link(1e7, 1e7)) for step in steps_of(plan, shape_of(view_of(model), 8), task.train, recipe)]
-    bytes_ = {"state": statistics.mean(s.state for s in steps), "wire": statistics.mean(s.wire for s in steps)}
-    return {"score": report.score, "seconds": report.seconds / total, **bytes_}
+    row |= {"score": report.score, "seconds": report.seconds / total}
+    per_step = {
+        kind: [estimate(step, Link(1e7, 1e7)) for step in steps_of(each, shape, task.train, recipe)]
+        for kind, each in (("", plan), ("boundary", plans(options.cut)["boundary"]))
+    }
+    row |= {part: statistics.mean(getattr(step, part) for step in per_step[""]) for part in ("state", "wire")}
+    plain = {part: statistics.mean(getattr(step, part) for step in per_step["boundary"]) for part in ("state", "wire")}
+    return row | {f"{part}_ratio": plain[part] / row[part] for part in plain}
 
 
 def link_batches(count: int) -> Iterable[Batch]:
@@ -169,7 +203,13 @@ def main() -> None:
     parser.add_argument("--part", choices=["bytes", "task", "link"], action="append")
     parser.add_argument("--rows", help="of task or link, after commas; all by default")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--model", default=MODEL, help="as of the verbs, or a directory with a pre-trained one")
+    parser.add_argument("--pretrain", type=Path, help="write a pre-trained --model to this directory, and end")
+    parser.add_argument("--model-name", help="of a directory, under which its rows are kept")
+    parser.add_argument("--cut", type=int, default=1)
+    parser.add_argument("--length", type=int, default=32, help="tokens per line, at most")
     parser.add_argument("--lines", type=int, default=600)
+    parser.add_argument("--every", type=int, default=10, help="which lines are held out; 2: every other one")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--rates", nargs="*", default=["10mbit", "100mbit"])
@@ -181,6 +221,9 @@ def main() -> None:
         child(options.child, options.steps)
         return
     torch.set_num_threads(1)
+    if options.pretrain is not None:
+        pretrain(options.pretrain, options)
+        return
     parts = options.part or ["bytes", "task", "link"]
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"task": {}, "link": {}}
 
@@ -201,6 +244,8 @@ def main() -> None:
         for name in rows or ["unsplit", "boundary", "lowrank", "lowrank:int8,pack", "lowrank:int4,pack"]:
             for seed in options.seeds:
                 words = f"{name}, seed {seed}, {options.lines} lines, {options.epochs} epochs, lr {options.lr:g}"
+                if options.model != MODEL:
+                    words += f", {options.model_name or options.model}, cut {options.cut}"
                 kept["task"][words] = task_row(name, seed, options)
                 save()
     if "link" in parts:

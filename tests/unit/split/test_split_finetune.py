@@ -211,6 +211,9 @@ def test_presets_and_directories(tmp_path):
     loaded = pretrained(tmp_path, 7)
     assert loaded.config.num_labels == 7
     assert torch.equal(loaded.bert.embeddings.word_embeddings.weight, small_one.bert.embeddings.word_embeddings.weight)
+    heads = [pretrained(tmp_path, 7, seed).classifier.weight for seed in (1, 1, 2)]
+    assert torch.equal(heads[0], heads[1])  # seeds of a comparison begin alike, whatever was drawn before
+    assert not torch.equal(heads[0], heads[2])
     with pytest.raises(ValueError, match="holds no model of transformers"):
         pretrained(tmp_path / "nowhere", 2)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))

@@ -108,6 +108,10 @@ def test_the_standard_library_task():
     again = stdlib_task(60, 24, 500)
     assert again.train == task.train
     assert stdlib_task(60, 24, 500, seed=1).train != task.train
+    halved = stdlib_task(60, 24, 500, every=2)
+    assert len(halved.held_out) == len(halved.train) == 30 * len(PACKAGES)
+    with pytest.raises(ValueError, match="every=1 leaves no line to learn from"):
+        stdlib_task(60, every=1)
 
 
 def test_no_line_is_of_two_packages():

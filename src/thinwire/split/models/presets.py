@@ -81,10 +81,15 @@ def preset(
         return build(_CLASSES[kind], config)
 
 
-def pretrained(directory: str | Path, classes: int) -> nn.Module:
+def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
     """A pre-trained encoder from a directory (``config.json``, ``model.safetensors``), with a head for so many classes.
 
     Nothing is downloaded; no code of the directory is run; weights are read from safetensors alone.
+
+    Args:
+        directory: as transformers saves it.
+        classes: outputs.
+        seed: of weights that the directory does not hold, such as those of the head.
 
     Raises:
         ValueError: the directory holds no such model, or one without a view.
@@ -97,13 +102,15 @@ def pretrained(directory: str | Path, classes: int) -> nn.Module:
     for view in VIEWS:
         if view.model_type == config.model_type:
             try:
-                model: nn.Module = getattr(transformers, view.classes[0]).from_pretrained(
-                    directory,
-                    num_labels=classes,
-                    local_files_only=True,
-                    use_safetensors=True,
-                    ignore_mismatched_sizes=True,  # a head for other classes begins anew
-                )
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    model: nn.Module = getattr(transformers, view.classes[0]).from_pretrained(
+                        directory,
+                        num_labels=classes,
+                        local_files_only=True,
+                        use_safetensors=True,
+                        ignore_mismatched_sizes=True,  # a head for other classes begins anew
+                    )
             except (OSError, ValueError, RuntimeError) as error:
                 raise ValueError(f"{directory} cannot be loaded as {view.classes[0]}: {error}") from error
             return model

@@ -35,6 +35,7 @@ COLUMNS = {
     "qnli": _Columns("question", "sentence", "label", ("entailment", "not_entailment")),
     "rte": _Columns("sentence1", "sentence2", "label", ("entailment", "not_entailment")),
 }
+"""Of each task: where its files keep texts and label."""
 
 
 def read_tsv(path: Path, columns: _Columns) -> tuple[list[str], list[str] | None, list[int | float]]:

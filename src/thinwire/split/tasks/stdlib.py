@@ -42,7 +42,13 @@ def lines_of(packages: tuple[str, ...] = PACKAGES) -> dict[str, list[str]]:
 
 
 def stdlib_task(
-    most: int = 1200, length: int = 32, vocabulary: int = 2000, seed: int = 0, tokenizer: Any | None = None
+    most: int = 1200,
+    length: int = 32,
+    vocabulary: int = 2000,
+    seed: int = 0,
+    tokenizer: Any | None = None,
+    every: int = 10,
+    packages: tuple[str, ...] = PACKAGES,
 ) -> Task:
     """The task: at most ``most`` lines of each package, every tenth of them held out.
 
@@ -52,13 +58,20 @@ def stdlib_task(
         vocabulary: of the tokeniser that is trained on the training lines; with ``tokenizer`` unused.
         seed: of the choice of lines.
         tokenizer: of transformers, of a pre-trained model; None: one is trained.
+        every: which lines are held out; 2: every other one, for differences of accuracy that are small.
+        packages: the classes.
+
+    Raises:
+        ValueError: nothing would be left to learn from, or this Python came without its sources.
     """
+    if every < 2:
+        raise ValueError(f"every={every!r} leaves no line to learn from: write at least 2")
     draw = random.Random(seed)
     texts: dict[str, tuple[list[str], list[int]]] = {"train": ([], []), "held_out": ([], [])}
-    for label, lines in enumerate(lines_of().values()):
+    for label, lines in enumerate(lines_of(packages).values()):
         draw.shuffle(lines)
         for place, line in enumerate(lines[:most]):
-            where = texts["held_out" if place % 10 == 0 else "train"]
+            where = texts["held_out" if place % every == 0 else "train"]
             where[0].append(line)
             where[1].append(label)
     tokenizer = tokenizer or trained_tokenizer(texts["train"][0], vocabulary)
@@ -70,9 +83,9 @@ def stdlib_task(
         "stdlib",
         made["train"],
         made["held_out"],
-        len(PACKAGES),
+        len(packages),
         len(tokenizer),
         "accuracy",
-        f"which of {len(PACKAGES)} packages of the standard library a source line comes from: "
+        f"which of {len(packages)} packages of the standard library a source line comes from: "
         f"{len(made['train'])} lines to learn, {len(made['held_out'])} held out",
     )
