@@ -4,6 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 HERE = Path(__file__).parent
@@ -11,3 +12,11 @@ sys.path[:0] = [str(HERE), str(HERE / "dist")]
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what we start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Under ``-n``: see sharing.py."""
+    from sharing import ByFile
+
+    return ByFile(config, log)

@@ -1,10 +1,12 @@
 """Runs a function on N real Gloo ranks (spawn, a free port, a time limit) and tells hang, signal and failure apart.
 
 Ranks are kept for the next call, since starting one costs seconds on two cores; every call makes process groups of its
-own. Tests about the end of a process, and those whose ranks are meant to die, ask for fresh ones.
+own. Tests about the end of a process, and those whose ranks are meant to die, ask for fresh ones: forks of one process
+that has nothing but its imports behind it, which end as a script does.
 """
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -12,7 +14,9 @@ import socket
 import time
 import traceback
 
-_context = multiprocessing.get_context("spawn")
+_spawn = multiprocessing.get_context("spawn")  # each with a hash seed of its own, as on machines of their own
+_fork = multiprocessing.get_context("forkserver")
+_fork.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.checkpoint", "thinwire.checkpoint"])
 _kept = []
 
 
@@ -37,8 +41,9 @@ def _serve(pipe):
         except EOFError:
             return
         pipe.send_bytes(pickle.dumps(_one(*call)))  # plain bytes: torch would send tensors through shared memory
-        if call[-1]:
-            return
+        last, call = call[-1], None
+        if last:
+            ctypes.pythonapi.Py_Exit(0)  # what `sys.exit` comes to; a fork's own end would skip what is torn down there
 
 
 def _one(function, rank, size, port, args, init, fresh):
@@ -62,9 +67,9 @@ def _one(function, rank, size, port, args, init, fresh):
 
 
 class _Rank:
-    def __init__(self):
-        self.pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+    def __init__(self, context=_spawn):
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
         self.answer = None
@@ -94,7 +99,7 @@ def run(function, size, *args, seconds=60.0, init=True, expect_exit=None, fresh=
     """
     expect_exit = expect_exit or {}
     fresh = fresh or bool(expect_exit)
-    ranks = [_Rank() if fresh or not _kept else _kept.pop() for _ in range(size)]
+    ranks = [_Rank(_fork) if fresh else _kept.pop() if _kept else _Rank() for _ in range(size)]
     port = free_port()
     for r, rank in enumerate(ranks):
         rank.answer = None

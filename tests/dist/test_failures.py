@@ -142,7 +142,7 @@ def _same(results):
 
 
 def test_random_delays_never_hang():
-    assert _same(run(_delayed, 4, len(LOSSY), 200, seconds=110))
+    assert _same(run(_delayed, 4, len(LOSSY), 60, seconds=100))
 
 
 @pytest.mark.slow

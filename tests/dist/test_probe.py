@@ -1,9 +1,13 @@
 """A probe on real ranks: everybody ends with the same costs, whole groups and parts of them."""
 
+import json
+
 import pytest
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 from spawned import run
+from thinwire.cli.main import app
 from thinwire.measure import ProbeResult, probe
 from thinwire.planner.formulas import KINDS
 from thinwire.program import Topology
@@ -78,6 +82,21 @@ def test_without_time_two_sizes_are_measured_and_the_rest_is_listed():
     result = ProbeResult.from_json(answers[0])
     assert {m.bytes for m in result.measurements} == {4096, 65536}
     assert len(result.dropped) == 7 * len(KINDS)
+
+
+def _verb(rank, size, folder):
+    """The command line on every rank, with torchrun's variables around it."""
+    words = ["probe", "--max-bytes", "8192", "--seconds", "2", "--json", "--out", f"{folder}/{rank}.json"]
+    result = CliRunner().invoke(app, words)
+    return result.exit_code, result.stdout
+
+
+def test_the_verb_on_ranks_that_are_there_already(tmp_path):
+    (code, said), other = run(_verb, 2, str(tmp_path), init=False)
+    assert code == 0, said
+    assert json.loads(said)["layout"] == [2]
+    assert other == (0, "")  # one line, from the first rank alone
+    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
 
 
 def _refused(rank, size):

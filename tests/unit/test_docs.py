@@ -19,7 +19,7 @@ from thinwire.program import LocalWorld, Topology
 from thinwire.program.trace import trace
 
 ROOT = Path(__file__).parents[2]
-FILES = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "methods").glob("*.md"))]
+FILES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in p.parts]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *FILES]
 TESTED = re.compile(r"^<!-- tested -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
@@ -42,9 +42,10 @@ def execute(page, monkeypatch):
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
-    """A folder to write in, and no torchrun around."""
+    """A folder to write in, no torchrun around, no words behind the script's name."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.chdir(tmp_path)
 
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from thinwire.bench.models.registry import build_model
 from thinwire.bench.models.workload import Workload
 from thinwire.bench.rows import COMPUTE, Row
+from thinwire.bench.trainer import Steps, build_trainer
 
 ONE_BUCKET_MB = 1_000_000
 
@@ -36,13 +37,18 @@ class Contender:
     def __init__(self, row: Row, model: str, seed: int, group: Any) -> None:
         self.row = row
         self.workload: Workload = build_model(model, seed)
-        self.optimizer: Optimizer = self.workload.optimizer(self.workload.model)
+        self.optimizer: Steps
         self.module: nn.Module = self.workload.model
         self.sync: Any = None
         self.steps = 0
         self._close: Callable[[], None] = lambda: None
+        if row.is_custom:
+            trainer = build_trainer(row, self.workload, group)
+            self.module, self.optimizer, self._close = trainer.module, trainer.optimizer, trainer.close
+            return
+        self.optimizer = optimizer = self.workload.optimizer(self.workload.model)
         if row.is_thinwire:
-            self._attach()
+            self._attach(optimizer)
         elif row.kind != COMPUTE:
             self._wrap(group)
 
@@ -82,15 +88,15 @@ class Contender:
         """Let go of hooks and groups."""
         self._close()
 
-    def _attach(self) -> None:
+    def _attach(self, optimizer: Optimizer) -> None:
         import thinwire
 
         if self.row.kind == "auto":
             lossy = bool(self.row.options.get("lossy", False))
-            self.sync = thinwire.attach(self.workload.model, self.optimizer, "auto", lossy=lossy)
+            self.sync = thinwire.attach(self.workload.model, optimizer, "auto", lossy=lossy)
         else:
             method = thinwire.method(self.row.kind, **self.row.options)
-            self.sync = thinwire.attach(self.workload.model, self.optimizer, method)
+            self.sync = thinwire.attach(self.workload.model, optimizer, method)
         self._close = self.sync.detach
 
     def _wrap(self, group: Any) -> None:

@@ -33,7 +33,7 @@ def draw_curves(spec: BenchSpec, rows: tuple[Row, ...], tracks: list[Track], tur
 
 def _train(spec: BenchSpec, track: Track, turns: Turns, seconds: float | None) -> None:
     record = track.record
-    validation = _judge(track, turns)
+    validation = judge(track, turns)
     clock = 0.0
     if track.contender is not None:
         record.curve.append(Point(0, 0.0, float("nan") if validation is None else validation, validation))
@@ -46,13 +46,13 @@ def _train(spec: BenchSpec, track: Track, turns: Turns, seconds: float | None) -
             return
         clock = sum(record.step_seconds)
         recent = record.losses[-chunk:]
-        record.curve.append(Point(len(record.losses), clock, sum(recent) / chunk, _judge(track, turns)))
+        record.curve.append(Point(len(record.losses), clock, sum(recent) / chunk, judge(track, turns)))
         say(turns.rank, row=record.label, clock=clock, of=seconds, steps=len(record.losses))
         if (seconds is None and len(record.losses) >= spec.steps) or (seconds is not None and clock >= seconds):
             return
 
 
-def _judge(track: Track, turns: Turns) -> float | None:
+def judge(track: Track, turns: Turns) -> float | None:
     """Held-out loss, each rank on its own share of the held-out text."""
     if track.contender is None:
         return None

@@ -29,6 +29,7 @@ class RowRecord:
         losses: one per step from the first, warm-up included: the mean over ranks.
         wire_bytes: bytes sent per step, mean over nodes ("interface") or ranks ("stats", "formula").
         wire_source: where that comes from.
+        untimed_seconds: of the steps before the timed ones, the slowest rank's: warm-up, measuring for a plan.
         curve: only where curves were asked for.
         predicted_seconds: of a step, where a prediction was asked for.
         error: why the row failed; "" if it did not.
@@ -46,6 +47,7 @@ class RowRecord:
     curve: list[Point] = field(default_factory=list)
     predicted_seconds: float | None = None
     error: str = ""
+    untimed_seconds: float = 0.0
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from thinwire.bench.functions import load_function
 from thinwire.bench.words import Value, nearest, split_options
 
 COMPUTE = "compute"
@@ -25,7 +26,8 @@ class Row:
 
     Attributes:
         label: unique; what the table says.
-        kind: one of ``TORCH_ROWS`` or the name of a thinwire method.
+        kind: one of ``TORCH_ROWS``, the name of a thinwire method, or ``module:function`` of your own
+            (``bench/trainer.py`` says what that returns).
         options: the kind's options.
         family: rows of one family are variants of which the table shows the fastest.
     """
@@ -38,7 +40,12 @@ class Row:
     @property
     def is_thinwire(self) -> bool:
         """Whether ``attach`` makes it."""
-        return self.kind not in TORCH_ROWS
+        return self.kind not in TORCH_ROWS and not self.is_custom
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether a function of the user's own makes it."""
+        return ":" in self.kind
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -72,6 +79,8 @@ def _parse_one(text: str) -> list[Row]:
                 raise ValueError(f"{name!r} has no option {key!r}; known: {known}")
         if name == "ddp-best":
             return _variants(options)
+    elif ":" in name and not _is_method(name.partition(":")[0]):
+        load_function(name, "row")
     else:
         _check_method(name, options)
     return [Row(_label(name, options), name, options)]
@@ -90,6 +99,12 @@ def _variants(options: dict[str, Value]) -> list[Row]:
     if not sizes or min(sizes) <= 0:
         raise ValueError(f"ddp-best: buckets={given!r} must be sizes in MB, as 1/4/25/100")
     return [Row(f"ddp-best ({size:g} MB)", "ddp", {"bucket": size}, family="ddp-best") for size in sizes]
+
+
+def _is_method(name: str) -> bool:
+    from thinwire.methods.registry import METHODS
+
+    return name == "auto" or name in METHODS
 
 
 def _check_method(name: str, options: dict[str, Value]) -> None:

@@ -23,7 +23,8 @@ class BenchSpec:
         warmup: untimed steps before a row's first turn; later turns begin with one untimed step.
         seconds_as: curves only: the last row trains as many seconds as the first took, not as many steps.
         predict: also say what the planner predicts for each row.
-        every: curves only: steps between two points of the curve.
+        target: a held-out loss: rows train in turns of ``every`` steps, each until it is there or made ``steps``.
+        every: curves and target only: steps between two points of the curve.
         operation_seconds: time-out of one collective.
         timeout_seconds: time-out of the whole run.
     """
@@ -44,6 +45,7 @@ class BenchSpec:
     timeout_seconds: float = 3600.0
     predict: bool = False
     ranks_per_node: int = 1
+    target: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("workers", "ranks_per_node", "steps", "rounds", "warmup", "every"):

@@ -98,14 +98,17 @@ class Turns:
 
     def _keep(self, track: Track, early: list[StepTime], times: list[StepTime], sent: float | None) -> None:
         record = track.record
-        slowest = torch.tensor([[t.seconds, t.forward_seconds, t.host_seconds] for t in times], dtype=torch.float64)
+        seconds = [[t.seconds, t.forward_seconds, t.host_seconds] for t in (*early, *times)]
+        slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, self.control)
         leaders = float(wire.is_node_leader()) if self.interface else 1.0
         sums = torch.tensor([*(t.loss for t in (*early, *times)), sent or 0.0, leaders], dtype=torch.float64)
         dist.all_reduce(sums, dist.ReduceOp.SUM, self.control)
-        record.step_seconds += slowest[:, 0].tolist()
-        record.forward_seconds += slowest[:, 1].tolist()
-        record.host_seconds += slowest[:, 2].tolist()
+        record.untimed_seconds += float(slowest[: len(early), 0].sum())
+        timed = slowest[len(early) :]
+        record.step_seconds += timed[:, 0].tolist()
+        record.forward_seconds += timed[:, 1].tolist()
+        record.host_seconds += timed[:, 2].tolist()
         record.losses += (sums[:-2] / self.workers).tolist()
         track.bytes += float(sums[-2] / sums[-1])
         track.timed_steps += len(times)

@@ -13,6 +13,7 @@ from thinwire.bench import wire
 from thinwire.bench.contenders import new_group, prepare_rank
 from thinwire.bench.curves import draw_curves
 from thinwire.bench.models.registry import build_model
+from thinwire.bench.race import race
 from thinwire.bench.record import RowRecord, RunRecord
 from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.spec import BenchSpec
@@ -55,7 +56,9 @@ def run(spec: BenchSpec) -> RunRecord:
     rows = spec.rows if any(row.kind == COMPUTE for row in spec.rows) else (Row(COMPUTE, COMPUTE), *spec.rows)
     tracks = [Track(RowRecord(row.label, row.kind, row.family)) for row in rows]
     predictor = _predictor(spec) if spec.predict else None
-    if spec.curves:
+    if spec.target is not None:
+        race(spec, rows, tracks, turns)
+    elif spec.curves:
         draw_curves(spec, rows, tracks, turns)
     else:
         _interleave(spec, rows, tracks, turns)

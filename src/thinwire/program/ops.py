@@ -83,4 +83,6 @@ class NextForward:
 
 
 Op = Collective | NextForward
+"""What a program yields."""
 Program = Generator[Op, Any, Any]
+"""A program: it yields ops, receives what becomes of them, and may return a value."""

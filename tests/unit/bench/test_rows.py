@@ -2,6 +2,7 @@ import pytest
 
 from thinwire.bench.rows import Row, parse_rows
 from thinwire.bench.spec import BenchSpec
+from thinwire.bench.trainer import build_trainer
 
 
 def test_rows_options_and_variants():
@@ -30,11 +31,21 @@ def test_rows_options_and_variants():
         ("ddp,ddp", "twice"),
         ("ddp-best:buckets=a/b", "sizes in MB"),
         ("ddp-best:buckets=0", "sizes in MB"),
+        ("thinwire.bench.rows:nothing", "row 'thinwire.bench.rows:nothing' cannot be loaded"),
+        ("thinwire.bench.rows:COMPUTE", "is not a function"),
     ],
 )
 def test_wrong_rows_say_what_is_wrong(text, says):
     with pytest.raises(ValueError, match=says):
         parse_rows(text)
+
+
+def test_a_row_of_ones_own():
+    (row,) = parse_rows("thinwire.bench.trainer:build_trainer:every=8")
+    assert row == Row("thinwire.bench.trainer:build_trainer every=8", row.kind, {"every": 8})
+    assert (row.is_custom, row.is_thinwire) == (True, False)
+    with pytest.raises(ValueError, match=r"must return a thinwire\.bench\.trainer\.Trainer, not Row"):
+        build_trainer(Row("x", "thinwire.bench.rows:Row"), "label", "kind")
 
 
 def test_a_spec_goes_through_json_and_refuses_nonsense():

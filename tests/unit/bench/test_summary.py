@@ -7,6 +7,7 @@ from rich.console import Console
 
 from thinwire.bench.demo import at, judge_demo
 from thinwire.bench.plots import check_plot, plot_bench
+from thinwire.bench.race import seconds_to
 from thinwire.bench.record import Point, RowRecord, RunRecord
 from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec
@@ -80,6 +81,21 @@ def test_a_curve_between_its_points():
     assert at(curve, "seconds", 5.0) == pytest.approx(4.0)
     assert at(curve, "step", 5) == 3.0
     assert at(curve, "seconds", 99.0) == 3.0
+
+
+def test_when_a_curve_reaches_a_loss():
+    curve = [
+        Point(0, 0.0, math.nan, 5.0),
+        Point(5, 10.0, 4.0, 3.0),
+        Point(10, 14.0, 2.0, 3.5),
+        Point(15, 20.0, 1.0, 1.0),
+    ]
+    assert seconds_to(curve, 3.0) == pytest.approx(10.0)
+    assert seconds_to(curve, 4.0) == pytest.approx(5.0)
+    assert seconds_to(curve, 2.0) == pytest.approx(14.0 + 6.0 * 1.5 / 2.5)
+    assert seconds_to(curve, 6.0) == 0.0
+    assert seconds_to(curve, 0.5) is None
+    assert seconds_to([Point(0, 0.0, math.nan), Point(5, 1.0, 3.0)], 4.0) == 1.0
 
 
 def test_the_demo_predicts_only_what_it_could_not_measure():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from thinwire.bench.functions import load_function
 from thinwire.bench.words import nearest, split_options
 
 if TYPE_CHECKING:
@@ -54,18 +53,9 @@ def _function(name: str) -> Callable[..., Any]:
     if name in FILES:
         found: Callable[..., Any] = importlib.import_module(f"thinwire.bench.models.{FILES[name]}").build
         return found
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"unknown model {name!r}; {nearest(name, FILES)}, or module:function of your own")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {name!r} cannot be loaded: {error}") from error
-    if not callable(function):
-        raise ValueError(f"model {name!r} is not a function")
-    return function  # type: ignore[no-any-return]
+    return load_function(name, "model")
 
 
 def _as_workload(name: str, built: Any) -> Workload:

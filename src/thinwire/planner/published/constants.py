@@ -48,6 +48,7 @@ ALL_REDUCE_56GBIT_INFINIBAND = {
 """By workers, of the whole tensor's bytes."""
 
 POINT_TO_POINT_1GBE = _line(0.436e-3, 9e-9)
+"""Of a message between two workers."""
 
 
 def sort_2019(elements: int, gpu: str = "P102-100") -> float:

@@ -1,0 +1,239 @@
+"""Write the tables of ``docs/peers.md`` and its pictures from ``benchmarks/results/peers.json``: ``python page.py``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import store
+from catalogue import TRIED
+
+from thinwire.bench.rows import COMPUTE, TORCH_ROWS
+from thinwire.bench.table import megabytes, seconds
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "peers.md"
+PICTURES = ROOT / "docs" / "images"
+FEDERATED = ROOT / "benchmarks" / "results" / "federated.json"
+DRAWN = (
+    "ddp",
+    "ddp-fp16",
+    "torch-powersgd rank=4",
+    "ssgd",
+    "acp rank=4",
+    "topk density=0.01",
+    "Accelerate LocalSGD",
+    "torchft DiLoCo",
+    "hivemind, local updates",
+)
+
+Run = dict[str, Any]
+Row = dict[str, Any]
+
+
+def title(row: Row) -> str:
+    """What the page calls a row."""
+    words = {
+        "ddp": "DDP, as it comes",
+        "ddp-fp16": "DDP, fp16 hook",
+        "torch-powersgd rank=4": "DDP, torch's PowerSGD hook, rank 4",
+    }
+    label = str(row["label"])
+    if label.startswith("ddp-best"):
+        return f"DDP, best bucket {label.removeprefix('ddp-best ')}"
+    if row["kind"] in TORCH_ROWS or ":" in row["kind"]:
+        return words.get(label, label)
+    return f"thinwire {label}"
+
+
+def shown(run: Run) -> list[Row]:
+    """The rows of a run that the tables show: without the one that only computes, of DDP's buckets the fastest."""
+    rows = [row for row in run["rows"] if row["kind"] != COMPUTE]
+    tuned = [row for row in rows if row["label"].startswith("ddp-best")]
+    best = min(tuned, key=lambda row: row["step_seconds"] or float("inf"), default=None)
+    return [row for row in rows if row not in tuned or row is best]
+
+
+def cells(results: Run) -> list[tuple[str, int]]:
+    """Links with workers, in the order of the runs."""
+    return list(dict.fromkeys((run["link"], run["workers"]) for run in results["runs"]))
+
+
+def of_cell(results: Run, cell: tuple[str, int]) -> list[Run]:
+    """The runs on one link with so many workers."""
+    return [run for run in results["runs"] if (run["link"], run["workers"]) == cell]
+
+
+def _family(row: Row) -> str:
+    return re.sub(r" \(.*", "", title(row))
+
+
+def _overview(results: Run, figure: Callable[[Row], str]) -> str:
+    """A line a row, a column a cell; a row that is in several runs shows its first."""
+    found: dict[str, dict[tuple[str, int], str]] = {}
+    for run in results["runs"]:
+        for row in shown(run):
+            if row["label"] != "ddp":
+                found.setdefault(_family(row), {}).setdefault((run["link"], run["workers"]), figure(row))
+    columns = cells(results)
+    lines = ["| row | " + " | ".join(f"{link}, {workers} workers" for link, workers in columns) + " |"]
+    lines.append("|---" + "|---:" * len(columns) + "|")
+    for name, figures in found.items():
+        lines.append(f"| {name} | " + " | ".join(figures.get(column, "-") for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def _to_loss(row: Row) -> str:
+    if row["error"]:
+        return "failed"
+    return f"{row['target_ratio']:.2f}" if row["target_ratio"] else "not reached"
+
+
+def _step(row: Row) -> str:
+    return "failed" if row["error"] or not row["step_ratio"] else f"{row['step_ratio']:.2f}"
+
+
+def losses(results: Run) -> str:
+    """Seconds to the loss over DDP's."""
+    return _overview(results, _to_loss)
+
+
+def steps(results: Run) -> str:
+    """Seconds a step over DDP's."""
+    return _overview(results, _step)
+
+
+def winners(results: Run) -> str:
+    """Of every cell: the first at the loss, thinwire's first, and the others that were there before it."""
+    lines = ["| link | first at the loss | thinwire's first | others before it |", "|---|---|---|---|"]
+    for cell in cells(results):
+        there = [(row["target_ratio"], row) for run in of_cell(results, cell) for row in shown(run)]
+        there = sorted(((ratio, row) for ratio, row in there if ratio), key=lambda pair: pair[0])
+        ours = next(((r, row) for r, row in there if title(row).startswith("thinwire")), None)
+        if not there or ours is None:
+            continue
+        before = dict.fromkeys(f"{title(row)} ({r:.2f})" for r, row in there if r < ours[0])
+        first = f"{title(there[0][1])} ({there[0][0]:.2f})"
+        mine = f"{title(ours[1])} ({ours[0]:.2f})"
+        lines.append(f"| {cell[0]}, {cell[1]} workers | {first} | {mine} | {'; '.join(before) or 'none'} |")
+    return "\n".join(lines)
+
+
+def details(results: Run) -> str:
+    """All rows of all runs."""
+    parts = []
+    for link, workers in cells(results):
+        runs = of_cell(results, (link, workers))
+        compute = [row["step_seconds"] for run in runs for row in run["rows"] if row["kind"] == COMPUTE]
+        alone = f"{seconds(min(compute))} to {seconds(max(compute))}"
+        lines = [f"### {link}, {workers} workers", ""]
+        lines.append(f"A step without any exchange: {alone}. Floor of an exact method: {seconds(_floor(runs))}.")
+        lines += ["", "| row | step | x DDP | MB per step | steps made | to the loss | x DDP | last loss |"]
+        lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+        for number, run in enumerate(runs, 1):
+            for row in shown(run):
+                lines.append(_detail(row, f" (run {number})" if row["label"] == "ddp" else ""))
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _floor(runs: list[Run]) -> float:
+    return min(float(run["floor_seconds"]) for run in runs)
+
+
+def _detail(row: Row, more: str) -> str:
+    name = f"**{title(row)}{more}**" if more else title(row)
+    if row["error"]:
+        return f"| {name} | failed: {row['error']} | | | {row['steps']} | | | |"
+    reached = "not reached" if row["target_seconds"] is None else f"{row['target_seconds']:.1f} s"
+    figures = [
+        seconds(row["step_seconds"]),
+        _step(row),
+        megabytes(row["bytes_per_step"]),
+        str(row["steps"]),
+        reached,
+        "-" if row["target_seconds"] is None else _to_loss(row),
+        "-" if row["last_loss"] is None else f"{row['last_loss']:.3f}",
+    ]
+    return f"| {name} | " + " | ".join(figures) + " |"
+
+
+def setting(results: Run) -> str:
+    """What was trained, on what, with which versions."""
+    run = results["runs"][0]
+    machine, versions = results["machine"], results["versions"]
+    size = f"{run['parameters'] / 1e6:.2f} million parameters, {run['gradient_bytes'] / 1e6:.2f} MB of gradients"
+    return "\n".join(
+        [
+            f"* Model: {run['describe']}; {size}; AdamW (`{results['setting']['model']}`).",
+            f"* Until a held-out loss of {results['setting']['target']} nats per character, "
+            f"at most {results['setting']['most_steps']} steps.",
+            f"* Machine: {machine['cores']} shared cores, Python {machine['python']}. "
+            + ", ".join(f"{name} {version.partition('+')[0]}" for name, version in versions.items())
+            + ".",
+        ]
+    )
+
+
+def missing(results: Run) -> str:
+    """Peers that were not compared, and pip's line."""
+    lines = ["| peer | `pip install` | what it says |", "|---|---|---|"]
+    for name, (peer, _) in TRIED.items():
+        if name not in results["tried"]:
+            continue
+        error = results["tried"][name]
+        said = error.replace("|", "\\|") if error else "installs; not compared"
+        lines.append(f"| {peer} | `{name}` | {said} |")
+    return "\n".join(lines)
+
+
+def federated(results: Run) -> str:
+    """The recorded rounds of benchmarks/federated.py."""
+    lines = ["| simulation | seconds a round | x thinwire |", "|---|---:|---:|"]
+    for name, row in json.loads(FEDERATED.read_text())["speed"].items():
+        lines.append(f"| {name} | {row['median']:.3f} | {row['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+BLOCKS: dict[str, Callable[[Run], str]] = {
+    "setting": setting,
+    "winners": winners,
+    "losses": losses,
+    "steps": steps,
+    "details": details,
+    "missing": missing,
+    "federated": federated,
+}
+
+
+def fill(text: str, results: Run) -> str:
+    """The page with every block between ``<!-- NAME -->`` and ``<!-- /NAME -->`` written anew.
+
+    Raises:
+        ValueError: the page lacks a block.
+    """
+    for name, block in BLOCKS.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise ValueError(f"{PAGE} has no block <!-- {name} --> ... <!-- /{name} -->")
+        made = f"\n{block(results)}\n\n"
+        text = pattern.sub(lambda found, made=made: found[1] + made + found[2], text)  # type: ignore[misc]
+    return text
+
+
+def main() -> None:
+    from pictures import draw_curves, draw_steps
+
+    results = store.read()
+    PAGE.write_text(fill(PAGE.read_text(), results))
+    PICTURES.mkdir(exist_ok=True)
+    draw_curves(results, PICTURES / "peers_loss.png")
+    draw_steps(results, PICTURES / "peers_steps.png")
+    print(f"wrote {PAGE.name}, peers_loss.png and peers_steps.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A row of one's own: ``module:function`` that makes a workload train on the ranks of a group, in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from thinwire.bench.functions import load_function
+from thinwire.bench.models.workload import Workload
+from thinwire.bench.rows import Row
+
+
+class Steps(Protocol):
+    """As much of an optimizer as a training loop needs."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Before the forward pass."""
+
+    def step(self) -> Any:
+        """After the backward pass."""
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What the function of a row returns.
+
+    Attributes:
+        module: called in the forward pass: the workload's model or a wrapper around it.
+        optimizer: its ``zero_grad`` and ``step`` are called once per step; whatever the row does beside (averaging of
+            parameters, a vote) happens in there.
+        close: ends what the row started (threads, servers).
+    """
+
+    module: nn.Module
+    optimizer: Steps
+    close: Callable[[], None] = _nothing
+
+
+def build_trainer(row: Row, workload: Workload, group: Any) -> Trainer:
+    """Call the row's function: ``function(workload, group, **options)``, on all ranks of ``group`` at once.
+
+    Raises:
+        ValueError: it returned something else than a ``Trainer``.
+    """
+    trainer = load_function(row.kind, "row")(workload, group, **row.options)
+    if not isinstance(trainer, Trainer):
+        raise ValueError(f"row {row.kind!r} must return a thinwire.bench.trainer.Trainer, not {type(trainer).__name__}")
+    return trainer

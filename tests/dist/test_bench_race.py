@@ -1,0 +1,69 @@
+"""Rows race to a loss on real ranks; a row of one's own beside torch's and thinwire's."""
+
+import pytest
+import torch.distributed as dist
+
+from spawned import run
+from thinwire.bench import worker
+from thinwire.bench.models.registry import build_model
+from thinwire.bench.race import seconds_to
+from thinwire.bench.rows import Row, parse_rows
+from thinwire.bench.spec import BenchSpec
+from thinwire.bench.trainer import Trainer
+
+pytestmark = pytest.mark.dist
+MODEL = "teacher:batch=64:ranks=2:lr=0.02"
+
+
+class Averaging:
+    """The gradients averaged by hand, then the step."""
+
+    def __init__(self, optimizer, group):
+        self.optimizer, self.group = optimizer, group
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self):
+        for parameters in self.optimizer.param_groups:
+            for p in parameters["params"]:
+                dist.all_reduce(p.grad, group=self.group)
+                p.grad /= dist.get_world_size(self.group)
+        self.optimizer.step()
+
+
+def by_hand(workload, group):
+    return Trainer(workload.model, Averaging(workload.optimizer(workload.model), group))
+
+
+def broken(workload, group):
+    raise RuntimeError("no such library here")
+
+
+def _race(rank, size, target):
+    own = (Row("by hand", "test_bench_race:by_hand"), Row("broken", "test_bench_race:broken"))
+    rows = (*parse_rows("ddp,ssgd"), *own)
+    record = worker.run(BenchSpec(MODEL, rows, size, target=target, every=3, steps=60, rounds=2, operation_seconds=20))
+    return {row.label: row for row in record.rows}
+
+
+def test_rows_stop_at_the_loss_and_equal_training_takes_equal_steps():
+    fresh = build_model(MODEL)
+    target = fresh.evaluate(fresh.model, 0, 0).item() * 0.55
+    for rows in run(_race, 2, target):
+        assert rows["broken"].error == "rank 0: RuntimeError: no such library here"
+        assert not rows["broken"].curve
+        assert len(rows["compute"].losses) == 6
+        ddp, by_hand, ssgd = rows["ddp"], rows["by hand"], rows["ssgd"]
+        assert 3 < len(ddp.losses) < 60
+        assert ddp.curve[-1].validation <= target < ddp.curve[-2].validation
+        assert [p.step for p in ddp.curve] == list(range(0, len(ddp.losses) + 1, 3))
+        assert ddp.curve[-1].seconds == pytest.approx(sum(ddp.step_seconds) + ddp.untimed_seconds)
+        assert ddp.curve[-2].seconds <= seconds_to(ddp.curve, target) <= ddp.curve[-1].seconds
+        assert by_hand.losses == pytest.approx(ddp.losses)
+        assert [p.validation for p in by_hand.curve] == pytest.approx([p.validation for p in ddp.curve])
+        both = min(len(ssgd.losses), len(ddp.losses))
+        assert ssgd.losses[:both] == pytest.approx(ddp.losses[:both])
+        assert ssgd.curve[1].step == 4  # its first step decides the buckets: it is not timed by itself, but counts
+        assert ssgd.untimed_seconds > 0 == ddp.untimed_seconds
+        assert ssgd.curve[-1].seconds == pytest.approx(sum(ssgd.step_seconds) + ssgd.untimed_seconds)

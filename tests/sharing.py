@@ -1,0 +1,13 @@
+"""How the tests are shared out when pytest runs in several processes (``-n 2``): whole files, ranks one at a time."""
+
+from xdist.scheduler import LoadScopeScheduling
+
+CHAINS = ("tests/dist/", "tests/net/")
+
+
+class ByFile(LoadScopeScheduling):
+    """A process takes a file at a time; of those that start ranks or emulate a network, it takes the whole folder."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.split("::", 1)[0]
+        return next((folder for folder in CHAINS if file.startswith(folder)), file)

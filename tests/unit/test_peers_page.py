@@ -1,0 +1,64 @@
+"""The page of the comparison says what its results file says."""
+
+import copy
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks" / "peers"
+NAMES = ("store", "catalogue", "page")
+
+
+@pytest.fixture(scope="module")
+def peers():
+    """The modules of the project beside, which are none of the package."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield {name: importlib.import_module(name) for name in NAMES}
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in NAMES:
+            sys.modules.pop(name, None)
+
+
+def test_tables_are_those_of_the_results(peers):
+    page, results = peers["page"], peers["store"].read()
+    text = page.PAGE.read_text()
+    assert results["runs"]
+    assert page.fill(text, results) == text, "run: make -C benchmarks/peers page"
+    for picture in ("peers_loss.png", "peers_steps.png"):
+        assert f"images/{picture}" in text
+        assert (page.PICTURES / picture).stat().st_size > 10_000
+
+
+def test_results_are_of_the_catalogue_and_ratios_of_their_run(peers):
+    catalogue, results = peers["catalogue"], peers["store"].read()
+    assert results["setting"]["model"] == catalogue.MODEL
+    assert results["setting"]["target"] == catalogue.TARGET
+    assert set(results["tried"]) == set(catalogue.TRIED)
+    for run in results["runs"]:
+        rows = {row["label"]: row for row in run["rows"]}
+        assert {row.label for row in catalogue.GROUPS[run["group"]].rows} <= set(rows)
+        for row in rows.values():
+            if row["step_ratio"]:
+                assert row["step_ratio"] == pytest.approx(row["step_seconds"] / rows["ddp"]["step_seconds"])
+            if row["target_ratio"]:
+                assert row["target_ratio"] == pytest.approx(row["target_seconds"] / rows["ddp"]["target_seconds"])
+                assert row["last_loss"] <= catalogue.TARGET
+
+
+def test_a_loss_of_ours_and_a_failure_are_shown(peers):
+    page, results = peers["page"], copy.deepcopy(peers["store"].read())
+    run = results["runs"][0]
+    results["runs"] = [run]
+    for row in run["rows"]:
+        row["target_ratio"] = 2.0 if page.title(row).startswith("thinwire") else row["target_ratio"] and 0.5
+    run["rows"][-1]["error"] = "rank 1: RuntimeError: gone"
+    assert "(2.00) |" in page.winners(results)
+    assert "(0.50)" in page.winners(results).splitlines()[-1].split("|")[-2]
+    assert "failed: rank 1: RuntimeError: gone" in page.details(results)
+    with pytest.raises(ValueError, match="no block"):
+        page.fill("nothing", results)
