@@ -52,6 +52,7 @@ def _module():
 
 def _trainer(callbacks, epochs, ranks=2, **strategy):
     from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
 
     return Trainer(
@@ -63,6 +64,7 @@ def _trainer(callbacks, epochs, ranks=2, **strategy):
         gradient_clip_val=CLIP,
         callbacks=callbacks,
         logger=False,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),  # else in the cwd
         enable_progress_bar=False,
         enable_model_summary=False,
     )

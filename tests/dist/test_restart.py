@@ -44,7 +44,7 @@ def _job(folder, kill):
     done = subprocess.run(
         [*command, "--max-restarts", "1", "train.py"],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # as the page says
         capture_output=True,
         text=True,
         timeout=100,

@@ -67,10 +67,10 @@ def attach(
     chosen = resolve(method, **options)
     _check(chosen)
     groups = groups_of(model)
-    group = _replicas(groups, replicas)
     taken = next((one.name for one in groups if one.hooked), None)
     if taken is not None:
         raise RuntimeError(f"module {taken!r} has an all-reduce hook already; call detach() on what attached it")
+    group = _replicas(groups, replicas)
     size = dist.get_world_size(group)
     note = ""
     comm = None

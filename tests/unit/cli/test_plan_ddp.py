@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from thinwire.adapters.ddp_buckets import bucket_arguments, has_bucket_list
@@ -31,6 +32,7 @@ def test_the_list_is_the_plan_that_out_writes(tmp_path):
         assert len(caps) == len(plan.buckets())
 
 
+@pytest.mark.slow
 def test_what_ddp_cannot_run_is_passed_over():
     """Decoupled methods, and plans that keep vectors apart."""
     text = " ".join(run("resnet50", "--methods", "dear,topk:density=0.001").split())
