@@ -56,10 +56,15 @@ def _job(folder, kill):
     return end, owed, done.stderr
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return _job(tmp_path_factory.mktemp("restart") / "through", None)
+
+
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_killed_job_goes_on_bit_for_bit(tmp_path):
-    through, owed, quiet = _job(tmp_path / "through", None)
+def test_a_killed_job_goes_on_bit_for_bit(undisturbed, tmp_path):
+    through, owed, quiet = undisturbed
     killed, again, told = _job(tmp_path / "killed", 25)
     assert (through["start"], killed["start"]) == (0, 20)
     assert all(torch.equal(a, b) for a, b in zip(through["weights"], killed["weights"], strict=True))
@@ -72,8 +77,8 @@ def test_a_killed_job_goes_on_bit_for_bit(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_job_that_was_killed_before_its_first_checkpoint_says_that_it_begins_anew(tmp_path):
-    through, _, _ = _job(tmp_path / "through", None)
+def test_a_job_that_was_killed_before_its_first_checkpoint_says_that_it_begins_anew(undisturbed, tmp_path):
+    through, _, _ = undisturbed
     killed, _, told = _job(tmp_path / "killed", 4)
     assert killed["start"] == 0
     assert all(torch.equal(a, b) for a, b in zip(through["weights"], killed["weights"], strict=True))
