@@ -310,7 +310,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return run(_everything, 4, folder, seconds=110)
+    return run(_everything, 4, folder, seconds=110, fresh=True)  # DTensor remembers meshes beyond a process group
 
 
 # --- what must hold -------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def _more(rank, size):
 @pytest.mark.slow
 def test_the_other_methods_equal_local_world_too():
     assert {name for name, _ in [*METHODS, *MORE]} == set(tw.adapters.fsdp2.WORKS)
-    for result in run(_more, 4, seconds=110):
+    for result in run(_more, 4, seconds=110, fresh=True):
         for case, found in zip(MORE, result, strict=True):
             _check(case, found)
 
@@ -363,7 +363,7 @@ def _switched(rank, size):
 
 @pytest.mark.slow
 def test_accumulation_by_either_switch():
-    for found in run(_switched, 4, seconds=110):
+    for found in run(_switched, 4, seconds=110, fresh=True):
         assert found["set_requires_gradient_sync"] == (True, 2)
         assert found["set_requires_all_reduce"] == (True, 2)
         assert found["bf16"] < 1e-4
@@ -398,7 +398,7 @@ def _on_other_shards(rank, size, folder):
 def test_residuals_survive_another_number_of_shards(four, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        after = run(_on_other_shards, 2, folder)
+        after = run(_on_other_shards, 2, folder, fresh=True)
     for replica, held in enumerate(after):
         before = four[2 * replica]["saved"][2]
         assert {f"residual/{replica}/{n}" for n in held} == set(before)

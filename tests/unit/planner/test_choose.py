@@ -152,7 +152,7 @@ def test_figures_are_those_of_the_simulator():
 LAST = replace(RESNET, tensors=RESNET.tensors[:35])  # a whole model says no more about the band, and takes longer
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     bits=st.sampled_from([1e8, 1e9, 1e10, 1e11]),
     workers=st.sampled_from([2, 5, 16]),
