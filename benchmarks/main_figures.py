@@ -26,7 +26,7 @@ from thinwire.bench.record import Point
 from thinwire.bench.rows import parse_rows
 from thinwire.bench.session import run_session
 from thinwire.bench.spec import BenchSpec
-from thinwire.bench.summary import BenchResult
+from thinwire.bench.summary import BenchResult, floor
 from thinwire.bench.table import bench_table
 
 RESULTS = Path(__file__).parent / "results" / "main_figures.json"
@@ -141,6 +141,28 @@ def part_f(options: argparse.Namespace) -> Iterator[Figure]:
                 yield Figure("f", what, loss / final["ssgd"], target)
 
 
+def part_g(options: argparse.Namespace) -> Iterator[Figure]:
+    """The decoupled schedule; its floor has no forward before the exchange: max(compute, ring bytes / rate)."""
+    for workers in (2, 4):
+        r = measure("chargpt", "ddp,ssgd,dear", workers=workers, link="1gbit", rounds=options.rounds)
+        ours, where = seconds(r, "dear"), f"{workers} workers, 1gbit"
+        ring = 2 * (workers - 1) / workers * r.gradient_bytes
+        least = floor(r.compute_seconds, 0.0, ring, lab.parse_rate("1gbit"))
+        yield Figure("g", f"dear / ddp default, {where}", ours / seconds(r, "ddp"), 0.75)
+        yield Figure("g", f"dear / ssgd, {where}", ours / seconds(r, "ssgd"), NONE)
+        yield Figure("g", f"dear / max(compute, exchange), {where}", ours / least, 1.15)
+
+
+def part_h(options: argparse.Namespace) -> Iterator[Figure]:
+    r = measure("chargpt:batch=16", "acp:rank=4,acp:rank=4:decoupled=true", link="200mbit", rounds=options.rounds)
+    coupled, decoupled = seconds(r, "acp rank=4"), seconds(r, "acp rank=4 decoupled=True")
+    where = f"compute alone ({r.compute_seconds * 1e3:.0f} ms), 2 workers, 200mbit"
+    yield Figure("h", f"acp rank 4 / {where}", coupled / r.compute_seconds, 1.15)
+    yield Figure("h", f"acp rank 4 decoupled / {where}", decoupled / r.compute_seconds, 1.15)
+    spread = r.row("acp rank=4").spread_seconds or 0.0
+    yield Figure("h", "acp rank 4 decoupled / coupled, 2 workers, 200mbit", decoupled / coupled, 1 + spread / coupled)
+
+
 def _late(curve: Sequence[Point]) -> float:
     """The mean over the last quarter: at a constant learning rate single points are noisy."""
     losses = [point.validation for point in curve if point.validation is not None]
@@ -155,6 +177,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
     "d": part_d,
     "e": part_e,
     "f": part_f,
+    "g": part_g,
+    "h": part_h,
 }
 
 
@@ -183,7 +207,7 @@ def save(figures: list[Figure], parts: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="a,b,c,d,e", help="parts, as a,b")
+    parser.add_argument("--only", default="a,b,c,d,e,g,h", help="parts, as a,b")
     parser.add_argument("--loss", action="store_true", help="also part f")
     parser.add_argument("--loss-steps", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)

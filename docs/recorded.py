@@ -232,28 +232,65 @@ def hsdp(data: Any) -> Iterator[Row]:
             yield claim(what, row["step_seconds"] / plain["step_seconds"])
 
 
+def auto(data: Any) -> Iterator[Row]:
+    """Beside the best fixed exact method, with the spread of that one as its allowance where it is above 3 %."""
+    for row in data:
+        what = f"auto / {row['best']} (the best), {row['model'].split(':')[0]}, {row['link']}, {row['workers']} workers"
+        yield claim(what, row["ratio"], at_most=max(1.03, round(1 + row["spread"], 2)))
+
+
+def merge_plans(data: Any) -> Iterator[Row]:
+    """Every rule beside DDP as it comes."""
+    for model, link in dict.fromkeys((row["model"], row["link"]) for row in data):
+        here = {row["row"]: row for row in data if (row["model"], row["link"]) == (model, link)}
+        for label, row in here.items():
+            if label not in ("ddp", "compute") and row["measured"]:
+                yield claim(f"{label} / ddp, {model}, {link}", row["measured"] / here["ddp"]["measured"])
+
+
+def lars(data: Any) -> Iterator[Row]:
+    """The price of the norms, and how exact the rates are."""
+    for row in data["rows"]:
+        if row["optimizer"] != row["beside"]:
+            asked = 1.5 if (row["model"], row["optimizer"]) == ("resnet50", "LARS") else None
+            what = f"{row['optimizer']} / {row['beside']}, a step on the shapes of {row['model']}"
+            yield claim(what, row["ratio"], at_most=asked)
+    for model, error in data["rate_errors"].items():
+        yield Row(f"relative error of a layer's rate, {model}", f"{error:.1e}", f"≤{NBSP}1e-6", error <= 1e-6)
+
+
+def cache(data: Any) -> Iterator[Row]:
+    """Epochs beside those of samples decoded in advance through the same loader; hits; what killed processes left."""
+    for table in data["tables"]:
+        step = f"step of {1e3 * table['step_seconds']:.0f} ms"
+        files, full = table["rows"]["files"], table["rows"]["cached 100%"]
+        yield claim(f"epoch from files / decoded in advance, {step}", files["of_decoded"])
+        asked = 1.1 if files["of_decoded"] > 1.1 else None  # where decoding was the bound
+        yield claim(f"epoch with a full cache / decoded in advance, {step}", full["of_decoded"], at_most=asked)
+        yield claim(f"the same / batches made in advance, no loader, {step}", full["of_synthetic"])
+    exact = data["hits_exact"]
+    yield Row("hits from the second epoch on are the cached share", "exactly" if exact else "no", "exactly", exact)
+    kills = data["options"]["kills"]
+    yield claim(f"torn samples after {kills} kills of a process that fills a cache", data["torn"], at_most=0)
+
+
 def peers(data: Any) -> Iterator[Row]:
     """How much was compared: the figures have a page of their own."""
     yield claim("runs beside other libraries", len(data["runs"]))
-
-
-def anything(data: Any) -> Iterator[Row]:
-    """A file whose claims nobody has written down yet."""
-    yield Row("recorded", "see the file")
 
 
 RATES = "python benchmarks/parameter_server_rates.py --out FILE"
 SOURCES = {
     "main_figures": Source("python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures),
     "predictions": Source("python benchmarks/predictions.py", "plan.md", predictions),
-    "auto": Source("python benchmarks/auto.py --workers 2", "plan.md", anything),
-    "merge_plans": Source("python benchmarks/merge_plans.py", "methods/common.md", anything),
+    "auto": Source("python benchmarks/auto.py --workers 2", "plan.md", auto),
+    "merge_plans": Source("python benchmarks/merge_plans.py", "methods/common.md", merge_plans),
     "hierarchy": Source("python benchmarks/hierarchy.py", "methods/hitopk.md", hierarchy),
     "hsdp": Source("python benchmarks/hsdp.py", "adapters/fsdp2.md", hsdp),
     "peers": Source("make -C benchmarks/peers", "peers.md", peers),
     "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
-    "lars": Source("python benchmarks/lars.py", "large_batch.md", anything),
-    "cache": Source("python benchmarks/cache.py", "data.md", anything),
+    "lars": Source("python benchmarks/lars.py", "large_batch.md", lars),
+    "cache": Source("python benchmarks/cache.py", "data.md", cache),
     "locality": Source("python benchmarks/locality.py", "data.md", locality),
     "kfac": Source("python benchmarks/kfac.py tasks", "kfac.md", kfac),
     "parameter_server": Source("python benchmarks/parameter_server.py", "parameter_server.md", parameter_server),
