@@ -43,6 +43,7 @@ ROWS: dict[str, dict[str, str]] = {
     "spd, layer by layer": {"schedule": "spd", "planner": "layer"},
     "kaisa:1/2": {"schedule": "kaisa:1/2"},
 }  # fmt: skip
+WORKERS = 4  # of a name without a number
 PHASES = ("capture", "factor_wait", "invert", "inverse_wait", "precondition", "return_wait")
 
 
@@ -237,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("schedules", "tasks"))
     parser.add_argument("--model", choices=("mlp", "resnet"), default="mlp")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--link", default="1gbit")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -256,6 +257,8 @@ def main() -> None:
     else:
         found = schedules(options.model, options.workers, options.link, options.steps, options.rounds, names)
         name = f"schedules, {options.model}, {options.link}"
+        if options.workers != WORKERS:
+            name += f", {options.workers} workers"
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps({**known, name: found}, indent=1) + "\n")
 

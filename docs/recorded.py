@@ -127,9 +127,9 @@ def kfac(data: Any) -> Iterator[Row]:
     for name in ("sgd", "adamw", "muon"):
         ratio = tasks["digits, kfac"]["seconds"] / tasks[f"digits, {name}"]["seconds"]
         yield claim(f"K-FAC / {name}, seconds to 0.62 on the digits", ratio)
-    for place in ("schedules, mlp, 1gbit", "schedules, mlp, 300mbit"):
-        rows = data.get(place, {}).get("rows", {})
-        for other in ("dkfac", "mpd"):
+    for place in sorted(key for key in data if key.startswith("schedules")):
+        rows = data[place]["rows"]
+        for other in ("dkfac", "mpd", "spd, published rules", "spd, threshold 1400"):
             if {"spd", other} <= set(rows):
                 ratio = rows["spd"]["step"] / rows[other]["step"]
                 yield claim(f"{place.partition(', ')[2]}: spd / {other}, step", ratio, at_most=1.0)
@@ -148,6 +148,9 @@ def parameter_server(data: Any) -> Iterator[Row]:
                 yield Row(what, "not reached", f"≤{NBSP}1", at is not None)
             else:
                 yield claim(what, at / theirs, at_most=1.0)
+    for link, rows in data.get("shards", {}).items():
+        ratio = statistics.median(rows["2"]) / statistics.median(rows["0"])
+        yield claim(f"two shards / none, {link}, gradients per second", ratio)
     taken = data["in"]
     yield claim("iteration numbers per second, one server", taken["taken_per_second"], at_least=10_000)
     yield claim("the same: share of a core", taken["core_share"], at_most=1.0)
