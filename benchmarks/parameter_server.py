@@ -5,6 +5,9 @@ that the two cores of a small machine can play four machines. Rows: synchronous 
 parameter server, each for the same number of seconds; every row is run ``--rounds`` times, the median is shown.
 
 ``--only in``: how many iteration numbers per second one server takes, and for how much of a core.
+
+``--only shards``: gradients per second of four equal nodes that push to one server, or to two shards with a link each:
+where the server's link is the bound, and where it is not.
 """
 
 from __future__ import annotations
@@ -33,12 +36,15 @@ ROWS = {  # settings of the server, and for sequences per gradient the best opti
     "asp": ("asp", {4: "adamw:lr=2.5e-4", 1: "adamw:lr=2.5e-4"}),
 }
 EVERY = 10
+SHARDED = "mlp:width=512:layers=4"  # 4.2 MB
+SHARD_SECONDS = 20.0
+SHARD_LINKS = ("100mbit", "1gbit")
 RANK = "benchmarks/parameter_server.py"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["slow", "in"], default=None)
+    parser.add_argument("--only", choices=["slow", "in", "shards"], default=None)
     parser.add_argument("--rows", default=",".join(str(i) for i in range(len(ROWS))), help="numbers of rows")
     parser.add_argument("--batch", type=int, choices=[1, 4], default=4, help="sequences of 64 characters per gradient")
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -55,10 +61,12 @@ def main() -> None:
         synchronous_rank(json.loads(options.rank))
         return
     known: dict[str, Any] = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
-    if options.only != "in":
+    if options.only in (None, "slow"):
         slow_node(options, known.setdefault(f"slow, batch {options.batch}", {}))
-    if options.only != "slow":
+    if options.only in (None, "in"):
         known["in"] = iteration_numbers()
+    if options.only in (None, "shards"):
+        shards(options.rounds, known.setdefault("shards", {}))
     if options.out:
         options.out.write_text(json.dumps(known, indent=1) + "\n")
 
@@ -192,6 +200,62 @@ def synchronous_rank(spec: dict[str, Any]) -> None:
         print("@@" + json.dumps(row), flush=True)
     sync.detach()
     dist.destroy_process_group()
+
+
+# --- shards --------------------------------------------------------------------------------------------------------
+
+
+def shards(rounds: int, runs: dict[str, dict[str, list[float]]]) -> None:
+    """Add gradients per second to ``runs``, by link and number of shards, and print the medians of all."""
+    from thinwire.planner.asynchronous import server_gradients_per_second
+
+    for _ in range(rounds):
+        for link in SHARD_LINKS:
+            for count in (0, 2):
+                print(f"... {link}, {count} shards", file=sys.stderr, flush=True)
+                rate = pushed(link, count)
+                print(f"    {rate:.2f} gradients/s", file=sys.stderr, flush=True)
+                runs.setdefault(link, {}).setdefault(str(count), []).append(rate)
+    model_bytes = 4 * (4 * (512 * 512 + 512) + 512 * 10 + 10)
+    table = Table(title=f"4 nodes push gradients of {model_bytes / 1e6:.1f} MB, a step of 0.2 s; medians of {rounds}")
+    for column in ("link of the server and of each shard", "shards", "gradients/s", "ratio", "bound of the links"):
+        table.add_column(column, justify="right")
+    for link, rows in runs.items():
+        base = statistics.median(rows["0"])
+        for count, rates in rows.items():
+            bound = server_gradients_per_second(model_bytes, lab.parse_rate(link), shards=int(count))
+            rate = statistics.median(rates)
+            table.add_row(link, count, f"{rate:.2f}", f"{rate / base:.2f}", f"{bound:.1f}")
+    Console().print(table)
+
+
+def pushed(link: str, count: int) -> float:
+    """Gradients per second of asynchronous SGD; the nodes' own links are 1gbit."""
+    from thinwire.cli.ps_lab import LabSpec, run_lab
+
+    links = [link] * (1 + count) + ["1gbit"] * 4
+    spec = LabSpec(
+        model=SHARDED,
+        settings="asp",
+        outer="sgd:lr=0.001",
+        nodes=4,
+        workers=1,
+        link=",".join(links),
+        delay="0",
+        pace=0.2,
+        slow=[],
+        kill=[],
+        updates=None,
+        gradients=None,
+        seconds=SHARD_SECONDS,
+        evaluate_every=10**9,
+        journal=None,
+        seed=0,
+        timeout=SHARD_SECONDS + 120,
+        shards=count,
+    )
+    status = run_lab(spec, quiet=True)["status"]
+    return float(status["gradients"] / status["training_seconds"])
 
 
 # --- iteration numbers ---------------------------------------------------------------------------------------------

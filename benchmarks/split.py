@@ -74,7 +74,7 @@ def bytes_table() -> list[dict[str, Any]]:
     for batch, length in ((32, 32), (32, 66), (32, 96), (32, 128)):
         steps = {
             name: estimate(crossings(plan, Shape(768, 3072, 2), [length] * batch, batch, length), Link(1e7, 1e7))
-            for name, plan in plans(6).items()
+            for name, plan in (plans(6) | {"lowrank, front in the cloud": SplitPlan(6, front_on="cloud")}).items()
         }
         plain = steps["boundary"]
         for name, step in steps.items():

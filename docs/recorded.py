@@ -196,16 +196,18 @@ def split(data: Any) -> Iterator[Row]:
         if plain is not None and score is not None:
             lost = 100 * (plain - score)
             yield claim(f"lowrank with {name}: points lost from random weights, one seed", lost, at_most=1.0)
-    for name in ("int8,pack", "int4,pack"):
-        pairs = {key: key.replace("lowrank,", f"lowrank:{name},", 1) for key in data["task"] if "pretrained" in key}
-        lost = [
-            100 * (data["task"][a]["score"] - data["task"][b]["score"])
-            for a, b in pairs.items()
-            if a != b and b in data["task"]
-        ]
-        if lost:
-            what = f"lowrank with {name}: points lost from pre-trained weights, mean of {len(lost)} seeds"
-            yield claim(what, statistics.mean(lost), at_most=1.0)
+    for width in (768, 256):
+        here = {key: row for key, row in data["task"].items() if f"pretrained-{width}," in key}
+        pairs = [(row, here.get(key.replace("lowrank,", "lowrank:int8,pack,", 1))) for key, row in here.items()]
+        coded = [(row["score"], other) for row, other in pairs if other is not None and other is not row]
+        if coded:
+            what = f"lowrank with int8,pack, width {width}, from pre-trained weights"
+            lost = statistics.mean(100 * (score - other["score"]) for score, other in coded)
+            yield claim(f"{what}: points lost, mean of {len(coded)} seeds", lost, at_most=1.0)
+            ratio = statistics.mean(other["wire_ratio"] for _, other in coded)
+            yield claim(
+                f"{what}: boundary / all that crosses the socket", ratio, at_least=300.0 if width == 768 else None
+            )
     worst = max(abs(row["off"]) for row in data["link"].values())
     yield claim("seconds on a link, predicted: worst error", 100 * worst, PERCENT, at_most=15.0)
 

@@ -1,10 +1,12 @@
 """A parameter server with its nodes and workers as threads of one process, over real sockets and Gloo groups."""
 
+import socket
 import threading
+import time
 
 import torch
 
-from thinwire.parameter_server import Node, Service, Worker
+from thinwire.parameter_server import Layout, Node, Service, Shard, Worker
 
 
 def model(seed=0, width=6):
@@ -34,10 +36,57 @@ def loss_of(node, worker, delay=0.0, spoil=None):
     return step
 
 
-class Cluster:
-    """Starts all; ``join`` waits for the end and returns the server's last status."""
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
-    def __init__(self, settings, nodes, workers=1, *, delays=(), port=0, spoil=None, outer=None, width=6, **options):
+
+def gradient_of(network, layout):
+    """As the workers compute it, for the replay."""
+
+    def gradient(theta, node, worker, step):
+        layout.write(theta, network)
+        network.zero_grad()
+        loss(network, node, worker, step).backward()
+        return layout.gradient(network)
+
+    return gradient
+
+
+def synchronous(nodes, workers, steps, **options):
+    """Plain torch SGD on the mean of all workers' gradients, in fp64 sums per node."""
+    network = model()
+    layout = Layout.of(network)
+    theta = layout.flat(network)
+    optimizer = torch.optim.SGD([theta], **{"lr": 0.05, **options})
+    gradient = gradient_of(network, layout)
+    for step in range(steps):
+        total = torch.zeros(layout.numel, dtype=torch.float64)
+        for node in range(nodes):
+            total += sum(gradient(theta, node, worker, step).double() for worker in range(workers))
+        theta.grad = (total / (nodes * workers)).float()
+        optimizer.step()
+    return theta
+
+
+@torch.no_grad()
+def held_out(network):
+    return float(torch.stack([loss(network, 9, 9, i) for i in range(20)]).mean())
+
+
+def flat(network):
+    return Layout.of(network).flat(network)
+
+
+class Cluster:
+    """Starts all; ``join`` waits for the end and returns the server's last status. ``shard_folder``: for shards'
+    checkpoints."""
+
+    def __init__(
+        self, settings, nodes, workers=1, *, delays=(), port=0, spoil=None, outer=None, width=6, shard_folder=None,
+        **options,
+    ):  # fmt: skip
         self.model, self._width = model(width=width), width
         self.service = Service(self.model, settings, port=port, host="127.0.0.1", outer=outer or sgd(),
                                nodes=nodes, **options)  # fmt: skip
@@ -45,10 +94,17 @@ class Cluster:
         self.failures = []
         self.nodes, self.workers, self.models = {}, [], {}
         self._settings, self._spoil = settings, spoil
-        self._server = self._thread(self._serve)
         self._threads = []
+        self.shards = []
+        for index in range(options.get("shards", 0)):
+            self.add_shard(index, outer=outer or sgd(), directory=shard_folder)
         for n in range(nodes):
             self.add(n, workers, delays[n] if n < len(delays) else 0.0)
+        # a node joins with its first worker: on a busy machine the first update would lack what the others compute
+        end = time.monotonic() + 8.0
+        while any(len(node._crew._there) < workers for node in self.nodes.values()) and time.monotonic() < end:
+            time.sleep(0.002)
+        self._server = self._thread(self._serve)
 
     def _thread(self, target, *args):
         def guarded():
@@ -63,6 +119,11 @@ class Cluster:
 
     def _serve(self):
         self.status = self.service.run()
+
+    def add_shard(self, index, **options):
+        shard = Shard(f"127.0.0.1:{self.service.port}", index, host="127.0.0.1", **options)
+        self.shards.append(shard)
+        self._threads.append(self._thread(shard.run))
 
     def add(self, number, workers=1, delay=0.0, **options):
         node = self.nodes[number] = Node(f"127.0.0.1:{self.service.port}", number, workers, **options)

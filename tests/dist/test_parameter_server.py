@@ -8,7 +8,18 @@ import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, loss, loss_of, model, sgd
+from parameter_cluster import (
+    Cluster,
+    flat,
+    free_port,
+    gradient_of,
+    held_out,
+    loss,
+    loss_of,
+    model,
+    sgd,
+    synchronous,
+)
 
 from thinwire.collectives.pair import Listener, Meeting, PairError
 from thinwire.parameter_server import Journal, Layout, LocalSteps, Node, Service, Worker, replay
@@ -18,43 +29,6 @@ from thinwire.parameter_server.presets import asp, bsp, delayed_nesterov, diloco
 from thinwire.parameter_server.worker import NodeRefused, ServerLost
 
 pytestmark = pytest.mark.dist
-
-
-def gradient_of(network, layout):
-    """As the workers compute it, for the replay."""
-
-    def gradient(theta, node, worker, step):
-        layout.write(theta, network)
-        network.zero_grad()
-        loss(network, node, worker, step).backward()
-        return layout.gradient(network)
-
-    return gradient
-
-
-def synchronous(nodes, workers, steps, **options):
-    """Plain torch SGD on the mean of all workers' gradients, in fp64 sums per node."""
-    network = model()
-    layout = Layout.of(network)
-    theta = layout.flat(network)
-    optimizer = torch.optim.SGD([theta], **{"lr": 0.05, **options})
-    gradient = gradient_of(network, layout)
-    for step in range(steps):
-        total = torch.zeros(layout.numel, dtype=torch.float64)
-        for node in range(nodes):
-            total += sum(gradient(theta, node, worker, step).double() for worker in range(workers))
-        theta.grad = (total / (nodes * workers)).float()
-        optimizer.step()
-    return theta
-
-
-@torch.no_grad()
-def held_out(network):
-    return float(torch.stack([loss(network, 9, 9, i) for i in range(20)]).mean())
-
-
-def flat(network):
-    return Layout.of(network).flat(network)
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["plain", "momentum"])
@@ -204,17 +178,11 @@ def crash(service):
     service._directory = None
     service._listener.close()
     service._listener.store = None
-    for connection in list(service._connections.values()):
+    for connection in list(service._links.members.values()):
         connection.close()
     service._journal.write = lambda update: None
     service.stop()
     time.sleep(0.5)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -277,7 +245,7 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
 def crash_without_journal(service):
     service._listener.close()
     service._listener.store = None
-    for connection in list(service._connections.values()):
+    for connection in list(service._links.members.values()):
         connection.close()
     service.stop()
 

@@ -27,6 +27,7 @@ WORDS = {"name": "stdlib", "model": "none", "pretrained": False, "length": 12, "
 PLANS = [
     SplitPlan(1, rank=4),
     SplitPlan(1, rank=4, up=("delta:4", "pack"), down=("int8", "pack"), labels="cloud"),
+    SplitPlan(1, rank=4, up=("int8", "pack"), down=("delta:4", "pack"), front_on="cloud"),
 ]
 
 
@@ -38,8 +39,9 @@ def prepared(folder, plan, epochs=2):
     model = preset("bert", classes=task.classes, vocabulary=task.vocabulary, length=12, **sizes)
     prepare(model, plan, folder, notes={"task": WORDS, "recipe": json.loads(recipe.to_json())})
     write_keys(folder / "keys")
-    ends = [load_half(folder, role) for role in ("edge", "cloud")]
-    pair = LocalPair(ends[0].module, ends[1].module, recipe, recipe.steps(len(task.train)))
+    ends = [load_half(folder, role).module for role in ("edge", "cloud")]
+    front, back = ends if plan.front_on == "edge" else reversed(ends)
+    pair = LocalPair(front, back, recipe, recipe.steps(len(task.train)))
     report = train(pair, task, pair.ledger, 0, None)
     return report, pair
 
@@ -71,8 +73,8 @@ def finish(*processes):
 def same_as(pair, folder):
     """Trained parameters and optimizer states of both ends, bit for bit."""
     for role, half, optimizer in (
-        ("edge", pair.front, pair._optimizer),
-        ("cloud", pair.cloud.back, pair.cloud._optimizer),
+        ("edge", pair.half, pair._optimizer),
+        ("cloud", pair.cloud.half, pair.cloud._optimizer),
     ):
         (folder / f"{role}.out").rename(folder / f"{role}.safetensors")
         found = load_half(folder, role).module.state_dict()
@@ -85,7 +87,11 @@ def same_as(pair, folder):
             assert all(torch.equal(state[key][name], expected[key][name]) for name in expected[key])
 
 
-@pytest.mark.parametrize("plan", [PLANS[0], pytest.param(PLANS[1], marks=pytest.mark.slow)], ids=["plain", "coded"])
+@pytest.mark.parametrize(
+    "plan",
+    [PLANS[0], *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[1:])],
+    ids=["plain", "coded", "front in the cloud"],
+)
 def test_two_processes_are_one(plan, tmp_path):
     report, pair = prepared(tmp_path, plan, epochs=1)
     assert report.steps >= 20

@@ -50,3 +50,14 @@ def test_bytes_on_the_wire_are_those_that_are_counted():
     if sum(result["node_bytes"]["sent"]):
         on_wire = result["node_bytes"]["sent"][0] + result["node_bytes"]["received"][0]
         assert on_wire == pytest.approx(counted, rel=0.1)
+
+
+def test_shards_with_links_of_their_own_end_with_the_same_bits():
+    words = ["--model", "mlp:width=64:layers=2", "--nodes", "2", "--link", "100mbit", "--updates", "20"]
+    words += ["--settings", "bsp:deterministic=true", "--outer", "sgd:lr=0.05:momentum=0.9"]
+    whole, sliced = call("run", *words), call("run", *words, "--shards", "2")
+    assert whole["weights"] == sliced["weights"]
+    rows = sliced["status"]["shards"]
+    assert abs(rows[0]["up_bytes"] - rows[1]["up_bytes"]) <= 2 * 20 * 8
+    if sum(sliced["node_bytes"]["sent"]):
+        assert sliced["node_bytes"]["received"][1] == pytest.approx(rows[0]["up_bytes"], rel=0.1)

@@ -32,6 +32,7 @@ def server(
     outer: OuterText = "auto",
     port: Annotated[int, typer.Option(help="Of the rendezvous.")] = 29400,
     nodes: Annotated[int, typer.Option(help="The first weights wait for so many nodes.")] = 1,
+    shards: Annotated[int, typer.Option(help="Processes (`ps shard`) that hold a slice of the weights each.")] = 0,
     updates: Annotated[int | None, typer.Option(help="End after so many updates.")] = None,
     gradients: Annotated[int | None, typer.Option(help="End after so many applied gradients.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Directory; the server goes on from what is there.")] = None,
@@ -41,17 +42,41 @@ def server(
     json: Json = False,
 ) -> None:
     """Serve a model until so many updates or gradients, with a live table of its nodes."""
+    from thinwire.cli.ps_shards import check_shards, served
     from thinwire.cli.ps_tables import live
     from thinwire.cli.ps_work import make_service
 
     _check_end(updates, gradients)
+    check_shards(shards)
     with live() as show:
         service = make_service(
-            model, settings, outer, port=port, nodes=nodes, updates=updates, gradients=gradients,
+            model, settings, outer, port=port, nodes=nodes, shards=shards, updates=updates, gradients=gradients,
             directory=checkpoint, save_every=save_every, journal=journal, seed=seed, on_status=show,
         )  # fmt: skip
-        status = service.run()
+        status = served(service)
     typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
+
+
+@app.command()
+def shard(
+    server: Annotated[str, typer.Argument(help="host:port of the server, started with --shards.")],
+    index: Annotated[int, typer.Option(help="Which slice of the weights, from 0.")],
+    outer: Annotated[
+        str | None, typer.Option(help="The optimizer; by default as the server's --outer, which it publishes.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Where nodes find this shard; 0: a free one.")] = 0,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Directory, needed where the server has one; the shard goes on from it.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Keep a slice of the weights for a server; it waits for the server, and for one that comes after it."""
+    from thinwire.cli.ps_shards import run_shard
+
+    result = run_shard(server, index, outer, port, checkpoint)
+    typer.echo(
+        json_module.dumps(result) if json else f"shard {index}: training has ended at version {result['version']}"
+    )
 
 
 @app.command()
@@ -91,7 +116,10 @@ def run(
     outer: OuterText = "auto",
     nodes: Annotated[int, typer.Option(help="Nodes beside the server's.")] = 4,
     workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
-    link: Annotated[str, typer.Option(help="Rate of each link, the server's first, or one for all.")] = "unlimited",
+    shards: Annotated[int, typer.Option(help="Of the model, on a machine each; 0: the server holds it.")] = 0,
+    link: Annotated[
+        str, typer.Option(help="Rate of each link: the server's, the shards', the nodes', or one for all.")
+    ] = "unlimited",
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
     slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is so many times slower.")] = None,
     pace: Annotated[
@@ -111,13 +139,15 @@ def run(
 ) -> None:
     """A server and its nodes in the lab, over emulated links, with slow nodes and kills."""
     from thinwire.cli.ps_lab import LabSpec, run_lab
+    from thinwire.cli.ps_shards import check_shards
 
     _check_end(updates, gradients, seconds)
+    check_shards(shards)
     spec = LabSpec(
         model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay, pace=pace,
         slow=_pairs(slow, "--slow 1:4", nodes), kill=_pairs(kill, "--kill 2:10", nodes), updates=updates,
         gradients=gradients, seconds=seconds, evaluate_every=evaluate_every,
-        journal=str(journal.absolute()) if journal else None, seed=seed, timeout=timeout,
+        journal=str(journal.absolute()) if journal else None, seed=seed, timeout=timeout, shards=shards,
     )  # fmt: skip
     result = run_lab(spec, quiet=json)
     typer.echo(json_module.dumps(result) if json else _last_words(result["status"], result["note"]))
@@ -132,6 +162,7 @@ def simulate(
     spread: Annotated[float, typer.Option(help="Log-normal spread of a step; 0: none.")] = 0.1,
     slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is so many times slower.")] = None,
     parameters: Annotated[float, typer.Option(help="Of the model, in millions.")] = 10.0,
+    shards: Annotated[int, typer.Option(help="Of the model, a link each; 0: the server holds it.")] = 0,
     link: Annotated[str, typer.Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0.5ms",
     seconds: Annotated[float, typer.Option(help="Virtual seconds.")] = 300.0,
@@ -142,11 +173,13 @@ def simulate(
     from rich.console import Console
 
     from thinwire.cli.ps_predict import predict
+    from thinwire.cli.ps_shards import check_shards
     from thinwire.cli.ps_tables import prediction_table
 
+    check_shards(shards)
     rows = predict(
         settings, nodes, workers, step, spread, dict(_pairs(slow, "--slow 1:4", nodes)), parameters, link, delay,
-        seconds, seed,
+        seconds, seed, shards,
     )  # fmt: skip
     if json:
         typer.echo(json_module.dumps(rows))

@@ -1,4 +1,4 @@
-"""``thinwire ps run``: a server and its nodes as processes of the lab. Run as a module it is one of them."""
+"""``thinwire ps run``: a server, its shards and its nodes as processes of the lab. As a module it is one of them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class LabSpec:
     journal: str | None
     seed: int
     timeout: float
+    shards: int = 0
 
 
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     check_model(spec.model)
     read_settings(spec.settings, spec.nodes)
     read_outer(spec.outer)
-    cluster = lab.Cluster.parse(spec.nodes + 1, 1, spec.link, spec.delay)
+    cluster = lab.Cluster.parse(1 + spec.shards + spec.nodes, 1, spec.link, spec.delay)
     words: deque[str] = deque(maxlen=15)
     result: dict[str, Any] = {"status": None, "losses": []}
     with ExitStack() as stack:
@@ -87,19 +88,24 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
 
 
 def main(text: str) -> None:
-    """One process of the lab: rank 0 serves, the others are nodes."""
+    """One process of the lab: rank 0 serves, then come the shards, the others are nodes."""
+    from thinwire.cli.ps_shards import run_shard
+
     data = json.loads(text)
     spec = LabSpec(**data)
     rank = int(os.environ["RANK"])
     if rank == 0:
         _serve(spec)
+    elif rank <= spec.shards:
+        run_shard(f"{os.environ['MASTER_ADDR']}:{PORT}", rank - 1, None, 0, None)
     else:
-        _lead(spec, rank - 1)
+        _lead(spec, rank - 1 - spec.shards)
 
 
 def _serve(spec: LabSpec) -> None:
     import time as clock
 
+    from thinwire.cli.ps_shards import served
     from thinwire.cli.ps_work import build, make_service, weights_hash
     from thinwire.parameter_server import Layout, Status
 
@@ -111,7 +117,7 @@ def _serve(spec: LabSpec) -> None:
         now = clock.monotonic()
         if not began:
             began.append(now)
-        if workload.evaluate is not None and (version == 1 or version % spec.evaluate_every == 0):
+        if workload.evaluate is not None:
             layout.write(theta, workload.model)
             service.buffers.write(workload.model)
             workload.model.eval()
@@ -125,13 +131,14 @@ def _serve(spec: LabSpec) -> None:
             service.stop()
 
     service = make_service(
-        spec.model, spec.settings, spec.outer, port=PORT, nodes=spec.nodes, updates=spec.updates,
-        gradients=spec.gradients, journal=spec.journal, seed=spec.seed, on_update=on_update, on_status=on_status,
+        spec.model, spec.settings, spec.outer, port=PORT, nodes=spec.nodes, shards=spec.shards, updates=spec.updates,
+        gradients=spec.gradients, journal=spec.journal, seed=spec.seed, on_update=on_update,
+        on_update_every=spec.evaluate_every, on_status=on_status,
     )  # fmt: skip
-    status = service.run()
+    status = served(service)
     ended = clock.monotonic()
     final = {**status.to_dict(), "training_seconds": ended - began[0] if began else 0.0}
-    print("@@" + json.dumps({"weights": weights_hash(service.master.theta)}), flush=True)
+    print("@@" + json.dumps({"weights": weights_hash(layout.flat(service.model))}), flush=True)
     print("@@" + json.dumps(final), flush=True)
 
 

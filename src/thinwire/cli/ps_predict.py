@@ -11,7 +11,7 @@ from thinwire.planner.asynchronous import hierarchical_bytes, hierarchical_secon
 
 def predict(
     settings: str, nodes: int, workers: int, step: float, spread: float, slow: dict[int, float], millions: float,
-    link: str, delay: str, seconds: float, seed: int,
+    link: str, delay: str, seconds: float, seed: int, shards: int = 0,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce.
 
@@ -39,7 +39,7 @@ def predict(
         wire = Link(latency, bits)
         trace = simulate(
             chosen, nodes=nodes, workers=workers, seconds=seconds, step_seconds=step_seconds, link=wire,
-            server_link=wire, payload_bytes=payload, seed=seed,
+            server_link=wire, payload_bytes=payload, seed=seed, shards=shards,
         )  # fmt: skip
         ages = trace.staleness()
         batches = trace.gradients * chosen.submit.steps

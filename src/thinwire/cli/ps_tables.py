@@ -32,9 +32,11 @@ def status_table(status: dict[str, Any]) -> Table:
             f"{node['up_bytes'] / 1e6:.1f}", f"{node['down_bytes'] / 1e6:.1f}",
         )  # fmt: skip
     counters = status["counters"]
-    table.caption = ", ".join(
-        f"{name} {counters[name]}" for name in ("joined", "left", "late", "lost") if name in counters
-    )
+    words = [f"{name} {counters[name]}" for name in ("joined", "left", "late", "lost") if name in counters]
+    for shard in status["shards"]:
+        bytes_ = f"{shard['up_bytes'] / 1e6:.1f} MB up, {shard['down_bytes'] / 1e6:.1f} down"
+        words.append(f"shard {shard['index']} " + (bytes_ if shard["there"] else "is still to come"))
+    table.caption = "; ".join(words)
     return table
 
 

@@ -95,8 +95,9 @@ def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int
     facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
     try:
         return Service(
-            workload.model, read_settings(settings, nodes), outer=read_outer(outer), nodes=nodes, facts=facts, **options
-        )
+            workload.model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer, nodes=nodes,
+            facts=facts, **options,
+        )  # fmt: skip
     except PairError as error:
         raise RunFailed(str(error)) from error
 

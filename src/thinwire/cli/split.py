@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +30,12 @@ Rank = Annotated[int, typer.Option(help="Numbers per token that cross, with lowr
 Residual = Annotated[str, typer.Option(help="drop, keep or lowrank:q.")]
 Labels = Annotated[str, typer.Option(help="edge, or cloud: then labels leave the edge.")]
 Init = Annotated[str, typer.Option(help="svd or activation.")]
-Up = Annotated[str, typer.Option(help="Codecs of the activation: none, fp16, bf16, int8, int4, delta:4; then pack.")]
-Down = Annotated[str, typer.Option(help="Codecs of its gradient.")]
+Up = Annotated[str, typer.Option(help="Codecs of what goes up: none, fp16, bf16, int8, int4, delta:4; then pack.")]
+Down = Annotated[str, typer.Option(help="Codecs of what comes down; delta only where that is the activation.")]
+FrontOn = Annotated[str, typer.Option(help="edge, or cloud as in the published code: then token ids leave the edge.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
 Batch = Annotated[int, typer.Option(help="Samples per step.")]
-Rate = Annotated[float, typer.Option("--lr", help="Peak learning rate.")]
+Rate = Annotated[float, typer.Option("--lr", help="Peak learning rate; from random weights lowrank needs a low one.")]
 Seed = Annotated[int, typer.Option(help="Of weights, order and dropout.")]
 LinkUp = Annotated[str, typer.Option("--link", help="Rate from the edge to the cloud, such as 10mbit.")]
 LinkDown = Annotated[str | None, typer.Option("--link-down", help="Rate to the edge; else the same.")]
@@ -80,6 +82,7 @@ def plan(
     init: Init = "svd",
     up: Up = "none",
     down: Down = "none",
+    front_on: FrontOn = "edge",
     epochs: Epochs = 3,
     batch: Batch = 32,
     lr: Rate = 1e-3,
@@ -101,7 +104,9 @@ def plan(
     from thinwire.split import Recipe, prepare
     from thinwire.split.advise import advise
 
-    chosen = read_plan(cut, kind, rank, residual, labels, init, up, down)
+    chosen = read_plan(cut, kind, rank, residual, labels, init, up, down, front_on)
+    if chosen.leaves:
+        typer.echo(chosen.leaves, err=True)
     wire = read_link(link, link_down, latency)
     found = read_task(task, data, model, length, lines, seed)
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch, seed=seed)
@@ -118,8 +123,6 @@ def plan(
         return
     console = Console()
     console.print(plan_table(rows, found, link, link_down))
-    if labels == "cloud":
-        console.print("labels='cloud': the labels leave the edge")
     if out is not None:
         console.print(f"written: {out / 'edge.safetensors'} and {out / 'cloud.safetensors'}", markup=False)
 
@@ -136,7 +139,7 @@ def cloud(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Be the cloud: wait for an edge, train the back with it, end after its bye."""
+    """Be the cloud: wait for an edge, train this half with it, end after its bye."""
     from thinwire.cli.split_inputs import read_address, read_keys, recipe_of
     from thinwire.split import split_finetune
     from thinwire.split.files import read_facts
@@ -172,16 +175,20 @@ def edge(
 ) -> None:
     """Be the edge: read the data, lead the training, judge the result."""
     from thinwire.cli.split_inputs import read_address, read_keys, read_share, recipe_of, task_of
-    from thinwire.split import split_finetune
+    from thinwire.split import SplitPlan, split_finetune
     from thinwire.split.files import read_facts
 
     facts = read_facts(half / "edge.safetensors" if half.is_dir() else half)
+    leaves = SplitPlan.from_json(facts["plan"]).leaves
     recipe = recipe_of(facts["notes"])
     address = read_address(cloud)
     trust = read_keys(keys, name, fingerprint, address[0], insecure)
     task = read_share(share, task_of(facts["notes"], data, tokenizer))
     typer.echo(task.describe, err=True)
-    with _sentences(), _progress("steps") as on_step:
+    if leaves:
+        typer.echo(leaves, err=True)
+    with _sentences(), _progress("steps") as on_step, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "front_on='cloud'")  # said just now
         report = split_finetune(
             None, half, task, role="edge", recipe=recipe, address=address, tls=trust, insecure=insecure, name=name,
             checkpoint_dir=checkpoints, checkpoint_every=every, reconnect_seconds=reconnect, receive_seconds=patience,
@@ -203,6 +210,7 @@ def compare(
         str,
         typer.Option(help="Rows: boundary, lowrank, and codecs after a colon, as lowrank:int8,pack; blanks between."),
     ] = "boundary lowrank lowrank:int8,pack lowrank:int4,pack",
+    front_on: FrontOn = "edge",
     epochs: Epochs = 3,
     batch: Batch = 32,
     lr: Rate = 1e-3,
@@ -222,7 +230,7 @@ def compare(
 
     if seeds < 1:
         raise ValueError("--seeds must be at least 1")
-    rows = read_rows(plans, cut, rank)
+    rows = read_rows(plans, cut, rank, front_on)
     wire = read_link(link, link_down, latency)
     found = read_task(task, data, model, length, lines, 0)
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch)
@@ -284,6 +292,7 @@ def _finish(report: SplitReport, facts: dict[str, Any], out: Path | None, json: 
     seen = f"{report.steps} steps in {report.seconds:.1f} s"
     if report.steps:
         seen += f", {report.training.wire / report.steps / 1e3:.1f} kB per step through the socket"
+        seen += ", evaluation included" if report.score is None else ""  # the cloud's ledger does not tell them apart
     typer.echo(seen)
     if report.score is not None:
         typer.echo(f"score on the held-out samples: {report.score:.4f}")

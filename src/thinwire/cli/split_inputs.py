@@ -13,13 +13,9 @@ if TYPE_CHECKING:
     from thinwire.split.tasks import Task
 
 
-def read_words(text: str, direction: str) -> tuple[str, ...]:
-    """``"int8,pack"`` as codecs; "none" or nothing: none."""
-    from thinwire.split.codecs import check_chain
-
-    words = tuple(word.strip() for word in text.split(",") if word.strip() and word.strip() != "none")
-    check_chain(words, direction)
-    return words
+def read_words(text: str) -> tuple[str, ...]:
+    """``"int8,pack"`` as codecs; "none" or nothing: none. The plan checks them."""
+    return tuple(word.strip() for word in text.split(",") if word.strip() and word.strip() != "none")
 
 
 def task_words(name: str, model: str, length: int, lines: int, seed: int) -> dict[str, Any]:
@@ -95,23 +91,26 @@ def model_builder(text: str, task: Task, length: int) -> Callable[[int], nn.Modu
     return build
 
 
-def read_plan(cut: int, kind: str, rank: int, residual: str, labels: str, init: str, up: str, down: str) -> SplitPlan:
+def read_plan(
+    cut: int, kind: str, rank: int, residual: str, labels: str, init: str, up: str, down: str, front_on: str
+) -> SplitPlan:
     """The plan of the options."""
     from thinwire.split import SplitPlan
 
-    return SplitPlan(cut, kind, rank, residual, labels, init, read_words(up, "up"), read_words(down, "down"))
+    return SplitPlan(cut, kind, rank, residual, labels, init, read_words(up), read_words(down), front_on)
 
 
-def read_rows(text: str, cut: int, rank: int) -> dict[str, SplitPlan]:
-    """``"boundary lowrank lowrank:int8,pack"`` as plans by name; codecs of a row go both ways, delta up only."""
+def read_rows(text: str, cut: int, rank: int, front_on: str = "edge") -> dict[str, SplitPlan]:
+    """``"boundary lowrank lowrank:int8,pack"`` as plans by name; codecs go both ways, delta the activation's only."""
     from thinwire.split import SplitPlan
 
     rows = {}
     for word in text.split():
         kind, _, codecs = word.partition(":")
-        up = read_words(codecs, "up")
-        down = tuple("int8" if codec.startswith("delta") else codec for codec in up)
-        rows[word] = SplitPlan(cut, kind, rank, up=up, down=down)
+        activation = read_words(codecs)
+        gradient = tuple("int8" if codec.startswith("delta") else codec for codec in activation)
+        up, down = (activation, gradient) if front_on == "edge" else (gradient, activation)
+        rows[word] = SplitPlan(cut, kind, rank, up=up, down=down, front_on=front_on)
     if not rows:
         raise ValueError("--plans is empty: write for example --plans 'boundary lowrank'")
     return rows

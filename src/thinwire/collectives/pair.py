@@ -45,6 +45,11 @@ class Pair:
         self._sending = threading.Lock()
         self.sent_bytes = self.received_bytes = 0
 
+    @property
+    def host(self) -> str:
+        """The other side's address."""
+        return str(self._socket.getpeername()[0])
+
     def send_frame(self, frame: bytes) -> None:
         """Send bytes, whole and in order with other frames.
 
@@ -58,8 +63,8 @@ class Pair:
         except OSError as error:
             raise PairError(f"the other side has gone ({error})") from error
 
-    def receive_frame(self, size: int, seconds: float) -> bytes:
-        """Exactly ``size`` bytes. Raises ``PairError`` if they do not come in time."""
+    def receive_frame(self, size: int, seconds: float | None) -> bytes:
+        """Exactly ``size`` bytes. Raises ``PairError`` if they do not come in time; None: there is no limit."""
         try:
             self._socket.settimeout(seconds)
         except OSError as error:
@@ -99,25 +104,38 @@ class Listener:
     """The side that others come to.
 
     Args:
-        port: of the store; 0 takes a free one.
+        port: of the store; 0 takes a free one. Without a store: of the control socket.
         host: the interface to listen on.
         notes: put into the store, for :func:`notes` on the other side.
+        store: whether to have one. Who is told the control socket's port by others needs none: see :func:`connect`.
 
     Raises:
         PairError: the port is taken.
     """
 
-    def __init__(self, port: int = 0, host: str = "0.0.0.0", notes: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, port: int = 0, host: str = "0.0.0.0", notes: dict[str, str] | None = None, *, store: bool = True
+    ) -> None:
         self._probe(port, host)
+        self.store: Any = None
+        self._server: socket.socket | None = None
+        if not store:
+            self._server = socket.create_server((host, port))
+            self.port = int(self._server.getsockname()[1])
+            return
         try:
-            self.store: Any = _c10d.TCPStore(host, port, None, True, timedelta(seconds=30), wait_for_workers=False)
+            self.store = _c10d.TCPStore(host, port, None, True, timedelta(seconds=30), wait_for_workers=False)
         except RuntimeError as error:
             raise PairError(f"port {port} cannot be used: {str(error).splitlines()[0]}") from error
         self.port = int(self.store.port)
-        self._server: socket.socket | None = socket.create_server((host, 0))
+        self._server = socket.create_server((host, 0))
         for key, value in (notes or {}).items():
-            self.store.set(f"thinwire/{key}", value)
+            self.note(key, value)
         self.store.set(_CONTROL, str(self._server.getsockname()[1]))
+
+    def note(self, key: str, value: str) -> None:
+        """Put a note into the store, or another in its place."""
+        self.store.set(f"thinwire/{key}", value)
 
     @staticmethod
     def _probe(port: int, host: str) -> None:
@@ -193,12 +211,24 @@ class Meeting:
         """Introduce oneself with a first frame."""
         try:
             port = int(self._store.get(_CONTROL).decode())
-            connection = socket.create_connection((self._host, port), self._seconds)
-            _prepare(connection, self._seconds)
-            connection.sendall(hello)
-            return Pair(connection, _group(connection, 1), 1)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
             raise PairError(f"{self._host} did not take us in ({str(error).splitlines()[0]})") from error
+        return connect(self._host, port, hello, self._seconds)
+
+
+def connect(host: str, port: int, hello: bytes, seconds: float = _MEETING_SECONDS) -> Pair:
+    """Introduce oneself with a first frame at a listener's control socket.
+
+    Raises:
+        PairError: nobody is there, or does not take us in.
+    """
+    try:
+        connection = socket.create_connection((host, port), seconds)
+        _prepare(connection, seconds)
+        connection.sendall(hello)
+        return Pair(connection, _group(connection, 1), 1)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise PairError(f"{host} did not take us in ({str(error).splitlines()[0]})") from error
 
 
 def split_address(address: str) -> tuple[str, int]:

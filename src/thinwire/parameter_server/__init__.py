@@ -11,11 +11,13 @@ from thinwire.parameter_server.node import Node
 from thinwire.parameter_server.node_mean import NodeMean
 from thinwire.parameter_server.outer import DelayedNesterov
 from thinwire.parameter_server.presets import preset
+from thinwire.parameter_server.roster import ShardLost
 from thinwire.parameter_server.scenario import Fault, Link, Trace
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.service import Service
-from thinwire.parameter_server.session import run, serve
+from thinwire.parameter_server.session import run, serve, serve_shard
 from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.shard import Shard, ShardRefused
 from thinwire.parameter_server.status import Status
 from thinwire.parameter_server.submit import Gradient, LocalSteps
 from thinwire.parameter_server.virtual import simulate
@@ -39,6 +41,9 @@ __all__ = [
     "ServerLost",
     "Service",
     "Settings",
+    "Shard",
+    "ShardLost",
+    "ShardRefused",
     "Status",
     "Trace",
     "Worker",
@@ -48,5 +53,6 @@ __all__ = [
     "replay",
     "run",
     "serve",
+    "serve_shard",
     "simulate",
 ]

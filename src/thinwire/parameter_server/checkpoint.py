@@ -1,4 +1,7 @@
-"""The server's checkpoint: weights, optimizer, version, data positions, counters. One file, whole or absent."""
+"""The server's checkpoint: weights, optimizer, version, data positions, counters. One file, whole or absent.
+
+Of a model in shards each shard keeps its slice and its optimizer, the server all else; the shards write first.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from thinwire.engine.durable import read_file, write_whole
 
-_NAME = re.compile(r"version-(\d+)\.pt")
+_NAME = re.compile(r"(shard-(?P<index>\d+)-)?version-(?P<version>\d+)\.pt")
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Saved:
     """What a server needs to go on.
 
     Attributes:
-        theta: weights, ``[D]``.
+        theta: weights, ``[D]``; a shard's: of its slice; of a server with shards: empty.
         optimizer: its ``state_dict``.
         version: updates applied.
         next_member: above every member number that was given out.
@@ -27,6 +30,8 @@ class Saved:
         counters: the server's.
         layout: JSON of the model's layout.
         buffers: moving averages of its buffers, ``[B]``, if there are any.
+        shards: k, 0 if the weights are whole; index: of the shard, -1 of the server.
+        run: number of the training, the same for the server and its shards.
     """
 
     theta: Tensor
@@ -37,15 +42,19 @@ class Saved:
     counters: dict[str, int] = field(default_factory=dict)
     layout: str = ""
     buffers: Tensor | None = None
+    shards: int = 0
+    index: int = -1
+    run: int = 0
 
 
 def save(directory: str | Path, saved: Saved, keep: int = 2) -> Path:
     """Write a checkpoint under another name, flush it, and rename it; older ones than the last ``keep`` are removed."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
-    final = root / f"version-{saved.version:09d}.pt"
+    prefix = f"shard-{saved.index}-" if saved.index >= 0 else ""
+    final = root / f"{prefix}version-{saved.version:09d}.pt"
     write_whole(final, vars(saved))
-    for path in found(root)[:-keep]:
+    for path in found(root, saved.index)[:-keep]:
         path.unlink()
     return final
 
@@ -57,15 +66,48 @@ def load(directory: str | Path) -> Saved | None:
         ValueError: the file is not a server's checkpoint.
     """
     paths = found(directory)
-    if not paths:
-        return None
+    return _read(paths[-1]) if paths else None
+
+
+def load_slice(directory: str | Path, version: int, index: int, shards: int, run: int) -> Saved:
+    """A shard's checkpoint of exactly this version. Newer ones, which the server has not seen whole, are removed.
+
+    Raises:
+        ValueError: it is not there, or of another shard or training.
+    """
+    paths = {version_of(path): path for path in found(directory, index)}
+    advice = f"give shard {index} the directory that it had"
+    if version not in paths:
+        there = ", ".join(map(str, paths)) or "none"
+        raise ValueError(
+            f"{directory} has no checkpoint of shard {index} at version {version}, from which the server goes on "
+            f"(there: {there}): {advice}"
+        )
+    saved = _read(paths[version])
+    if (saved.index, saved.shards, saved.run) != (index, shards, run):
+        raise ValueError(f"{paths[version]} is of another training, or of another number of shards: {advice}")
+    for number, path in paths.items():
+        if number > version:
+            path.unlink()
+    return saved
+
+
+def _read(path: Path) -> Saved:
     try:
-        return Saved(**read_file(paths[-1]))
+        return Saved(**read_file(path))
     except Exception as error:  # torch's reader raises whatever it stumbles over
-        raise ValueError(f"{paths[-1]} is no checkpoint of a parameter server ({error}): remove it") from error
+        raise ValueError(f"{path} is no checkpoint of a parameter server ({error}): remove it") from error
 
 
-def found(directory: str | Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+def version_of(path: Path) -> int:
+    """Which version a file is of, by its name."""
+    name = _NAME.fullmatch(path.name)
+    assert name is not None
+    return int(name["version"])
+
+
+def found(directory: str | Path, index: int = -1) -> list[Path]:
+    """Whole checkpoints, oldest first, of the server or of a shard."""
     root = Path(directory)
-    return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name)) if root.is_dir() else []
+    names = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir()) if root.is_dir() else ()
+    return sorted(path for path, name in names if name and int(name["index"] or -1) == index)

@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,17 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.collectives.pair import Pair, PairError, empty_bytes
-from thinwire.parameter_server.messages import FRAME, Grad, Local, Message, Row, decode, encode
+from thinwire.parameter_server.messages import (
+    FRAME,
+    ROW_BYTES,
+    Local,
+    Message,
+    decode,
+    decode_rows,
+    encode,
+    encode_rows,
+)
+from thinwire.parameter_server.shard_messages import ShardMessage
 
 SLOWEST = 1e6 / 8
 """Bytes per second that a link must carry: what takes longer counts as dead."""
@@ -22,7 +31,7 @@ _MOST_ROWS = 1 << 20
 
 logger = logging.getLogger("thinwire")
 
-Anything = Message | Local
+Anything = Message | Local | ShardMessage
 
 
 class Connection:
@@ -31,11 +40,12 @@ class Connection:
     Args:
         pair: the connection.
         channels: 1: strict order. 2: messages without a tensor overtake those with one, both ways.
-        seconds: how long the other side may be silent.
+        seconds: how long the other side may be silent, and a tensor may take beyond its bytes.
         deliver: called with every message; a tensor arrives as bytes, ``uint8 [n]``.
         closed: called once, with the reason, when the connection has ended by itself.
         announced: called with the seconds that a tensor on its way may take.
         compose: makes the report that ``report_due`` asks for, when the control channel is free.
+        silent: the other side may say nothing for any time; somebody else knows whether it lives.
     """
 
     def __init__(
@@ -48,8 +58,10 @@ class Connection:
         closed: Callable[[str], None],
         announced: Callable[[float], None] = lambda seconds: None,
         compose: Callable[[], Anything | None] | None = None,
+        silent: bool = False,
     ) -> None:
         self._pair, self._seconds, self._channels = pair, seconds, channels
+        self._patience = None if silent else seconds
         self._deliver, self._closed, self._announced, self._compose = deliver, closed, announced, compose
         self._lock = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -164,23 +176,25 @@ class Connection:
 
     def _send(self, message: Anything) -> None:
         tensor: Tensor | None = getattr(message, "tensor", None)
-        rows = message.rows if isinstance(message, Grad) else ()
-        table = array("q", [x for row in rows for x in (row.base, row.worker, row.step, row.samples)]).tobytes()
+        rows = encode_rows(message)
         size = 0 if tensor is None else tensor.numel() * tensor.element_size()
-        self._pair.send_frame(encode(message, len(rows), size) + table)
+        self._pair.send_frame(encode(message, len(rows) // ROW_BYTES, size) + rows)
         if tensor is not None:
-            self._pair.send_tensor(tensor, self._allowance(size))
+            self._pair.send_tensor(tensor, self.allowance(size))
 
     def _receive(self) -> None:
         while True:
             message: Any
-            message, rows, size = decode(self._pair.receive_frame(FRAME.size, self._seconds))
+            message, rows, size = decode(self._pair.receive_frame(FRAME.size, self._patience))
+            if rows > _MOST_ROWS:
+                raise ValueError(f"a message announces {rows} gradients, which no node has")
             if rows:
-                message = replace(message, rows=self._rows(rows))
+                table = self._pair.receive_frame(ROW_BYTES * rows, self._seconds)
+                message = replace(message, rows=decode_rows(message, table))
             if not size:
                 self._deliver(message)
                 continue
-            self._announced(self._allowance(size))
+            self._announced(self.allowance(size))
             if self._channels == 2:
                 self._arriving.put((message, size))
             else:
@@ -194,15 +208,10 @@ class Connection:
             self._deliver(self._with_tensor(*arriving))
 
     def _with_tensor(self, message: Any, size: int) -> Anything:
-        tensor: Any = self._pair.receive_tensor(empty_bytes(size), self._allowance(size))
+        tensor: Any = self._pair.receive_tensor(empty_bytes(size), self.allowance(size))
         received: Anything = replace(message, tensor=tensor)
         return received
 
-    def _rows(self, count: int) -> tuple[Row, ...]:
-        if count > _MOST_ROWS:
-            raise ValueError(f"a message announces {count} gradients, which no node has")
-        numbers = array("q", self._pair.receive_frame(32 * count, self._seconds)).tolist()
-        return tuple(Row(*numbers[i : i + 4]) for i in range(0, 4 * count, 4))
-
-    def _allowance(self, size: int) -> float:
+    def allowance(self, size: int) -> float:
+        """Seconds that a tensor of so many bytes may take."""
         return self._seconds + size / SLOWEST

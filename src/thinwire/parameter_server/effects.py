@@ -91,6 +91,13 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """A sum that has come is not used: whoever holds its tensor may let it go."""
+
+    tensor: Any
+
+
+@dataclass(frozen=True)
 class Forget:
     """A member has gone: close its channel."""
 
@@ -106,4 +113,4 @@ class Log:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-Effect = Send | Report | Start | Join | Leave | GiveUp | Refuse | Apply | Forget | Log
+Effect = Send | Report | Start | Join | Leave | GiveUp | Refuse | Apply | Drop | Forget | Log

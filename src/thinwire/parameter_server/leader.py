@@ -202,7 +202,10 @@ class Leader:
         return [Report(), *self._start()]
 
     def returned(self, worker: int, now: float) -> list[Effect]:
-        """A worker is there (again)."""
+        """A worker is there (again). If the server may think that nothing starts on these weights any more, it waits
+        for the next ones."""
+        if self.low() == UNBOUNDED:
+            self.made[worker] = self.settings.starts_per_version
         self.alive.add(worker)
         self.running.pop(worker, None)
         self.started -= self.computing.pop(worker, None) is not None

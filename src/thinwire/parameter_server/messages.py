@@ -7,24 +7,31 @@ frame; nothing is pickled.
 from __future__ import annotations
 
 import struct
+from array import array
 from dataclasses import dataclass, fields
 from typing import Any
 
-PROTOCOL = 2
+from thinwire.parameter_server.shard_messages import SHARD_KINDS, Dismiss, ShardMessage, Term, Update
+
+PROTOCOL = 3
 FRAME = struct.Struct("<16q")
-_FLOATS = {"loss_sum", "weight", "loss", "seconds"}
+ROW_BYTES = 32
+_FLOATS = {"loss_sum", "weight", "loss", "seconds", "divisor", "factor"}
+_FLAGS = {"same", "delta", "keeps", "show"}
 
 
 @dataclass(frozen=True)
 class Hello:
     """A leader asks to become a member. ``layout``: hash of the parameters' names, shapes and dtypes. ``instance``: of
-    the leader's process, so that one that comes again is told from another that uses the same number."""
+    the leader's process, so that one that comes again is told from another that uses the same number. ``ticket``: the
+    number that it has shown to every shard; 0 where there are none."""
 
     node: int
     workers: int
     layout: int = 0
     protocol: int = PROTOCOL
     instance: int = 0
+    ticket: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,21 +217,24 @@ class Result:
 
 @dataclass(frozen=True)
 class Ping:
-    """A sign of life, between worker and leader."""
+    """A sign of life, between worker and leader, or shard and server; also a shard's answer to a ticket."""
 
 
 Message = Hello | Welcome | Weights | IterationNumber | Pull | Fence | Grad | Stop | Bye | Nack | Refused
 Local = Buffers | Enter | Work | Result | Ping
 KINDS: tuple[type, ...] = (
     Hello, Welcome, Weights, IterationNumber, Pull, Fence, Grad, Stop, Bye, Nack, Refused, Enter, Work, Result, Ping,
-    Buffers,
+    Buffers, *SHARD_KINDS,
 )  # fmt: skip
 _APART = {"rows", "tensor"}
 _NAMES = {kind: tuple(f.name for f in fields(kind) if f.name not in _APART) for kind in KINDS}
 _NUMBER = {kind: place for place, kind in enumerate(KINDS)}
 
 
-def encode(message: Message | Local, rows: int = 0, tensor_bytes: int = 0) -> bytes:
+_WITH_ROWS = (Grad, Update, Dismiss)
+
+
+def encode(message: Message | Local | ShardMessage, rows: int = 0, tensor_bytes: int = 0) -> bytes:
     """The frame of a message: kind, rows and bytes that follow, then its fields in order."""
     kind = type(message)
     values = [_NUMBER[kind], rows, tensor_bytes]
@@ -234,7 +244,7 @@ def encode(message: Message | Local, rows: int = 0, tensor_bytes: int = 0) -> by
     return FRAME.pack(*values, *([0] * (16 - len(values))))
 
 
-def decode(frame: bytes) -> tuple[Message | Local, int, int]:
+def decode(frame: bytes) -> tuple[Message | Local | ShardMessage, int, int]:
     """The message of a frame, the number of rows and the bytes of tensor that follow it.
 
     Raises:
@@ -244,12 +254,32 @@ def decode(frame: bytes) -> tuple[Message | Local, int, int]:
     if not 0 <= number < len(KINDS) or rows < 0 or tensor_bytes < 0:
         raise ValueError("what arrived is no message of a parameter server: is another program using the port?")
     kind = KINDS[number]
+    if rows and kind not in _WITH_ROWS:
+        raise ValueError(f"a {kind.__name__} with rows is no message of a parameter server")
     options: dict[str, Any] = {}
     for name, value in zip(_NAMES[kind], values):
-        options[name] = _float(value) if name in _FLOATS else value
-    if kind is Weights:
-        options |= {name: bool(options[name]) for name in ("same", "delta")}
+        options[name] = _float(value) if name in _FLOATS else bool(value) if name in _FLAGS else value
     return kind(**options), rows, tensor_bytes
+
+
+def encode_rows(message: Any) -> bytes:
+    """The rows of a message, four integers each; nothing if it has none."""
+    numbers: list[int] = []
+    for row in getattr(message, "rows", ()):
+        if isinstance(row, Term):
+            numbers += (row.member, row.seq, _bits(row.scale), 0)
+        else:
+            numbers += (row.base, row.worker, row.step, row.samples)
+    return array("q", numbers).tobytes()
+
+
+def decode_rows(message: Message | Local | ShardMessage, data: bytes) -> tuple[Row, ...] | tuple[Term, ...]:
+    """The rows that belong to a message."""
+    numbers = array("q", data).tolist()
+    quads = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+    if isinstance(message, Grad):
+        return tuple(Row(*quad) for quad in quads)
+    return tuple(Term(member, seq, _float(scale)) for member, seq, scale, _ in quads)
 
 
 def _bits(value: float) -> int:

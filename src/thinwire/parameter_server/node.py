@@ -6,30 +6,21 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from thinwire.collectives.pair import Meeting, Pair, PairError
-from thinwire.parameter_server.compress import Codec, Difference, Feedback
-from thinwire.parameter_server.connection import Anything, Connection
+from thinwire.parameter_server.connection import Anything
 from thinwire.parameter_server.crew import Crew
 from thinwire.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.leader import Leader
-from thinwire.parameter_server.messages import (
-    Buffers,
-    Grad,
-    Hello,
-    Message,
-    Result,
-    Stop,
-    Weights,
-    encode,
-)
+from thinwire.parameter_server.line import Line, ShardsToCome, SlicedLine, reach, shard_count
+from thinwire.parameter_server.messages import Buffers, Grad, Hello, Message, Result, Stop, Weights
+from thinwire.parameter_server.packing import SumsOut
 from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.slices import slices
 from thinwire.parameter_server.worker import NodeRefused, ServerLost
 
 _FAREWELL_SECONDS = 5.0
@@ -60,15 +51,14 @@ class Node:
         self.leader = leader(self.settings, node, workers, layout=self.layout.number, instance=secrets.randbits(62))
         self.leader.alive.clear()
         self.failure: RuntimeError | None = None
-        self._up: Connection | None = None
-        self._old: list[Connection] = []
+        self._up: Line | None = None
+        self._old: list[Line] = []
         self._threads: list[threading.Thread] = []
         self._theta: Tensor | None = None
         self._last: Tensor | None = None
         self._last_buffers: Tensor | None = None
-        self._difference: Difference | None = None
-        codec = Codec(self.settings.compress_up, self.settings.density) if self.settings.compress_up else None
-        self._feedback = Feedback(codec) if codec else None
+        pieces = slices(self.layout.numel, max(1, shard_count(meeting)))
+        self._sums = SumsOut(self.settings, self.layout.dtype, pieces)
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._wanted = threading.Event()
@@ -116,11 +106,11 @@ class Node:
         self._over.set()
         self._wanted.set()
         with self._lock:
-            connections = [*([self._up] if self._up else [])]
-        for connection in connections:
-            connection.close()
-        for connection in [*connections, *self._old]:
-            connection.join(2.0)
+            lines = [*([self._up] if self._up else [])]
+        for line in lines:
+            line.close()
+        for line in [*lines, *self._old]:
+            line.join(2.0)
         for thread in self._threads:
             thread.join(2.0)
 
@@ -145,7 +135,10 @@ class Node:
                 return
             lease = self.settings.lease_seconds
             try:
-                pair = Meeting(self._server, min(10.0, 2 * lease)).connect(encode(self.leader.hello()))
+                pair, shards = reach(self._server, self.leader.hello(), min(10.0, 2 * lease))
+            except ShardsToCome:
+                lost_at = None
+                continue
             except PairError as error:
                 lost_at = time.monotonic() if lost_at is None else lost_at
                 if time.monotonic() - lost_at > self._leases * lease:
@@ -155,16 +148,25 @@ class Node:
                 time.sleep(min(0.5, lease / 4))
                 continue
             lost_at = None
+            if max(1, len(shards)) != len(self._sums.pieces):
+                for other in (pair, *shards):
+                    other.close()
+                self._give_up(ServerLost("the server came back with another number of shards: start this node again"))
+                return
             with self._lock:
                 self._wanted.clear()
-                self._difference = None
-                if self.settings.compress_down:
-                    self._difference = Difference(Codec(self.settings.compress_down, self.settings.density))
-                self._up = self._connect(pair)
+                if self._up is not None:
+                    self._retire(self._up)
+                self._up = self._connect(pair, shards)
                 self._up.start()
 
-    def _connect(self, pair: Pair) -> Connection:
-        box: list[Connection] = []
+    def _retire(self, line: Line) -> None:
+        line.close()
+        self._old = [old for old in self._old if not old.ended] + [line]
+        self._up = None
+
+    def _connect(self, pair: Pair, shards: list[Pair]) -> Line:
+        box: list[Line] = []
 
         def current() -> bool:
             return bool(box) and self._up is box[0]
@@ -187,37 +189,25 @@ class Node:
             with self._lock:
                 return self.leader.report(time.monotonic()) if current() and self.leader.member else None
 
-        lease = self.settings.lease_seconds
-        channels = self.settings.channels
-        connection = Connection(
-            pair,
-            channels=channels,
-            seconds=lease,
-            deliver=deliver,
-            closed=closed,
-            announced=announced,
-            compose=compose,
-        )
-        box.append(connection)
-        return connection
+        if shards:
+            line: Line = SlicedLine(
+                pair, shards, self._sums, lock=self._lock,
+                deliver=deliver, closed=closed, announced=announced, compose=compose,
+            )  # fmt: skip
+        else:
+            line = Line(pair, self._sums, deliver=deliver, closed=closed, announced=announced, compose=compose)
+        box.append(line)
+        return line
 
     def _from_server(self, message: Any) -> None:
         if isinstance(message, Weights) and message.tensor is not None:
-            self._theta = self._weights(message)
+            self._theta = message.tensor
         if isinstance(message, Stop) and message.tensor is not None:
             self._last = message.tensor
         if isinstance(message, Buffers):
             self._last_buffers = self.layout.buffers.read(message.tensor)
             return
         self._do(self.leader.on(message, time.monotonic()))
-
-    def _weights(self, message: Weights) -> Tensor:
-        if message.delta and self._difference is not None:
-            return self._difference.receive(message.tensor)
-        theta: Tensor = message.tensor.view(self.layout.dtype)
-        if self._difference is not None:
-            self._difference.start(theta)
-        return theta
 
     # --- the workers' side ----------------------------------------------------------------------------------------
 
@@ -246,9 +236,7 @@ class Node:
                     self._crew.give(effect, self._theta)
             elif isinstance(effect, Join):
                 if self._up is not None:
-                    self._up.close()
-                    self._old = [old for old in self._old if not old.ended] + [self._up]
-                    self._up = None
+                    self._retire(self._up)
                 self._do(self.leader.join(time.monotonic()))
             elif isinstance(effect, Leave):
                 if self._up is not None:
@@ -257,20 +245,11 @@ class Node:
             elif isinstance(effect, GiveUp):
                 self._give_up(NodeRefused(effect.reason))
 
-    def _post(self, up: Connection, message: Message) -> None:
+    def _post(self, up: Line, message: Message) -> None:
         buffers = self._crew.buffers() if isinstance(message, Grad) and message.tensor is not None else None
         if buffers is not None:
             up.post(Buffers(message.member, buffers))  # type: ignore[union-attr]
-        up.post(self._packed(message))
-
-    def _packed(self, message: Message) -> Message:
-        """A sum as it goes over the wire."""
-        if not isinstance(message, Grad) or message.tensor is None:
-            return message
-        if self._feedback is not None:
-            return replace(message, tensor=self._feedback.encode(message.tensor))
-        dtype = torch.float64 if self.settings.deterministic else self.layout.dtype
-        return replace(message, tensor=message.tensor.to(dtype))
+        up.post(message)
 
     def _give_up(self, failure: RuntimeError) -> None:
         self.failure = failure
@@ -285,5 +264,8 @@ class Node:
         lease = self.settings.lease_seconds
         while not self._over.wait(lease / 10):
             with self._lock:
-                self._do(self.leader.tick(time.monotonic()))
+                now = time.monotonic()
+                self._do(self.leader.tick(now))
+                if self._up is not None and self._up.overdue(now):
+                    self._do(self.leader.ended("weights did not come whole in time", now))
                 self._crew.ping()

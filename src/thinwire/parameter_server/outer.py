@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,27 +87,62 @@ def default_outer(settings: Settings, nodes: int) -> Outer:
     return lambda params: DelayedNesterov(params, lr=0.05 * max(1, period), period=max(1, period))
 
 
-def mean_gradient(contributions: Iterable[Contribution], deterministic: bool) -> Tensor | None:
-    """sum(scale * tensor) / sum(weight), or None if nothing usable came.
+@dataclass(frozen=True)
+class Recipe:
+    """An update without its tensors: what is added, in which order, and what follows.
 
-    ``deterministic``: added in fp64 in order of (node, member), so that the order of arrival does not show.
+    Attributes:
+        parts: the usable contributions, in the order of their sum.
+        divisor: of the sum.
+        factor: of the learning rate.
     """
-    parts = [part for part in contributions if part.tensor is not None and part.weight > 0]
-    if deterministic:
-        parts.sort(key=lambda part: (part.node, part.member, part.rows[0].worker, part.rows[0].step))
-    total: Tensor | None = None
-    for part in parts:
-        x = part.tensor.double() if deterministic else part.tensor
-        x = x * part.scale if part.scale != 1.0 else x
-        total = x if total is None else total + x
-    if total is None:
+
+    parts: tuple[Contribution, ...]
+    divisor: float
+    factor: float
+
+
+def recipe(contributions: Iterable[Contribution], settings: Settings, full: int) -> Recipe | None:
+    """How to make an update of these contributions; None if nothing usable came.
+
+    Args:
+        full: gradients that a whole round holds (nodes times workers), for ``lr_scale``.
+    """
+    everything = tuple(contributions)
+    parts = [part for part in everything if part.tensor is not None and part.weight > 0]
+    if not parts:
         return None
-    weight = sum(part.weight for part in parts)
-    return total if weight == 1.0 else total / weight
+    if settings.deterministic:  # so that the order of arrival does not show
+        parts.sort(key=lambda part: (part.node, part.member, part.rows[0].worker, part.rows[0].step))
+    factor = lr_scale(settings.lr_scale, sum(len(part.rows) for part in everything), full)
+    return Recipe(tuple(parts), sum(part.weight for part in parts), factor)
+
+
+def mean_gradient(terms: Iterable[tuple[Tensor, float]], divisor: float, deterministic: bool) -> Tensor:
+    """sum(scale * tensor) / divisor over (tensor, scale), at least one, in this order; ``deterministic``: in fp64.
+
+    Every element for itself, so slices of the tensors give slices of the result, bit for bit.
+    """
+    total: Tensor | None = None
+    for tensor, scale in terms:
+        x = tensor.double() if deterministic else tensor
+        x = x * scale if scale != 1.0 else x
+        total = x if total is None else total + x
+    assert total is not None
+    return total if divisor == 1.0 else total / divisor
+
+
+def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
+    """63 bits of a hash of an optimizer's kind and options."""
+    optimizer = outer([torch.zeros(1, dtype=dtype)])
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    kind = type(optimizer)
+    text = json.dumps([kind.__qualname__, groups], sort_keys=True, default=repr)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Master:
-    """The weights of the server and their optimizer.
+    """Weights and their optimizer: the server's, or a shard's slice of them.
 
     Args:
         parameters: flat, ``[D]``; copied.
@@ -120,11 +158,21 @@ class Master:
 
     def apply(self, contributions: Iterable[Contribution]) -> bool:
         """One update. Returns False, and changes nothing, if nothing usable came."""
-        parts = tuple(contributions)
-        gradient = mean_gradient(parts, self._settings.deterministic)
-        if gradient is None:
+        made = recipe(contributions, self._settings, self._full)
+        if made is None:
             return False
-        factor = lr_scale(self._settings.lr_scale, sum(len(part.rows) for part in parts), self._full)
+        self.step([(part.tensor, part.scale) for part in made.parts], made.divisor, made.factor)
+        return True
+
+    def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:
+        """Go on from a checkpoint's weights and ``state_dict``."""
+        with torch.no_grad():
+            self.theta.copy_(theta)
+        self.optimizer.load_state_dict(optimizer)
+
+    def step(self, terms: Iterable[tuple[Tensor, float]], divisor: float, factor: float) -> None:
+        """One update of these sums: see :func:`mean_gradient`; ``factor``: of the learning rate, this once."""
+        gradient = mean_gradient(terms, divisor, self._settings.deterministic)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate * factor
@@ -133,4 +181,3 @@ class Master:
         self.theta.grad = None
         for group, rate in zip(self.optimizer.param_groups, rates):
             group["lr"] = rate
-        return True

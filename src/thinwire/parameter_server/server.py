@@ -6,7 +6,7 @@ from collections import Counter
 
 from thinwire.parameter_server import clocks, trigger
 from thinwire.parameter_server.contenders import Contenders
-from thinwire.parameter_server.effects import Apply, Contribution, Effect, Forget, Log, Refuse, Send
+from thinwire.parameter_server.effects import Apply, Contribution, Drop, Effect, Forget, Log, Refuse, Send
 from thinwire.parameter_server.messages import (
     OTHER_PROTOCOL,
     PROTOCOL,
@@ -25,8 +25,9 @@ from thinwire.parameter_server.messages import (
     Welcome,
 )
 from thinwire.parameter_server.settings import Settings
-from thinwire.parameter_server.staleness import UNBOUNDED, alpha, norm
+from thinwire.parameter_server.staleness import UNBOUNDED
 from thinwire.parameter_server.table import Member
+from thinwire.parameter_server.weigh import weigh
 
 
 class Server:
@@ -109,15 +110,14 @@ class Server:
     def tick(self, now: float) -> list[Effect]:
         """To be called several times per lease: drops who is silent, and tells the others that the server lives."""
         self._now = now
-        if not self.applying:
-            lease = self.settings.lease_seconds
-            for member in list(self.members.values()):
-                if now - member.heard > lease:
-                    self._drop(member.number, f"silent for {lease:g} s")
-                elif now - member.told >= lease / 3:
-                    self._send(Fence(member.number, self.version))
-            if self._grace.ends(now):
-                self._fire()
+        lease = self.settings.lease_seconds
+        for member in list(self.members.values()):
+            if now - member.heard > lease and not self.applying:
+                self._drop(member.number, f"silent for {lease:g} s")
+            elif now - member.told >= lease / 3:
+                self._send(Fence(member.number, self.version))
+        if self._grace.ends(now) and not self.applying:
+            self._fire()
         return self._flush()
 
     def gone(self, member: int, now: float) -> list[Effect]:
@@ -150,7 +150,7 @@ class Server:
         member = self.members.get(message.member)
         if member is None:
             if isinstance(message, Grad):
-                self.counters["late"] += len(message.rows)
+                self._unused(message, "late")
             self._out.append(Send(Nack(message.member), message.member))
             return
         if isinstance(message, IterationNumber):
@@ -219,7 +219,7 @@ class Server:
         pushed = message.pull == 0
         wanted = message.in_total > member.ack if pushed else self.pending.get(member.number) == message.pull
         if not wanted:  # a pull that was given up, or twice the same
-            self.counters["late"] += len(message.rows)
+            self._unused(message, "late")
             self._note(member, message)
             return
         self._note(member, message)
@@ -228,7 +228,7 @@ class Server:
         self.came.add(member.number)
         for row in message.rows:
             self.positions[member.node] = max(self.positions.get(member.node, 0), row.step + 1)
-        self._accept(member, message, pushed)
+        self._accept(member, message)
         if not pushed:
             del self.pending[member.number]
             self._advance()
@@ -241,18 +241,18 @@ class Server:
             self._grant(member)
         self._permits()
 
-    def _accept(self, member: Member, message: Grad, pushed: bool) -> None:
-        """Put a sum with the others of this update; a pushed one gets its weight here, as v cannot move before."""
-        settings, rows = self.settings, message.rows
-        if not rows:
-            return
-        if pushed and settings.enforce == "drop" and self.version - rows[0].base > settings.bound:
-            self.counters["stale"] += len(rows)
-            return
-        tau = self.version - rows[0].base
-        scale = alpha(settings.alpha, tau) if pushed else 1.0
-        weight = norm(settings.norm, settings.alpha, tau) if pushed else message.weight
-        self.arrived.append(Contribution(member.node, member.number, rows, scale, weight, message.tensor))
+    def _accept(self, member: Member, message: Grad) -> None:
+        """Put a sum with the others of this update."""
+        part = weigh(self.settings, self.version, member, message) if message.rows else None
+        if part is not None:
+            self.arrived.append(part)
+        elif message.rows:
+            self._unused(message, "stale")
+
+    def _unused(self, message: Grad, reason: str) -> None:
+        self.counters[reason] += len(message.rows)
+        if message.tensor is not None:
+            self._out.append(Drop(message.tensor))
 
     # --- an update ------------------------------------------------------------------------------------------------
 

@@ -1,44 +1,46 @@
-"""The server process: the state machine between real connections, the weights, the journal and the checkpoints."""
+"""The server process: the state machine between real connections, the journal and the checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.collectives.pair import Listener, Pair, PairError
+from thinwire.collectives.pair import Listener, Pair
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.buffers import RunningBuffers
-from thinwire.parameter_server.compress import Codec, Difference
-from thinwire.parameter_server.connection import Anything, Connection
-from thinwire.parameter_server.effects import Apply, Effect, Forget, Log, Refuse, Send
+from thinwire.parameter_server.effects import Apply, Drop, Effect, Forget, Log, Refuse, Send
+from thinwire.parameter_server.fleet import Fleet
 from thinwire.parameter_server.journal import JournalWriter, Update
+from thinwire.parameter_server.keeper import Event, Keeper, Whole
 from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.links import Links
 from thinwire.parameter_server.messages import (
     FRAME,
     OTHER_MODEL,
     PROTOCOL,
     Buffers,
-    Grad,
     Hello,
     Message,
-    Refused,
     Stop,
-    Weights,
     Welcome,
     decode,
-    encode,
 )
-from thinwire.parameter_server.outer import Master, Outer, default_outer
+from thinwire.parameter_server.outer import Master, Outer, default_outer, fingerprint
+from thinwire.parameter_server.packing import ServerEnd
+from thinwire.parameter_server.roster import Roster
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.shard_messages import Enlist
+from thinwire.parameter_server.slices import slices
 from thinwire.parameter_server.status import Ages, Status, status_of
 
 _FAREWELL_SECONDS = 5.0
@@ -52,16 +54,19 @@ class Service:
         settings: published to every node.
         port: of the rendezvous; 0 takes a free one.
         outer: makes the optimizer of the flat weights; by default that of the settings.
+        outer_text: published, for shards that are started with a command line.
         nodes: expected; sets ``c`` of the default optimizer, not who may come.
+        shards: k processes that hold a slice of the weights each, see :class:`Shard`; 0: the server holds them whole.
         updates, gradients: when to end; None: at ``stop``.
         directory: for checkpoints, and to go on from.
         save_every: updates between checkpoints.
         journal: file for the log of updates. facts: for its first line.
-        on_update: called with the version and the weights after each update; they must not be edited.
+        on_update: called with the version and the weights after the first update and then after every
+            ``on_update_every``; they must not be edited. Shards send theirs to the server for it.
         on_status: called about twice a second.
 
     Raises:
-        ValueError: the checkpoint is of another model.
+        ValueError: the checkpoint is of another model or another number of shards.
         PairError: the port is taken.
     """
 
@@ -73,61 +78,88 @@ class Service:
         port: int = 0,
         host: str = "0.0.0.0",
         outer: Outer | None = None,
+        outer_text: str | None = None,
         nodes: int | None = None,
+        shards: int = 0,
         updates: int | None = None,
         gradients: int | None = None,
         directory: str | Path | None = None,
         save_every: int = 100,
         journal: str | Path | None = None,
         facts: dict[str, Any] | None = None,
-        on_update: Callable[[int, Tensor], None] = lambda version, theta: None,
+        on_update: Callable[[int, Tensor], None] | None = None,
+        on_update_every: int = 1,
         on_status: Callable[[Status], None] | None = None,
         on_event: Callable[[str, dict[str, Any]], None] = lambda event, facts: None,
     ) -> None:
         if save_every < 1:
             raise ValueError(f"save_every={save_every!r} must be at least 1")
+        if on_update_every < 1:
+            raise ValueError(f"on_update_every={on_update_every!r} must be at least 1")
         self.settings, self.model, self.layout = settings, model, Layout.of(model)
         self._updates, self._gradients = updates, gradients
         self._directory, self._save_every = directory, save_every
-        self._on_update, self._on_status, self._on_event = on_update, on_status, on_event
+        self._on_update, self._every = on_update, on_update_every
+        self._on_status, self._on_event = on_status, on_event
         count = nodes or settings.start_nodes
-        self.buffers = RunningBuffers(self.layout.buffers)
-        self.master = Master(self.layout.flat(model), outer or default_outer(settings, count), settings, count)
+        if shards:
+            slices(self.layout.numel, shards)  # refuses a number that cannot be
+        saved = self._load(shards)
         first = (time.time_ns() >> 20) << 10  # above all members of an earlier life, even of one without a checkpoint
         self.machine = Server(settings, first_member=first)
-        self._restore(first)
-        self.resumed = self.machine.version
+        self.buffers = RunningBuffers(self.layout.buffers)
+        if saved is not None:
+            self.buffers.value = saved.buffers
+            first = max(first, saved.next_member)
+            self.machine = Server(settings, version=saved.version, first_member=first, positions=saved.positions)
+            self.machine.counters.update(saved.counters)
+        self.resumed, self._begins = self.machine.version, saved is None
         self._positions = dict(self.machine.positions)
-        self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
-        self._coming: dict[tuple[int, int], Pair] = {}  # by node and instance
-        self._connections: dict[int, Connection] = {}
-        self._old: list[Connection] = []
-        self._differences: dict[int, Difference] = {}
-        self._snapshot = self.master.theta.clone()
-        self._past = [0, 0]  # bytes of those who have gone
+        self.keeper = self._make_keeper(outer or default_outer(settings, count), shards, count, saved)
+        self._links = Links(settings, self.layout, self.keeper, self._tell)
+        self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None
         self._ages = Ages()
         self._began = time.monotonic()
-        notes = {"settings": settings.to_json(), "layout": self.layout.to_json()}
+        self._over = False
+        notes = {
+            "settings": settings.to_json(),
+            "layout": self.layout.to_json(),
+            "shards": json.dumps({"count": shards, "places": []}),
+            "nodes": str(count),
+            "outer": outer_text or ("auto" if outer is None else ""),
+        }
         self._listener = Listener(port, host, notes)
 
-    def _restore(self, first: int) -> None:
+    def _load(self, shards: int) -> checkpoints.Saved | None:
         saved = checkpoints.load(self._directory) if self._directory else None
         if saved is None:
-            return
+            return None
         if saved.layout != self.layout.to_json():
             self.layout.check(Layout.from_json(saved.layout))
-        with torch.no_grad():
-            self.master.theta.copy_(saved.theta)
-        self.buffers.value = saved.buffers
-        self.master.optimizer.load_state_dict(saved.optimizer)
-        self.machine = Server(
-            self.settings,
-            version=saved.version,
-            first_member=max(first, saved.next_member),
-            positions=saved.positions,
-        )
-        self.machine.counters.update(saved.counters)
+        if saved.shards != shards:
+            raise ValueError(
+                f"the checkpoint in {self._directory} is of a model in {saved.shards} shards, not {shards}: start the "
+                f"server with the same number (shards=, or --shards)"
+            )
+        return saved
+
+    def _make_keeper(self, outer: Outer, shards: int, full: int, saved: checkpoints.Saved | None) -> Keeper:
+        theta, settings = self.layout.flat(self.model), self.settings
+        if not shards:
+            end = ServerEnd(settings, self.layout.numel, self.layout.dtype)
+            return Whole(Master(theta, outer, settings, full), end, saved)
+        number = fingerprint(outer, self.layout.dtype)
+        roster = Roster(shards, settings.lease_seconds, number, self._directory is not None, self._tell)
+        run = secrets.randbits(62) if saved is None else saved.run
+        start = theta if saved is None else None
+        return Fleet(roster, self.layout, settings, self.machine, start, run=run, full=full, ready=self._publish)
+
+    def _publish(self, addresses: str) -> None:
+        """The shards are all there: nodes may come."""
+        if self._directory and self._begins:
+            self._save()  # from here on all can go on together
+        self._listener.note("shards", addresses)
 
     @property
     def port(self) -> int:
@@ -137,52 +169,70 @@ class Service:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> Status:
-        """Serve until the end. Returns the last status; the model holds the last weights."""
+        """Serve until the end. Returns the last status; the model holds the last weights.
+
+        Raises:
+            ShardLost: a shard has gone, or does not answer.
+        """
         self._listener.serve(self._came, FRAME.size)
-        next_tick = next_status = 0.0
-        lease = self.settings.lease_seconds
-        ends_at: float | None = None
         try:
-            while True:
-                now = time.monotonic()
-                if self._reached() and ends_at is None:
-                    ends_at = now + _FAREWELL_SECONDS
-                    self._do(self.machine.finish(now))
-                if ends_at is not None and (now > ends_at or not self.machine.members):
-                    break
-                with contextlib.suppress(queue.Empty):
-                    self._handle(*self._inbox.get(timeout=min(0.2, lease / 10)))
-                now = time.monotonic()
-                if now >= next_tick:
-                    while self._inbox.qsize():  # whoever has sent something is not silent
-                        self._handle(*self._inbox.get())
-                    self._do(self.machine.tick(time.monotonic()))
-                    next_tick = now + min(0.5, lease / 10)
-                if self._on_status is not None and now >= next_status:
-                    self._on_status(self.status())
-                    next_status = now + 0.5
+            self._loop()
+            theta = self.keeper.last(self._next_event)
+            self._over = True
         finally:
             self.close()
-        self.layout.write(self.master.theta, self.model)
+        self.layout.write(theta, self.model)
         self.buffers.write(self.model)
         return self.status()
 
+    def _loop(self) -> None:
+        next_tick = next_status = 0.0
+        lease = self.settings.lease_seconds
+        ends_at: float | None = None
+        while True:
+            now = time.monotonic()
+            if ends_at is None and self.keeper.ready and not self.machine.applying and self._reached():
+                ends_at = now + _FAREWELL_SECONDS
+                self._do(self.machine.finish(now))
+            if ends_at is not None and (now > ends_at or not self.machine.members):
+                return
+            event = self._next_event(min(0.2, lease / 10))
+            if event is not None:
+                self._handle(event)
+            now = time.monotonic()
+            if now >= next_tick:
+                while self._inbox.qsize():  # whoever has sent something is not silent
+                    self._handle(self._inbox.get())
+                self._do(self.machine.tick(time.monotonic()))
+                for member in self.keeper.tick(time.monotonic()):
+                    self._do(self.machine.gone(member, time.monotonic()))
+                next_tick = now + min(0.5, lease / 10)
+            if self._on_status is not None and now >= next_status:
+                self._on_status(self.status())
+                next_status = now + 0.5
+
+    def _next_event(self, seconds: float = 0.1) -> Event | None:
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get(timeout=seconds)
+        return None
+
     def stop(self) -> None:
         """End the training after what is being done now; from any thread."""
-        self._inbox.put(("stop", None, None))
+        self._tell("stop", None, None)
 
     def close(self) -> None:
         """Let everything go."""
         self._listener.close()
-        for connection in self._connections.values():
-            connection.finish()
-        end = time.monotonic() + _FAREWELL_SECONDS
-        for connection in [*self._connections.values(), *self._old]:
-            connection.join(max(0.1, end - time.monotonic()))
-        if self._directory and self.machine.version > self.resumed and not self.machine.applying:
-            self._save()
-        if self._journal is not None:
-            self._journal.close()
+        self._links.finish(_FAREWELL_SECONDS)
+        try:
+            if self._directory and self.machine.version > self.resumed and not self.machine.applying:
+                self.keeper.settle(self._next_event)
+                self._save()
+                self.keeper.settle(self._next_event)
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+            self.keeper.close(self.machine.version if self._over else None)
 
     def _reached(self, updates: int = 0, gradients: int = 0) -> bool:
         """Whether the end is there, or will be after so many more."""
@@ -190,25 +240,46 @@ class Service:
         enough = self._updates is not None and version >= self._updates
         return enough or (self._gradients is not None and applied >= self._gradients)
 
-    def _handle(self, what: str, who: Any, value: Any) -> None:
+    def _tell(self, what: str, who: Any, value: Any) -> None:
+        self._inbox.put((what, who, value))
+
+    def _handle(self, event: Event) -> None:
+        what, who, value = event
         now = time.monotonic()
         if what == "message":
-            self._do(self.machine.on(value, now))
+            for message in self.keeper.heard(who, value, now):
+                self._do(self.machine.on(message, now))
         elif what == "came":
-            self._turn_away(value, self._coming.pop((value.node, value.instance), None))
-            if value.protocol == PROTOCOL and value.layout != self.layout.number:
-                self._turn_away(value, who, OTHER_MODEL)
-                return
-            self._coming[value.node, value.instance] = who
-            self._do(self.machine.on(value, now))
+            self._hello(who, value, now)
         elif what == "gone":
             self._do(self.machine.gone(who, now))
         elif what == "buffers":
             self.buffers.add(value)
         elif what == "expect":
             self.machine.expect(who, value, now)
-        else:
+        elif what == "stop":
             self._updates = self.machine.version
+        else:
+            for message in self.keeper.hear(event, now):
+                self._do(self.machine.on(message, now))
+
+    def _hello(self, pair: Pair, hello: Hello, now: float) -> None:
+        self._links.hold(pair, hello)
+        if hello.protocol == PROTOCOL and hello.layout != self.layout.number:
+            self._links.turn_away(hello.node, hello.instance, OTHER_MODEL)
+        elif self.keeper.ready:
+            self._do(self.machine.on(hello, now))
+        else:  # it comes again when the weights are there
+            self._links.turn_away(hello.node, hello.instance)
+
+    def _came(self, pair: Pair, hello: bytes) -> None:
+        message, _, _ = decode(hello)
+        if isinstance(message, Hello) and message.workers > 0:
+            self._tell("came", pair, message)
+        elif isinstance(message, Enlist):
+            self._tell("enlist", (pair, pair.host), message)
+        else:
+            pair.close()
 
     # --- effects --------------------------------------------------------------------------------------------------
 
@@ -218,42 +289,32 @@ class Service:
                 self._send(effect.member, effect.message)
             elif isinstance(effect, Apply):
                 self._apply(effect)
+            elif isinstance(effect, Drop):
+                self.keeper.drop(effect.tensor)
             elif isinstance(effect, Forget):
-                self._forget(effect.member)
+                self._links.forget(effect.member)
             elif isinstance(effect, Refuse):
-                key = effect.node, effect.instance
-                self._turn_away(effect, self._coming.pop(key, None), effect.reason)
+                self._links.turn_away(effect.node, effect.instance, effect.reason)
             elif isinstance(effect, Log):
                 self._on_event(effect.event, effect.facts)
 
     def _send(self, member: int, message: Message) -> None:
         if isinstance(message, Welcome):
-            self._open(member)
-        connection = self._connections.get(member)
+            row = self.machine.members[member]
+            self._links.open(member, row.node, row.instance)
+        connection = self._links.members.get(member)
         if connection is None:
             return
-        if isinstance(message, Weights) and not message.same:
-            message = self._weights(member, message)
-        elif isinstance(message, Stop):
-            if self.buffers.value is not None:
-                connection.post(Buffers(member, self.buffers.value))
-            message = replace(message, tensor=self._snapshot)
-        connection.post(message)
-
-    def _weights(self, member: int, message: Weights) -> Weights:
-        if self.settings.compress_down is None:
-            return replace(message, tensor=self._snapshot)
-        difference = self._differences.get(member)
-        if difference is None:
-            codec = Codec(self.settings.compress_down, self.settings.density)
-            difference = self._differences[member] = Difference(codec)
-        tensor, delta = difference.encode(self._snapshot)
-        return replace(message, tensor=tensor, delta=delta)
+        if isinstance(message, Stop) and self.buffers.value is not None:
+            connection.post(Buffers(member, self.buffers.value))
+        connection.post(self.keeper.dress(member, message))
 
     def _apply(self, effect: Apply) -> None:
-        changed = self.master.apply(effect.contributions)
-        if changed:
-            self._snapshot = self.master.theta.clone()
+        version = effect.version + 1
+        show = self._on_update is not None and (version == 1 or version % self._every == 0)
+        self.keeper.apply(effect, show, lambda theta: self._applied(effect, theta))
+
+    def _applied(self, effect: Apply, theta: Tensor | None) -> None:
         self._ages.add(effect)
         if self._journal is not None:
             self._journal.write(Update.of(effect, time.monotonic() - self._began))
@@ -264,91 +325,27 @@ class Service:
         version = self.machine.version
         if self._directory and version % self._save_every == 0:
             self._save()
-        self._on_update(version, self._snapshot)
+        if theta is not None and self._on_update is not None:
+            self._on_update(version, theta)
         self._do(after)
 
     def _save(self) -> None:
         machine = self.machine
         assert self._directory is not None
-        checkpoints.save(
-            self._directory,
-            checkpoints.Saved(
-                self.master.theta.detach(),
-                self.master.optimizer.state_dict(),
-                machine.version,
-                machine.next_member,
-                self._positions,
-                dict(machine.counters),
-                self.layout.to_json(),
-                self.buffers.value,
-            ),
+        saved = checkpoints.Saved(
+            torch.empty(0),
+            {},
+            machine.version,
+            machine.next_member,
+            self._positions,
+            dict(machine.counters),
+            self.layout.to_json(),
+            self.buffers.value,
         )
-
-    # --- connections ----------------------------------------------------------------------------------------------
-
-    def _came(self, pair: Pair, hello: bytes) -> None:
-        message, _, _ = decode(hello)
-        if isinstance(message, Hello) and message.workers > 0:
-            self._inbox.put(("came", pair, message))
-        else:
-            pair.close()
-
-    def _open(self, member: int) -> None:
-        row = self.machine.members[member]
-        pair = self._coming.pop((row.node, row.instance), None)
-        if pair is None:
-            return
-        inbox = self._inbox
-
-        def deliver(message: Anything) -> None:
-            if getattr(message, "member", None) != member:
-                raise ValueError("a node speaks for another: its connection is closed")
-            if isinstance(message, Buffers):
-                inbox.put(("buffers", member, self.layout.buffers.read(message.tensor)))
-                return
-            if isinstance(message, Grad) and message.tensor is not None:
-                message = replace(message, tensor=self._decode(message.tensor))
-            inbox.put(("message", member, message))
-
-        self._connections[member] = Connection(
-            pair,
-            channels=self.settings.channels,
-            seconds=self.settings.lease_seconds,
-            deliver=deliver,
-            closed=lambda reason: inbox.put(("gone", member, reason)),
-            announced=lambda seconds: inbox.put(("expect", member, seconds)),
-        ).start()
-
-    @staticmethod
-    def _turn_away(who: Hello | Refuse, pair: Pair | None, reason: int = 0) -> None:
-        """End the connection of a node that is no member, with a word why."""
-        if pair is None:
-            return
-        if reason:
-            with contextlib.suppress(PairError):
-                pair.send_frame(encode(Refused(who.node, reason)))
-        pair.close()
-
-    def _decode(self, message: Tensor) -> Tensor:
-        if self.settings.compress_up:
-            codec = Codec(self.settings.compress_up, self.settings.density)
-            return codec.decode(message, self.layout.numel, self.layout.dtype)
-        dtype = torch.float64 if self.settings.deterministic else self.layout.dtype
-        if message.numel() != self.layout.numel * dtype.itemsize:
-            raise ValueError(f"a sum of {message.numel()} bytes does not fit this model")
-        return message.view(dtype)
-
-    def _forget(self, member: int) -> None:
-        connection = self._connections.pop(member, None)
-        self._differences.pop(member, None)
-        if connection is not None:
-            self._old = [old for old in self._old if not old.ended] + [connection]
-            self._past[0] += connection.pair.received_bytes
-            self._past[1] += connection.pair.sent_bytes
-            connection.close()
+        self.keeper.save(self._directory, saved)
 
     def status(self) -> Status:
         """What is going on, now."""
-        wires = {number: c.pair for number, c in self._connections.items()}
-        traffic = {number: (pair.received_bytes, pair.sent_bytes) for number, pair in wires.items()}
-        return status_of(self.machine, self._ages, traffic, self._past, time.monotonic() - self._began)
+        seconds = time.monotonic() - self._began
+        links = self._links
+        return status_of(self.machine, self._ages, links.traffic(), links.past(), seconds, self.keeper.shards())

@@ -1,4 +1,4 @@
-"""What a training script calls: ``serve`` in one process, ``run`` in every worker."""
+"""What a training script calls: ``serve`` in one process, ``run`` in every worker, ``serve_shard`` in a shard's."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from thinwire.parameter_server.outer import Outer
 from thinwire.parameter_server.presets import inhad
 from thinwire.parameter_server.service import Service
 from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.shard import Shard
 from thinwire.parameter_server.status import Status
 from thinwire.parameter_server.worker import Worker, WorkerStats
 
@@ -35,6 +36,7 @@ def serve(
     settings: Settings | None = None,
     port: int = DEFAULT_PORT,
     outer: Outer | None = None,
+    shards: int = 0,
     updates: int | None = None,
     gradients: int | None = None,
     checkpoint: str | Path | None = None,
@@ -46,6 +48,8 @@ def serve(
     Args:
         settings: of a preset; by default :func:`presets.inhad`.
         outer: makes the optimizer of the flat weights, ``lambda params: torch.optim.SGD(params, lr=0.1)``.
+        shards: k processes hold a slice of the weights each, and this one only decides; nodes wait until
+            :func:`serve_shard` was called k times. 0: this process holds them whole.
         checkpoint: directory; if it holds a checkpoint, the server goes on from there.
         journal: file for the log of updates.
         on_status: called twice a second.
@@ -53,6 +57,7 @@ def serve(
     Raises:
         ValueError: neither ``updates`` nor ``gradients`` is given, or the checkpoint is of another model.
         PairError: the port is taken.
+        ShardLost: a shard has gone.
     """
     if updates is None and gradients is None:
         raise ValueError("say when to end: give updates or gradients")
@@ -61,6 +66,7 @@ def serve(
         settings or inhad(),
         port=port,
         outer=outer,
+        shards=shards,
         updates=updates,
         gradients=gradients,
         directory=checkpoint,
@@ -68,6 +74,35 @@ def serve(
         on_status=on_status,
     )
     return service.run()
+
+
+def serve_shard(
+    server: str,
+    *,
+    index: int,
+    outer: Outer | None = None,
+    checkpoint: str | Path | None = None,
+    port: int = 0,
+) -> int:
+    """Keep one slice of the weights of a model that :func:`serve` serves with ``shards``, until the training ends.
+
+    Args:
+        server: ``host:port``.
+        index: which slice, from 0.
+        outer: as the server's; it must treat each element for itself, as SGD and Adam do.
+        checkpoint: directory; needed where the server has one.
+        port: where nodes find this shard; 0 takes a free one.
+
+    Returns:
+        The version of the last weights.
+
+    Raises:
+        ValueError: the server has no such shard, or the checkpoint is not the one that it goes on from.
+        ShardRefused: the server does not take this shard in.
+        ServerLost: the server has gone and did not come back within six leases.
+        PairError: the port is taken.
+    """
+    return Shard(server, index, outer=outer, directory=checkpoint, port=port).run()
 
 
 def run(

@@ -31,6 +31,21 @@ class NodeStatus:
 
 
 @dataclass(frozen=True)
+class ShardStatus:
+    """A shard of the model.
+
+    Attributes:
+        index: of the shard. there: whether it has its weights.
+        up_bytes, down_bytes: from and to all nodes.
+    """
+
+    index: int
+    there: bool
+    up_bytes: int
+    down_bytes: int
+
+
+@dataclass(frozen=True)
 class Status:
     """What a server is doing.
 
@@ -38,6 +53,7 @@ class Status:
         version: updates applied. seconds: since this process began to serve.
         gradients: applied. staleness: mean and largest age in versions of those applied since the start.
         counters: see :class:`Server`. up_bytes, down_bytes: of all nodes. loss: mean that workers last reported.
+        shards: of the model; none if the server holds it whole.
     """
 
     version: int
@@ -50,6 +66,7 @@ class Status:
     loss: float | None
     counters: dict[str, int] = field(default_factory=dict)
     nodes: tuple[NodeStatus, ...] = ()
+    shards: tuple[ShardStatus, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -73,7 +90,12 @@ class Ages:
 
 
 def status_of(
-    machine: Server, ages: Ages, traffic: Mapping[int, tuple[int, int]], past: Sequence[int], seconds: float
+    machine: Server,
+    ages: Ages,
+    traffic: Mapping[int, tuple[int, int]],
+    past: Sequence[int],
+    seconds: float,
+    shards: tuple[ShardStatus, ...] = (),
 ) -> Status:
     """The status of a server.
 
@@ -81,6 +103,7 @@ def status_of(
         traffic: member -> bytes from it and to it.
         past: the same of all who have gone.
         seconds: since it began to serve.
+        shards: of the model.
     """
     rows = []
     for member in machine.members.values():
@@ -104,4 +127,5 @@ def status_of(
         loss=sum(loss for loss, _ in samples) / total if total else None,
         counters=dict(machine.counters),
         nodes=tuple(rows),
+        shards=shards,
     )

@@ -15,11 +15,13 @@ from thinwire.parameter_server.effects import Apply, Effect, Join, Leave, Report
 from thinwire.parameter_server.journal import Journal, Update
 from thinwire.parameter_server.leader import Leader
 from thinwire.parameter_server.local_work import LocalWork
-from thinwire.parameter_server.messages import FRAME, Grad, Message, Weights
+from thinwire.parameter_server.messages import FRAME, Grad, Hello, Message, Weights
 from thinwire.parameter_server.outer import Master, Outer, default_outer
 from thinwire.parameter_server.scenario import Fault, Link, Trace
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.shard_messages import Piece
+from thinwire.parameter_server.virtual_shards import Ends, VirtualShards
 from thinwire.planner.virtual_time import Card, Channel, VirtualTime
 
 _LINK = Link()  # an immutable default
@@ -55,14 +57,19 @@ class _Node:
             pairs = {"up": (up, sim.cards[0]), "down": (sim.cards[1], down)}
             for way, (source, target) in pairs.items():
                 self.wires[way, name] = _Wire(Channel(sim.time, source, target, self.link.latency_seconds, draw))
+        for index, (to, come_from) in enumerate(sim.shards.cards):
+            for way, source, target in (("up", up, to), ("down", come_from, down)):
+                channel = Channel(sim.time, source, target, self.link.latency_seconds, draw)
+                self.wires[way, f"shard {index}"] = _Wire(channel, index)
+        self.ends: Ends = {}
 
 
 class _Wire:
-    """A channel and what waits for its sending end."""
+    """A channel and what waits for its sending end; to or from the server (-1) or a shard."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.queue: deque[tuple[Message, int]] = deque()
+    def __init__(self, channel: Channel, shard: int = -1) -> None:
+        self.channel, self.shard = channel, shard
+        self.queue: deque[tuple[Message | Piece, int]] = deque()
         self.busy = self.due = False
 
 
@@ -70,7 +77,7 @@ class _Simulation:
     def __init__(
         self, settings: Settings, nodes: int, workers: int, link: Link | Callable[[int], Link], server_link: Link,
         step_seconds: StepSeconds, parameters: Tensor | None, gradient: GradientOf | None, outer: Outer | None,
-        seed: int, payload_bytes: int, apply_seconds: float,
+        seed: int, payload_bytes: int, apply_seconds: float, shards: int,
     ) -> None:  # fmt: skip
         self.settings, self.workers = settings, workers
         self.random = random.Random(seed)
@@ -78,7 +85,8 @@ class _Simulation:
         self.server = Server(settings)
         self.cards = (Card(server_link.bits_per_second), Card(server_link.bits_per_second))
         self.step_seconds, self.gradient = step_seconds, gradient
-        self.payload, self.apply_seconds = payload_bytes, apply_seconds
+        self.shards = VirtualShards(shards, settings, server_link, payload_bytes)
+        self.payload, self.apply_seconds = payload_bytes, apply_seconds + 2 * self.shards.hop_seconds * bool(shards)
         self.trace = Trace()
         self.lines: list[Update] = []
         self.member_node: dict[int, int] = {}
@@ -135,6 +143,8 @@ class _Simulation:
     def leader(self, node: _Node, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
+                if self.shards and isinstance(effect.message, Hello):
+                    node.connect(self)  # each membership has connections of its own to the shards
                 self.send(node, "up", effect.message)
             elif isinstance(effect, Report):
                 node.wires["up", "control"].due = True
@@ -155,8 +165,22 @@ class _Simulation:
         if isinstance(message, Grad):
             size += 32 * len(message.rows)
             full = bool(message.rows)
+        if full and self.shards:
+            self.send_pieces(node, way, message)
+            full = False
         size += self.payload if full else 0
-        name = "data" if full and self.settings.channels == 2 else "control"
+        self.queue(node, way, "data" if full and self.settings.channels == 2 else "control", message, size)
+
+    def send_pieces(self, node: _Node, way: str, message: Message) -> None:
+        wires, pieces = node.wires, self.shards.pieces(message)
+
+        def go() -> None:
+            for index, piece, size in pieces if node.wires is wires else ():
+                self.queue(node, way, f"shard {index}", piece, size)
+
+        self.time.after(self.shards.hop_seconds if way == "down" else 0.0, go)  # down: the server tells the shards
+
+    def queue(self, node: _Node, way: str, name: str, message: Message | Piece, size: int) -> None:
         node.wires[way, name].queue.append((message, size))
         self.pump(node, way, name)
 
@@ -186,26 +210,49 @@ class _Simulation:
             if node.wires.get((way, name)) is wire:
                 self.pump(node, way, name)
 
-        if size > FRAME.size + 32 * len(getattr(message, "rows", ())):
+        if size > FRAME.size + 32 * len(getattr(message, "rows", ())) and not isinstance(message, Piece):
             self.time.after(node.link.latency_seconds, lambda: self.announce(node, way, size))
-        wire.channel.send(size, lambda: self.deliver(node, way, message), sent)
+        wire.channel.send(size, lambda: self.deliver(node, way, message, wire.shard), sent)
 
     def announce(self, node: _Node, way: str, size: int) -> None:
         """The frame of a tensor is there before it: who waits for it does not take the sender for dead."""
-        seconds = self.settings.lease_seconds + size / SLOWEST
+        self.expect(node, way, self.settings.lease_seconds + size / SLOWEST)
+
+    def expect(self, node: _Node, way: str, seconds: float) -> None:
         if way == "up":
             self.server.expect(node.leader.member, seconds, self.time.now)
         else:
             node.leader.expect(seconds, self.time.now)
 
-    def deliver(self, node: _Node, way: str, message: Message) -> None:
+    def deliver(
+        self, node: _Node, way: str, message: Message | Piece, shard: int = -1, ends: Ends | None = None
+    ) -> None:
+        """A message has come over a wire, a shard's or (-1) the server's. ``ends``: of the connection it came by."""
+        ends = node.ends if ends is None else ends
+        if way == "down" and not node.alive:
+            return
+        if way == "down" and self.time.now < node.paused_until:
+            self.time.after(node.paused_until - self.time.now, lambda: self.deliver(node, way, message, shard, ends))
+        elif not self.shards:
+            self.take(node, way, message)  # type: ignore[arg-type]
+        elif way == "up" and shard >= 0:  # the shard tells the server
+            self.time.after(self.shards.hop_seconds, lambda: self.assemble(node, way, message, shard, ends))
+        else:
+            self.assemble(node, way, message, shard, ends)
+
+    def assemble(self, node: _Node, way: str, message: Message | Piece, shard: int, ends: Ends) -> None:
+        if ends is not node.ends:
+            return  # of a connection that is no more
+        assembly = self.shards.assembly(ends, way, message)
+        ready = self.shards.whole(assembly, message, shard, self.time.now)
+        if assembly.until is not None:
+            self.expect(node, way, assembly.until - self.time.now)
+        for whole in ready:
+            self.take(node, way, whole)
+
+    def take(self, node: _Node, way: str, message: Message) -> None:
         if way == "up":
             self.server_does(self.server.on(message, self.time.now))
-            return
-        if not node.alive:
-            return
-        if self.time.now < node.paused_until:
-            self.time.after(node.paused_until - self.time.now, lambda: self.deliver(node, way, message))
             return
         if isinstance(message, Weights) and not message.same:
             node.theta = message.tensor
@@ -286,6 +333,7 @@ def simulate(
     faults: Sequence[Fault] = (),
     payload_bytes: int | None = None,
     apply_seconds: float = 0.0,
+    shards: int = 0,
     evaluate: Callable[[Tensor], float] | None = None,
     evaluate_seconds: float = 1.0,
 ) -> Trace:
@@ -301,6 +349,7 @@ def simulate(
         outer: makes the server's optimizer; by default that of the settings.
         payload_bytes: of one tensor on the wire; by default that of ``parameters``.
         apply_seconds: that the server takes for an update.
+        shards: k machines with a link like the server's hold a slice of the weights each; 0: the server holds them.
         evaluate: weights -> loss, called every ``evaluate_seconds`` of virtual time.
 
     Raises:
@@ -314,7 +363,7 @@ def simulate(
         payload_bytes = 0 if parameters is None else parameters.numel() * parameters.element_size()
     sim = _Simulation(
         settings, nodes, workers, link, server_link, step_seconds, parameters, gradient, outer,
-        seed, payload_bytes, apply_seconds,
+        seed, payload_bytes, apply_seconds, shards,
     )  # fmt: skip
     for fault in faults:
         sim.time.after(fault.at_seconds, lambda fault=fault: sim.fault(fault))  # type: ignore[misc]

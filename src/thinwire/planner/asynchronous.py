@@ -14,25 +14,44 @@ BACKWARD_SHARE = 2 / 3
 """Of a step: what a good all-reduce can hide behind (assumed)."""
 
 
-def asp_bytes(model_bytes: float) -> float:
+def asp_bytes(model_bytes: float, shards: int = 0) -> float:
     """Up and down per gradient where each goes to the server alone and is answered with the weights.
+
+    Args:
+        shards: of the model, each with a frame for its piece; over all links.
 
     Example:
         >>> asp_bytes(4e6)
         8000256.0
     """
-    return 2 * model_bytes + 2 * CONTROL_BYTES
+    return 2 * model_bytes + 2 * CONTROL_BYTES * (1 + shards)
 
 
-def pulled_bytes(model_bytes: float, gradients_per_pull: float) -> float:
+def pulled_bytes(model_bytes: float, gradients_per_pull: float, shards: int = 0) -> float:
     """Up and down per gradient where a leader sums so many before the server pulls and answers.
+
+    Args:
+        shards: of the model, each with a frame for its piece; over all links.
 
     Example:
         >>> pulled_bytes(4e6, 4)
         2000224.0
     """
     m = check_number("gradients_per_pull", gradients_per_pull, 1.0)
-    return 2 * model_bytes / m + CONTROL_BYTES * (1 + 3 / m)
+    return 2 * model_bytes / m + CONTROL_BYTES * (1 + (3 + 2 * shards) / m)
+
+
+def server_gradients_per_second(
+    model_bytes: float, bits_per_second: float, gradients_per_pull: float = 1.0, shards: int = 0
+) -> float:
+    """Most gradients per second that the server's link lets through, or k shards' links, a slice of the model each.
+
+    Example:
+        >>> [server_gradients_per_second(4e6, 1e9, shards=k) for k in (0, 2)]
+        [31.25, 62.5]
+    """
+    m = check_number("gradients_per_pull", gradients_per_pull, 1.0)
+    return max(shards, 1) * m * check_number("bits_per_second", bits_per_second) / (8 * model_bytes)
 
 
 def local_steps_bytes(model_bytes: float, steps: int) -> float:

@@ -105,11 +105,13 @@ def compare(
 
 def shape_of(view: View, classes: int) -> Shape:
     """What of a model decides the bytes."""
-    return Shape(view.hidden, view.intermediate, classes, view.uses_lengths)
+    types = "token_type_ids" in view.inputs
+    return Shape(view.hidden, view.intermediate, classes, view.uses_lengths, types=types, pixels=view.pixels)
 
 
 def steps_of(plan: SplitPlan, shape: Shape, data: TextData, recipe: Recipe) -> list[list[Crossing]]:
     """The messages of every step of a training."""
+    shape = replace(shape, types=shape.types and data.types is not None)
     made = []
     for epoch in range(recipe.epochs):
         for indices in recipe.batches(len(data), epoch):

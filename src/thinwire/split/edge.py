@@ -12,13 +12,13 @@ from torch import Tensor
 
 from thinwire.split import store
 from thinwire.split.batch import Batch
-from thinwire.split.codecs import Chain
 from thinwire.split.errors import SessionError
 from thinwire.split.frames import Message, Words
-from thinwire.split.halves import Front
+from thinwire.split.halves import Back, Front, check_holder
 from thinwire.split.programs import Ends, Program, Receive, Send, edge_evaluate, edge_step
 from thinwire.split.recipe import Recipe
 from thinwire.split.session import PROTOCOL
+from thinwire.split.swapped import edge_back_evaluate, edge_back_step
 
 Call = Callable[[Message], Message]
 """Carries a request to the cloud and brings its reply: a link, or the cloud itself in the same process."""
@@ -26,10 +26,10 @@ Call = Callable[[Message], Message]
 
 @dataclass
 class EdgeEnd:
-    """The front, its optimizer, and the count of steps.
+    """The edge's half, its optimizer, and the count of steps.
 
     Attributes:
-        front: the edge's half; trained in place.
+        half: the front, or with ``front_on="cloud"`` the back; trained in place.
         pair: of the files that the halves came from.
         recipe: must be the cloud's.
         total: steps of the whole training, for the rate.
@@ -38,7 +38,7 @@ class EdgeEnd:
         steps: trained so far.
     """
 
-    front: Front
+    half: Front | Back
     pair: str
     recipe: Recipe
     total: int
@@ -51,16 +51,17 @@ class EdgeEnd:
     _over: bool = False
 
     def __post_init__(self) -> None:
-        self._optimizer = self.recipe.optimizer(self.front)
-        plan = self.front.plan
-        self._ends = Ends(plan, self.recipe, Chain(plan.up), Chain(plan.down, "down"), self._optimizer)
-        self._device = next(self.front.parameters()).device
+        check_holder(self.half, "edge")
+        self._optimizer = self.recipe.optimizer(self.half)
+        plan = self.half.plan
+        self._ends = Ends(plan, self.recipe, plan.chain("up"), plan.chain("down"), self._optimizer)
+        self._device = next(self.half.parameters()).device
 
     def hello(self) -> Words:
         """What it says first, on every connection."""
         return {
             "protocol": PROTOCOL,
-            "plan": self.front.plan.hash,
+            "plan": self.half.plan.hash,
             "recipe": self.recipe.hash,
             "pair": self.pair,
             "session": self.session,
@@ -90,24 +91,35 @@ class EdgeEnd:
             SplitError: the other end is lost or refused. The parameters here are those before the step; start this end
                 again, from its checkpoint.
         """
-        self.front.train()
+        self.half.train()
         self._optimizer.zero_grad()
         self.recipe.set_rate(self._optimizer, self.steps, self.total)
-        loss: Tensor = self._run(edge_step(self.front, batch.to(self._device), self._ends, self.steps), False)
+        batch = batch.to(self._device)
+        if isinstance(self.half, Front):
+            program = edge_step(self.half, batch, self._ends, self.steps)
+        else:
+            program = edge_back_step(self.half, batch, self._ends, self.steps)
+        loss: Tensor = self._run(program, False)
         self.steps += 1
         return loss
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Logits of one batch."""
-        self.front.eval()
-        logits: Tensor = self._run(edge_evaluate(self.front, batch.to(self._device), self._ends), True)
+        self.half.eval()
+        batch = batch.to(self._device)
+        if isinstance(self.half, Front):
+            program = edge_evaluate(self.half, batch, self._ends)
+        else:
+            program = edge_back_evaluate(self.half, batch, self._ends)
+        logits: Tensor = self._run(program, True)
         return logits
 
     def checkpoint(self) -> None:
         """Both ends save under the same step; the cloud first."""
         self._request(Message("checkpoint", self.steps, words={}))
         if self.directory is not None:
-            content = {"half": self.front.state_dict(), "optimizer": self._optimizer.state_dict(), "steps": self.steps}
+            content = {"half": self.half.state_dict(), "optimizer": self._optimizer.state_dict(), "steps": self.steps}
+            content |= {"pair": self.pair}
             codecs = {"up": self._ends.up.state(), "down": self._ends.down.state()}
             try:
                 store.save(self.directory, self.steps, content | codecs)
@@ -121,7 +133,7 @@ class EdgeEnd:
     @property
     def caches(self) -> Any:
         """The codecs of the activation, for tests of their state."""
-        return self._ends.up.values
+        return (self._ends.up if self._ends.plan.carries("up") == "activation" else self._ends.down).values
 
     def _run(self, program: Program, evaluation: bool) -> Any:
         said = next(program)
@@ -161,7 +173,8 @@ class EdgeEnd:
     def _load(self, step: int) -> None:
         assert self.directory is not None
         content = store.load(self.directory, step)
-        self.front.load_state_dict(content["half"])
+        store.check_pair(content, self.pair, self.directory)
+        self.half.load_state_dict(content["half"])
         self._optimizer.load_state_dict(content["optimizer"])
         self._ends.up.load_state(content["up"])
         self._ends.down.load_state(content["down"])

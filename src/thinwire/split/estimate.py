@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from thinwire.planner.checks import check_number
-from thinwire.split.codecs import Chain, Visit
+from thinwire.split.codecs import Visit
 from thinwire.split.frames import HEADER_BYTES
 from thinwire.split.plan import SplitPlan
 
@@ -30,6 +30,8 @@ class Shape:
         uses_lengths: whether padding is masked, so that lengths travel.
         every_token: a language model: logits of all tokens.
         itemsize: bytes of a number.
+        types: token types are among its inputs (with ``front_on="cloud"`` these cross).
+        pixels: numbers per picture; 0 where the inputs are tokens.
     """
 
     hidden: int
@@ -38,6 +40,8 @@ class Shape:
     uses_lengths: bool = True
     every_token: bool = False
     itemsize: int = 4
+    types: bool = False
+    pixels: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ def crossings(
         training: else an evaluation.
         fresh_tokens: real tokens of samples on their first visit, for delta.
         tls: whether the connection has it.
+
+    Raises:
+        ValueError: the front is in the cloud, and the shape does not say how large the inputs are.
     """
     width = plan.width(shape.hidden, shape.intermediate)
     visit = Visit(lengths if shape.uses_lengths else None, training=training)
@@ -98,22 +105,31 @@ def crossings(
         more = _RECORD_OVERHEAD * math.ceil(total / _RECORD) if tls else 0
         made.append(Crossing(kind, up, tuple((name, count) for name, count, _ in parts), header, more))
 
-    def state(name: str, words: Sequence[str], direction: str, fresh: int) -> tuple[str, int, list[int]]:
-        chain = Chain(words, direction)
+    def state(direction: str) -> tuple[str, int, list[int]]:
+        chain, name = plan.chain(direction), plan.carries(direction)
+        fresh = fresh_tokens if name == "activation" else 0
         return name, chain.nbytes(batch, length, visit, width, shape.itemsize, fresh), chain.frames(training)
 
-    up = state("activation", plan.up, "up", fresh_tokens)
-    parts = [up, *([("lengths", 2 * batch, [1])] if shape.uses_lengths else [])]
+    facts: list[tuple[str, int, list[int]]] = [("lengths", 2 * batch, [1])] if shape.uses_lengths else []
+    if training and (plan.chain("up").needs_slots or plan.chain("down").needs_slots):
+        facts.append(("slots", 4 * batch, [1]))
+    if plan.front_on == "cloud":
+        inputs = _inputs(shape, batch, length)
+        message(inputs[0][0], True, [*inputs, *facts])
+        message("z", False, [state("down")])
+        if training:
+            message("dz", True, [state("up")])
+            message("done", False, [("control", 0, [1])])
+        return made
     tokens = batch * length if shape.every_token else batch
     logits = tokens * shape.classes * shape.itemsize
     dims = [3 if shape.every_token else 2]
-    if training and Chain(plan.up).needs_slots:
-        parts.append(("slots", 4 * batch, [1]))
+    parts = [state("up"), *facts]
     if not training:
         message("z", True, parts)
         message("logits", False, [("logits", logits, dims)])
         return made
-    down = state("gradient", plan.down, "down", 0)
+    down = state("down")
     if plan.labels == "cloud":
         message("z", True, [*parts, ("labels", 4 * tokens, [2 if shape.every_token else 1])])
         message("dz", False, [down, ("loss", shape.itemsize, [0])])
@@ -123,6 +139,16 @@ def crossings(
     message("dlogits", True, [("dlogits", logits, dims)])
     message("dz", False, [down])
     return made
+
+
+def _inputs(shape: Shape, batch: int, length: int) -> list[tuple[str, int, list[int]]]:
+    """Frames of a front's inputs: padding crosses too."""
+    if shape.pixels:
+        return [("pixels", shape.itemsize * shape.pixels * batch, [4])]
+    if not shape.uses_lengths:
+        raise ValueError("front_on='cloud': the inputs cross; say in Shape(pixels=...) how many numbers a picture has")
+    ids = ("ids", 4 * batch * length, [2])
+    return [ids, ("types", batch * length, [2])] if shape.types else [ids]
 
 
 def payload_bytes(messages: Sequence[Crossing]) -> dict[str, int]:

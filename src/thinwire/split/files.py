@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.split.factors import Factors
-from thinwire.split.halves import Back, Front
+from thinwire.split.halves import Back, Front, by_role
 from thinwire.split.models import build, require, view_of
 from thinwire.split.plan import SplitPlan
 from thinwire.split.surgery import Sample, assemble, split_model
-
-ROLES = ("edge", "cloud")
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def prepare(
     samples: Iterable[Sample] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> str:
-    """Cut a model once and write ``edge.safetensors`` and ``cloud.safetensors``.
+    """Cut a model once and write ``edge.safetensors`` and ``cloud.safetensors``: to each end what the plan gives it.
 
     Args:
         model: see ``split_model``.
@@ -63,7 +61,7 @@ def prepare(
         ValueError: the model cannot be cut so; safetensors is not installed.
     """
     require("safetensors")
-    halves: dict[str, Front | Back] = dict(zip(ROLES, split_model(model, plan, samples)))
+    halves = by_role(*split_model(model, plan, samples))
     pair = _pair_id(plan, halves)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +125,7 @@ def load_half(path: str | Path, role: str) -> Half:
         plan.check(len(view.layers(model)), view.hidden)
         rank = plan.rank if plan.kind == "lowrank" else 1
         factors = Factors.empty(view.intermediate, view.hidden, rank, plan.kept_directions)
-        half = assemble(view, model, plan, factors)[ROLES.index(role)]
+        half = by_role(*assemble(view, model, plan, factors))[role]
     tensors = load_file(str(file))
     half.to_empty(device="cpu")
     wanted = _tensors(half)

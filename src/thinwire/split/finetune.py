@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from thinwire.split.edge import EdgeEnd
 from thinwire.split.files import load_half
-from thinwire.split.halves import Back, Front
 from thinwire.split.ledger import ByteLedger
 from thinwire.split.link import StageLink
 from thinwire.split.models import View, view_of
@@ -119,7 +118,7 @@ def split_finetune(
         check_task(view_of(halves), task)
         batches = [task.train.batch(indices) for indices in recipe.batches(len(task.train), 0)[:samples]]
         front, back = split_model(halves, plan, [(b.inputs, b.lengths) for b in batches] if plan.calibrated else None)
-        pair = LocalPair(front, back, recipe, recipe.steps(len(task.train)), directory)
+        pair = LocalPair(front, back, recipe, recipe.steps(len(task.train)), directory, f"local {plan.hash}")
         report = train(pair, task, pair.ledger, checkpoint_every if directory else 0, on_step)
         if baseline:
             report = replace(report, baseline_score=train_unsplit(halves, task, recipe)[0])
@@ -127,7 +126,7 @@ def split_finetune(
     if isinstance(halves, nn.Module):
         raise ValueError(f"role={role!r} takes a file that split.prepare wrote, not a model")
     half = load_half(halves, role if role in ("edge", "cloud") else "edge")
-    if role == "edge" and task is not None and isinstance(half.module, Front):
+    if role == "edge" and task is not None:
         check_task(half.module.view, task)
         edge = EdgeEnd(half.module, half.pair, recipe, recipe.steps(len(task.train)), name, directory)
         with StageLink(*address, tls, insecure, receive_seconds, reconnect_seconds) as link:
@@ -135,7 +134,7 @@ def split_finetune(
             report = train(edge, task, link.ledger, checkpoint_every if directory else 0, on_step)
             edge.bye()
         return report
-    if role == "cloud" and task is None and isinstance(half.module, Back):
+    if role == "cloud" and task is None:
         cloud = CloudEnd(half.module, half.pair, recipe, directory)
         server = Server(cloud, *address, credentials=tls, insecure=insecure, say=say or (lambda words: None))
         return serve(server, edges, on_step)
@@ -158,7 +157,7 @@ def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, 
     seconds = time.perf_counter() - start
     trained = _copy(ledger)
     score = task.score(evaluate(edge, task.held_out, edge.recipe.batch_size))
-    modules = (edge.front, edge.cloud.back) if isinstance(edge, LocalPair) else (edge.front,)
+    modules = (edge.front, edge.back) if isinstance(edge, LocalPair) else (edge.half,)
     made = _minus(trained, before), _minus(ledger, trained)
     return SplitReport(edge.steps - begun, losses, score, None, seconds, *made, tokens, modules)
 
@@ -210,7 +209,7 @@ def serve(server: Server, edges: int | None, on_step: OnStep | None = None) -> S
     finally:
         server.close()
     seconds = time.perf_counter() - start
-    return SplitReport(done, [], None, None, seconds, server.ledger, ByteLedger(), 0, (server.cloud.back,))
+    return SplitReport(done, [], None, None, seconds, server.ledger, ByteLedger(), 0, (server.cloud.half,))
 
 
 def _copy(ledger: ByteLedger) -> ByteLedger:

@@ -40,7 +40,7 @@ CHECKSUM = struct.Struct(">I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size
 KINDS = (
     "hello", "ready", "z", "lengths", "slots", "labels", "logits", "dlogits", "dz", "loss", "checkpoint", "done", "bye",
-    "error",
+    "error", "ids", "types", "pixels",
 )  # fmt: skip
 DTYPES = {
     1: torch.float32, 2: torch.float16, 3: torch.bfloat16, 4: torch.float64, 5: torch.int8, 6: torch.uint8,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from thinwire.split.factors import Factors
 from thinwire.split.models import Parts, View, dense_bias
+from thinwire.split.models.base import inputs_of
 from thinwire.split.plan import SplitPlan
 
 
@@ -45,7 +46,7 @@ class Front(nn.Module):
 
     def activations(self, inputs: Mapping[str, Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual stream a ``[B, L, h]`` at the cut, and what the first dense layer takes."""
-        hidden = self.embeddings(**inputs)
+        hidden = self.embeddings(**inputs_of(inputs, *self.view.inputs))
         mask = self.view.mask(hidden, lengths)
         for layer in self.layers:
             hidden = self.view.run(layer, hidden, mask)
@@ -108,3 +109,18 @@ class Back(nn.Module):
         elif self.directions is not None:
             y = y + rest @ self.directions.T
         return y if self.after is None else self.after(y)
+
+
+def by_role(front: Front, back: Back) -> dict[str, Front | Back]:
+    """The halves under "edge" and "cloud", as their plan places them."""
+    return {"edge": front, "cloud": back} if front.plan.front_on == "edge" else {"edge": back, "cloud": front}
+
+
+def check_holder(half: Front | Back, role: str) -> None:
+    """Raise ``ValueError`` if the plan gives this half to the other machine."""
+    due = Front if half.plan.front_on == role else Back
+    if not isinstance(half, due):
+        raise ValueError(
+            f"front_on={half.plan.front_on!r} gives the {role} the {due.__name__.lower()}: this is the "
+            f"{type(half).__name__.lower()}"
+        )

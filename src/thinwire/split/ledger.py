@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 _NAMES = {"z": "activation", "dz": "gradient"}
-_DATA = ("logits", "dlogits", "labels", "lengths", "slots", "loss")
+_DATA = ("logits", "dlogits", "labels", "lengths", "slots", "loss", "ids", "types", "pixels")
 
 
 @dataclass
@@ -14,7 +14,8 @@ class ByteLedger:
     """Counts of one end, in both directions; bytes sent again after a lost connection count again.
 
     Attributes:
-        sent: bytes by kind: activation, gradient, logits, dlogits, labels, lengths, slots, loss, control, header, tls.
+        sent: bytes by kind: activation, gradient, logits, dlogits, labels, lengths, slots, loss, ids, types, pixels,
+            control, header, tls.
         received: the same.
         messages: how many, by kind of their first frame; both directions.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+import warnings
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -60,7 +61,13 @@ class StageLink:
         Raises:
             LinkError: no connection within ``reconnect_seconds``; `TrustError`: it is not to be trusted.
             SessionError: the ends do not fit together.
+
+        Warns:
+            UserWarning: the plan has the front in the cloud, so that the edge's inputs will leave it.
         """
+        plan = edge.half.plan
+        if plan.front_on == "cloud":
+            warnings.warn(str(plan.leaves), stacklevel=2)
         self._edge = edge
         ready = self._connect(time.monotonic() + self.reconnect_seconds)
         edge.open(self.call, ready)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from thinwire.split.edge import EdgeEnd
 from thinwire.split.frames import Message, count
-from thinwire.split.halves import Back, Front
+from thinwire.split.halves import Back, Front, by_role
 from thinwire.split.ledger import ByteLedger
 from thinwire.split.recipe import Recipe
 from thinwire.split.session import CloudEnd
@@ -16,6 +16,8 @@ class LocalPair(EdgeEnd):
     """An edge whose cloud is in the same process. Codecs, sessions and checkpoints are those of two machines.
 
     Attributes:
+        front: one half, whichever end has it.
+        back: the other.
         cloud: the other end.
         ledger: what would have crossed, frames included, TLS not.
     """
@@ -24,8 +26,10 @@ class LocalPair(EdgeEnd):
         self, front: Front, back: Back, recipe: Recipe, total: int, directory: Path | None = None, pair: str = "local"
     ) -> None:
         folders = (None, None) if directory is None else (directory / "edge", directory / "cloud")
-        super().__init__(front, pair, recipe, total, directory=folders[0])
-        self.cloud = CloudEnd(back, pair, recipe, folders[1])
+        self.front, self.back = front, back
+        held = by_role(front, back)
+        super().__init__(held["edge"], pair, recipe, total, directory=folders[0])
+        self.cloud = CloudEnd(held["cloud"], pair, recipe, folders[1])
         self.ledger = ByteLedger()
         self.open(self._counted, self.cloud.hello(self.hello()))
 

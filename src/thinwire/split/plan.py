@@ -6,11 +6,12 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from thinwire.split.codecs import check_chain
+from thinwire.split.codecs import Chain, check_chain
 
 KINDS = ("lowrank", "ffn", "boundary")
 INITS = ("svd", "activation")
 LABELS = ("edge", "cloud")
+FRONT_ON = ("edge", "cloud")
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class SplitPlan:
             too. "lowrank:q": only their q principal directions do. A "boundary" has nothing to drop.
         labels: who computes the loss: "edge" (labels stay there) or "cloud" (labels cross; one round trip per step).
         init: of the thin factors. "svd": nearest to the weight. "activation": nearest to its output on sample batches.
-        up: codecs of the activation, such as ("int8", "pack").
-        down: codecs of its gradient.
+        up: codecs of what goes up, such as ("int8", "pack"): the activation while the front is at the edge.
+        down: codecs of what comes down: its gradient while the front is at the edge.
+        front_on: who runs the first layers: "edge", or "cloud" as in the published code. The edge then has the back
+            and the labels, sends its inputs (token ids) every step, and the activation comes down.
     """
 
     cut: int
@@ -38,11 +41,12 @@ class SplitPlan:
     init: str = "svd"
     up: tuple[str, ...] = ()
     down: tuple[str, ...] = ()
+    front_on: str = "edge"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "up", tuple(self.up))
         object.__setattr__(self, "down", tuple(self.down))
-        for name, known in (("kind", KINDS), ("labels", LABELS), ("init", INITS)):
+        for name, known in (("kind", KINDS), ("labels", LABELS), ("init", INITS), ("front_on", FRONT_ON)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: write one of {', '.join(known)}")
         for name in ("cut", "rank"):
@@ -55,8 +59,13 @@ class SplitPlan:
             raise ValueError("a boundary cut keeps every residual by itself: leave residual out")
         if self.kind != "lowrank" and self.init != "svd":
             raise ValueError(f"init={self.init!r} needs factors: use it with kind='lowrank'")
-        check_chain(self.up, "up")
-        check_chain(self.down, "down")
+        if self.front_on == "cloud" and self.labels == "cloud":
+            raise ValueError(
+                "labels='cloud' does not go with front_on='cloud': the edge has the back, which computes the loss; "
+                "leave labels out"
+            )
+        check_chain(self.up, "up", self.carries("up"))
+        check_chain(self.down, "down", self.carries("down"))
 
     @property
     def kept_directions(self) -> int:
@@ -70,6 +79,21 @@ class SplitPlan:
     def calibrated(self) -> bool:
         """Whether the surgery needs sample batches."""
         return self.init == "activation" or self.kept_directions > 0
+
+    def carries(self, direction: str) -> str:
+        """What goes "up" or comes "down": "activation" or "gradient"."""
+        return "activation" if (direction == "up") == (self.front_on == "edge") else "gradient"
+
+    def chain(self, direction: str) -> Chain:
+        """Codecs of "up" or "down", without any state yet."""
+        return Chain(self.up if direction == "up" else self.down, direction, self.carries(direction))
+
+    @property
+    def leaves(self) -> str | None:
+        """A sentence on what of its data the edge gives away, beside activations; None: nothing."""
+        if self.front_on == "cloud":
+            return "front_on='cloud': the inputs (token ids) leave the edge, every step"
+        return "labels='cloud': the labels leave the edge" if self.labels == "cloud" else None
 
     def width(self, hidden: int, intermediate: int) -> int:
         """Numbers per token that cross, for a model of these widths."""

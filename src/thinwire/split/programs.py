@@ -1,12 +1,12 @@
-"""The two programs of a step, each in straight lines: compute, send, receive, compute.
+"""The two programs of a step, front at the edge, each in straight lines: compute, send, receive, compute.
 
 A program is a generator over two words. The link runs it over a socket, `LocalPair` runs both in one process; what is
-tested there is what runs between machines.
+tested there is what runs between machines. ``swapped`` holds those of the other roles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from thinwire.split.codecs import Chain, Visit
 from thinwire.split.errors import SessionError
 from thinwire.split.frames import Message
 from thinwire.split.halves import Back, Front
+from thinwire.split.models import View
 from thinwire.split.plan import SplitPlan
 from thinwire.split.recipe import Recipe
 
@@ -38,7 +39,9 @@ class Receive:
     kind: str
 
 
-_MOST_BYTES = 1 << 30  # of a decoded activation: a few bytes of lengths could ask for any amount
+MOST_BYTES = 1 << 30  # of an activation: a few bytes from the other end could ask for any amount
+FRONT_DRAWS, BACK_DRAWS = "edge", "cloud"
+"""Streams of dropout: a half draws the same numbers wherever it is."""
 Program = Generator[Send | Receive, Message, Any]
 
 
@@ -49,8 +52,8 @@ class Ends:
     Attributes:
         plan: what crosses, and who has the labels.
         recipe: the loss and the seed.
-        up: codecs of the activation, with this end's state.
-        down: codecs of the gradient.
+        up: codecs of what goes up, with this end's state.
+        down: codecs of what comes down.
         optimizer: of this end's half.
     """
 
@@ -64,11 +67,9 @@ class Ends:
 def edge_step(front: Front, batch: Batch, ends: Ends, step: int) -> Program:
     """One training step at the edge. Returns the loss, a 0-dim tensor."""
     visit = batch.visit(training=True)
-    with dropout_of(ends.recipe, "edge", step):
+    with dropout_of(ends.recipe, FRONT_DRAWS, step):
         z = front(batch.inputs, batch.lengths)
-    parts = [*_state("z", ends.up.encode(z, visit)), *_lengths(batch)]
-    if ends.up.needs_slots:
-        parts.append(("slots", batch.slots.to(torch.uint32)))
+    parts = [*under("z", ends.up.encode(z, visit)), *facts_of(batch, slots=ends.up.needs_slots)]
     if ends.plan.labels == "cloud":
         wide = batch.labels.is_floating_point()
         parts.append(("labels", batch.labels.to(torch.float32 if wide else torch.int32)))
@@ -79,12 +80,13 @@ def edge_step(front: Front, batch: Batch, ends: Ends, step: int) -> Program:
         yield Send(tuple(parts))
         reply = yield Receive("logits")
         logits = reply.one("logits").to(z.device).requires_grad_()
-        loss = _checked(ends.recipe.loss_function, logits, batch.labels)
+        loss = checked_loss(ends.recipe, logits, batch.labels)
         loss.backward()
         yield Send((("dlogits", logits.grad),))  # type: ignore[arg-type]
         reply = yield Receive("dz")
     received = [part.to(z.device) for part in reply.tensors("dz")]
-    z.backward(ends.down.decode(received, visit, z.shape[-1], z.dtype, length=z.shape[1]).view(z.shape))
+    dz = ends.down.decode(received, visit, z.shape[-1], z.dtype, length=z.shape[1])
+    z.backward(fitted(dz, z, visit, step))
     ends.optimizer.step()
     ends.optimizer.zero_grad()
     return loss.detach().cpu()
@@ -95,11 +97,11 @@ def cloud_step(back: Back, ends: Ends, step: int, dtype: torch.dtype, device: to
     message = yield Receive("z")
     z, visit, lengths = _arrived(message, back, ends, dtype, device, training=True)
     z.requires_grad_()
-    with dropout_of(ends.recipe, "cloud", step):
+    with dropout_of(ends.recipe, BACK_DRAWS, step):
         logits = back(z, lengths)
     parts: list[tuple[str, Tensor]] = []
     if ends.plan.labels == "cloud":
-        loss = _checked(ends.recipe.loss_function, logits, message.one("labels").to(device))
+        loss = checked_loss(ends.recipe, logits, message.one("labels").to(device))
         loss.backward()
         parts.append(("loss", loss.detach()))
     else:
@@ -109,14 +111,14 @@ def cloud_step(back: Back, ends: Ends, step: int, dtype: torch.dtype, device: to
     ends.optimizer.step()
     ends.optimizer.zero_grad()
     assert z.grad is not None
-    yield Send((*_state("dz", ends.down.encode(z.grad, visit)), *parts))
+    yield Send((*under("dz", ends.down.encode(z.grad, visit)), *parts))
 
 
 def edge_evaluate(front: Front, batch: Batch, ends: Ends) -> Program:
     """Logits of a batch, without dropout; nothing is updated."""
     with torch.no_grad():
         z = front(batch.inputs, batch.lengths)
-    yield Send((*_state("z", ends.up.encode(z, batch.visit(training=False))), *_lengths(batch)))
+    yield Send((*under("z", ends.up.encode(z, batch.visit(training=False))), *facts_of(batch)))
     reply = yield Receive("logits")
     return reply.one("logits")
 
@@ -139,46 +141,76 @@ def dropout_of(recipe: Recipe, role: str, step: int) -> Generator[None]:
         yield
 
 
-def _state(kind: str, parts: list[Tensor]) -> list[tuple[str, Tensor]]:
+def under(kind: str, parts: list[Tensor]) -> list[tuple[str, Tensor]]:
+    """The parts of a codec as frames of a kind."""
     return [(kind, part) for part in parts]
 
 
-def _lengths(batch: Batch) -> list[tuple[str, Tensor]]:
-    return [] if batch.lengths is None else [("lengths", batch.lengths.to(torch.uint16))]
+def facts_of(batch: Batch, slots: bool = False) -> list[tuple[str, Tensor]]:
+    """What the cloud must know of a batch to mask and decode: real lengths, and for delta which samples they are."""
+    facts = [] if batch.lengths is None else [("lengths", batch.lengths.to(torch.uint16))]
+    return [*facts, ("slots", batch.slots.to(torch.uint32))] if slots else facts
+
+
+def received_facts(message: Message, view: View, *, slots: bool, training: bool) -> tuple[Visit, Tensor | None]:
+    """What ``facts_of`` sent: for the codecs, and the real lengths ``[B]`` for the mask.
+
+    Raises:
+        SessionError: it is missing, or is not what lengths can be.
+    """
+    found = message.tensors("lengths")
+    lengths = message.one("lengths", torch.uint16).long() if found else None
+    if view.uses_lengths == (lengths is None) or (lengths is not None and lengths.dim() != 1):
+        raise SessionError(f"step {message.step}: a batch came without the lengths of its samples, or with wrong ones")
+    numbers = message.one("slots", torch.uint32).tolist() if slots else None
+    visit = Visit(None if lengths is None else lengths.tolist(), numbers, training)
+    if visit.lengths is not None and min(visit.lengths, default=0) < 1:
+        raise SessionError(f"step {message.step}: a sample without a token, or none at all")
+    return visit, lengths
+
+
+def fitted(dz: Tensor, z: Tensor, visit: Visit, step: int) -> Tensor:
+    """The gradient in the shape of the activation: zeros at padding beyond the longest sample, which need not cross.
+
+    Raises:
+        SessionError: it is of another shape.
+    """
+    if visit.lengths is not None and dz.shape[1] == max(visit.lengths):
+        dz = torch.nn.functional.pad(dz, (0, 0, 0, z.shape[1] - dz.shape[1]))
+    if dz.shape != z.shape:
+        raise SessionError(f"step {step}: the gradient came as {list(dz.shape)}, the activation was {list(z.shape)}")
+    return dz
+
+
+def check_size(message: Message, samples: int, tokens: int, width: int, dtype: torch.dtype) -> None:
+    """Raise `SessionError` if an activation ``[samples, tokens, width]`` would be larger than ``MOST_BYTES``."""
+    if samples * tokens * width * dtype.itemsize > MOST_BYTES:
+        raise SessionError(f"step {message.step}: {samples} samples of up to {tokens} tokens are too many")
+
+
+def checked_loss(recipe: Recipe, logits: Tensor, labels: Tensor) -> Tensor:
+    """The recipe's loss.
+
+    Raises:
+        SessionError: the model's outputs and the labels are not of one kind.
+    """
+    try:
+        return recipe.loss_function(logits, labels)
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise SessionError(
+            f"the loss takes no logits {list(logits.shape)} with labels {list(labels.shape)}: {error}"
+        ) from error
 
 
 def _arrived(
     message: Message, back: Back, ends: Ends, dtype: torch.dtype, device: torch.device, *, training: bool
 ) -> tuple[Tensor, Visit, Tensor | None]:
     """The activation, decoded and checked, and the real lengths."""
-    found = message.tensors("lengths")
-    lengths = message.one("lengths", torch.uint16).long() if found else None
-    if back.view.uses_lengths == (lengths is None) or (lengths is not None and lengths.dim() != 1):
-        raise SessionError(
-            f"step {message.step}: the activation came without the lengths of its samples, or with wrong ones"
-        )
-    slots = message.one("slots", torch.uint32).tolist() if training and ends.up.needs_slots else None
-    visit = Visit(None if lengths is None else lengths.tolist(), slots, training)
-    if visit.lengths is not None and min(visit.lengths, default=0) < 1:
-        raise SessionError(f"step {message.step}: a sample without a token, or none at all")
-    if (
-        visit.lengths is not None
-        and len(visit.lengths) * max(visit.lengths) * back.width * dtype.itemsize > _MOST_BYTES
-    ):
-        raise SessionError(
-            f"step {message.step}: {len(visit.lengths)} samples of up to {max(visit.lengths)} tokens are too many"
-        )
+    visit, lengths = received_facts(message, back.view, slots=training and ends.up.needs_slots, training=training)
+    if visit.lengths is not None:
+        check_size(message, len(visit.lengths), max(visit.lengths), back.width, dtype)
     parts = [part.to(device) for part in message.tensors("z")]
     z = ends.up.decode(parts, visit, back.width, dtype)
     if not z.numel():
         raise SessionError(f"step {message.step}: a batch without samples")
     return z, visit, lengths
-
-
-def _checked(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, labels: Tensor) -> Tensor:
-    try:
-        return loss(logits, labels)
-    except (IndexError, RuntimeError, ValueError) as error:
-        raise SessionError(
-            f"the loss takes no logits {list(logits.shape)} with labels {list(labels.shape)}: {error}"
-        ) from error

@@ -11,11 +11,13 @@ from thinwire.split import store
 from thinwire.split.codecs import Chain
 from thinwire.split.errors import SessionError, SplitError
 from thinwire.split.frames import Message, Words
-from thinwire.split.halves import Back
+from thinwire.split.halves import Back, Front, check_holder
+from thinwire.split.inputs import opening
 from thinwire.split.programs import Ends, Program, Receive, Send, cloud_evaluate, cloud_step
 from thinwire.split.recipe import Recipe
+from thinwire.split.swapped import cloud_front_evaluate, cloud_front_step
 
-PROTOCOL = 1
+PROTOCOL = 2
 HELLO = {
     "protocol": int,
     "plan": str,
@@ -40,12 +42,12 @@ class _Edge:
 
 @dataclass
 class CloudEnd:
-    """The back, its optimizer, and what is needed to answer a request again without carrying it out again.
+    """The cloud's half, its optimizer, and what is needed to answer a request again without carrying it out again.
 
-    Several edges may train one back, one after the other: each has its own step count and codec state.
+    Several edges may train one such half, one after the other: each has its own step count and codec state.
 
     Attributes:
-        back: the cloud's half; trained in place.
+        half: the back, or with ``front_on="cloud"`` the front; trained in place.
         pair: of the files that the halves came from; both ends must have the same.
         recipe: must be the edge's.
         directory: of checkpoints; None: none are written.
@@ -53,7 +55,7 @@ class CloudEnd:
         trained: called with (edge, steps) after each training step.
     """
 
-    back: Back
+    half: Front | Back
     pair: str
     recipe: Recipe
     directory: Path | None = None
@@ -69,9 +71,11 @@ class CloudEnd:
     _waits_for: str = ""
 
     def __post_init__(self) -> None:
-        self._optimizer = self.recipe.optimizer(self.back)
-        first = next(self.back.parameters())
+        check_holder(self.half, "cloud")
+        self._optimizer = self.recipe.optimizer(self.half)
+        first = next(self.half.parameters())
         self._dtype, self._device = first.dtype, first.device
+        self._opening = "z" if isinstance(self.half, Back) else opening(self.half.view)
         found = store.steps(self.directory)
         if found:  # a restarted cloud goes on from its newest checkpoint
             self._load(found[-1])
@@ -101,7 +105,7 @@ class CloudEnd:
         for name, kind in HELLO.items():
             if not isinstance(words.get(name), kind) or len(words) != len(HELLO):
                 raise SessionError("the hello of the other end is malformed: the ends run different versions")
-        plan = self.back.plan
+        plan = self.half.plan
         mine = {"protocol": PROTOCOL, "plan": plan.hash, "recipe": self.recipe.hash, "pair": self.pair}
         for name, here in mine.items():
             if words[name] != here:
@@ -182,17 +186,15 @@ class CloudEnd:
             self._save()
             return Message("done", edge.steps, request.sequence, words={"steps": edge.steps})
         if request.evaluation and not self.training:
-            ends = self._ends(edge)
-            self.back.eval()
-            return self._run(cloud_evaluate(self.back, ends, self._dtype, self._device), request)[0]
-        if request.kind == "z":
+            self.half.eval()
+            return self._run(self._evaluation(self._ends(edge)), request)[0]
+        if request.kind == self._opening:
             if self.training or request.step != edge.steps:
                 raise SessionError(f"step {request.step} begins where {edge.steps} is due")
             self.recipe.set_rate(self._optimizer, request.step, self._total)
             self._optimizer.zero_grad()
-            self.back.train()
-            program = cloud_step(self.back, self._ends(edge), request.step, self._dtype, self._device)
-            reply, ended = self._run(program, request)
+            self.half.train()
+            reply, ended = self._run(self._training(self._ends(edge), request.step), request)
         elif self._program is not None and request.kind == self._waits_for and request.step == edge.steps:
             reply, ended = self._resume(self._program, request)
         else:
@@ -202,6 +204,16 @@ class CloudEnd:
             if self.trained is not None:
                 self.trained(self.edge, edge.steps)
         return reply
+
+    def _training(self, ends: Ends, step: int) -> Program:
+        if isinstance(self.half, Back):
+            return cloud_step(self.half, ends, step, self._dtype, self._device)
+        return cloud_front_step(self.half, ends, step, self._device)
+
+    def _evaluation(self, ends: Ends) -> Program:
+        if isinstance(self.half, Back):
+            return cloud_evaluate(self.half, ends, self._dtype, self._device)
+        return cloud_front_evaluate(self.half, ends, self._device)
 
     def _run(self, program: Program, request: Message) -> tuple[Message, bool]:
         wanted = next(program)
@@ -225,10 +237,10 @@ class CloudEnd:
         return reply, False
 
     def _ends(self, edge: _Edge) -> Ends:
-        return Ends(self.back.plan, self.recipe, edge.up, edge.down, self._optimizer)
+        return Ends(self.half.plan, self.recipe, edge.up, edge.down, self._optimizer)
 
     def _new_edge(self) -> _Edge:
-        return _Edge(Chain(self.back.plan.up), Chain(self.back.plan.down, "down"))
+        return _Edge(self.half.plan.chain("up"), self.half.plan.chain("down"))
 
     def _save(self) -> None:
         if self.directory is None:
@@ -236,7 +248,8 @@ class CloudEnd:
         edges = {
             name: {"steps": e.steps, "up": e.up.state(), "down": e.down.state()} for name, e in self._edges.items()
         }
-        content = {"half": self.back.state_dict(), "optimizer": self._optimizer.state_dict(), "edges": edges}
+        content: dict[str, Any] = {"half": self.half.state_dict(), "optimizer": self._optimizer.state_dict()}
+        content |= {"edges": edges, "pair": self.pair}
         try:
             store.save(self.directory, sum(edge.steps for edge in self._edges.values()), content)
         except OSError as error:
@@ -245,7 +258,8 @@ class CloudEnd:
     def _load(self, total: int) -> None:
         assert self.directory is not None
         content: dict[str, Any] = store.load(self.directory, total)
-        self.back.load_state_dict(content["half"])
+        store.check_pair(content, self.pair, self.directory)
+        self.half.load_state_dict(content["half"])
         self._optimizer.load_state_dict(content["optimizer"])
         self._program, self._edges = None, {}
         for name, kept in content["edges"].items():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.engine.durable import put_in_place, read_file, write_file
+from thinwire.split.errors import SessionError
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -38,6 +39,14 @@ def steps(directory: Path | None) -> list[int]:
 def load(directory: Path, step: int) -> dict[str, Any]:
     """The content of a checkpoint."""
     return read_file(directory / f"step-{step:09d}" / "state.pt")
+
+
+def check_pair(content: dict[str, Any], pair: str, directory: Path) -> None:
+    """Raise `SessionError` unless a checkpoint is of these halves."""
+    if content.get("pair") != pair:
+        raise SessionError(
+            f"{directory} holds checkpoints of other halves: give this training another directory, or remove that one"
+        )
 
 
 def drop_after(directory: Path | None, step: int) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.split.batch import Batch
+from thinwire.split.models import view_of
+from thinwire.split.models.base import inputs_of
 from thinwire.split.programs import dropout_of
 from thinwire.split.recipe import Recipe
 from thinwire.split.tasks import Task
@@ -45,7 +47,7 @@ def whole_forward(model: nn.Module, batch: Batch) -> Tensor:
     if batch.lengths is not None:
         length = next(iter(batch.inputs.values())).shape[1]
         extra["attention_mask"] = (torch.arange(length) < batch.lengths[:, None]).long()
-    logits: Tensor = model(**batch.inputs, **extra).logits
+    logits: Tensor = model(**inputs_of(batch.inputs, *view_of(model).inputs), **extra).logits
     return logits
 
 

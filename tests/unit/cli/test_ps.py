@@ -32,6 +32,16 @@ def test_on_equal_nodes_behind_a_slow_server_link_the_all_reduce_wins():
     assert rows["hierarchical all-reduce"] > max(rows["inhad"], rows["asp"], rows["bsp"])
 
 
+def test_shards_carry_more_where_the_servers_link_is_the_bound():
+    rows = {}
+    for shards in ("0", "2"):
+        result = call("simulate", "--settings", "asp", "--nodes", "24", "--parameters", "10", "--link", "1gbit",
+                      "--seconds", "60", "--shards", shards, "--json")  # fmt: skip
+        assert result.exit_code == 0, result.output
+        rows[shards] = json.loads(result.stdout)[0]["gradients_per_second"]
+    assert rows["2"] > 1.7 * rows["0"]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -49,6 +59,12 @@ def test_on_equal_nodes_behind_a_slow_server_link_the_all_reduce_wins():
         (["server", "--updates", "3", "--outer", "sgd:rate=3"], "--outer"),
         (["server", "--updates", "3", "--model", "nomodel"], "unknown model"),
         (["node", "--server", "somewhere"], "host:port"),
+        (["server", "--updates", "3", "--shards", "-1"], "--shards -1 must be at least 0"),
+        (["server", "--updates", "3", "--model", "digits", "--shards", "99999999"], "at most the model's"),
+        (["simulate", "--shards", "-2"], "--shards -2"),
+        (["shard", "somewhere", "--index", "0"], "host:port"),
+        (["shard", "127.0.0.1:1", "--index", "-1"], "--index -1 must be at least 0"),
+        (["shard", "127.0.0.1:1", "--index", "0", "--outer", "sgdd"], "unknown optimizer"),
         (["replay", "nothing.jsonl"], "is not there"),
     ],
 )

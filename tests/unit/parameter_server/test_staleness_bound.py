@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.parameter_server import server as server_module
+from thinwire.parameter_server.effects import Start
 from thinwire.parameter_server.leader import Leader
-from thinwire.parameter_server.messages import IterationNumber
+from thinwire.parameter_server.messages import IterationNumber, Pull, Weights, Welcome
 from thinwire.parameter_server.presets import bsp, inhad, n_softsync
 from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.staleness import UNBOUNDED
@@ -59,6 +60,22 @@ def test_a_silent_node_is_dropped_after_its_lease_and_the_others_go_on():
     chaos.run(400)
     assert len(chaos.updates) > before + 10
     assert gone.leader.node not in {member.node for member in chaos.server.members.values()}
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_a_worker_that_comes_late_does_not_start_on_weights_that_the_server_takes_for_done(push):
+    leader = Leader(pushed(0) if push else bsp(), 0, 2)
+    leader.alive.discard(1)
+    leader.join(0.0)
+    leader.on(Welcome(5, 3), 0.0)
+    (start,) = [e for e in leader.on(Weights(5, 3, 1, UNBOUNDED, 1), 0.0) if isinstance(e, Start)]
+    leader.done(0, start.token, None, 0.1)
+    assert leader.report(0.2).low == UNBOUNDED  # the server may make version 4 now
+    assert not [e for e in leader.returned(1, 0.3) if isinstance(e, Start)]
+    if not push:
+        leader.on(Pull(5, 1, 4), 0.35)
+    started = [e.worker for e in leader.on(Weights(5, 4, 2, UNBOUNDED, 1, ack=1), 0.4) if isinstance(e, Start)]
+    assert started == [0, 1]
 
 
 # --- each part of the bound is needed ------------------------------------------------------------------------------

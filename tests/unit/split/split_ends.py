@@ -11,13 +11,19 @@ import split_models as small
 import torch
 
 from thinwire.split import CloudEnd, EdgeEnd, LocalPair, Recipe, Server, SplitPlan, StageLink, split_model
+from thinwire.split.halves import by_role
 
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.0)
 
 
 def halves(plan=None, **more):
-    """Copies of one surgery: two decompositions differ in their last bits."""
+    """Copies of one surgery, front and back: two decompositions differ in their last bits."""
     return copy.deepcopy(_cut(plan or SplitPlan(2), **more))
+
+
+def held(plan=None, **more):
+    """The same as the plan places them: the edge's half and the cloud's."""
+    return tuple(by_role(*halves(plan, **more)).values())
 
 
 @functools.cache
@@ -37,17 +43,17 @@ def parameters(*modules):
 
 
 def in_process(plan=None, steps=6, **more):
-    """What both ends must come to: (losses, parameters of front and back)."""
+    """What both ends must come to: (losses, parameters of the edge's half and of the cloud's)."""
     pair = LocalPair(*halves(plan, **more), RECIPE, 20)
     losses = [float(pair.step(batch_of(step))) for step in range(steps)]
-    return losses, parameters(pair.front), parameters(pair.cloud.back)
+    return losses, parameters(pair.half), parameters(pair.cloud.half)
 
 
 @contextlib.contextmanager
-def serving(back, *, edges=1, pair="pair", directory=None, recipe=RECIPE, **options):
+def serving(half, *, edges=1, pair="pair", directory=None, recipe=RECIPE, **options):
     """A server in a thread; yields it, and its sentences as ``server.said``."""
     said = []
-    server = Server(CloudEnd(back, pair, recipe, directory), say=said.append, **options)
+    server = Server(CloudEnd(half, pair, recipe, directory), say=said.append, **options)
     server.said = said
     ended = []
 
@@ -68,8 +74,8 @@ def serving(back, *, edges=1, pair="pair", directory=None, recipe=RECIPE, **opti
         server.close()
 
 
-def edge_end(front, *, total=20, pair="pair", recipe=RECIPE, **more):
-    return EdgeEnd(front, pair, recipe, total, **more)
+def edge_end(half, *, total=20, pair="pair", recipe=RECIPE, **more):
+    return EdgeEnd(half, pair, recipe, total, **more)
 
 
 @contextlib.contextmanager

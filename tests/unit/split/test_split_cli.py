@@ -5,6 +5,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
+from thinwire.cli.split_inputs import read_rows
 from thinwire.cli.split_tables import compare_table
 from thinwire.split.compare import Row
 from thinwire.split.files import read_facts
@@ -56,9 +57,9 @@ def test_plan_writes_both_halves_and_says_what_a_step_costs(tmp_path):
         facts = read_facts(tmp_path / "halves" / f"{role}.safetensors")
         assert (facts["role"], facts["pair"]) == (role, answer["pair"])
         assert facts["notes"]["recipe"]["batch_size"] == 16
-    shown = run("plan", *SMALL, "--measure", "0", "--labels", "cloud").stdout
-    assert "1/1.0" in shown
-    assert "the labels leave the edge" in shown
+    shown = run("plan", *SMALL, "--measure", "0", "--labels", "cloud")
+    assert "1/1.0" in shown.stdout
+    assert "the labels leave the edge" in shown.stderr
 
 
 def test_plan_with_calibration_and_a_glue_task(tmp_path):
@@ -68,6 +69,18 @@ def test_plan_with_calibration_and_a_glue_task(tmp_path):
     more = ["--batch", "8", "--init", "activation", "--residual", "lowrank:2", "--rank", "4"]
     answer = json.loads(run(*words, *more, "--measure", "1", "--out", "halves", "--json").stdout)
     assert answer["plan"]["init"] == "activation"
+
+
+def test_the_front_in_the_cloud(tmp_path):
+    words = ["plan", *SMALL, "--front-on", "cloud", "--rank", "4", "--measure", "0", "--out", "halves", "--json"]
+    shown = run(*words, "--up", "int8", "--down", "delta:4,pack")
+    assert "the inputs (token ids) leave the edge" in shown.stderr
+    answer = json.loads(shown.stdout)
+    assert answer["plan"]["front_on"] == "cloud"
+    assert [(row["messages"], row["payload"]["ids"] > 0) for row in answer["rows"].values()] == [(4, True)] * 3
+    assert json.loads(read_facts(tmp_path / "halves" / "edge.safetensors")["plan"])["front_on"] == "cloud"
+    rows = read_rows("boundary lowrank:delta:4,pack", 1, 4, "cloud")
+    assert [(row.up, row.down) for row in rows.values()] == [((), ()), (("int8", "pack"), ("delta:4", "pack"))]
 
 
 def test_compare(tmp_path):
@@ -105,6 +118,8 @@ def test_the_table_of_a_comparison():
         ("--plans is empty", ["compare", "--plans", ""]),
         ("kind='thin' is unknown", ["compare", "--plans", "thin"]),
         ("--seeds must be at least 1", ["compare", "--seeds", "0"]),
+        ("does not go with front_on='cloud'", ["plan", "--front-on", "cloud", "--labels", "cloud"]),
+        ("front_on='x' is unknown", ["compare", "--front-on", "x"]),
         ("is no half of a model", ["cloud", "nowhere.safetensors"]),
         ("is no half of a model", ["edge", "nowhere.safetensors"]),
     ],

@@ -41,10 +41,14 @@ PLANS = [
     SplitPlan(2, up=("int8",), down=("int4", "pack")),
     SplitPlan(2, up=("delta:4", "pack"), down=("int8", "pack"), labels="cloud"),
     SplitPlan(2, up=("delta:2", "pack"), down=("pack",)),
+    SplitPlan(2, front_on="cloud"),
+    SplitPlan(2, residual="keep", up=("int4", "pack"), down=("delta:4", "pack"), front_on="cloud"),
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.labels}-{','.join(plan.up)}")
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.labels}-{','.join(plan.up)}-{plan.front_on}"
+)
 @pytest.mark.parametrize("architecture", ["bert", "vit", "gpt2-lm"])
 def test_the_formulas_are_what_is_counted(plan, architecture):
     if architecture == "vit" and "pack" in plan.up + plan.down:
@@ -53,7 +57,8 @@ def test_the_formulas_are_what_is_counted(plan, architecture):
     pair = LocalPair(*split_model(small.model(architecture), plan), recipe, 3)
     classes = small.VOCABULARY if architecture == "gpt2-lm" else small.LABELS
     inner = 128 if architecture.startswith("gpt2") else 64
-    shape = Shape(32, inner, classes, architecture != "vit", "lm" in architecture)
+    pixels = 3 * 8 * 8 if architecture == "vit" else 0
+    shape = Shape(32, inner, classes, architecture != "vit", "lm" in architecture, pixels=pixels)
     for visit, lengths in enumerate([(7, 4, 5), (7, 4, 5), (6, 2)]):  # the last one is a ragged batch
         first = 10 * (visit // 2)
         batch = small.batch(architecture, lengths=lengths, slots=range(first, first + len(lengths)))

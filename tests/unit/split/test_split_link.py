@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from split_ends import RECIPE, Cable, batch_of, edge_end, halves, in_process, linked, parameters, serving
+from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_process, linked, parameters, serving
 
 from thinwire.split import (
     CloudEnd,
@@ -88,11 +88,11 @@ def test_what_a_listener_on_the_wire_sees(keys):
 
 
 def run_over(plan, credentials, cut_at=None, note=None):
-    """Four steps over a cable. Returns (losses, front, back, cable, reconnects)."""
-    front, back = halves(plan)
-    with serving(back, credentials=credentials[1]) as server:
+    """Four steps over a cable. Returns (losses, the edge's half, the cloud's, cable, reconnects)."""
+    of_edge, of_cloud = held(plan)
+    with serving(of_cloud, credentials=credentials[1]) as server:
         cable = Cable(server.port, cut_at)
-        with linked(server, edge_end(front), credentials[0], cable.port) as link:
+        with linked(server, edge_end(of_edge), credentials[0], cable.port) as link:
             edge, losses = link._edge, []
             for step in range(4):
                 if note is not None and step in (1, 2):
@@ -101,12 +101,23 @@ def run_over(plan, credentials, cut_at=None, note=None):
                 edge._call = link.call
             edge.bye()
         cable.close()
-    return losses, front, back, cable, link.reconnects
+    return losses, of_edge, of_cloud, cable, link.reconnects
 
 
-@pytest.mark.parametrize("tls,labels", [(True, "edge"), (False, "cloud")])
-def test_cut_after_every_message(keys, tls, labels):
-    plan = SplitPlan(2, labels=labels, up=("delta:4", "pack"))
+DELTA = ("delta:4", "pack")
+
+
+@pytest.mark.filterwarnings("ignore:front_on='cloud'")
+@pytest.mark.parametrize(
+    "tls,plan,messages",
+    [
+        (True, SplitPlan(2, up=DELTA), 4),
+        (False, SplitPlan(2, up=DELTA, labels="cloud"), 2),
+        (False, SplitPlan(2, down=DELTA, front_on="cloud"), 4),
+    ],
+    ids=["default", "labels in the cloud", "front in the cloud"],
+)
+def test_cut_after_every_message(keys, tls, plan, messages):
     credentials = (trust(keys, "edge"), trust(keys, "cloud")) if tls else (None, None)
     expected = in_process(plan, steps=4)
     places = []  # counts of bytes: a cable cut there loses a request, or the reply to one
@@ -121,13 +132,13 @@ def test_cut_after_every_message(keys, tls, labels):
         return noting
 
     run_over(plan, credentials, note=note)
-    assert len(places) == (8 if labels == "edge" else 4)
+    assert len(places) == 2 * messages
     for place in places:
-        losses, front, back, cable, reconnects = run_over(plan, credentials, place)
+        losses, of_edge, of_cloud, cable, reconnects = run_over(plan, credentials, place)
         assert (cable.cuts, reconnects) == (1, 1)
         assert losses == expected[0]
-        assert torch.equal(parameters(front), expected[1])
-        assert torch.equal(parameters(back), expected[2])
+        assert torch.equal(parameters(of_edge), expected[1])
+        assert torch.equal(parameters(of_cloud), expected[2])
 
 
 def refused(edge_keys, cloud_keys, says):

@@ -23,8 +23,19 @@ def test_width_and_json(plan, width):
     assert again.hash == plan.hash
 
 
+def test_what_crosses_which_way_follows_the_front():
+    here, there = SplitPlan(1, up=("delta:4", "pack")), SplitPlan(1, down=("delta:4", "pack"), front_on="cloud")
+    assert [here.carries("up"), here.carries("down")] == ["activation", "gradient"]
+    assert [there.carries("up"), there.carries("down")] == ["gradient", "activation"]
+    assert (here.chain("up").needs_slots, there.chain("down").needs_slots) == (True, True)
+    assert here.leaves is None
+    assert "token ids" in there.leaves
+    assert "labels" in SplitPlan(1, labels="cloud").leaves
+
+
 def test_hash_tells_plans_apart():
     plans = [SplitPlan(1), SplitPlan(2), SplitPlan(1, rank=4), SplitPlan(1, up=("int8",)), SplitPlan(1, down=("int8",))]
+    plans.append(SplitPlan(1, front_on="cloud"))
     assert len({plan.hash for plan in plans}) == len(plans)
     assert Recipe().hash != Recipe(seed=1).hash
 
@@ -46,6 +57,10 @@ def test_hash_tells_plans_apart():
         ({"up": ("int8", "fp16")}, "write one value codec"),
         ({"down": ("delta:4", "pack")}, "delta is for activations"),
         ({"up": ("delta:4",)}, "write delta:4,pack"),
+        ({"front_on": "both"}, "front_on='both' is unknown"),
+        ({"front_on": "cloud", "labels": "cloud"}, "does not go with front_on='cloud'"),
+        ({"front_on": "cloud", "up": ("delta:4", "pack")}, "up: delta is for activations"),
+        ({"front_on": "cloud", "down": ("delta:4",)}, "write delta:4,pack"),
     ],
 )
 def test_what_is_no_plan(words, says):

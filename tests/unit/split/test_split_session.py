@@ -3,15 +3,15 @@
 import pytest
 import split_models as small
 import torch
-from split_ends import RECIPE, batch_of, edge_end, halves, in_process, parameters
+from split_ends import RECIPE, batch_of, edge_end, halves, held, in_process, parameters
 
-from thinwire.split import CloudEnd, LocalPair, Recipe, SessionError, SplitPlan
+from thinwire.split import Batch, CloudEnd, LocalPair, Recipe, SessionError, SplitPlan
 from thinwire.split.frames import Message
 
 
-def opened(front, back, directory=None, call=None, **more):
-    edge = edge_end(front, directory=directory and directory / "edge", **more)
-    cloud = CloudEnd(back, "pair", RECIPE, directory and directory / "cloud")
+def opened(of_edge, of_cloud, directory=None, call=None, **more):
+    edge = edge_end(of_edge, directory=directory and directory / "edge", **more)
+    cloud = CloudEnd(of_cloud, "pair", RECIPE, directory and directory / "cloud")
     edge.open(call(cloud) if call else cloud.handle, cloud.hello(edge.hello()))
     return edge, cloud
 
@@ -79,7 +79,7 @@ def test_where_the_labels_are_does_not_change_the_training(labels):
         ({"plan": "x"}, "the plan of edge and cloud differ"),
         ({"recipe": "x"}, "the recipe of edge and cloud differ"),
         ({"pair": "x"}, "the two files are not of one surgery"),
-        ({"protocol": 2}, "install the same version"),
+        ({"protocol": 1}, "install the same version"),
         ({"steps": [7]}, "no step in common"),
         ({"steps": "7"}, "malformed"),
         ({"more": 1}, "malformed"),
@@ -99,7 +99,7 @@ def test_recipes_must_be_equal():
 
 def z_of(edge, step=0, sequence=1, **more):
     batch = batch_of(step)
-    z = edge.front(batch.inputs, batch.lengths)
+    z = edge.half(batch.inputs, batch.lengths)
     parts = {"z": z, "lengths": batch.lengths.to(torch.uint16)} | more
     return Message("z", step, sequence, parts=tuple((k, v) for k, v in parts.items() if v is not None))
 
@@ -170,33 +170,38 @@ def test_an_edge_that_is_not_connected():
         edge_end(halves()[0]).step(batch_of(0))
 
 
-@pytest.mark.parametrize("plan", [SplitPlan(2), SplitPlan(2, up=("delta:4", "pack"), down=("int8", "pack"))])
+RESUMED = [
+    SplitPlan(2),
+    SplitPlan(2, up=("delta:4", "pack"), down=("int8", "pack")),
+    SplitPlan(2, up=("int8", "pack"), down=("delta:4", "pack"), front_on="cloud"),
+]
+
+
+@pytest.mark.parametrize("plan", RESUMED, ids=["plain", "coded", "front in the cloud"])
 @pytest.mark.parametrize("dies", ["edge", "cloud", "edge within a step"])
 def test_both_go_on_from_the_newest_common_checkpoint(dies, plan, tmp_path):
     expected = in_process(plan, steps=8)
-    front, back = halves(plan)
-    edge, cloud = opened(front, back, tmp_path)
+    edge, cloud = opened(*held(plan), tmp_path)
     losses = []
     for step in range(5):
         if step in (2, 4):
             edge.checkpoint()
         losses.append(float(edge.step(batch_of(step))))
     if dies == "edge within a step":
-        edge._call = lambda request: cloud.handle(request) if request.kind == "z" else 1 / 0
+        edge._call = lambda request: cloud.handle(request) if request.kind in ("z", "ids") else 1 / 0
         with pytest.raises(ZeroDivisionError):
             edge.step(batch_of(5))
         assert cloud.training
     if dies == "cloud":
-        cloud = CloudEnd(halves(plan)[1], "pair", RECIPE, tmp_path / "cloud")
-    front = halves(plan)[0]
-    edge = edge_end(front, directory=tmp_path / "edge")
+        cloud = CloudEnd(held(plan)[1], "pair", RECIPE, tmp_path / "cloud")
+    edge = edge_end(held(plan)[0], directory=tmp_path / "edge")
     edge.open(cloud.handle, cloud.hello(edge.hello()))
     assert edge.steps == 4
     del losses[4:]
     losses += [float(edge.step(batch_of(step))) for step in range(4, 8)]
     assert losses == expected[0]
-    assert torch.equal(parameters(front), expected[1])
-    assert torch.equal(parameters(cloud.back), expected[2])
+    assert torch.equal(parameters(edge.half), expected[1])
+    assert torch.equal(parameters(cloud.half), expected[2])
 
 
 def test_a_side_that_saved_one_less_decides(tmp_path):
@@ -220,6 +225,28 @@ def test_a_cloud_that_lost_its_checkpoints_does_not_make_the_edge_lose_its_own(t
     with pytest.raises(SessionError, match=r"has step 1, the cloud is after step 0 with it and has no checkpoint"):
         CloudEnd(halves()[1], "pair", RECIPE, tmp_path / "empty").hello(again.hello())
     assert again.hello()["steps"] == [1]
+
+
+def test_checkpoints_of_other_halves_are_not_taken(tmp_path):
+    edge, _ = opened(*halves(), tmp_path)
+    edge.checkpoint()
+    with pytest.raises(SessionError, match="cloud holds checkpoints of other halves"):
+        CloudEnd(halves()[1], "another", RECIPE, tmp_path / "cloud")
+    again = edge_end(halves()[0], pair="another", directory=tmp_path / "edge", steps=5)
+    with pytest.raises(SessionError, match="edge holds checkpoints of other halves"):
+        again._load(0)
+
+
+def test_padding_beyond_the_longest_sample_need_not_cross():
+    batch = batch_of(0)
+    wide = torch.nn.functional.pad(batch.inputs["input_ids"], (0, 3))
+    longer = Batch({"input_ids": wide}, batch.labels, batch.lengths, batch.slots)
+    for up, down in (((), ()), (("pack",), ()), ((), ("pack",)), (("pack",), ("pack",))):
+        for front_on in ("edge", "cloud"):
+            plan = SplitPlan(2, up=up, down=down, front_on=front_on)
+            pairs = [LocalPair(*halves(plan, dropout=0.0), RECIPE, 20) for _ in "ab"]
+            losses = [[float(pair.step(each)) for _ in "ab"] for pair, each in zip(pairs, (batch, longer))]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_two_edges_one_after_the_other_train_one_back():

@@ -65,13 +65,13 @@ def test_rounds_are_those_of_the_paper_written_out(split_fed):
             for epoch in (2 * round, 2 * round + 1):
                 losses += [float(edge.step(data.batch(rows))) for rows in RECIPE.batches(len(data), epoch)]
             edge.bye()
-            fronts.append(edge.front)
+            fronts.append(edge.half)
         average = copy.deepcopy(front)
         with torch.no_grad():
             for mean, first, second in zip(average.parameters(), *(each.parameters() for each in fronts)):
                 mean.copy_(0.6 * first + 0.4 * second)  # 24 samples and 16
     torch.testing.assert_close(parameters(trained), parameters(average), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(parameters(algorithm.cloud.back), parameters(cloud.back), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(parameters(algorithm.cloud.half), parameters(cloud.half), rtol=1e-4, atol=1e-5)
     assert history.rounds[0].metrics["loss"] == pytest.approx(0.6 * mean_of(losses[:6]) + 0.4 * mean_of(losses[6:10]))
     assert algorithm.ledger.messages["z"] == len(losses) == 20  # training alone: what is judged is not counted
     assert history.rounds[-1].evaluation == {"accuracy": scores[-1]}

@@ -40,8 +40,8 @@ class Chain:
         values: the value codec.
     """
 
-    def __init__(self, words: Sequence[str], direction: str = "up") -> None:
-        check_chain(words, direction)
+    def __init__(self, words: Sequence[str], direction: str = "up", carries: str | None = None) -> None:
+        check_chain(words, direction, carries)
         self.packs = "pack" in words
         names = [word for word in words if word != "pack"]
         self.values = _codec(names[0]) if names else Codec()
@@ -124,8 +124,14 @@ class Chain:
         self.values.load_state(state)
 
 
-def check_chain(words: Sequence[str], direction: str) -> None:
-    """Raise ``ValueError`` for an unknown codec or a wrong order."""
+def check_chain(words: Sequence[str], direction: str, carries: str | None = None) -> None:
+    """Raise ``ValueError`` for an unknown codec or a wrong order.
+
+    Args:
+        words: of the chain.
+        direction: "up" or "down", for the sentence.
+        carries: "activation" or "gradient"; None: what goes that way while the front is at the edge.
+    """
     for word in words:
         if word not in WORDS:
             raise ValueError(f"{direction}: codec {word!r} is unknown: write some of {', '.join(WORDS)}")
@@ -133,8 +139,10 @@ def check_chain(words: Sequence[str], direction: str) -> None:
     if len(values) > 1 or len(words) > 1 + len(values) or (values and words[0] != values[0]):
         raise ValueError(f"{direction}: {','.join(words)} is no chain: write one value codec, then pack, as int8,pack")
     if values and values[0].startswith("delta"):
-        if direction == "down":
-            raise ValueError("down: delta is for activations, which come again with their sample; use int8 or int4")
+        if (carries or {"up": "activation", "down": "gradient"}[direction]) == "gradient":
+            raise ValueError(
+                f"{direction}: delta is for activations, which come again with their sample; use int8 or int4"
+            )
         if "pack" not in words:
             raise ValueError(f"{direction}: delta keeps a row per real token: write {values[0]},pack")
 

@@ -40,14 +40,14 @@ class View(ABC):
     Attributes:
         model_type: as in the configuration.
         classes: of transformers, that can be cut, by name.
-        input_name: the input whose length is the number of tokens.
+        inputs: names of what its embeddings take; every batch has the first.
         uses_lengths: whether padding is masked.
         layers_at: the path of the list of layers in a model.
     """
 
     model_type: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]
-    input_name: ClassVar[str] = "input_ids"
+    inputs: ClassVar[tuple[str, ...]] = ("input_ids",)
     uses_lengths: ClassVar[bool] = True
     layers_at: ClassVar[str]
 
@@ -63,6 +63,11 @@ class View(ABC):
     def intermediate(self) -> int:
         """Width f inside the feed-forward block."""
         return int(self.config.intermediate_size)
+
+    @property
+    def pixels(self) -> int:
+        """Numbers per picture; 0 where tokens are words."""
+        return 0
 
     @abstractmethod
     def embeddings(self, model: nn.Module) -> nn.Module:

@@ -44,6 +44,7 @@ class BertView(View):
 
     model_type = "bert"
     classes = ("BertForSequenceClassification",)
+    inputs = ("input_ids", "token_type_ids")
     layers_at = "bert.encoder.layer"
 
     def embeddings(self, model: nn.Module) -> nn.Module:

@@ -36,8 +36,15 @@ class ViTView(View):
     model_type = "vit"
     classes = ("ViTForImageClassification",)
     layers_at = "vit.layers"
-    input_name = "pixel_values"
+    inputs = ("pixel_values",)
     uses_lengths = False
+
+    @property
+    def pixels(self) -> int:
+        """Channels, height, width, multiplied."""
+        size = self.config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return int(self.config.num_channels * height * width)
 
     def embeddings(self, model: nn.Module) -> nn.Module:
         """Patches, positions, the class token."""

@@ -1,0 +1,228 @@
+"""A leader's way to the server: one connection, or with shards one more to each of them, which look like one."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from threading import RLock
+from typing import Any
+
+import torch
+
+from thinwire.collectives.pair import Meeting, Pair, PairError, connect, split_address
+from thinwire.parameter_server.assembly import Assembly
+from thinwire.parameter_server.connection import SLOWEST, Anything, Connection
+from thinwire.parameter_server.messages import FRAME, Grad, Hello, Stop, Weights, encode
+from thinwire.parameter_server.packing import SumsOut
+from thinwire.parameter_server.shard_messages import LAST, Piece, Ticket
+
+_POLL_SECONDS = 1.0
+
+
+class Line:
+    """To a server that holds the weights whole. Sums and weights go in and out as flat tensors.
+
+    Args:
+        pair: the connection.
+        sums: packs what is posted.
+        deliver, closed, announced, compose: see :class:`Connection`.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        sums: SumsOut,
+        *,
+        deliver: Callable[[Anything], None],
+        closed: Callable[[str], None],
+        announced: Callable[[float], None],
+        compose: Callable[[], Anything | None],
+        channels: int = 0,
+    ) -> None:
+        self._sums, self._weights, self._deliver = sums, sums.weights_in(), deliver
+        self.server = Connection(
+            pair,
+            channels=channels or sums.settings.channels,
+            seconds=sums.settings.lease_seconds,
+            deliver=self._came,
+            closed=closed,
+            announced=announced,
+            compose=compose,
+        )
+        self.connections = [self.server]
+
+    def start(self) -> None:
+        """Begin; nothing is delivered before."""
+        for connection in self.connections:
+            connection.start()
+
+    def post(self, message: Anything) -> None:
+        """Send in order. Never blocks."""
+        if isinstance(message, Grad) and message.tensor is not None:
+            (tensor,) = self._sums.pack(message.tensor)
+            message = replace(message, tensor=tensor)
+        self.server.post(message)
+
+    def report_due(self) -> None:
+        """See :class:`Connection`."""
+        self.server.report_due()
+
+    def finish(self) -> None:
+        """Close when all that was posted is sent."""
+        for connection in self.connections:
+            connection.finish()
+
+    def close(self) -> None:
+        """Close now; ``closed`` is not called any more."""
+        for connection in self.connections:
+            connection.close()
+
+    def join(self, seconds: float) -> None:
+        """Wait, at most so long, until the threads have ended."""
+        end = time.monotonic() + seconds
+        for connection in self.connections:
+            connection.join(max(0.0, end - time.monotonic()))
+
+    @property
+    def ended(self) -> bool:
+        """Whether all threads have ended."""
+        return all(connection.ended for connection in self.connections)
+
+    def overdue(self, now: float) -> bool:
+        """Whether weights that were announced have not come in time; a single connection knows by itself."""
+        return False
+
+    def _came(self, message: Anything) -> None:
+        if isinstance(message, Weights) and message.tensor is not None:
+            message = replace(message, tensor=self._weights.unpack(0, message.tensor, message.delta))
+        self._deliver(message)
+
+
+class SlicedLine(Line):
+    """To a server and its shards: frames go to the server, and a piece of every sum to each shard.
+
+    Args:
+        pair: to the server. shards: to each shard, in order.
+        lock: held in every call of ``deliver``.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        shards: list[Pair],
+        sums: SumsOut,
+        *,
+        lock: RLock,
+        deliver: Callable[[Anything], None],
+        closed: Callable[[str], None],
+        announced: Callable[[float], None],
+        compose: Callable[[], Anything | None],
+    ) -> None:
+        super().__init__(pair, sums, deliver=deliver, closed=closed, announced=announced, compose=compose, channels=1)
+        lease = sums.settings.lease_seconds
+        self._lock, self._announced = lock, announced
+        self._assembly = Assembly(len(shards), sums.settings.channels == 1)
+        self._seconds = lease + sums.pieces[-1].stop * sums.dtype.itemsize / SLOWEST
+        self.shards = [
+            Connection(
+                shard,
+                channels=1,
+                seconds=lease,
+                deliver=lambda message, index=index: self._piece(index, message),  # type: ignore[misc]
+                closed=lambda reason, index=index: closed(f"shard {index}: {reason}"),  # type: ignore[misc]
+                announced=announced,
+                silent=True,
+            )
+            for index, shard in enumerate(shards)
+        ]
+        self.connections += self.shards
+
+    def post(self, message: Anything) -> None:
+        """Send in order; a sum's pieces on their own."""
+        if isinstance(message, Grad) and message.tensor is not None:
+            for shard, piece in zip(self.shards, self._sums.pack(message.tensor)):
+                shard.post(Piece(message.member, message.seq, False, piece))
+            message = replace(message, tensor=None)
+        self.server.post(message)
+
+    def overdue(self, now: float) -> bool:
+        """See :class:`Line`."""
+        return self._assembly.overdue(now)
+
+    def _came(self, message: Anything) -> None:
+        number = None
+        if isinstance(message, Weights) and not message.same:
+            number = message.grant
+        elif isinstance(message, Stop):
+            number = LAST
+        with self._lock:
+            now = time.monotonic()
+            self._forward(self._assembly.message(message, number, self._seconds, now), now)
+
+    def _piece(self, index: int, message: Anything) -> None:
+        if not isinstance(message, Piece) or message.tensor is None:
+            return  # a sign of life
+        with self._lock:
+            now = time.monotonic()
+            tensor = self._weights.unpack(index, message.tensor, message.delta)
+            self._forward(self._assembly.piece(message.number, index, tensor, now), now)
+
+    def _forward(self, ready: list[tuple[Any, list[Any] | None]], now: float) -> None:
+        if self._assembly.until is not None:
+            self._announced(self._assembly.until - now)
+        for message, pieces in ready:
+            self._deliver(message if pieces is None else replace(message, tensor=torch.cat(pieces)))
+
+
+class ShardsToCome(RuntimeError):
+    """The server waits for its shards."""
+
+
+def shard_count(meeting: Meeting) -> int:
+    """How many shards a server has, or waits for."""
+    return int(json.loads(meeting.note("shards"))["count"])
+
+
+def reach(server: str, hello: Hello, seconds: float) -> tuple[Pair, list[Pair]]:
+    """Say HELLO to a server, after a ticket was shown to each of its shards, if it has any.
+
+    Args:
+        server: ``host:port``.
+        seconds: that each connection may take.
+
+    Raises:
+        PairError: somebody is not there.
+        ShardsToCome: try again later.
+    """
+    meeting = Meeting(server, seconds)
+    end = time.monotonic() + _POLL_SECONDS
+    while len((notes := json.loads(meeting.note("shards")))["places"]) < notes["count"]:
+        if time.monotonic() > end:
+            raise ShardsToCome(f"the server at {server} waits for its {notes['count']} shards")
+        time.sleep(0.1)
+    shards: list[Pair] = []
+    try:
+        ticket = 1 + secrets.randbits(61) if notes["count"] else 0
+        for index, (host, port) in enumerate(notes["places"]):
+            shards.append(_show(host or split_address(server)[0], port, ticket, index, seconds))
+        return meeting.connect(encode(replace(hello, ticket=ticket))), shards
+    except PairError:
+        for shard in shards:
+            shard.close()
+        raise
+
+
+def _show(host: str, port: int, ticket: int, index: int, seconds: float) -> Pair:
+    try:
+        pair = connect(host, port, encode(Ticket(ticket)), seconds)
+        try:
+            pair.receive_frame(FRAME.size, seconds)  # the shard knows the ticket now
+        except PairError:
+            pair.close()
+            raise
+        return pair
+    except PairError as error:
+        raise PairError(f"shard {index} at {host}:{port}: {error}") from error

@@ -1,0 +1,105 @@
+"""The server's connections to leaders: those who have said HELLO and wait, and those who are members."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from thinwire.collectives.pair import Pair, PairError
+from thinwire.parameter_server.connection import Anything, Connection
+from thinwire.parameter_server.keeper import Keeper
+from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.messages import Buffers, Grad, Hello, Refused, encode
+from thinwire.parameter_server.settings import Settings
+
+
+class Links:
+    """Who is connected. All but what ``tell`` is called with happens in the server's one thread.
+
+    Args:
+        settings, layout: of the run.
+        keeper: reads sums, and is told of members.
+        tell: puts an event into the server's queue: what ("message", "buffers", "expect", "gone"), member, value.
+    """
+
+    def __init__(
+        self, settings: Settings, layout: Layout, keeper: Keeper, tell: Callable[[str, Any, Any], None]
+    ) -> None:
+        self._settings, self._layout, self._keeper, self._tell = settings, layout, keeper, tell
+        self.members: dict[int, Connection] = {}
+        self._coming: dict[tuple[int, int], tuple[Pair, int]] = {}  # by node and instance, with the ticket
+        self._old: list[Connection] = []
+        self._past = [0, 0]  # bytes of those who have gone
+
+    def hold(self, pair: Pair, hello: Hello) -> None:
+        """Keep the connection of who has said HELLO, in place of an earlier one of the same process."""
+        self.turn_away(hello.node, hello.instance)
+        self._coming[hello.node, hello.instance] = pair, hello.ticket
+
+    def turn_away(self, node: int, instance: int, reason: int = 0) -> None:
+        """End the connection of who waits, with a word why."""
+        pair, _ = self._coming.pop((node, instance), (None, 0))
+        if pair is None:
+            return
+        if reason:
+            with contextlib.suppress(PairError):
+                pair.send_frame(encode(Refused(node, reason)))
+        pair.close()
+
+    def open(self, member: int, node: int, instance: int) -> None:
+        """Who has waited is a member now."""
+        pair, ticket = self._coming.pop((node, instance), (None, 0))
+        if pair is None:
+            return
+        self._keeper.admit(member, ticket)
+        tell, keeper, buffers = self._tell, self._keeper, self._layout.buffers
+
+        def deliver(message: Anything) -> None:
+            if getattr(message, "member", None) != member:
+                raise ValueError("a node speaks for another: its connection is closed")
+            if isinstance(message, Buffers):
+                tell("buffers", member, buffers.read(message.tensor))
+                return
+            tell("message", member, keeper.read(message) if isinstance(message, Grad) else message)
+
+        self.members[member] = Connection(
+            pair,
+            channels=1 if keeper.shards() else self._settings.channels,  # only frames: an Assembly knows what overtakes
+            seconds=self._settings.lease_seconds,
+            deliver=deliver,
+            closed=lambda reason: tell("gone", member, reason),
+            announced=lambda seconds: tell("expect", member, seconds),
+        ).start()
+
+    def forget(self, member: int) -> None:
+        """A member has gone."""
+        connection = self.members.pop(member, None)
+        self._keeper.forget(member)
+        if connection is not None:
+            self._old = [old for old in self._old if not old.ended] + [connection]
+            self._past[0] += connection.pair.received_bytes
+            self._past[1] += connection.pair.sent_bytes
+            connection.close()
+
+    def finish(self, seconds: float) -> None:
+        """Close all when what was posted is sent, at the latest after so many seconds."""
+        for connection in self.members.values():
+            connection.finish()
+        end = time.monotonic() + seconds
+        for connection in [*self.members.values(), *self._old]:
+            connection.join(max(0.1, end - time.monotonic()))
+
+    def traffic(self) -> dict[int, tuple[int, int]]:
+        """Member -> bytes from it and to it, over all of its connections."""
+        rows = {}
+        for number, connection in self.members.items():
+            up, down = self._keeper.traffic(number)
+            rows[number] = connection.pair.received_bytes + up, connection.pair.sent_bytes + down
+        return rows
+
+    def past(self) -> tuple[int, int]:
+        """The same of all who have gone."""
+        up, down = self._keeper.past
+        return self._past[0] + up, self._past[1] + down

@@ -1,0 +1,190 @@
+"""A shard process: a slice of the weights with its optimizer, its connections to the leaders and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thinwire.collectives.pair import Listener, Meeting, Pair, PairError, split_address
+from thinwire.parameter_server.connection import Connection
+from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.messages import FRAME, PROTOCOL, Ping, Refused, Stop, decode, encode
+from thinwire.parameter_server.outer import Outer, default_outer, fingerprint
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.shard_messages import NO_INDEX, SHARD_REASONS, Enlist, Ticket
+from thinwire.parameter_server.slice_keeper import SliceKeeper
+from thinwire.parameter_server.visitors import Visitors
+from thinwire.parameter_server.worker import ServerLost
+
+_FIRST_SECONDS = 60.0
+
+
+class ShardRefused(RuntimeError):
+    """The server does not take this shard in."""
+
+
+class Shard:
+    """Keeps slice ``index`` of a served model's weights. It decides nothing: the server says what to add and when.
+
+    If the server dies, a shard waits for the next one at the same address, as nodes do.
+
+    Args:
+        server: ``host:port`` of the server, which was started with ``shards``.
+        index: which slice, from 0.
+        outer: makes the optimizer, as the server's; by default that of the settings. It must treat each element for
+            itself, as SGD and Adam do: of norms over all weights a shard would know its part alone.
+        read_outer: makes it, where ``outer`` is not given, of the text that the server publishes (``outer_text``).
+        directory: for checkpoints; needed where the server has one.
+        port: where leaders find this shard; 0 takes a free one.
+        leases: give up after so many leases without a server.
+
+    Raises:
+        ValueError: this is no address.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        index: int,
+        *,
+        outer: Outer | None = None,
+        read_outer: Callable[[str], Outer | None] | None = None,
+        directory: str | Path | None = None,
+        port: int = 0,
+        host: str = "0.0.0.0",
+        leases: float = 6.0,
+    ) -> None:
+        split_address(server)
+        self.server, self.index = server, index
+        self._outer, self._read_outer, self._directory, self._leases = outer, read_outer, directory, leases
+        self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
+        self._line: Connection | None = None
+        self.keeper: SliceKeeper | None = None
+        self.visitors = Visitors(lambda what, who, value: self._inbox.put((what, who, value)))
+        self._over = threading.Event()
+        self._listener = Listener(port, host, store=False)
+        self._listener.serve(self._came, FRAME.size)
+
+    def run(self) -> int:
+        """Serve until the end of the training. Returns the version of the last weights.
+
+        Raises:
+            ServerLost: the server has gone and did not come back.
+            ShardRefused: the server does not take this shard in.
+            ValueError: the server has no such shard, or the checkpoint to go on from is not there.
+        """
+        beat = threading.Thread(target=self._beat, name="thinwire-shard-beat", daemon=True)
+        beat.start()
+        found = False
+        try:
+            while True:
+                line = self._enlist(found)
+                found = True
+                version = self._serve(line)
+                if version is not None:
+                    return version
+                line.join(2.0)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let everything go."""
+        self._over.set()
+        self._listener.close()
+        if self._line is not None:
+            self._line.close()
+            self._line.join(2.0)
+        self.visitors.close(2.0)
+
+    # --- the server -----------------------------------------------------------------------------------------------
+
+    def _enlist(self, known: bool) -> Connection:
+        """Connect to the server, or wait for it."""
+        since = time.monotonic()
+        lease = 10.0 if self.keeper is None else self.keeper.settings.lease_seconds
+        patience = self._leases * lease if known else _FIRST_SECONDS
+        while True:
+            try:
+                meeting = Meeting(self.server, min(10.0, 2 * lease))
+                keeper = self._keeper_for(meeting)
+                number = fingerprint(keeper.outer, keeper.layout.dtype)
+                keeps = self._directory is not None
+                pair = meeting.connect(encode(Enlist(self.index, self._listener.port, PROTOCOL, keeps, number)))
+                break
+            except PairError as error:
+                if time.monotonic() - since > patience:
+                    advice = "" if known else ": start `thinwire ps server --shards K` there, or correct the address"
+                    raise ServerLost(f"no server at {self.server} for {patience:g} s: {error}{advice}") from error
+                time.sleep(min(0.5, lease / 4))
+        self.keeper, lease = keeper, keeper.settings.lease_seconds
+        self.visitors.seconds = lease
+        box: list[Connection] = []
+        box.append(
+            Connection(
+                pair,
+                channels=1,
+                seconds=lease,
+                deliver=lambda message: self._inbox.put(("word", box[0], message)),
+                closed=lambda reason: self._inbox.put(("lost", box[0], reason)),
+            )
+        )
+        self._line = box[0]
+        return box[0].start()
+
+    def _keeper_for(self, meeting: Meeting) -> SliceKeeper:
+        """What the server's notes ask for; no weights yet."""
+        count = int(json.loads(meeting.note("shards"))["count"])
+        if not count:
+            raise ValueError(f"the server at {self.server} holds its weights whole: start it with --shards")
+        if not 0 <= self.index < count:
+            raise ValueError(f"{SHARD_REASONS[NO_INDEX].format(index=self.index)}: it has 0 to {count - 1}")
+        settings, full = Settings.from_json(meeting.note("settings")), int(meeting.note("nodes"))
+        outer = self._outer or (self._read_outer(meeting.note("outer")) if self._read_outer else None)
+        outer = outer or default_outer(settings, full)
+        layout = Layout.from_json(meeting.note("layout"))
+        return SliceKeeper(settings, layout, outer, self.index, count, full, self._directory)
+
+    def _beat(self) -> None:
+        """Signs of life, in a thread of their own: a step of the optimizer is no silence."""
+        while not self._over.wait(0.1 if self.keeper is None else self.keeper.settings.lease_seconds / 3):
+            if self._line is not None:
+                self._line.post(Ping())
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def _serve(self, line: Connection) -> int | None:
+        """One connection's life. The last version when training has ended, None when the server has gone."""
+        assert self.keeper is not None
+        keeper, visitors = self.keeper, self.visitors
+        while True:
+            what, who, value = self._inbox.get()
+            if what not in ("word", "lost"):
+                answers = visitors.on(what, who, value, keeper)
+            elif who is not line:
+                continue  # of an earlier server
+            elif what == "lost":
+                visitors.close(0.0)
+                return None
+            elif isinstance(value, Stop):
+                line.finish()
+                line.join(2.0)
+                return keeper.version
+            elif isinstance(value, Refused):
+                text = SHARD_REASONS.get(value.reason, SHARD_REASONS[NO_INDEX])
+                raise ShardRefused(text.format(index=self.index))
+            else:
+                answers = [*keeper.on(value), *visitors.obey(value, keeper)]
+            for answer in answers:
+                line.post(answer)
+
+    def _came(self, pair: Pair, first: bytes) -> None:
+        message, _, _ = decode(first)
+        if isinstance(message, Ticket) and message.number > 0:
+            self.visitors.came(pair, message.number)
+        else:
+            pair.close()

@@ -1,0 +1,155 @@
+"""A shard's own slice: the weights and their optimizer, the sums that have come for them, the checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from thinwire.parameter_server import checkpoint as checkpoints
+from thinwire.parameter_server.connection import Anything
+from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.outer import Master, Outer
+from thinwire.parameter_server.packing import ServerEnd
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.shard_messages import (
+    LAST,
+    Discard,
+    Dismiss,
+    Enlisted,
+    Kept,
+    Made,
+    Piece,
+    Save,
+    Show,
+    Update,
+)
+from thinwire.parameter_server.slices import slices
+
+
+class SliceKeeper:
+    """What a shard keeps. Without sockets: messages of the server in, answers out.
+
+    Args:
+        settings, layout: the server's.
+        outer: makes the optimizer.
+        index, count: which slice of how many.
+        full: gradients of a whole round, as the server counts.
+        directory: for checkpoints.
+
+    Attributes:
+        version: of the weights.
+        held: sums that wait for an update, by (member, seq).
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: Layout,
+        outer: Outer,
+        index: int,
+        count: int,
+        full: int,
+        directory: str | Path | None = None,
+    ) -> None:
+        self.settings, self.layout, self.outer, self.version = settings, layout, outer, -1
+        self._index, self._count, self._full, self._directory, self._run = index, count, full, directory, 0
+        piece = slices(layout.numel, count)[index]
+        self._numel = piece.stop - piece.start
+        self._end = ServerEnd(settings, self._numel, layout.dtype)
+        self._master: Master | None = None
+        self._snapshot: Tensor | None = None
+        self.held: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def master(self) -> Master:
+        """The weights and their optimizer."""
+        if self._master is None:
+            raise RuntimeError("this shard has no weights yet")
+        return self._master
+
+    @property
+    def weights(self) -> Tensor:
+        """Of the present version; they do not change."""
+        assert self._snapshot is not None
+        return self._snapshot
+
+    def on(self, message: Anything) -> list[Anything]:
+        """What the server says, and the answers to it.
+
+        Raises:
+            ValueError: a checkpoint is not there.
+        """
+        if isinstance(message, Enlisted):
+            self._begin(message)
+            return [Made(self.version)]
+        if isinstance(message, Update):
+            self._update(message)
+            return [Made(self.version, self.weights if message.show else None)]
+        if isinstance(message, Show):
+            return [Made(self.version, self.weights)]
+        if isinstance(message, Save):
+            self._save()
+            return [Kept(self.version)]
+        if isinstance(message, Discard):
+            self.held.pop((message.member, message.seq), None)
+        elif isinstance(message, Dismiss):
+            kept = {(term.member, term.seq) for term in message.rows}
+            self.held = {name: x for name, x in self.held.items() if name[0] != message.member or name in kept}
+            self._end.forget(message.member)
+        return []
+
+    def _begin(self, message: Enlisted) -> None:
+        self.version, self._run = message.version, message.run
+        if message.tensor is not None:
+            if self._directory is not None and checkpoints.found(self._directory, self._index):
+                raise ValueError(
+                    f"{self._directory} has checkpoints of shard {self._index} and the server begins anew: give an "
+                    "empty directory, or give the server the --checkpoint that it had"
+                )
+            theta = message.tensor.view(self.layout.dtype)
+            self._master = Master(theta, self.outer, self.settings, self._full)
+        else:
+            if self._directory is None:
+                raise ValueError(f"the server goes on from a checkpoint: give shard {self._index} its --checkpoint")
+            saved = checkpoints.load_slice(self._directory, message.version, self._index, self._count, message.run)
+            if saved.layout != self.layout.to_json():
+                self.layout.check(Layout.from_json(saved.layout))
+            self._master = Master(saved.theta, self.outer, self.settings, self._full)
+            self._master.restore(saved.theta, saved.optimizer)
+        if self._master.theta.numel() != self._numel:
+            raise ValueError(f"{self._master.theta.numel()} elements came where shard {self._index} has {self._numel}")
+        self._snapshot = self._master.theta.clone()
+
+    def _update(self, message: Update) -> None:
+        terms = [(self.held.pop((term.member, term.seq)), term.scale) for term in message.rows]
+        if terms:
+            self.master.step(terms, message.divisor, message.factor)
+            self._snapshot = self.master.theta.clone()
+        self.version = message.version + 1
+
+    def _save(self) -> None:
+        assert self._directory is not None
+        master = self.master
+        saved = checkpoints.Saved(
+            master.theta.detach(), master.optimizer.state_dict(), self.version, 0, {}, {}, self.layout.to_json(),
+            None, self._count, self._index, self._run,
+        )  # fmt: skip
+        checkpoints.save(self._directory, saved)
+
+    # --- leaders --------------------------------------------------------------------------------------------------
+
+    def add(self, member: int, seq: int, message: Tensor) -> None:
+        """A piece of a sum has come, as bytes.
+
+        Raises:
+            ValueError: its length does not fit.
+        """
+        self.held[member, seq] = self._end.sum(message)
+
+    def piece(self, member: int, number: int) -> Piece:
+        """The present weights for a member; the last ones whole."""
+        if number == LAST:
+            return Piece(member, number, False, self.weights)
+        tensor, delta = self._end.weights(member, self.weights)
+        return Piece(member, number, delta, tensor)

@@ -1,0 +1,24 @@
+"""A sum that has come becomes a contribution: which weight its age gives it, or whether it is too old."""
+
+from __future__ import annotations
+
+from thinwire.parameter_server.effects import Contribution
+from thinwire.parameter_server.messages import Grad
+from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.staleness import alpha, norm
+from thinwire.parameter_server.table import Member
+
+
+def weigh(settings: Settings, version: int, member: Member, message: Grad) -> Contribution | None:
+    """What an update of ``version`` takes of a sum; None if it is older than the settings allow.
+
+    A pulled sum brings its weights along; a pushed one gets them here, as v cannot move between arrival and update.
+    """
+    rows = message.rows
+    scale, weight = 1.0, message.weight
+    if message.pull == 0:
+        tau = version - rows[0].base
+        if settings.enforce == "drop" and tau > settings.bound:
+            return None
+        scale, weight = alpha(settings.alpha, tau), norm(settings.norm, settings.alpha, tau)
+    return Contribution(member.node, member.number, rows, scale, weight, message.tensor)

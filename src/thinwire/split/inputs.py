@@ -1,0 +1,70 @@
+"""What a front takes, as frames and back: for plans whose front is in the cloud, where the edge's inputs cross."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.split.batch import Batch
+from thinwire.split.errors import SessionError
+from thinwire.split.frames import Message
+from thinwire.split.halves import Front
+from thinwire.split.models import View
+from thinwire.split.models.base import inputs_of
+from thinwire.split.programs import check_size
+
+
+class _Frame(NamedTuple):
+    kind: str
+    dtype: torch.dtype | None  # in which it crosses; None: that of the model
+    below: str  # what the configuration calls the number that it must stay below; "": none
+    dims: int
+
+
+FRAMES = {
+    "input_ids": _Frame("ids", torch.int32, "vocab_size", 2),
+    "token_type_ids": _Frame("types", torch.uint8, "type_vocab_size", 2),
+    "pixel_values": _Frame("pixels", None, "", 4),
+}
+"""How each input of an embedding crosses."""
+
+
+def opening(view: View) -> str:
+    """The kind of the message that begins a step."""
+    return FRAMES[view.inputs[0]].kind
+
+
+def input_parts(batch: Batch, view: View) -> list[tuple[str, Tensor]]:
+    """Frames of a batch's inputs, those alone that the model takes. Padding crosses too."""
+    sent = inputs_of(batch.inputs, *view.inputs)
+    return [(FRAMES[name].kind, tensor.to(FRAMES[name].dtype or tensor.dtype)) for name, tensor in sent.items()]
+
+
+def received_inputs(message: Message, front: Front, device: torch.device) -> dict[str, Tensor]:
+    """The inputs of a message by their names, fit for the front.
+
+    Raises:
+        SessionError: they are missing, of another dtype or shape, or outside the model's vocabulary.
+    """
+    view, numbers = front.view, next(front.parameters()).dtype
+    found: dict[str, Tensor] = {}
+    for name in view.inputs:
+        frame = FRAMES[name]
+        if found and not message.tensors(frame.kind):
+            continue  # only the first input is in every batch
+        shape = tuple(found[view.inputs[0]].shape) if found else None
+        tensor = message.one(frame.kind, frame.dtype or numbers, shape)
+        if tensor.dim() != frame.dims or not tensor.numel():
+            raise SessionError(f"step {message.step}: {frame.kind!r} came as {list(tensor.shape)}")
+        if frame.below:
+            tensor, most = tensor.long(), int(getattr(view.config, frame.below))
+            if int(tensor.min()) < 0 or int(tensor.max()) >= most:
+                raise SessionError(
+                    f"step {message.step}: {frame.kind!r} must be 0 to {most - 1} for this model; "
+                    f"{int(tensor.min())} to {int(tensor.max())} came"
+                )
+            check_size(message, len(tensor), tensor.shape[1], view.hidden, numbers)
+        found[name] = tensor.to(device)
+    return found

@@ -1,0 +1,285 @@
+"""A model in shards over real sockets: the same bits, bytes by shard, faults in the middle, checkpoints, refusals."""
+
+import threading
+import time
+
+import pytest
+import torch
+from parameter_cluster import (
+    Cluster,
+    flat,
+    free_port,
+    gradient_of,
+    held_out,
+    loss_of,
+    model,
+    sgd,
+    synchronous,
+)
+
+from thinwire.collectives.pair import Pair, PairError, connect
+from thinwire.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
+from thinwire.parameter_server import checkpoint as checkpoints
+from thinwire.parameter_server.line import SlicedLine
+from thinwire.parameter_server.messages import FRAME, Grad, encode
+from thinwire.parameter_server.presets import asp, bsp, fedbuff, inhad
+from thinwire.parameter_server.roster import ShardLost
+from thinwire.parameter_server.shard import ShardRefused
+from thinwire.parameter_server.shard_messages import Piece, Ticket
+from thinwire.parameter_server.slices import slices
+from thinwire.parameter_server.submit import LocalSteps
+from thinwire.parameter_server.worker import ServerLost
+
+pytestmark = pytest.mark.dist
+
+
+def held(cluster):
+    return [shard.keeper.held for shard in cluster.shards]
+
+
+def test_shards_change_no_bit_and_each_carries_its_part_of_the_bytes(monkeypatch, tmp_path):
+    through = []
+    send = Pair.send_tensor
+    monkeypatch.setattr(Pair, "send_tensor", lambda self, x, s: through.append((self, x.nbytes)) or send(self, x, s))
+    settings = bsp(start_nodes=2, deterministic=True)
+    cluster = Cluster(settings, 2, shards=2, updates=15, outer=sgd(momentum=0.9), journal=tmp_path / "j")
+    while not cluster.service.machine.version:
+        time.sleep(0.01)
+    servers = [connection.pair for connection in cluster.service._links.members.values()]
+    servers += [node._up.server.pair for node in cluster.nodes.values()]
+    status = cluster.join()
+    theta = synchronous(2, 1, 15, momentum=0.9)
+    assert torch.equal(flat(cluster.model), theta)
+    assert all(torch.equal(flat(network), theta) for network in cluster.models.values())
+    layout = Layout.of(model())
+    journal = Journal.read(tmp_path / "j")
+    again = replay(journal, layout.flat(model()), gradient_of(model(), layout), sgd(momentum=0.9), full=2)
+    assert torch.equal(again, theta)
+    assert len(servers) == 4
+    assert not [x for pair, x in through if any(pair is other for other in servers)]  # frames alone
+    for shard, piece in zip(status.shards, slices(layout.numel, 2)):
+        size = piece.stop - piece.start
+        assert shard.up_bytes == 2 * 15 * (FRAME.size + 8 * size)  # sums are fp64 here
+        weights = 15 + 1  # of versions 0 to 14, and the last ones
+        assert shard.down_bytes == 2 * (FRAME.size + weights * (FRAME.size + 4 * size))  # once: the ticket is known
+    frames = status.up_bytes + status.down_bytes - sum(row.up_bytes + row.down_bytes for row in status.shards)
+    assert (frames - 32 * status.gradients) % FRAME.size == 0
+    assert [row.there for row in status.shards] == [True, True]
+    assert not any(held(cluster))
+
+
+DROPPING = fedbuff(3, 0, start_nodes=2, submit=LocalSteps(1, "sgd", 0.05))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(inhad(2, start_nodes=2, compress_up="topk", compress_down="int8", density=0.2), id="compressed"),
+        pytest.param(asp(start_nodes=2), id="asp"),
+        pytest.param(DROPPING, id="drop"),
+        pytest.param(inhad(2, start_nodes=2), id="inhad", marks=pytest.mark.slow),
+        pytest.param(
+            bsp(start_nodes=2, compress_up="int8", compress_down="topk", density=0.3), id="other way",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(inhad(4, start_nodes=2, local="sync"), id="sync", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_every_way_of_sending_trains_with_shards_and_nothing_stays_behind(settings):
+    outer = sgd(lr=1.0) if settings is DROPPING else sgd(lr=0.2)
+    cluster = Cluster(settings, 2, 2, shards=2, delays=[0.002, 0.008], outer=outer, updates=30)
+    before = held_out(model())
+    status = cluster.join()
+    assert held_out(cluster.model) < 0.9 * before
+    assert status.version == 30
+    assert settings.limit is None or status.max_staleness <= settings.limit
+    assert settings is not DROPPING or status.counters["stale"] > 0
+    assert not any(held(cluster))
+
+
+def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_sum(tmp_path, monkeypatch):
+    sums = []
+    post = SlicedLine.post
+
+    def breaking(line, message):
+        if isinstance(message, Grad) and message.tensor is not None and line.server.pair is breaks:
+            sums.append(message)
+            if len(sums) == 4:  # the header goes, a piece to one shard, and then nothing
+                tensor = message.tensor.double()[line._sums.pieces[0]]
+                line.shards[0].post(Piece(message.member, message.seq, False, tensor))
+                line.server.post(Grad(*[*vars(message).values()][:-1], None))
+                while line.server._control or line.shards[0]._control:
+                    time.sleep(0.001)
+                line.shards[1].pair.close()
+                return
+        post(line, message)
+
+    settings = inhad(2, start_nodes=2, deterministic=True, lease_seconds=5.0)
+    cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.01], updates=80, journal=tmp_path / "j")
+    while not cluster.service.machine.version:
+        time.sleep(0.01)
+    breaks = cluster.nodes[1]._up.server.pair
+    monkeypatch.setattr(SlicedLine, "post", breaking)
+    status = cluster.join()
+    assert status.version == 80
+    assert status.counters["joined"] == 3  # it came again
+    updates = Journal.read(tmp_path / "j").updates
+    keys = [(part.node, row.worker, row.step) for u in updates for part in u.parts for row in part.rows]
+    assert len(keys) == len(set(keys))
+    lost = sums[3].member, {row.step for row in sums[3].rows}
+    assert not [p for u in updates for p in u.parts if p.member == lost[0] and {r.step for r in p.rows} & lost[1]]
+    layout = Layout.of(model())
+    again = replay(Journal.read(tmp_path / "j"), layout.flat(model()), gradient_of(model(), layout), sgd(), full=2)
+    assert torch.equal(again, flat(cluster.model))
+    assert not any(held(cluster))
+
+
+def wait_until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def end(cluster):
+    for node in cluster.nodes.values():
+        node.failure = node.failure or ServerLost("ended by the test")
+        node.close()
+    for shard in cluster.shards:
+        shard.close()
+
+
+def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_the_next(tmp_path):
+    folders = {"directory": tmp_path / "server", "shard_folder": tmp_path / "shards"}
+    settings = inhad(2, start_nodes=2, lease_seconds=2.0)
+    port = free_port()
+    cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.02], updates=100_000, save_every=5, port=port,
+                      journal=tmp_path / "j", **folders)  # fmt: skip
+    wait_until(lambda: cluster.service.machine.version >= 23)
+    cluster.shards[1]._line.pair.close()
+    cluster.shards[1]._leases = 0.0  # and does not come back
+    cluster._server.join(20)
+    (failure,) = [x for x in cluster.failures if isinstance(x, ShardLost)]
+    saved = cluster.service.keeper.saved_version
+    assert "shard 1 (port " in str(failure)
+    assert f"they go on from version {saved}" in str(failure)
+    assert saved >= 20
+    assert checkpoints.load(tmp_path / "server").version == saved
+
+    second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=saved + 30, port=port, shards=2,
+                     save_every=5, journal=tmp_path / "j", directory=tmp_path / "server")  # fmt: skip
+    assert second.machine.version == saved
+    serving = threading.Thread(target=second.run, daemon=True)
+    serving.start()
+    cluster.add_shard(1, outer=sgd(), directory=tmp_path / "shards")  # in place of the dead one
+    serving.join(40)
+    assert not serving.is_alive()
+    assert second.machine.version == saved + 30
+    updates = Journal.read(tmp_path / "j").updates
+    assert [update.version for update in updates] == list(range(saved + 30))
+    keys = [(part.node, row.worker, row.step) for update in updates for part in update.parts for row in part.rows]
+    assert len(keys) == len(set(keys))
+    newest = checkpoints.load(tmp_path / "server")
+    parts = [checkpoints.load_slice(tmp_path / "shards", saved + 30, i, 2, newest.run).theta for i in range(2)]
+    assert torch.equal(torch.cat(parts), flat(second.model))
+    end(cluster)
+
+
+def test_a_killed_server_goes_on_from_its_checkpoint_with_the_shards_that_waited(tmp_path):
+    port = free_port()
+    settings = inhad(2, start_nodes=1, lease_seconds=2.0)
+    options = {"directory": tmp_path / "c", "save_every": 5, "port": port, "shards": 2}
+    first = Cluster(settings, 1, delays=[0.01], updates=10_000, shard_folder=tmp_path / "c", **options)
+    wait_until(lambda: (checkpoints.load(tmp_path / "c") or checkpoints.Saved(None, {}, 0, 0, {})).version >= 10)
+    crash_with_shards(first.service)
+    kept = checkpoints.load(tmp_path / "c").version
+    wait_until(lambda: not first._server.is_alive())
+    with pytest.raises(ValueError, match="in 2 shards, not 3"):
+        Service(model(), settings, outer=sgd(), **{**options, "shards": 3})
+    second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=kept + 20, **options)
+    second.run()
+    assert second.machine.version == kept + 20
+    assert torch.isfinite(flat(second.model)).all()
+    end(first)
+
+
+def crash_with_shards(service):
+    """As a kill would: nothing more is written, all connections break at once; its thread ends by that."""
+    service._directory = None
+    service._listener.close()
+    service._listener.store = None
+    for connection in list(service._links.members.values()):
+        connection.close()
+    for post in service.keeper.roster.posts.values():
+        post.connection.pair.close()
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
+    cluster = Cluster(bsp(start_nodes=1), 1, shards=2, delays=[0.01], updates=60, directory=tmp_path / "c",
+                      shard_folder=tmp_path / "c")  # fmt: skip
+    wait_until(lambda: cluster.service.machine.version >= 3)
+    address = f"127.0.0.1:{cluster.service.port}"
+    for index, options, sentence in (
+        (1, {"outer": sgd()}, "shard 1 is there already"),
+        (2, {"outer": sgd()}, "no shard 2: .* it has 0 to 1"),
+    ):
+        kind = ValueError if index == 2 else ShardRefused
+        with pytest.raises(kind, match=sentence):
+            Shard(address, index, host="127.0.0.1", **options).run()
+    # a leader that sends pieces before the server has admitted it, or somebody else's
+    stranger = connect("127.0.0.1", cluster.shards[0]._listener.port, encode(Ticket(5)))
+    stranger.receive_frame(FRAME.size, 5.0)
+    (member,) = cluster.service.machine.members
+    stranger.send_frame(encode(Piece(member, 1), tensor_bytes=8))
+    stranger.send_tensor(torch.zeros(2), 5.0)
+    with pytest.raises(PairError):
+        stranger.receive_frame(FRAME.size, 10.0)
+    status = cluster.join()
+    assert status.version == 60
+    assert status.counters["joined"] == 1
+
+
+def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
+    service = Service(model(), bsp(), host="127.0.0.1", outer=sgd(), shards=1, updates=3, directory=tmp_path)
+    failures = []
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    address = f"127.0.0.1:{service.port}"
+    for options, sentence in (
+        ({"outer": sgd(lr=0.3), "directory": tmp_path}, "another optimizer"),
+        ({"outer": sgd()}, "directory of its own"),
+    ):
+        with pytest.raises(ShardRefused, match=sentence):
+            Shard(address, 0, host="127.0.0.1", **options).run()
+    gone = Shard(address, 0, host="127.0.0.1", outer=sgd(), directory=tmp_path)
+    gone._enlist(False)  # and dies before it has its weights
+    gone.close()
+    early = Node(address, 0, 1)  # nodes wait as well
+    working = threading.Thread(target=Worker(model(), loss_of(0, 0), early.address, 0).run, daemon=True)
+    working.start()
+    wait_until(lambda: not service.keeper.roster.posts)
+    assert [row.there for row in service.status().shards] == [False]
+    Shard(address, 0, host="127.0.0.1", outer=sgd(), directory=tmp_path).run()
+    serving.join(20)
+    working.join(20)
+    assert service.machine.version == 3
+    early.close()
+    whole = Service(model(), bsp(), host="127.0.0.1", outer=sgd())
+    with pytest.raises(ValueError, match="holds its weights whole"):
+        Shard(f"127.0.0.1:{whole.port}", 0).run()
+    whole.close()
+    assert not failures
+
+
+def test_nobody_serves():
+    shard = Shard(f"127.0.0.1:{free_port()}", 0, leases=0.0)
+    with pytest.raises(ServerLost, match="no server at"):
+        shard._enlist(True)
+    shard.close()
+    with pytest.raises(ValueError, match="at most the model's 44 elements"):
+        Service(model(), bsp(), shards=45)
+    with pytest.raises(ValueError, match="host:port"):
+        Shard("somewhere", 0)
