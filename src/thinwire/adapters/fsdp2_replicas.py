@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from thinwire.adapters import fsdp2_persistence as persistence
 from thinwire.adapters.ddp_layout import joined
 from thinwire.adapters.fsdp2_groups import Group, Piece
+from thinwire.adapters.released import released
 from thinwire.adapters.traced import traced
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.communicator import Communicator
@@ -250,12 +251,7 @@ class ReplicaSync:
 
     def detach(self) -> None:
         """Take the hooks out and give the process groups back. FSDP2 then averages over replicas itself again."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        if self._comm is not None:
-            self._comm.close(broken=self._broken is not None)
-            self._broken = self._broken or "it was detached"
+        self._broken = released(self._undo, self._comm, self._broken)
 
     def __enter__(self) -> ReplicaSync:
         return self

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.adapters.fsdp2_groups import Group
+from thinwire.adapters.released import released
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.stats import Stats
 from thinwire.engine.wire import Failure
@@ -113,9 +114,4 @@ class CompressedReduceScatter:
 
     def detach(self) -> None:
         """Give FSDP2 its own reduce-scatter back, and the process groups to the pool."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        if self._comm is not None:
-            self._comm.close(broken=self._broken is not None)
-            self._broken = self._broken or "it was detached"
+        self._broken = released(self._undo, self._comm, self._broken)

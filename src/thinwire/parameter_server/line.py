@@ -15,6 +15,7 @@ import torch
 from thinwire.collectives.pair import Meeting, Pair, PairError, connect, split_address
 from thinwire.parameter_server.assembly import Assembly
 from thinwire.parameter_server.connection import SLOWEST, Anything, Connection
+from thinwire.parameter_server.ending import join_all
 from thinwire.parameter_server.messages import FRAME, Grad, Hello, Stop, Weights, encode
 from thinwire.parameter_server.packing import SumsOut
 from thinwire.parameter_server.shard_messages import LAST, Piece, Ticket
@@ -82,9 +83,7 @@ class Line:
 
     def join(self, seconds: float) -> None:
         """Wait, at most so long, until the threads have ended."""
-        end = time.monotonic() + seconds
-        for connection in self.connections:
-            connection.join(max(0.0, end - time.monotonic()))
+        join_all(self.connections, seconds)
 
     @property
     def ended(self) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
 from thinwire.collectives.pair import Pair, PairError
 from thinwire.parameter_server.connection import Anything, Connection
+from thinwire.parameter_server.ending import join_all, unended
 from thinwire.parameter_server.keeper import Keeper
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.messages import Buffers, Grad, Hello, Refused, encode
@@ -78,7 +78,7 @@ class Links:
         connection = self.members.pop(member, None)
         self._keeper.forget(member)
         if connection is not None:
-            self._old = [old for old in self._old if not old.ended] + [connection]
+            self._old = unended(self._old, connection)
             self._past[0] += connection.pair.received_bytes
             self._past[1] += connection.pair.sent_bytes
             connection.close()
@@ -87,9 +87,7 @@ class Links:
         """Close all when what was posted is sent, at the latest after so many seconds."""
         for connection in self.members.values():
             connection.finish()
-        end = time.monotonic() + seconds
-        for connection in [*self.members.values(), *self._old]:
-            connection.join(max(0.1, end - time.monotonic()))
+        join_all([*self.members.values(), *self._old], seconds, least=0.1)
 
     def traffic(self) -> dict[int, tuple[int, int]]:
         """Member -> bytes from it and to it, over all of its connections."""

@@ -14,6 +14,7 @@ from thinwire.collectives.pair import Meeting, Pair, PairError
 from thinwire.parameter_server.connection import Anything
 from thinwire.parameter_server.crew import Crew
 from thinwire.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
+from thinwire.parameter_server.ending import unended
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.leader import Leader
 from thinwire.parameter_server.line import Line, ShardsToCome, SlicedLine, reach, shard_count
@@ -162,7 +163,7 @@ class Node:
 
     def _retire(self, line: Line) -> None:
         line.close()
-        self._old = [old for old in self._old if not old.ended] + [line]
+        self._old = unended(self._old, line)
         self._up = None
 
     def _connect(self, pair: Pair, shards: list[Pair]) -> Line:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 from thinwire.collectives.pair import Listener, Meeting, Pair, PairError, split_address
 from thinwire.parameter_server.connection import Connection
 from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.line import shard_count
 from thinwire.parameter_server.messages import FRAME, PROTOCOL, Ping, Refused, Stop, decode, encode
 from thinwire.parameter_server.outer import Outer, default_outer, fingerprint
 from thinwire.parameter_server.settings import Settings
@@ -138,7 +138,7 @@ class Shard:
 
     def _keeper_for(self, meeting: Meeting) -> SliceKeeper:
         """What the server's notes ask for; no weights yet."""
-        count = int(json.loads(meeting.note("shards"))["count"])
+        count = shard_count(meeting)
         if not count:
             raise ValueError(f"the server at {self.server} holds its weights whole: start it with --shards")
         if not 0 <= self.index < count:

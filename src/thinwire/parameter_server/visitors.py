@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.collectives.pair import Pair
 from thinwire.parameter_server.connection import Anything, Connection
+from thinwire.parameter_server.ending import join_all, unended
 from thinwire.parameter_server.messages import Ping
 from thinwire.parameter_server.shard_messages import Admit, Arrived, Dismiss, Give, Left, Piece
 from thinwire.parameter_server.slice_keeper import SliceKeeper
@@ -112,7 +112,7 @@ class Visitors:
         if visitor is None or visitor.connection is None:
             return []
         visitor.connection.close()
-        self._old = [old for old in self._old if not old.ended] + [visitor.connection]
+        self._old = unended(self._old, visitor.connection)
         return [visitor.left()]
 
     def close(self, seconds: float) -> None:
@@ -121,7 +121,5 @@ class Visitors:
         self._members, self._waiting = {}, {}
         for connection in there:
             connection.close()
-        self._old = [old for old in self._old if not old.ended] + there
-        end = time.monotonic() + seconds
-        for connection in self._old:
-            connection.join(max(0.0, end - time.monotonic()))
+        self._old = unended(self._old, *there)
+        join_all(self._old, seconds)
