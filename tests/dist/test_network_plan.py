@@ -10,15 +10,15 @@ pytestmark = pytest.mark.dist
 
 
 def _train(rank, size, seconds):
-    from thinwire.engine import steps
+    from thinwire.engine import second_plan
 
-    real = steps.all_reduce_rate
+    real = second_plan.all_reduce_rate
     if seconds is not None:
-        steps.all_reduce_rate = lambda lane, device: lambda total: seconds
+        second_plan.all_reduce_rate = lambda lane, device: lambda total: seconds
     try:
         return _steps(rank)
     finally:
-        steps.all_reduce_rate = real
+        second_plan.all_reduce_rate = real
 
 
 def _steps(rank):

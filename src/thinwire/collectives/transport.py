@@ -43,10 +43,14 @@ class Pending:
     works: tuple[Any, ...]
     finish: Callable[[], Tensor]
 
-    def wait(self) -> Tensor:
+    def block(self) -> None:
         """Block until it has completed (Gloo) or order the current stream after it (NCCL). Raises the wire's error."""
         for work in self.works:
             work.wait()
+
+    def wait(self) -> Tensor:
+        """``block``, and give the result; once, since a sum over the ranks may be made here."""
+        self.block()
         return self.finish()
 
     def on_done(self, callback: Callable[[], None]) -> None:

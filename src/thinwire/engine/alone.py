@@ -88,6 +88,10 @@ class Alone:
         """This rank's message."""
         return [message]
 
+    def spare_cores(self) -> bool:
+        """Nothing is sent, so there is no thread that wants one."""
+        return True
+
     def gather_tensor(self, x: Tensor) -> Tensor:
         """This rank's tensor: ``[k]`` -> ``[1, k]``."""
         return x.view(1, -1)

@@ -22,6 +22,7 @@ from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
 from thinwire.engine.executor import Executor, StreamExecutor, ThreadExecutor
 from thinwire.engine.late import LateRanks
 from thinwire.engine.wire import Failure, MakeProgram, Wire
+from thinwire.measure.cores import place, spare_places
 from thinwire.program import NextForward, Program, Scope, Topology
 from thinwire.program.ops import Collective
 from thinwire.program.trace import Step
@@ -58,6 +59,7 @@ class Communicator:
         self._order: dict[str, Any] = {}  # per lane: between lanes the order is free
         self._step = 0
         self._names: Sequence[Sequence[str]] = ()
+        self._spare: bool | None = None
         self.executor: Executor
 
     def agree(self, facts: dict[str, Any]) -> None:
@@ -71,6 +73,12 @@ class Communicator:
     def gather(self, message: bytes) -> list[bytes]:
         """Every rank's message, in rank order."""
         return gather_bytes(message, self.control, self.device)
+
+    def spare_cores(self) -> bool:
+        """Whether this rank's communicator thread has a core of its own; the first time all ranks must ask."""
+        if self._spare is None:
+            self._spare = spare_places(self.gather(place()), self.rank)
+        return self._spare
 
     def gather_tensor(self, x: Tensor) -> Tensor:
         """Every rank's 1-D tensor, of one length on all: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""

@@ -129,7 +129,8 @@ class Pilot:
 
     def _prices(self, measurement: Measurement, dense: Method) -> Prices:
         assert self.costs is not None
-        return Prices(self._comm.backend, self._topology, self._manage, dense, self.costs, measurement)
+        side_stream = self._comm.backend != "gloo" or self._comm.spare_cores()
+        return Prices(self._comm.backend, self._topology, self._manage, dense, self.costs, measurement, side_stream)
 
     def _probe(self) -> None:
         if self.costs is None:

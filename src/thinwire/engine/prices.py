@@ -9,7 +9,6 @@ from typing import Any
 from thinwire.engine.parameters import Managed
 from thinwire.engine.planning import measured_plan, price_plan
 from thinwire.engine.timings import Measurement
-from thinwire.measure.cores import spare_cores
 from thinwire.methods.registry import method as named
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import Measured, needs_measurement
@@ -57,6 +56,7 @@ class Prices:
         dense: the program of dense buckets.
         costs: of the network and of compute.
         measurement: the step as it was.
+        side_stream: methods compute beside backward, on a core or a stream of their own.
     """
 
     backend: str
@@ -65,6 +65,7 @@ class Prices:
     dense: Method
     costs: Costs
     measurement: Measurement
+    side_stream: bool
 
     def planned(self, method: Method) -> dict[str, Any]:
         """The measured plan of a method; "auto" becomes "optimal"."""
@@ -106,8 +107,7 @@ class Prices:
 
     @property
     def _measured(self) -> Measured:
-        side_stream = self.backend != "gloo" or spare_cores(max(self.topology.layout))
-        return Measured(self.measurement.profile, self.costs, self.topology, side_stream)
+        return Measured(self.measurement.profile, self.costs, self.topology, self.side_stream)
 
     def _price(self, method: Method) -> tuple[Plan, float]:
         outside = self.measurement.outside_seconds

@@ -20,18 +20,16 @@ from thinwire.engine.memory import Memory, teach_malloc
 from thinwire.engine.parameters import Managed, managed_parameters
 from thinwire.engine.pilot import Decision, Pilot
 from thinwire.engine.planning import make_plan, trace_plan
-from thinwire.engine.rate import all_reduce_rate
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.restart import tell_reset
 from thinwire.engine.scaler import loss_scale
+from thinwire.engine.second_plan import second_plan
 from thinwire.engine.settings import Settings
 from thinwire.engine.shards import Shards
 from thinwire.methods.decoupling import deferring
-from thinwire.planner.plans import follows_network
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
 
 ATTACHED = "_thinwire_sync"
-_ONE_BUCKET_BYTES = 1 << 20  # not worth a cut, nor a measurement
 
 
 class Steps:
@@ -77,16 +75,17 @@ class Steps:
         self.why: tuple[str, ...] = ()  # the pilot's reasons for the plan in force
         self._running = False
         self._deferred: Deferred | None = None
+        self._inline = False  # programs of one exchange run in the thread of backward
         self._fresh = False  # delivered gradients that no step() has used
         self._versions: list[int | None] = [None] * len(managed)
         self._end = BackwardEnd(self._finish)
         order = [m.index for m in reversed(managed)]
         backend = communicator.backend if communicator else "none"
-        self._backend = backend
         first = settings.pinned or make_plan(method, managed, order, (), backend)
         first.check(m.name for m in managed)
         if communicator:
             communicator.agree(self._facts(first))
+            self._inline = communicator.backend == "gloo" and not communicator.spare_cores()
             communicator.broadcast([*model.parameters(), *model.buffers()])
             self._adopt(first)
             communicator.start()
@@ -187,11 +186,14 @@ class Steps:
 
     def _ready(self, bucket: int) -> None:
         assert self._comm is not None
-        once = self._deferred is not None or len(self._traced[self._phase][bucket]) <= 1
-        light = self._method_of(bucket).light and once
-        self._comm.executor.ready(bucket, light=light)
-        if light and (made := self._buckets[bucket]) is not None and made.filled:
+        light, once = self._method_of(bucket).light, self._once(bucket)
+        self._comm.executor.ready(bucket, light=once and (light or self._inline))
+        if light and once and (made := self._buckets[bucket]) is not None and made.filled:
             self._hand_over(made)
+
+    def _once(self, bucket: int) -> bool:
+        """Whether a bucket's program has one exchange in backward, so that nobody need see to a second."""
+        return self._deferred is not None or len(self._traced[self._phase][bucket]) <= 1
 
     def _hand_over(self, bucket: Bucket) -> None:
         """Let ``.grad`` be the bucket's memory from now on: what autograd allocated serves the gradients to come.
@@ -364,7 +366,7 @@ class Steps:
         for b, entry in enumerate(self._entries):
             for place, name in enumerate(entry.names):
                 where[self._by_name[name].index] = b, place
-        light = [b for b in range(len(buckets)) if self._method_of(b).light]
+        light = [b for b in range(len(buckets)) if self._method_of(b).light or self._inline]
         memories = [self._memory[self._phase, b] for b in range(len(buckets))]
         shards = Shards(buckets, memories, self._comm.executor.paused, light, where)
         started = time.perf_counter()
@@ -386,15 +388,7 @@ class Steps:
         self._rebuilt = True
         unseen = [m.index for m in reversed(self._managed) if not self._seen[m.index]]
         order = (self._deferred and self._deferred.order()) or [*self._arrival, *unseen]
-        agreed = torch.tensor([order, [int(i in unseen) for i in order]], dtype=torch.int64, device=self._comm.device)
-        self._comm.broadcast([agreed])
-        order, late = agreed.tolist()
-        last = [i for i, flag in zip(order, late) if flag]
-        rate = None
-        large = sum(m.parameter.nbytes for m in self._managed) > _ONE_BUCKET_BYTES
-        plain = large and self._pilot is None and follows_network(self.method, self._backend)
-        if plain and isinstance(self._comm, Communicator):
-            rate = all_reduce_rate(self._comm.control, self._comm.device)
-        plan = make_plan(self.method, self._managed, order, last, self._backend, all_reduce=rate)
+        measured = self._pilot is not None
+        plan = second_plan(self.method, self._managed, self._comm, order, unseen, measured=measured)
         if plan != self.plan:
             self._adopt(plan)

@@ -1,7 +1,8 @@
 """The executor for Gloo: a communicator thread advances the programs while autograd goes on in the main thread.
 
 *Light* programs, a copy and one exchange, do without the thread: whoever finds the bucket ready starts them, and who
-waits for the end of the step completes them. Where every core has a rank, each hand-over would cost more than the copy.
+waits for the end of the step completes them. Each hand-over would cost more than the copy. Where every core has a rank,
+all programs of one exchange are run so: a thread beside backward would only take turns with it on one core.
 
 On the decoupled schedule a step has two halves: ``begin`` to ``finish``, then ``resume``, and ``wait`` for each bucket.
 """
@@ -92,7 +93,7 @@ class ThreadExecutor:
     def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
         """The bucket's gradients are complete (in the current stream's order on CUDA).
 
-        ``light``: its program is a copy, one exchange and little else.
+        ``light``: its program has one exchange, and is to be run by who calls this and ``finish``.
         """
         step, cuda = self._step, None
         if step is None:  # it has failed; finish() says so
@@ -126,7 +127,7 @@ class ThreadExecutor:
             assert event.pending is not None
             error: BaseException | None = None
             try:
-                event.pending.wait()
+                event.pending.block()
             except RuntimeError as caught:
                 error = caught
             with self._lock, torch.no_grad():

@@ -1,0 +1,49 @@
+"""The plan after the first step: in the order in which gradients arrive or layers are needed, and by the rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.engine.alone import Alone
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.parameters import Managed
+from thinwire.engine.planning import make_plan
+from thinwire.engine.rate import all_reduce_rate
+from thinwire.planner.plans import follows_network
+from thinwire.program import Method, Plan
+
+_ONE_BUCKET_BYTES = 1 << 20  # not worth a cut, nor a measurement
+
+
+def second_plan(
+    method: Method,
+    managed: Sequence[Managed],
+    communicator: Communicator | Alone,
+    order: Sequence[int],
+    unseen: Sequence[int],
+    *,
+    measured: bool,
+) -> Plan:
+    """Make it; all ranks call this and get the same.
+
+    Args:
+        method: whose plan it is.
+        managed: the parameters.
+        communicator: of the ranks.
+        order: of all parameters, by index; rank 0's counts.
+        unseen: those that had no gradient, likewise.
+        measured: another plan will follow from measured times, so the rate need not be known here.
+    """
+    rows = [order, [int(i in unseen) for i in order]]
+    agreed = torch.tensor(rows, dtype=torch.int64, device=communicator.device)
+    communicator.broadcast([agreed])
+    order, flags = agreed.tolist()
+    late = [i for i, flag in zip(order, flags) if flag]
+    rate = None
+    large = sum(m.parameter.nbytes for m in managed) > _ONE_BUCKET_BYTES
+    plain = large and not measured and follows_network(method, communicator.backend)
+    if plain and isinstance(communicator, Communicator):
+        rate = all_reduce_rate(communicator.control, communicator.device)
+    return make_plan(method, managed, order, late, communicator.backend, all_reduce=rate)
