@@ -21,10 +21,11 @@ def run(
     steps: int,
     rounds: int,
     predict: bool = False,
+    warmup: int = 3,
 ) -> BenchResult:
     """The rows of ``methods`` in turns, one worker a node; ``link`` None: no limit."""
     bits = lab.parse_rate(link) if link else None
-    spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds, predict=predict)
+    spec = BenchSpec(model, parse_rows(methods), workers, link, bits, steps, rounds, warmup, predict=predict)
     print(f"... {model}: {methods}; {workers} workers, {link or 'no limit'}", file=sys.stderr, flush=True)
     record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, link, None)))
     return summarise(spec, record, emulated=launched.emulated, note=launched.note)
