@@ -39,7 +39,7 @@ class Connection:
 
     Args:
         pair: the connection.
-        channels: 1: strict order. 2: messages without a tensor overtake those with one, both ways.
+        channels: 1: strict order. 2: messages without a tensor overtake those with one, both ways, never the reverse.
         seconds: how long the other side may be silent, and a tensor may take beyond its bytes.
         deliver: called with every message; a tensor arrives as bytes, ``uint8 [n]``.
         closed: called once, with the reason, when the connection has ended by itself.
@@ -66,7 +66,8 @@ class Connection:
         self._lock = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._control: list[Anything] = []
-        self._data: list[Anything] = []
+        self._data: list[tuple[Anything, int]] = []  # message -> how many without a tensor were posted before it
+        self._posted = self._sent = 0
         self._due = self._ending = self._over = False
         self._arriving: queue.SimpleQueue[tuple[Anything, int] | None] = queue.SimpleQueue()
 
@@ -103,7 +104,11 @@ class Connection:
         """Send in order. Never blocks."""
         with self._lock:
             apart = self._channels == 2 and getattr(message, "tensor", None) is not None
-            (self._data if apart else self._control).append(message)
+            if apart:
+                self._data.append((message, self._posted))
+            else:
+                self._control.append(message)
+                self._posted += 1
             self._lock.notify_all()
 
     def report_due(self) -> None:
@@ -157,6 +162,9 @@ class Connection:
                 message = self._compose()
             if message is not None:
                 self._send(message)
+                with self._lock:
+                    self._sent += not reporting
+                    self._lock.notify_all()
             elif not reporting:
                 self.close()
                 return
@@ -164,11 +172,12 @@ class Connection:
     def _send_data(self) -> None:
         while True:
             with self._lock:
-                while not (self._over or self._data):
+                # WELCOME may be taken from its queue and not sent yet: weights before it are those of a stranger.
+                while not (self._over or (self._data and self._sent >= self._data[0][1])):
                     self._lock.wait()
                 if self._over:
                     return
-                message = self._data[0]
+                message, _ = self._data[0]
             self._send(message)
             with self._lock:
                 self._data.pop(0)

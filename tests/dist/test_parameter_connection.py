@@ -1,0 +1,57 @@
+"""Order on a connection with two channels: weights never reach a node before the WELCOME that makes it a member."""
+
+import queue
+import threading
+import time
+
+import pytest
+import torch
+
+from thinwire.collectives.pair import Listener, Meeting
+from thinwire.parameter_server.connection import Connection
+from thinwire.parameter_server.messages import FRAME, Enter, Ping, Weights, Welcome, decode, encode
+
+pytestmark = pytest.mark.dist
+
+
+class SlowToWelcome:
+    """A pair whose thread is not scheduled between taking WELCOME from the queue and sending it."""
+
+    def __init__(self, pair):
+        self._pair = pair
+
+    def __getattr__(self, name):
+        return getattr(self._pair, name)
+
+    def send_frame(self, frame):
+        if isinstance(decode(frame[: FRAME.size])[0], Welcome):
+            time.sleep(0.3)
+        self._pair.send_frame(frame)
+
+
+@pytest.fixture
+def ends():
+    listener, taken = Listener(0, "127.0.0.1"), queue.SimpleQueue()
+    listener.serve(lambda pair, hello: taken.put(pair), FRAME.size)
+    here = Meeting(f"127.0.0.1:{listener.port}").connect(encode(Enter(0)))
+    yield taken.get(timeout=10), here
+    listener.close()
+
+
+def test_a_tensor_never_overtakes_what_was_posted_before_it(ends):
+    came, done = queue.SimpleQueue(), threading.Event()
+    server, node = ends
+    receiving = Connection(node, channels=2, seconds=10, deliver=came.put, closed=lambda reason: done.set()).start()
+    sending = Connection(
+        SlowToWelcome(server), channels=2, seconds=10, deliver=came.put, closed=lambda reason: None
+    ).start()
+    sending.post(Welcome(5, 0))
+    sending.post(Weights(5, 1, 0, 7, 1, tensor=torch.arange(4.0)))
+    kinds = [type(came.get(timeout=10)) for _ in range(2)]
+    assert kinds == [Welcome, Weights]
+    sending.post(Ping())
+    assert isinstance(came.get(timeout=10), Ping)  # and what comes later still passes
+    sending.finish()
+    assert done.wait(10)
+    for connection in (sending, receiving):
+        connection.join(5)
