@@ -90,7 +90,7 @@ def _dismiss():
 atexit.register(_dismiss)
 
 
-def run(function, size, *args, seconds=60.0, init=True, expect_exit=None, fresh=False):
+def run(function, size, *args, seconds=150.0, init=True, expect_exit=None, fresh=False):
     """Call ``function(rank, size, *args)`` on every rank. Returns the results in rank order.
 
     Args:

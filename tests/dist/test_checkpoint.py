@@ -54,7 +54,7 @@ def _resume(rank, size, folder):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    for result in run(_resume, 3, str(tmp_path), seconds=120):
+    for result in run(_resume, 3, str(tmp_path), seconds=250:
         for name, same, residuals, some in result:
             assert same, name
             assert residuals, name

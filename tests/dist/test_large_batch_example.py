@@ -18,7 +18,7 @@ def run(*arguments, script=EXAMPLE / "run.py"):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, str(script), *map(str, arguments)],
-        capture_output=True, text=True, timeout=110, env=environment, cwd=ROOT,
+        capture_output=True, text=True, timeout=250, env=environment, cwd=ROOT,
     )  # fmt: skip
 
 

@@ -125,18 +125,18 @@ def test_a_killed_shard_ends_the_verb_with_a_sentence_and_all_go_on_when_started
                      "--pace", 0.01)  # fmt: skip
         wait_for(lambda: (tmp_path / "version-000000020.pt").exists())
         shards[1].kill()
-        _, words = first.communicate(timeout=30)
+        _, words = first.communicate(timeout=120)
         assert first.returncode == 1
         assert "error: shard 1 (port " in words
         assert "they go on from version" in words
         assert "Traceback" not in words
         saved = max(int(path.stem[-9:]) for path in tmp_path.glob("version-*.pt"))
         second, back = server(saved + 50), shard(1)
-        out, words = second.communicate(timeout=60)
+        out, words = second.communicate(timeout=120)
         assert second.returncode == 0, words
         assert json.loads(out)["version"] == saved + 50
         for process in (shards[0], back):
-            out, words = process.communicate(timeout=30)
+            out, words = process.communicate(timeout=120)
             assert process.returncode == 0, words
             assert json.loads(out)["version"] == saved + 50
         assert node.wait(30) == 0

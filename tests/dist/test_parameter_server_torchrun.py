@@ -51,7 +51,7 @@ def test_a_script_under_torchrun_is_a_node_of_two_workers(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=250,
         check=False,
     )
     thread.join(10)
@@ -74,10 +74,10 @@ def test_a_server_and_a_node_of_two_worker_processes_from_the_command_line(tmp_p
         env=environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=250,
         check=False,
     )
-    out, _ = server.communicate(timeout=20)
+    out, _ = server.communicate(timeout=120)
     assert node.returncode == 0, node.stderr[-3000:]
     assert json.loads(node.stdout)["end"] == "training has ended"
     assert server.returncode == 0

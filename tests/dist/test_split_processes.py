@@ -60,7 +60,7 @@ def finish(*processes):
     found = []
     try:
         for process in processes:
-            out, errors = process.communicate(timeout=100)
+            out, errors = process.communicate(timeout=250)
             assert process.returncode == 0, errors
             found.append(json.loads(out))
     finally:
@@ -121,7 +121,7 @@ def test_a_killed_process_goes_on_from_its_checkpoint(victim, tmp_path):
     ends[victim].wait()
     if victim == "cloud":  # the edge says so and ends; both are started again
         ends["cloud"] = start("cloud", tmp_path, port)
-        _, errors = ends["edge"].communicate(timeout=90)
+        _, errors = ends["edge"].communicate(timeout=250)
         assert ends["edge"].returncode == 1
         assert "error: " in errors
     ends["edge"] = start("edge", tmp_path, port, "--checkpoint-every", str(report.steps))

@@ -20,7 +20,7 @@ def test_gloo_listens_where_doctor_says(tmp_path):
     script = str(Path(__file__).parent / "gloo_listens.py")
     done = subprocess.run(
         ["unshare", *rights, "--net", "--mount", sys.executable, script],
-        cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -45,7 +45,7 @@ def test_a_step_across_a_slow_link(any_mode, tmp_path):
     prepare(preset("bert", classes=2, vocabulary=100, length=32, layers=2, hidden=128, heads=2), plan, tmp_path)
     write_keys(tmp_path / "keys", hosts=("10.77.0.1",))
     cluster = lab.Cluster.parse(2, 1, "10mbit")
-    result, lines = collect(cluster, [sys.executable, "-c", SCRIPT, str(tmp_path)], timeout_seconds=100)
+    result, lines = collect(cluster, [sys.executable, "-c", SCRIPT, str(tmp_path)], timeout_seconds=250)
     assert result.exit_codes == (0, 0), lines
     on_wire, sent, both_ways, messages = json.loads(lines[1][-1])
     assert messages == 3 * 4

@@ -23,7 +23,7 @@ dist.destroy_process_group()
 
 
 def traffic(cluster, *arguments):
-    result, lines = collect(cluster, [sys.executable, SCRIPT, *map(str, arguments)], timeout_seconds=60)
+    result, lines = collect(cluster, [sys.executable, SCRIPT, *map(str, arguments)], timeout_seconds=250)
     assert result.exit_codes == (0,) * cluster.workers, lines
     return result, [[int(line) for line in of_rank] for of_rank in lines]
 
@@ -33,7 +33,7 @@ def between(low, value, high):
 
 
 def test_two_ranks_talk_over_gloo(mode):
-    result, lines = collect(lab.Cluster.parse(2, 1, "1gbit"), [sys.executable, "-c", GLOO], timeout_seconds=90)
+    result, lines = collect(lab.Cluster.parse(2, 1, "1gbit"), [sys.executable, "-c", GLOO], timeout_seconds=250)
     assert result.exit_codes == (0, 0), lines
     assert lines == [["3.0 3.0"]] * 2
     assert result.emulated

@@ -44,7 +44,7 @@ METHODS = [
 
 def test_a_node_sends_what_the_formulas_say(any_mode):
     script = SCRIPT % json.dumps(METHODS)
-    result, lines = collect(lab.Cluster.parse(4, 2, "1gbit"), [sys.executable, "-c", script], timeout_seconds=100)
+    result, lines = collect(lab.Cluster.parse(4, 2, "1gbit"), [sys.executable, "-c", script], timeout_seconds=250)
     assert result.exit_codes == (0,) * 4, lines
     ranks = [json.loads(of_rank[-1]) for of_rank in lines]
     size, steps = 4 * 512 * 512, 4

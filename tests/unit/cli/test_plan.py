@@ -265,5 +265,5 @@ def test_help_does_not_import_torch():
         "import sys; from thinwire.cli.main import app\n"
         "try:\n    app(sys.argv[1:])\nfinally:\n    assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code, "plan", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, "plan", "--help"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
