@@ -151,7 +151,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return run(_everything, 2, folder, seconds=250
+    return run(_everything, 2, folder, seconds=250)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,11 +1,11 @@
 """The engine on real Gloo ranks: the same numbers as DDP and as LocalWorld."""
 
+import cases
 import pytest
 import torch
-import cases
-from spawned import run
 
 import thinwire as tw
+from spawned import run
 
 pytestmark = pytest.mark.dist
 

@@ -6,9 +6,9 @@ import signal
 import cases
 import pytest
 import torch
-from spawned import run
 
 import thinwire as tw
+from spawned import run
 
 pytestmark = pytest.mark.dist
 METHODS = [
@@ -54,7 +54,7 @@ def _resume(rank, size, folder):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    for result in run(_resume, 3, str(tmp_path), seconds=250:
+    for result in run(_resume, 3, str(tmp_path), seconds=250):
         for name, same, residuals, some in result:
             assert same, name
             assert residuals, name
@@ -135,7 +135,7 @@ def _wrong(rank, size, folder):
     sync.detach()
     net, optimizer, sync = _build("acp", {"rank": 2})
     if rank == 1:
-        with pytest.raises(ValueError, match="checkpoint.save") as error:
+        with pytest.raises(ValueError, match=r"checkpoint\.save") as error:
             sync.load_state_dict(mine)
         messages.append(str(error.value))
     with pytest.raises(ValueError, match="topk"):

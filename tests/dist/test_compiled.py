@@ -63,7 +63,7 @@ def _all(rank, size, backend, forms):
 
 
 def test_compiled_models_train_as_plain_ones():
-    for result in run(_all, 2, "eager", FORMS[:1], seconds=250:
+    for result in run(_all, 2, "eager", FORMS[:1], seconds=250):
         assert len(result) == len(CASES) * 2
         for case, (worst, steps, again) in result.items():
             assert worst == 0.0, case
@@ -73,7 +73,7 @@ def test_compiled_models_train_as_plain_ones():
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "forms"), [("eager", FORMS[1:]), ("aot_eager", FORMS), ("inductor", FORMS[:1])])
 def test_compiled_in_parts_and_by_other_backends(backend, forms):
-    for result in run(_all, 2, backend, forms, seconds=250:
+    for result in run(_all, 2, backend, forms, seconds=250):
         for case, (worst, steps, again) in result.items():
             assert worst < 1e-6, case
             assert (steps, again) == (3, 3), case
@@ -110,7 +110,7 @@ def _around(rank, size):
 
 
 def test_reentrant_checkpointing_around_compiled_parts_is_never_wrong_in_silence():
-    for result in run(_around, 2, seconds=250:
+    for result in run(_around, 2, seconds=250):
         for name, (plain, compiled) in result.items():
             if isinstance(compiled, str):
                 assert name != "ssgd"

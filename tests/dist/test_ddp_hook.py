@@ -208,7 +208,7 @@ def _everything(rank, size):
 
 @pytest.fixture(scope="module")
 def two():
-    return run(_everything, 2, seconds=250
+    return run(_everything, 2, seconds=250)
 
 
 @pytest.mark.parametrize("label", VARIANTS)

@@ -167,7 +167,7 @@ def _hurried(rank, size):
 
 
 def test_delays_do_not_mix_anything_up():
-    a, b, c = run(_hurried, 3, seconds=250
+    a, b, c = run(_hurried, 3, seconds=250)
     torch.testing.assert_close(a, b, rtol=0, atol=0)
     torch.testing.assert_close(a, c, rtol=0, atol=0)
 

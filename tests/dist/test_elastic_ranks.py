@@ -157,7 +157,7 @@ def _empty(rank, size):
 
 
 def test_a_rank_without_a_valid_pixel_takes_part():
-    results = run(_empty, 2, seconds=250
+    results = run(_empty, 2, seconds=250)
     assert results[1][0] == [0.0, 0.0]
     assert min(results[0][0]) > 0
     assert all(finite for _, finite in results)

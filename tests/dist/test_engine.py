@@ -1,13 +1,13 @@
-"""What a training loop may do to the engine: unused, shared and frozen parameters, accumulation, scaling, checkpointing."""
+"""What a training loop may do to the engine: unused, shared and frozen parameters, accumulation, scaling."""
 
 import cases
 import pytest
 import torch
-from spawned import run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
+from spawned import run
 
 pytestmark = pytest.mark.dist
 

@@ -3,13 +3,14 @@
 import os
 import signal
 import time
+from functools import partial
 
 import cases
 import pytest
 import torch
-from spawned import run
 
 import thinwire as tw
+from spawned import run
 
 pytestmark = pytest.mark.dist
 
@@ -64,7 +65,7 @@ def _killed(rank, size, victim, step_of_death, how):
 @pytest.mark.parametrize("how", ["kill", "lag"])
 def test_a_dead_or_late_rank_is_named(how):
     started = {2: 0 if how == "lag" else -signal.SIGKILL}
-    results = run(_killed, 3, 2, 7, how, seconds=250 expect_exit=started)
+    results = run(_killed, 3, 2, 7, how, seconds=250, expect_exit=started)
     for rank in (0, 1):
         assert "step 7" in results[rank]
         assert "bucket" in results[rank]
@@ -116,6 +117,11 @@ def test_world_size_one_compresses_nothing_and_says_so():
 LOSSY = (("powersgd", {"rank": 1}), ("acp", {"rank": 1}), ("topk", {"density": 0.05}))
 
 
+def _now_and_then(delays, gradient):
+    if delays.random() < 0.2:
+        time.sleep(delays.random() * 0.001)
+
+
 def _delayed(rank, size, repetitions, steps):
     """Each repetition with another method, in turns."""
     import random
@@ -127,7 +133,7 @@ def _delayed(rank, size, repetitions, steps):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         sync = tw.attach(net, optimizer, name, merge="none", timeout=30, **options)
         for p in net.parameters():
-            p.register_hook(lambda g: time.sleep(delays.random() * 0.001) if delays.random() < 0.2 else None)
+            p.register_hook(partial(_now_and_then, delays))
         for step in range(steps):
             cases.loss_of(net, rank, step, width=12).backward()
             optimizer.step()
@@ -142,7 +148,7 @@ def _same(results):
 
 
 def test_random_delays_never_hang():
-    assert _same(run(_delayed, 4, len(LOSSY), 60, seconds=250)
+    assert _same(run(_delayed, 4, len(LOSSY), 60, seconds=250))
 
 
 @pytest.mark.slow

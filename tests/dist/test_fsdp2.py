@@ -310,7 +310,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return run(_everything, 4, folder, seconds=250 fresh=True)  # DTensor remembers meshes beyond a process group
+    return run(_everything, 4, folder, seconds=250, fresh=True)  # DTensor remembers meshes beyond a process group
 
 
 # --- what must hold -------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def _more(rank, size):
 @pytest.mark.slow
 def test_the_other_methods_equal_local_world_too():
     assert {name for name, _ in [*METHODS, *MORE]} == set(tw.adapters.fsdp2.WORKS)
-    for result in run(_more, 4, seconds=250 fresh=True):
+    for result in run(_more, 4, seconds=250, fresh=True):
         for case, found in zip(MORE, result, strict=True):
             _check(case, found)
 
@@ -363,7 +363,7 @@ def _switched(rank, size):
 
 @pytest.mark.slow
 def test_accumulation_by_either_switch():
-    for found in run(_switched, 4, seconds=250 fresh=True):
+    for found in run(_switched, 4, seconds=250, fresh=True):
         assert found["set_requires_gradient_sync"] == (True, 2)
         assert found["set_requires_all_reduce"] == (True, 2)
         assert found["bf16"] < 1e-4

@@ -91,7 +91,7 @@ def _sharded(rank, size, cases):
 def test_sharded_is_the_joint_batch(size):
     cases = CASES if size == 4 else CASES[1:4:2]
     cases = [*cases, {"schedule": f"kaisa:1/{size}"}]
-    ranks = run(_sharded, size, cases, seconds=250
+    ranks = run(_sharded, size, cases, seconds=250)
     joint = {}
     for method in {options.get("method", "inverse") for options in cases}:
         alone, sync, _, net = train(0, 1, {"method": method})

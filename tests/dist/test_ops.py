@@ -6,9 +6,9 @@ from typing import ClassVar
 import cases
 import pytest
 import torch
-from spawned import run
 
 import thinwire as tw
+from spawned import run
 from thinwire.program import AllGather, AllToAll, Broadcast, Exchange, LocalWorld, Method, ReduceScatter
 
 pytestmark = pytest.mark.dist

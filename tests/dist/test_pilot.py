@@ -3,9 +3,9 @@
 import cases
 import pytest
 import torch
-from spawned import run
 
 import thinwire as tw
+from spawned import run
 from thinwire.engine import pilot
 from thinwire.planner.costs import Costs, Linear
 
@@ -40,7 +40,7 @@ MEASURED = [
 def _measured(rank, size):
     found = []
     for method, options in MEASURED:
-        net, sync, first = _train(rank, method, options, SLOW)
+        net, sync, _first = _train(rank, method, options, SLOW)
         kept = [b.kept for b in sync.plan.phases[0]]
         found.append((method, sync.plan.hash, sync.plan.rule, len(sync.plan.phases[0]), kept, cases.weights(net)))
         sync.detach()
@@ -48,7 +48,7 @@ def _measured(rank, size):
 
 
 def test_measured_plans_are_the_same_on_all_ranks():
-    for rows in zip(*run(_measured, 2, seconds=250):
+    for rows in zip(*run(_measured, 2, seconds=250)):
         (method, plan, rule, _, kept, weights), *others = rows
         assert "measured" in rule, method
         for other in others:
@@ -100,7 +100,9 @@ def test_auto_chooses_alike_and_says_why():
     assert exact[0] == "ssgd"
     assert lossy[0] != "ssgd"
     assert free[0] == "ssgd"
-    assert len(exact[2]) == 2 and "auto: ssgd" in exact[2][0] and "lossy" in exact[2][1]
+    assert len(exact[2]) == 2
+    assert "auto: ssgd" in exact[2][0]
+    assert "lossy" in exact[2][1]
 
 
 def _probed(rank, size):
@@ -119,7 +121,7 @@ def _adaptive(rank, size):
     """A prediction that is far off is noticed: planned again with "adaptive", else said once."""
     pilot.WATCH_STEPS = 12
     wrong = Costs({("AllReduce", "world", 2): Linear(30.0, 0.0)}, SLOW.compute)
-    _, sync, first = _train(rank, "ssgd", {}, wrong, steps=60, plan="adaptive")
+    _, sync, _first = _train(rank, "ssgd", {}, wrong, steps=60, plan="adaptive")
     again = sync._pilot.decisions
     sync.detach()
     _, sync, _ = _train(rank, "ssgd", {"merge": "optimal"}, wrong, steps=60)

@@ -5,9 +5,9 @@ import json
 import cases
 import pytest
 import torch
-from spawned import run
 
 import thinwire as tw
+from spawned import run
 
 pytestmark = pytest.mark.dist
 

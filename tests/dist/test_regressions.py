@@ -303,7 +303,7 @@ def _everything(rank, size, folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run(_everything, 2, str(tmp_path_factory.mktemp("dcp")), seconds=250 fresh=True)
+    return run(_everything, 2, str(tmp_path_factory.mktemp("dcp")), seconds=250, fresh=True)
 
 
 every_case = pytest.mark.parametrize(("route", "name"), CASES)
@@ -421,7 +421,7 @@ def test_m5_exit_code_0_with_the_groups_left():
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_m5_many_times(size):
     for i in range(25):
-        run(_no_farewell, size, i % 2 == 0, init=i % 2 == 0, seconds=250 fresh=True)
+        run(_no_farewell, size, i % 2 == 0, init=i % 2 == 0, seconds=250, fresh=True)
 
 
 def _many_buckets(rank, size, repeats):

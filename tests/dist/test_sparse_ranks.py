@@ -143,7 +143,7 @@ def _resume(rank, size, folder):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    for rank, result in enumerate(run(_resume, 3, str(tmp_path), seconds=250):
+    for rank, result in enumerate(run(_resume, 3, str(tmp_path), seconds=250)):
         for name, weights, state, shown, keys in result:
             assert weights, name
             assert state, name
@@ -225,7 +225,7 @@ def _decided(rank, size):
 
 
 def test_auto_is_decided_from_measured_times_and_the_same_on_all_ranks():
-    results = run(_decided, 4, seconds=250
+    results = run(_decided, 4, seconds=250)
     for first, decided, plan, weights in results:
         assert not any(first)
         assert set(decided) == {"gtopk"}  # half the start-ups and two thirds of the bytes of the all-gather

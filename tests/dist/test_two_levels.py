@@ -51,7 +51,7 @@ def _engine(rank, size):
 
 
 def test_gloo_equals_local_world():
-    results = run(_engine, 4, seconds=250
+    results = run(_engine, 4, seconds=250)
     for index, (name, options, plan) in enumerate(CASES):
         world, net = LocalWorld(4, 2, plan=plan), cases.model()
         method = tw.method(name, **options)
@@ -81,7 +81,7 @@ def _mixed(rank, size, steps):
 
 
 def test_buckets_that_go_different_ways_do_not_hang():
-    results = run(_mixed, 4, 50, seconds=250
+    results = run(_mixed, 4, 50, seconds=250)
     assert all(torch.equal(a, b) for other in results for a, b in zip(results[0], other))
 
 
@@ -113,17 +113,17 @@ def _total(results, place):
 
 def test_checkpoints_of_shards(tmp_path):
     folder = str(tmp_path)
-    through = run(_train, 4, folder, 2, 0, 9, "auto", seconds=250
-    again = run(_train, 4, folder, 2, 5, 9, "auto", seconds=250
+    through = run(_train, 4, folder, 2, 0, 9, "auto", seconds=250)
+    again = run(_train, 4, folder, 2, 5, 9, "auto", seconds=250)
     for a, b in zip(through, again):
         assert a[1].keys() == b[1].keys()
         assert all(torch.equal(a[1][n], b[1][n]) for n in a[1])
         assert all(torch.equal(x, y) for x, y in zip(a[2], b[2]))
     saved = _total(again, 0)
     assert any(x.abs().max() > 0 for x in saved.values())
-    other_plan = run(_train, 4, folder, 2, 5, 8, "none", seconds=250  # the same slices, cut anew at its first step
+    other_plan = run(_train, 4, folder, 2, 5, 8, "none", seconds=250)  # the same slices, cut anew at its first step
     assert all(torch.equal(a[0][n], b[0][n]) for a, b in zip(again, other_plan) for n in a[0])
-    fewer = run(_train, 2, folder, 1, 5, 8, "auto", seconds=250
+    fewer = run(_train, 2, folder, 1, 5, 8, "auto", seconds=250)
     for name, x in _total(fewer, 0).items():  # the sum over ranks, over the number of ranks, is what the model is owed
         torch.testing.assert_close(x / 2, saved[name] / 4, rtol=1e-6, atol=1e-8)
 
@@ -166,7 +166,7 @@ def test_auto_takes_over_what_rank_0_measured():
     slow = {("ReduceScatter", "node", 2): Linear(5e-5, 0), ("AllGather", "node", 2): Linear(5e-5, 0)}
     costs = Costs({**costs.exchanges, **slow}, costs.compute)
     table = CollectiveTable.of(costs, Topology(4, 2))
-    results = run(_auto, 4, costs.to_json(), seconds=250
+    results = run(_auto, 4, costs.to_json(), seconds=250)
     sizes = {n: 4 * p.numel() for n, p in cases.model(width=64).named_parameters()}
     for before, settled, plan, weights in results:
         assert set(before) == {""}
