@@ -1,14 +1,16 @@
 """How good are the planner's predictions? ``python benchmarks/predictions.py --models chargpt --workers 2``
 
 In the lab: methods x links x workers x models. Of each cell the step that the simulator predicts, from the network and
-the model as measured just before, beside the measured one. Prints a table, the median and the worst error, and how
-often the method that is ranked first is within 5 % of the fastest; writes ``benchmarks/results/predictions.json``
-after every network. What was not rerun stays in the file: ``--show`` prints it as it is.
+the model as measured just before, beside the measured one; the whole grid ``--repeats`` times, and of every cell the
+median prediction and the median measurement. Prints a table, the median and the worst error, and how often the method
+that is ranked first is within 5 % of the fastest; writes ``benchmarks/results/predictions.json`` after every network.
+What was not rerun stays in the file: ``--show`` prints it as it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -23,16 +25,15 @@ import in_lab
 
 RESULTS = Path(__file__).parent / "results" / "predictions.json"
 METHODS = "ssgd,cast:dtype=bf16,acp:rank=4,topk:density=0.01,omgs:density=0.01"
-WARMUP = (
-    8  # so long selection and its kin fault in memory; what is predicted is the step after that. One turn a row, too:
-)
-# a machine that takes back memory which rests for seconds makes the first steps of every later turn slow
+# So long selection and its kin fault in memory: what is predicted is the step after that. One turn a row, too, since a
+# machine that takes back memory which rests for seconds makes the first steps of every later turn slow.
+WARMUP = 8
 MODELS = ("chargpt", "mlp:width=1024:layers=8:batch=64")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One method on one network."""
+    """One method on one network; ``runs``: (measured, predicted) of each repetition, of which the medians count."""
 
     model: str
     link: str
@@ -40,6 +41,7 @@ class Cell:
     method: str
     measured: float
     predicted: float
+    runs: tuple[tuple[float, float], ...] = ()
 
     @property
     def error(self) -> float:
@@ -56,6 +58,17 @@ def measure(model: str, link: str, workers: int, rounds: int, steps: int) -> lis
             print(f"    {row.label}: {row.error}", file=sys.stderr)
         elif row.predicted_seconds is not None and row.step_seconds is not None:
             cells.append(Cell(model, link, workers, row.label, row.step_seconds, row.predicted_seconds))
+    return cells
+
+
+def merged(earlier: list[Cell], fresh: list[Cell]) -> list[Cell]:
+    """The cells of one network with those of this run's earlier repetitions."""
+    known = {c.method: c.runs for c in earlier}
+    cells = []
+    for c in fresh:
+        runs = (*known.get(c.method, ()), (c.measured, c.predicted))
+        measured, predicted = (statistics.median(values) for values in zip(*runs))
+        cells.append(Cell(c.model, c.link, c.workers, c.method, measured, predicted, runs))
     return cells
 
 
@@ -97,15 +110,18 @@ def main() -> None:
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
     cells = load()
-    for model in [] if options.show else options.models.split(","):
-        for workers in map(int, options.workers.split(",")):
-            for link in options.links.split(","):
-                fresh = measure(model, link, workers, options.rounds, options.steps)
-                cells = [c for c in cells if (c.model, c.link, c.workers) != (model, link, workers)] + fresh
-                save(cells)
+    links, workers = options.links.split(","), [int(text) for text in options.workers.split(",")]
+    networks = [] if options.show else [*itertools.product(options.models.split(","), workers, links)]
+    for repeat, (model, number, link) in itertools.product(range(options.repeats), networks):
+        here = [c for c in cells if (c.model, c.link, c.workers) == (model, link, number)]
+        others = [c for c in cells if c not in here]
+        fresh = measure(model, link, number, options.rounds, options.steps)
+        cells = others + merged(here if repeat else [], fresh)
+        save(cells)
     table = Table("model", "workers", "link", "method", "measured", "predicted", "error")
     for c in sorted(cells, key=lambda c: (c.model, c.workers, c.link)):
         name = c.model.split(":")[0]

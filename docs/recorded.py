@@ -92,6 +92,21 @@ def predictions(data: Any) -> Iterator[Row]:
     yield claim(f"networks, of {len(networks)}, whose first choice is within 5 %", share, PERCENT, at_least=90.0)
 
 
+def grid() -> str:
+    """The cells behind ``predictions``, as Markdown: a row for each network."""
+    cells = json.loads((RESULTS / "predictions.json").read_text(encoding="utf-8"))["cells"]
+    methods = list(dict.fromkeys(c["method"] for c in cells))
+    lines = [f"| workers, model, link | {' | '.join(methods)} |", "|---" * (1 + len(methods)) + "|"]
+    for network in sorted({(c["workers"], c["model"].partition(":")[0], c["link"]) for c in cells}):
+        found = {c["method"]: c for c in cells if (c["workers"], c["model"].partition(":")[0], c["link"]) == network}
+        texts = []
+        for c in (found.get(method) for method in methods):
+            error = 0.0 if c is None else c["predicted"] / c["measured"] - 1
+            texts.append("" if c is None else f"{1e3 * c['measured']:.0f} / {1e3 * c['predicted']:.0f} ({error:+.0%})")
+        lines.append(f"| {', '.join(map(str, network))} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n"
+
+
 def hierarchy(data: Any) -> Iterator[Row]:
     """HiTopK against the exact torus, on both sides of the break-even."""
     seconds = {row["method"]: row["measured_seconds"] for row in data["rows"]}
@@ -364,14 +379,15 @@ def setup(app: Any) -> None:
     from sphinx.util.docutils import SphinxDirective, SphinxRole
 
     class Recorded(SphinxDirective):
-        """``{recorded} NAME``, or ``{recorded} tally``."""
+        """``{recorded} NAME``, ``{recorded} tally``, or ``{recorded} grid``: the cells of ``predictions``."""
 
         required_arguments = 1
 
         def run(self) -> list[Any]:
             name = self.arguments[0]
-            self.env.note_dependency(str(RESULTS / f"{name}.json"))
-            return self.parse_text_to_nodes(tally() if name == "tally" else table(name))
+            self.env.note_dependency(str(RESULTS / f"{'predictions' if name == 'grid' else name}.json"))
+            made = {"tally": tally, "grid": grid}
+            return self.parse_text_to_nodes(made[name]() if name in made else table(name))
 
     class Figure(SphinxRole):
         """``{recorded}`NAME: CLAIM` ``"""

@@ -21,15 +21,24 @@ from thinwire.collectives.lanes import Lane
 
 
 class Swap:
-    """Works without futures, each of which may be waited for only once: a short-lived thread does so."""
+    """Works without futures, each of which may be waited for only once.
+
+    Who waits does so in its own thread; only who wants to be called back costs a short-lived one.
+    """
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
         self._lock = threading.Lock()
+        self._taken = False
         self._ended = threading.Event()
         self._error: RuntimeError | None = None
         self._callbacks: list[Callable[[], None]] = []
-        threading.Thread(target=self._watch, name="thinwire-swap", daemon=True).start()
+
+    def _take(self) -> bool:
+        """Whether the works are the caller's to wait for; once."""
+        with self._lock:
+            mine, self._taken = not self._taken, True
+        return mine
 
     def _watch(self) -> None:
         for work in self._works:
@@ -45,6 +54,8 @@ class Swap:
 
     def wait(self) -> None:
         """Block until all have ended. Raises the first one's error."""
+        if self._take():
+            self._watch()
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -52,10 +63,13 @@ class Swap:
     def then(self, callback: Callable[[], None]) -> None:
         """Call back, from another thread or at once, when all have ended or failed."""
         with self._lock:
-            if not self._ended.is_set():
+            ended = self._ended.is_set()
+            if not ended:
                 self._callbacks.append(callback)
-                return
-        callback()
+        if ended:
+            callback()
+        elif self._take():
+            threading.Thread(target=self._watch, name="thinwire-swap", daemon=True).start()
 
 
 def swap(sending: Mapping[int, Tensor], receiving: Mapping[int, Tensor], lane: Lane, tag: int) -> Swap:
