@@ -2,14 +2,16 @@
 
 On each network of the grid: S-SGD in several bucket sizes, and "auto", which measures, plans and switches by itself
 (its row is timed after it has settled). Prints auto / best, with the spread of the best beside it, and writes
-``benchmarks/results/auto.json``.
+``benchmarks/results/auto.json`` after every network; what was not rerun stays in the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +23,7 @@ FIXED = ("ssgd", "ssgd merge=1.0", "ssgd merge=25.0")
 ALLOWED = 1.03
 
 
-def compare(model: str, workers: int, link: str, rounds: int) -> dict[str, object]:
+def compare(model: str, workers: int, link: str, rounds: int) -> dict[str, Any]:
     limit = None if link == "unlimited" else link
     methods = "ssgd,ssgd:merge=1.0,ssgd:merge=25.0,auto"
     result = measure(model, methods, workers=workers, link=limit, steps=6, rounds=rounds)
@@ -47,18 +49,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    rows = [
-        compare(model, options.workers, link, options.rounds)
-        for model in options.models.split(",")
-        for link in options.links.split(",")
-    ]
-    table = Table("model", "link", "best fixed", "auto / best", "spread of best", "met")
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    for model, link in itertools.product(options.models.split(","), options.links.split(",")):
+        fresh = compare(model, options.workers, link, options.rounds)
+        rows = [row for row in rows if any(row[key] != fresh[key] for key in ("model", "workers", "link"))] + [fresh]
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(rows, indent=2) + "\n")
+    table = Table("workers", "model", "link", "best fixed", "auto / best", "spread of best", "met")
     for row in rows:
-        name, met = str(row["model"]).split(":")[0], "yes" if row["met"] else "NO"
-        table.add_row(name, str(row["link"]), str(row["best"]), f"{row['ratio']:.3f}", f"{row['spread']:.1%}", met)
+        name, met = row["model"].split(":")[0], "yes" if row["met"] else "NO"
+        figures = (f"{row['ratio']:.3f}", f"{row['spread']:.1%}", met)
+        table.add_row(str(row["workers"]), name, row["link"], row["best"], *figures)
     Console().print(table)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":
