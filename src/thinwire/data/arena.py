@@ -20,12 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from thinwire.data.arena_file import DATA_PAGE, HEADER, SLOTS_AT, Header, open_file, table_bytes
+from thinwire.data.atomic import store
 from thinwire.data.stats import Counters
 
 SLOT = struct.Struct("<16sQQII")  # key, offset, length, crc32, state
 EMPTY, FILLING, READY = 0, 1, 2
 _CHUNK = 16 << 20
-_PLACE, _CRC_AT, _STATE_AT = struct.Struct("<16sQQ"), 32, 36
+_OFFSET_AT, _LENGTH_AT, _CRC_AT, _STATE_AT = 16, 24, 32, 36
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _arenas: dict[Path, Arena] = {}
@@ -143,12 +144,14 @@ class Arena:
     def _fill(self, index: int, key: bytes, offset: int, value: bytes, crc: int) -> None:
         """The order of these stores is the promise: a kill between any two leaves EMPTY or FILLING."""
         at = SLOTS_AT + index * SLOT.size
-        _PLACE.pack_into(self._table, at, key, offset, len(value))
-        struct.pack_into("<I", self._table, at + _STATE_AT, FILLING)
+        self._table[at : at + _OFFSET_AT] = key
+        store(self._table, at + _OFFSET_AT, offset, 8)  # before the length: a place is never taken for a longer one
+        store(self._table, at + _LENGTH_AT, len(value), 8)
+        store(self._table, at + _STATE_AT, FILLING, 4)
         self._cover(offset + len(value))
         self._data[offset : offset + len(value)] = value
-        struct.pack_into("<I", self._table, at + _CRC_AT, crc)
-        struct.pack_into("<I", self._table, at + _STATE_AT, READY)
+        store(self._table, at + _CRC_AT, crc, 4)
+        store(self._table, at + _STATE_AT, READY, 4)
 
     def _reserve(self, length: int) -> int | None:
         """Space for a value, or None. A process killed right after it leaks that space, once."""
@@ -178,7 +181,7 @@ class Arena:
             value = self._read(offset, length)
             if state == READY and zlib.crc32(value) == crc:
                 return value
-            struct.pack_into("<I", self._table, SLOTS_AT + index * SLOT.size + _STATE_AT, FILLING)
+            store(self._table, SLOTS_AT + index * SLOT.size + _STATE_AT, FILLING, 4)
             return None
 
     def _probe(self, key: bytes) -> Iterator[int]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from thinwire.data.atomic import store
 from thinwire.data.stats import BYTES as COUNTER_BYTES
 
 DATA_PAGE = 4096
@@ -65,12 +66,12 @@ class Header:
     @staticmethod
     def store_used(table: mmap.mmap, value: int) -> None:
         """Under the header's lock."""
-        struct.pack_into("<Q", table, _USED_AT, value)
+        store(table, _USED_AT, value, 8)
 
     @staticmethod
     def store_allocated(table: mmap.mmap, value: int) -> None:
         """Under the header's lock, after the space is there."""
-        struct.pack_into("<Q", table, _ALLOCATED_AT, value)
+        store(table, _ALLOCATED_AT, value, 8)
 
 
 def open_file(path: Path, slots: int) -> tuple[int, Header]:

@@ -9,6 +9,8 @@ import struct
 import threading
 from dataclasses import astuple, dataclass, fields
 
+from thinwire.data.atomic import store
+
 
 @dataclass(frozen=True)
 class CacheStats:
@@ -96,7 +98,7 @@ class Counters:
             for name, amount in amounts.items():
                 place = self._row + 8 * _NAMES.index(name)
                 (value,) = struct.unpack_from("<q", self._table, place)
-                struct.pack_into("<q", self._table, place, value + amount)
+                store(self._table, place, value + amount, 8)
 
     def total(self) -> CacheStats:
         """The sum over all processes, ended ones too."""

@@ -1,10 +1,13 @@
 """The arena: one value per key, a budget, and nothing torn, whatever is killed when."""
 
 import ctypes
+import mmap
 import os
 import random
 import signal
+import struct
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +16,10 @@ from processes import fork, kill_after, kill_at_line, wait
 
 from thinwire.data.arena import FILLING, READY, SLOT, Arena
 from thinwire.data.arena_file import SLOTS_AT, Header, table_bytes
+from thinwire.data.atomic import store
 from thinwire.data.keys import digest
 
-FILES = ("arena.py", "arena_file.py")
+FILES = ("arena.py", "arena_file.py", "atomic.py")
 
 
 def value_of(number, size):
@@ -90,6 +94,30 @@ def test_a_kill_before_any_line_of_a_put(opened):
     assert left_filling >= 3
     for number in range(1, len(codes) + 1):
         assert arena.get(digest(number), always=True) == value_of(number, 10_000)
+
+
+def test_a_store_shows_the_old_value_or_the_new_one(tmp_path):
+    """To another process at any instant, and so also to who comes after a kill at that instant."""
+    size = 4096
+    file = os.open(tmp_path / "table", os.O_RDWR | os.O_CREAT)
+    os.truncate(file, size)
+    table = mmap.mmap(file, size)
+    first, second = 0x1111111111111111, 0x2222222222222222
+    store(table, 64, first, 8)
+
+    def write():
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            for _ in range(1000):
+                store(table, 64, second, 8)
+                store(table, 64, first, 8)
+
+    pid, seen = fork(write), set()
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        seen.update(struct.unpack_from("<Q", table, 64)[0] for _ in range(1000))
+    assert seen <= {first, second}, [hex(value) for value in seen]
+    table.close()
+    os.close(file)
 
 
 @pytest.mark.parametrize("kills", [30, pytest.param(200, marks=pytest.mark.slow)])
