@@ -9,16 +9,18 @@ from spawned import run
 pytestmark = pytest.mark.dist
 
 
-def _train(rank, size, seconds):
+def _train(rank, size, seconds, backward=None):
     from thinwire.engine import second_plan
 
-    real = second_plan.all_reduce_rate
+    rate, gain = second_plan.all_reduce_rate, second_plan.gain_of_overlap
     if seconds is not None:
         second_plan.all_reduce_rate = lambda lane, device: lambda total: seconds
+    if backward is not None:
+        second_plan.gain_of_overlap = lambda all_reduce, measured: gain(all_reduce, backward)
     try:
         return _steps(rank)
     finally:
-        second_plan.all_reduce_rate = real
+        second_plan.all_reduce_rate, second_plan.gain_of_overlap = rate, gain
 
 
 def _steps(rank):
@@ -36,10 +38,16 @@ def _steps(rank):
     return counts, plan, [p.detach().sum().item() for p in net.parameters()]
 
 
-@pytest.mark.parametrize(("seconds", "buckets"), [(0.0, 1), (0.1, 5)])
-def test_the_network_s_rate_says_how_many_buckets(seconds, buckets):
-    ranks = run(_train, 2, seconds)
+@pytest.mark.parametrize(("seconds", "backward", "buckets"), [(0.0, 1.0, 1), (0.1, 1.0, 6), (1.0, 0.1, 6)])
+def test_the_network_s_rate_and_the_backward_say_how_many_buckets(seconds, backward, buckets):
+    ranks = run(_train, 2, seconds, backward)
     assert [counts[-1] for counts, *_ in ranks] == [buckets] * 2
+    assert ranks[0] == ranks[1]
+
+
+def test_a_short_backward_hides_little_of_a_slow_exchange():
+    ranks = run(_train, 2, 1e3)  # backward as measured: milliseconds
+    assert ranks[0][0][-1] < 6
     assert ranks[0] == ranks[1]
 
 

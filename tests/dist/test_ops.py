@@ -9,7 +9,20 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.program import AllGather, AllToAll, Broadcast, Exchange, LocalWorld, Method, ReduceScatter
+from thinwire.collectives.lanes import Lanes
+from thinwire.collectives.transport import issue
+from thinwire.program import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    LocalWorld,
+    Method,
+    ReduceScatter,
+    Scope,
+    Topology,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -62,3 +75,27 @@ def test_every_op_equals_local_world(size):
         wanted = world.step(Everything(), gradients)
         for rank in range(size):
             assert all(torch.equal(results[rank][step][n], wanted[rank][n]) for n in wanted[rank])
+
+
+def _of_two(rank, size, dtypes):
+    lane = Lanes(tuple(range(size)), Topology(size), rank, None).get("test", Scope.WORLD, 0, two_way=True)
+    found = []
+    for n, dtype in dtypes:
+        x = torch.randn(n, generator=torch.Generator().manual_seed(rank)).mul(50).to(dtype)
+        everyone = x.new_zeros(size, n)
+        gathering = [issue(AllGather(x.clone(), out=everyone), lane, 0), issue(AllGather(x), lane, 1)]
+        found.append([issue(AllReduce(x.clone()), lane, 2).wait(), *(p.wait() for p in gathering)])
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_sums_and_gathers_of_two_ranks_swap(size):
+    dtypes = [(n, t) for n in (5, 70_001) for t in (torch.float32, torch.bfloat16, torch.float64, torch.int32)]
+    results = run(_of_two, size, dtypes)
+    for i, (n, dtype) in enumerate(dtypes):
+        given = [torch.randn(n, generator=torch.Generator().manual_seed(r)).mul(50).to(dtype) for r in range(size)]
+        sums, into, new = zip(*(result[i] for result in results))
+        assert all(torch.equal(total, sums[0]) for total in sums)
+        if size == 2:
+            assert torch.equal(sums[0], given[0] + given[1])
+        assert all(torch.equal(rows, torch.stack(given)) for rows in (*into, *new))

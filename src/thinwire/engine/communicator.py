@@ -97,7 +97,9 @@ class Communicator:
         pairwise: set[int] = set()  # rounds of the world in which ranks send to one another
         for steps in programs:
             kinds = [step.kind for step in steps if step.scope is Scope.WORLD]
-            pairwise.update(k for k, kind in enumerate(kinds) if self.backend != "nccl" and kind in PAIRWISE)
+            if self.backend != "nccl":
+                pairs = (*PAIRWISE, "AllReduce", "AllGather") if len(self.ranks) == 2 else PAIRWISE
+                pairwise.update(k for k, kind in enumerate(kinds) if kind in pairs)
             counts = Counter(step.scope for step in steps if step.scope is not None)
             for scope, count in counts.items():
                 deepest[scope] = max(deepest.get(scope, 0), 1 if self.backend == "nccl" else count)

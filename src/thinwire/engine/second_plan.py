@@ -12,6 +12,7 @@ from thinwire.engine.parameters import Managed
 from thinwire.engine.planning import make_plan
 from thinwire.engine.rate import all_reduce_rate
 from thinwire.planner.plans import follows_network
+from thinwire.planner.sizes import gain_of_overlap
 from thinwire.program import Method, Plan
 
 _ONE_BUCKET_BYTES = 1 << 20  # not worth a cut, nor a measurement
@@ -23,6 +24,7 @@ def second_plan(
     communicator: Communicator | Alone,
     order: Sequence[int],
     unseen: Sequence[int],
+    backward_seconds: float,
     *,
     measured: bool,
 ) -> Plan:
@@ -34,16 +36,17 @@ def second_plan(
         communicator: of the ranks.
         order: of all parameters, by index; rank 0's counts.
         unseen: those that had no gradient, likewise.
+        backward_seconds: from the first gradient to the last, in the first step; rank 0's count.
         measured: another plan will follow from measured times, so the rate need not be known here.
     """
-    rows = [order, [int(i in unseen) for i in order]]
+    rows = [order, [int(i in unseen) for i in order], [round(backward_seconds * 1e6)] * len(order)]
     agreed = torch.tensor(rows, dtype=torch.int64, device=communicator.device)
     communicator.broadcast([agreed])
-    order, flags = agreed.tolist()
+    order, flags, microseconds = agreed.tolist()
     late = [i for i, flag in zip(order, flags) if flag]
     rate = None
     large = sum(m.parameter.nbytes for m in managed) > _ONE_BUCKET_BYTES
     plain = large and not measured and follows_network(method, communicator.backend)
     if plain and isinstance(communicator, Communicator):
-        rate = all_reduce_rate(communicator.control, communicator.device)
+        rate = gain_of_overlap(all_reduce_rate(communicator.control, communicator.device), microseconds[0] / 1e6)
     return make_plan(method, managed, order, late, communicator.backend, all_reduce=rate)

@@ -67,6 +67,7 @@ class Steps:
         self._handles: list[Any] = []
         self._rejected, self._exposed, self._dense_bytes = 0, 0.0, 0
         self._rebuilt = settings.pinned is not None
+        self._began = self._lasted = 0.0  # the last backward, from its first gradient
         self._decision: Decision | None = None  # of the pilot, not followed yet
         self._expected: frozenset[int] | None = None  # by index: what the next backward can reach; None: anything
         self._broken: str | None = None
@@ -232,6 +233,7 @@ class Steps:
         tell_reset(self.method, self.state)
         phase = self.state.step % len(self.plan.phases)
         self._running = True
+        self._began = time.perf_counter()
         self._phase = phase
         self._entries = self.plan.phases[phase]
         self._current = self._where[phase]
@@ -280,6 +282,7 @@ class Steps:
         if self._recorder is not None and "backward" in self._marks:
             self._recorder.add("backward", "compute", self._marks.pop("backward"))
         started = time.perf_counter()
+        self._lasted = started - self._began
         failure = self._comm.finish()
         self._exposed += time.perf_counter() - started
         if failure:
@@ -389,6 +392,6 @@ class Steps:
         unseen = [m.index for m in reversed(self._managed) if not self._seen[m.index]]
         order = (self._deferred and self._deferred.order()) or [*self._arrival, *unseen]
         measured = self._pilot is not None
-        plan = second_plan(self.method, self._managed, self._comm, order, unseen, measured=measured)
+        plan = second_plan(self.method, self._managed, self._comm, order, unseen, self._lasted, measured=measured)
         if plan != self.plan:
             self._adopt(plan)

@@ -9,14 +9,11 @@ from typing import Any
 
 from thinwire.planner.hierarchy import CollectiveTable
 from thinwire.planner.measured import RULES, Measured, Part, all_reduce_seconds, cut, rule_of
-from thinwire.planner.merge import Merge, fuse
+from thinwire.planner.merge import Merge
+from thinwire.planner.sizes import balanced_mib, by_size, gain_of_overlap, needed_soon, started_early
 from thinwire.program import Method, Plan, PlanBucket
 
 _MIB = 1 << 20
-_LAUNCH_SECONDS = 4e-3
-"""What one bucket more costs a step on Gloo where every core has a rank (13 against 2 of 43.6 MB, 2 ranks, 2 cores).
-With cores to spare it is less; the sum is flat round its minimum, so that one value serves both.
-"""
 _LOW_RANK_BYTES = 256 << 10
 """Payload of a low-rank bucket: at rank 4 a 10 M model is one bucket, at rank 32 ten that overlap with backward."""
 
@@ -43,15 +40,6 @@ class PlanTensor:
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
-
-
-def balanced_mib(total_bytes: float, seconds: float) -> float:
-    """MiB a bucket on Gloo, for plain averages of so many bytes whose all-reduce in one piece takes so many seconds.
-
-    n buckets cost n launches, and of the exchange seconds / n is left when backward has ended: the sum of the two is
-    least at n = sqrt(seconds / launch).
-    """
-    return total_bytes / max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS)) / _MIB
 
 
 def default_merge(method: Method, backend: str) -> Any:
@@ -86,8 +74,9 @@ def make_plan(
         late: indices that did not arrive; they come last, apart from those that did.
         backend: of the process group, for the defaults.
         measured: for the rules that need it; None: they fuse by size for the time being.
-        all_reduce: seconds of one over all ranks, of so many bytes, for ``merge="auto"``; None: those of ``measured``,
-            and without that too, fixed sizes.
+        all_reduce: for ``merge="auto"``: what of an all-reduce of so many bytes over all ranks backward can hide, in
+            seconds (:func:`~thinwire.planner.sizes.gain_of_overlap`); None: from ``measured``, and without that too,
+            fixed sizes.
 
     Raises:
         ValueError: a ``Merge`` that is not of these tensors.
@@ -101,7 +90,7 @@ def make_plan(
         t = tensors[index]
         groups.setdefault((t.dense, t.dtype, index in last), []).append(index)
     if all_reduce is None and measured is not None:
-        all_reduce = all_reduce_seconds(measured.costs, measured.topology)
+        all_reduce = gain_of_overlap(all_reduce_seconds(measured.costs, measured.topology), sum(seconds.values()))
     table = None  # which way the sums go, where that is to be measured
     if measured is not None and getattr(method, "collective", "") == "auto":
         table = CollectiveTable.of(measured.costs, measured.topology)
@@ -124,8 +113,12 @@ def make_plan(
                     sent = entries[0].itemsize * sum(payload)
                     rule = balanced_mib(entries[0].itemsize * sum(t.size for t in entries), all_reduce(sent))
                 limit = _limit(rule, entries, payload)
-                early = rule_of(method) in ("auto", "tune") and getattr(method, "decoupled", False)
-                parts = [Part(group) for group in (_needed_soon(payload, limit) if early else fuse(payload, limit))]
+                free = rule_of(method) in ("auto", "tune")  # the user has not said how large
+                soon = free and getattr(method, "decoupled", False)
+                lists = needed_soon(payload, limit) if soon else by_size(payload, limit)
+                if free and rule != "payload":
+                    lists = started_early(lists, payload, limit)
+                parts = [Part(group) for group in lists]
             for part in parts:
                 names = tuple(entries[i].name for i in part.indices)
                 way = ""
@@ -160,12 +153,6 @@ def _since_last_of_kind(order: Sequence[int], indices: Sequence[int], seconds: S
             waits.append(passed)
             passed = 0.0
     return waits
-
-
-def _needed_soon(payload: Sequence[int], limit: float) -> list[list[int]]:
-    """Buckets of a decoupled method: a small last one, since nothing hides its exchange on either side of the step."""
-    last = len(payload) - 1
-    return [[last - i for i in group][::-1] for group in fuse(payload[::-1], limit, first=limit / 8)][::-1]
 
 
 def _given(merge: Merge, count: int) -> list[Part]:

@@ -1,0 +1,95 @@
+"""Buckets by size: how large they should be, and which tensors share one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from thinwire.planner.merge import fuse
+
+_MIB = 1 << 20
+_LAUNCH_SECONDS = 4e-3
+"""What one bucket more costs a step on Gloo where every core has a rank (13 against 2 of 43.6 MB, 2 ranks, 2 cores).
+With cores to spare it is less; the sum is flat round its minimum, so that one value serves both.
+"""
+_CRUMB = 1 / 16  # of the limit
+_SMALL = 1 / 8  # of the limit: a bucket that nothing hides
+_FEW = 4  # buckets, for which one more costs more than it brings
+
+
+def balanced_mib(total_bytes: float, seconds: float) -> float:
+    """MiB a bucket on Gloo, for plain averages of so many bytes of which overlap can hide so many seconds.
+
+    n buckets cost n launches, and of what could be hidden 1 / n is not: the sum of the two is least at
+    n = sqrt(seconds / launch).
+    """
+    return total_bytes / max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS)) / _MIB
+
+
+def gain_of_overlap(all_reduce: Callable[[float], float], backward_seconds: float) -> Callable[[float], float]:
+    """Seconds that backward can hide of an all-reduce of so many bytes: no more than backward lasts.
+
+    On a slow network more buckets than that calls for bring nothing, and each of their turns waits in its queues.
+    """
+    return lambda size: min(all_reduce(size), backward_seconds)
+
+
+def by_size(sizes: Sequence[float], limit: float, *, first: float | None = None) -> list[list[int]]:
+    """As :func:`~thinwire.planner.merge.fuse`, but crumbs go with what follows them.
+
+    A bias that is the last in a bucket would hold it back until the layer's weight arrives, which is the next bucket's;
+    one between two weights that fill a bucket each would be a message of its own, which takes as many turns of the ring
+    as a large one.
+
+    Args:
+        sizes: of the tensors' messages, in the order in which they arrive, in any unit.
+        limit: in the same unit; crumbs (up to a sixteenth of it) may exceed it. 0: one bucket per tensor.
+        first: the limit of the first bucket.
+
+    Example:
+        >>> by_size([32, 1, 40, 1, 40, 1, 40, 1], 42)
+        [[0], [1, 2], [3, 4], [5, 6, 7]]
+    """
+    if limit < 0:
+        raise ValueError(f"the limit must not be negative, not {limit}")
+    groups: list[list[int]] = []
+    filled = 0.0
+    for i, size in enumerate(sizes):
+        most = limit if first is None or len(groups) > 1 else first
+        if not groups:
+            groups.append([])
+        elif most == 0 or filled + size > most:
+            kept, crumbs = _parted(groups[-1], sizes, _CRUMB * limit)
+            groups[-1:] = [kept, crumbs] if kept else [crumbs]
+            filled = sum(sizes[j] for j in crumbs)
+        groups[-1].append(i)
+        filled += size
+    if len(groups) > 1 and not _parted(groups[-1], sizes, _CRUMB * limit)[0]:
+        last = groups.pop()
+        groups[-1] += last
+    return groups
+
+
+def _parted(group: Sequence[int], sizes: Sequence[float], least: float) -> tuple[list[int], list[int]]:
+    """A group without the last tensors that are less than so much together, and those; it keeps nothing or enough."""
+    end, weight = len(group), 0.0
+    while end and (weight := weight + sizes[group[end - 1]]) < least:
+        end -= 1
+    if sum(sizes[i] for i in group[:end]) < least:
+        end = 0
+    return list(group[:end]), list(group[end:])
+
+
+def started_early(groups: list[list[int]], sizes: Sequence[float], limit: float) -> list[list[int]]:
+    """Cut a small bucket off the first one, so that the link has work early."""
+    if len(groups) < _FEW:
+        return groups
+    first = groups[0]
+    cut = by_size([sizes[i] for i in first], limit, first=_SMALL * limit)
+    return [[first[i] for i in group] for group in cut] + groups[1:]
+
+
+def needed_soon(sizes: Sequence[float], limit: float) -> list[list[int]]:
+    """Buckets of a decoupled method: a small last one, since nothing hides its exchange on either side of the step."""
+    last = len(sizes) - 1
+    return [[last - i for i in group][::-1] for group in fuse(sizes[::-1], limit, first=_SMALL * limit)][::-1]
