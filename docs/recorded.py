@@ -264,6 +264,17 @@ def auto(data: Any) -> Iterator[Row]:
         yield claim(what, row["ratio"], at_most=max(1.03, round(1 + row["spread"], 2)))
 
 
+def dear(data: Any) -> Iterator[Row]:
+    """Of every link: the decoupled schedule as it comes beside the coupled one, at its ratio of exchange to compute."""
+    for run in data:
+        step = {row["method"]: row["seconds"] for row in run["rows"] if not row["error"]}
+        c = run["exchange"] / run["compute"]
+        for other in ("ssgd", "ddp"):
+            if "dear" in step and other in step:
+                what = f"dear / {other}, exchange / compute = {c:.1f}, {run['link']}, {run['workers']} workers"
+                yield claim(what, step["dear"] / step[other])
+
+
 def merge_plans(data: Any) -> Iterator[Row]:
     """Every rule beside DDP as it comes."""
     for model, link in dict.fromkeys((row["model"], row["link"]) for row in data):
@@ -308,7 +319,8 @@ RATES = "python benchmarks/parameter_server_rates.py --out FILE"
 SOURCES = {
     "main_figures": Source("python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures),
     "predictions": Source("python benchmarks/predictions.py", "plan.md", predictions),
-    "auto": Source("python benchmarks/auto.py --workers 2", "plan.md", auto),
+    "auto": Source("python benchmarks/auto.py --workers 4", "plan.md", auto),
+    "dear": Source("python benchmarks/dear.py", "methods/dear.md", dear),
     "merge_plans": Source("python benchmarks/merge_plans.py", "methods/common.md", merge_plans),
     "hierarchy": Source("python benchmarks/hierarchy.py", "methods/hitopk.md", hierarchy),
     "hsdp": Source("python benchmarks/hsdp.py", "adapters/fsdp2.md", hsdp),

@@ -78,6 +78,13 @@ class Contender:
         """What thinwire's own ledger says this rank sent so far; None for other rows."""
         return None if self.sync is None else int(self.sync.stats().bytes_sent)
 
+    def waited(self) -> tuple[float, float] | None:
+        """Seconds that backward and forward waited for communication so far; None for other rows."""
+        if self.sync is None:
+            return None
+        stats = self.sync.stats()
+        return stats.exposed_seconds - stats.deferred_seconds, stats.deferred_seconds
+
     def evaluate(self, rank: int) -> float | None:
         """Loss on this rank's held-out data."""
         if self.workload.evaluate is None:

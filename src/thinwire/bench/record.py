@@ -32,6 +32,7 @@ class RowRecord:
         untimed_seconds: of the steps before the timed ones, the slowest rank's: warm-up, measuring for a plan.
         curve: only where curves were asked for.
         predicted_seconds: of a step, where a prediction was asked for.
+        waited_seconds: of thinwire's rows, how long rank 0's backward and forward waited for communication in a step.
         error: why the row failed; "" if it did not.
     """
 
@@ -48,6 +49,7 @@ class RowRecord:
     predicted_seconds: float | None = None
     error: str = ""
     untimed_seconds: float = 0.0
+    waited_seconds: tuple[float, float] | None = None
 
 
 @dataclass

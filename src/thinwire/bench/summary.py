@@ -27,6 +27,7 @@ class RowSummary:
         loss: training loss, mean over ranks and the last steps, after ``loss_steps`` steps.
         ratio: step over that of the ``ddp`` row, or None without one.
         predicted_seconds: what the planner makes of measured network and model.
+        waited_backward_seconds, waited_forward_seconds: of a step of thinwire's, for communication, on rank 0.
         variants: label -> step seconds of the variants of which this is the fastest.
         error: why the row failed, or "".
     """
@@ -42,6 +43,8 @@ class RowSummary:
     loss_steps: int = 0
     ratio: float | None = None
     predicted_seconds: float | None = None
+    waited_backward_seconds: float | None = None
+    waited_forward_seconds: float | None = None
     variants: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
@@ -141,6 +144,7 @@ def _summary(row: RowRecord, variants: dict[str, float], compute: float, referen
     if row.error or not row.step_seconds:
         return RowSummary(row.label, variants=variants, error=row.error or "no step was timed")
     step = statistics.median(row.step_seconds)
+    backward, forward = row.waited_seconds or (None, None)
     return RowSummary(
         label=row.label,
         step_seconds=step,
@@ -153,6 +157,8 @@ def _summary(row: RowRecord, variants: dict[str, float], compute: float, referen
         loss_steps=len(row.losses),
         ratio=step / reference if reference else None,
         predicted_seconds=row.predicted_seconds,
+        waited_backward_seconds=backward,
+        waited_forward_seconds=forward,
         variants=variants,
     )
 

@@ -25,6 +25,7 @@ class Track:
     record: RowRecord
     contender: Contender | None = None
     bytes: float = 0.0
+    waited: tuple[float, float] = (0.0, 0.0)
     timed_steps: int = 0
 
 
@@ -77,10 +78,13 @@ class Turns:
         while early is not None and contender.settling:  # a plan is being measured: as long on all ranks
             more = some(1)
             early = None if more is None else early + more
-        before = self._sent(contender)
+        before, idle = self._sent(contender), contender.waited()
         times = some(steps) if early is not None else None
         after = self._sent(contender)
         if early is not None and times is not None:
+            if idle is not None and (now := contender.waited()) is not None:
+                backward, forward = track.waited
+                track.waited = backward + now[0] - idle[0], forward + now[1] - idle[1]
             self._keep(track, early, times, None if before is None or after is None else after - before)
             contender.rest()
 
@@ -114,6 +118,8 @@ class Turns:
         track.timed_steps += len(times)
         record.wire_bytes = track.bytes / track.timed_steps
         record.wire_source = "interface" if self.interface else "stats"
+        if track.contender is not None and track.contender.sync is not None:
+            record.waited_seconds = (track.waited[0] / track.timed_steps, track.waited[1] / track.timed_steps)
         if sent is None:
             record.wire_bytes, record.wire_source = self._formula(track), "formula"
 
