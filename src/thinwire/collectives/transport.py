@@ -32,9 +32,13 @@ from thinwire.program.ops import (
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-PAIRWISE = ("ReduceScatter", "AllToAll", "Exchange")
-"""Kinds of ops that on Gloo are messages between pairs of ranks."""
 _SWAPPED_BYTES = 64 << 10  # below, a ring's two turns cost nothing that counts
+
+
+def pairwise(ranks: int) -> tuple[str, ...]:
+    """Kinds of ops that on Gloo are messages between pairs of so many ranks."""
+    kinds = ("ReduceScatter", "AllToAll", "Exchange")
+    return (*kinds, "AllReduce", "AllGather") if ranks == 2 else kinds
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,12 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
     x = op.tensor if op.tensor.is_contiguous() else op.tensor.contiguous()
     group, size = lane.group, lane.size
     if isinstance(op, AllReduce):
-        if lane.back is not None and size == 2 and x.nbytes >= _SWAPPED_BYTES:
+        if _swaps(x, lane):
             return _all_reduce_of_two(x, lane, tag)
         return Pending((dist.all_reduce(x, group=group, async_op=True),), lambda: x)
     if isinstance(op, AllGather):
         out = x.new_empty((size, *x.shape)) if op.out is None else op.out.view(size, *x.shape)
-        if lane.back is not None and size == 2 and x.nbytes >= _SWAPPED_BYTES:
+        if _swaps(x, lane):
             return _all_gather_of_two(x, out, lane, tag)
         work = all_gather_flat(out.view(-1), x.view(-1), group=group, async_op=True)
         return Pending((work,), lambda: out)
@@ -111,6 +115,11 @@ def _all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Any:
     if _on_gloo(lane):
         return all_to_all(x.view(lane.size, -1), out.view(lane.size, -1), lane, tag)
     return dist.all_to_all_single(out, x, group=lane.group, async_op=True)
+
+
+def _swaps(x: Tensor, lane: Lane) -> bool:
+    """Whether a sum or a gathering is one message each way; on CPUs only, which is what Gloo sends from."""
+    return lane.back is not None and lane.size == 2 and x.device.type == "cpu" and x.nbytes >= _SWAPPED_BYTES
 
 
 def _all_reduce_of_two(x: Tensor, lane: Lane, tag: int) -> Pending:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
-from thinwire.collectives.transport import PAIRWISE, all_gather_flat
+from thinwire.collectives.transport import all_gather_flat, pairwise
 from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
 from thinwire.engine.executor import Executor, StreamExecutor, ThreadExecutor
 from thinwire.engine.late import LateRanks
@@ -94,12 +94,11 @@ class Communicator:
     def open_lanes(self, programs: Iterable[Sequence[Step]]) -> None:
         """Make the process groups that a plan's programs need, in the same order on all ranks."""
         deepest: dict[Scope, int] = {}
-        pairwise: set[int] = set()  # rounds of the world in which ranks send to one another
+        paired: set[int] = set()  # rounds of the world in which ranks send to one another
         for steps in programs:
             kinds = [step.kind for step in steps if step.scope is Scope.WORLD]
             if self.backend != "nccl":
-                pairs = (*PAIRWISE, "AllReduce", "AllGather") if len(self.ranks) == 2 else PAIRWISE
-                pairwise.update(k for k, kind in enumerate(kinds) if kind in pairs)
+                paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(len(self.ranks)))
             counts = Counter(step.scope for step in steps if step.scope is not None)
             for scope, count in counts.items():
                 deepest[scope] = max(deepest.get(scope, 0), 1 if self.backend == "nccl" else count)
@@ -109,7 +108,7 @@ class Communicator:
             deepest = {scope: count for scope, count in most.items() if count}
         for scope in sorted(deepest, key=lambda s: s.value):
             for round_ in range(deepest[scope]):
-                two_way = scope is Scope.WORLD and round_ in pairwise
+                two_way = scope is Scope.WORLD and round_ in paired
                 self._lanes.get("bucket", scope, round_, two_way=two_way)
 
     def begin(self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, *, pause: bool = False) -> None:

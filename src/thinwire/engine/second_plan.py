@@ -39,14 +39,15 @@ def second_plan(
         backward_seconds: from the first gradient to the last, in the first step; rank 0's count.
         measured: another plan will follow from measured times, so the rate need not be known here.
     """
-    rows = [order, [int(i in unseen) for i in order], [round(backward_seconds * 1e6)] * len(order)]
+    rows = [order, [int(i in unseen) for i in order]]
     agreed = torch.tensor(rows, dtype=torch.int64, device=communicator.device)
-    communicator.broadcast([agreed])
-    order, flags, microseconds = agreed.tolist()
+    lasted = torch.tensor(backward_seconds, dtype=torch.float64, device=communicator.device)
+    communicator.broadcast([agreed, lasted])
+    order, flags = agreed.tolist()
     late = [i for i, flag in zip(order, flags) if flag]
     rate = None
     large = sum(m.parameter.nbytes for m in managed) > _ONE_BUCKET_BYTES
     plain = large and not measured and follows_network(method, communicator.backend)
     if plain and isinstance(communicator, Communicator):
-        rate = gain_of_overlap(all_reduce_rate(communicator.control, communicator.device), microseconds[0] / 1e6)
+        rate = gain_of_overlap(all_reduce_rate(communicator.control, communicator.device), lasted.item())
     return make_plan(method, managed, order, late, communicator.backend, all_reduce=rate)

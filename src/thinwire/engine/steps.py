@@ -67,7 +67,7 @@ class Steps:
         self._handles: list[Any] = []
         self._rejected, self._exposed, self._dense_bytes = 0, 0.0, 0
         self._rebuilt = settings.pinned is not None
-        self._began = self._lasted = 0.0  # the last backward, from its first gradient
+        self._began = 0.0  # the last backward, with its first gradient
         self._decision: Decision | None = None  # of the pilot, not followed yet
         self._expected: frozenset[int] | None = None  # by index: what the next backward can reach; None: anything
         self._broken: str | None = None
@@ -282,7 +282,6 @@ class Steps:
         if self._recorder is not None and "backward" in self._marks:
             self._recorder.add("backward", "compute", self._marks.pop("backward"))
         started = time.perf_counter()
-        self._lasted = started - self._began
         failure = self._comm.finish()
         self._exposed += time.perf_counter() - started
         if failure:
@@ -301,7 +300,7 @@ class Steps:
         if self._pilot is not None:
             self._pilot.timings.ended()
         if not self._rebuilt:
-            self._rebuild()
+            self._rebuild(started - self._began)
         elif self._pilot is not None and (decision := self._pilot.after_step(self.method, self._dense)) is not None:
             if self._deferred is None:
                 self._follow(decision)
@@ -385,13 +384,13 @@ class Steps:
         world = self.topology.world_size
         return round(2 * (world - 1) * size / world)
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, backward_seconds: float) -> None:
         """Once: the plan in rank 0's order of arrival; decoupled: the reverse of the order in which layers need it."""
         assert self._comm is not None
         self._rebuilt = True
         unseen = [m.index for m in reversed(self._managed) if not self._seen[m.index]]
         order = (self._deferred and self._deferred.order()) or [*self._arrival, *unseen]
         measured = self._pilot is not None
-        plan = second_plan(self.method, self._managed, self._comm, order, unseen, self._lasted, measured=measured)
+        plan = second_plan(self.method, self._managed, self._comm, order, unseen, backward_seconds, measured=measured)
         if plan != self.plan:
             self._adopt(plan)

@@ -50,34 +50,7 @@ def by_size(sizes: Sequence[float], limit: float, *, first: float | None = None)
         >>> by_size([32, 1, 40, 1, 40, 1, 40, 1], 42)
         [[0], [1, 2], [3, 4], [5, 6, 7]]
     """
-    if limit < 0:
-        raise ValueError(f"the limit must not be negative, not {limit}")
-    groups: list[list[int]] = []
-    filled = 0.0
-    for i, size in enumerate(sizes):
-        most = limit if first is None or len(groups) > 1 else first
-        if not groups:
-            groups.append([])
-        elif most == 0 or filled + size > most:
-            kept, crumbs = _parted(groups[-1], sizes, _CRUMB * limit)
-            groups[-1:] = [kept, crumbs] if kept else [crumbs]
-            filled = sum(sizes[j] for j in crumbs)
-        groups[-1].append(i)
-        filled += size
-    if len(groups) > 1 and not _parted(groups[-1], sizes, _CRUMB * limit)[0]:
-        last = groups.pop()
-        groups[-1] += last
-    return groups
-
-
-def _parted(group: Sequence[int], sizes: Sequence[float], least: float) -> tuple[list[int], list[int]]:
-    """A group without the last tensors that are less than so much together, and those; it keeps nothing or enough."""
-    end, weight = len(group), 0.0
-    while end and (weight := weight + sizes[group[end - 1]]) < least:
-        end -= 1
-    if sum(sizes[i] for i in group[:end]) < least:
-        end = 0
-    return list(group[:end]), list(group[end:])
+    return fuse(sizes, limit, first=first, crumbs=_CRUMB * limit)
 
 
 def started_early(groups: list[list[int]], sizes: Sequence[float], limit: float) -> list[list[int]]:

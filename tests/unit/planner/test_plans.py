@@ -52,12 +52,8 @@ def test_plain_averages_follow_the_network_and_nothing_else_does():
 
         return len(make_plan(method, tensors, range(40), (), backend, all_reduce=all_reduce).phases[0])
 
-    assert [buckets(SSGD(), rate) for rate in (1e6, 1e3, 100, 10)] == [
-        1,
-        5,
-        11,
-        40,
-    ]  # from four on, one more: a small first one
+    # From four on there is one more, a small first one.
+    assert [buckets(SSGD(), rate) for rate in (1e6, 1e3, 100, 10)] == [1, 5, 11, 40]
     assert buckets(Cast("bf16"), 100) == 9  # half the bytes: sqrt(2) fewer
     for method in (SSGD(merge=4), SSGD(ordered=True), SSGD(decoupled=True), TopK(0.01)):
         assert len({buckets(method, rate) for rate in (1e6, 10)}) == 1

@@ -6,7 +6,12 @@ from collections.abc import Collection, Sequence
 
 
 def fuse(
-    sizes: Sequence[float], limit: float, breaks: Collection[int] = (), *, first: float | None = None
+    sizes: Sequence[float],
+    limit: float,
+    breaks: Collection[int] = (),
+    *,
+    first: float | None = None,
+    crumbs: float = 0.0,
 ) -> list[list[int]]:
     """Group tensors, in backward order, greedily: a bucket is closed when the next tensor would exceed the limit.
 
@@ -19,6 +24,8 @@ def fuse(
         limit: in the same unit; 0: one bucket per tensor.
         breaks: indices at which a new bucket must begin.
         first: the limit of the first bucket, so that the link has work early; None: ``limit``.
+        crumbs: tensors at the end of a bucket that are less than this together go on to the next one, which may then
+            exceed the limit; a last bucket of crumbs joins the one before. Not over a break.
 
     Returns:
         Lists of indices.
@@ -33,9 +40,26 @@ def fuse(
     filled = 0.0
     for i, size in enumerate(sizes):
         most = limit if first is None or len(groups) > 1 else first
-        if not groups or most == 0 or i in breaks or filled + size > most:
+        if not groups or i in breaks:
             groups.append([])
             filled = 0.0
+        elif most == 0 or filled + size > most:
+            kept, carried = _parted(groups[-1], sizes, crumbs)
+            groups[-1:] = [kept, carried] if kept else [carried]
+            filled = sum(sizes[j] for j in carried)
         groups[-1].append(i)
         filled += size
+    if len(groups) > 1 and groups[-1][0] not in breaks and not _parted(groups[-1], sizes, crumbs)[0]:
+        last = groups.pop()
+        groups[-1] += last
     return groups
+
+
+def _parted(group: Sequence[int], sizes: Sequence[float], least: float) -> tuple[list[int], list[int]]:
+    """A group without the last tensors that are less than so much together, and those; it keeps nothing or enough."""
+    end, weight = len(group), 0.0
+    while end and (weight := weight + sizes[group[end - 1]]) < least:
+        end -= 1
+    if sum(sizes[i] for i in group[:end]) < least:
+        end = 0
+    return list(group[:end]), list(group[end:])
