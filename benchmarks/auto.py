@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+import in_lab
 from main_figures import measure, seconds
 
 RESULTS = Path(__file__).parent / "results" / "auto.json"
@@ -49,12 +49,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows: list[dict[str, Any]] = []
     for model, link in itertools.product(options.models.split(","), options.links.split(",")):
-        fresh = compare(model, options.workers, link, options.rounds)
-        rows = [row for row in rows if any(row[key] != fresh[key] for key in ("model", "workers", "link"))] + [fresh]
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(rows, indent=2) + "\n")
+        rows = in_lab.keep(RESULTS, compare(model, options.workers, link, options.rounds))
     table = Table("workers", "model", "link", "best fixed", "auto / best", "spread of best", "met")
     for row in rows:
         name, met = row["model"].split(":")[0], "yes" if row["met"] else "NO"

@@ -10,7 +10,6 @@ link. What was not rerun stays in the file.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.table import Table
 
 import in_lab
 from thinwire import lab
+from thinwire.bench.contenders import dense_ring_bytes
 
 RESULTS = Path(__file__).parent / "results" / "dear.json"
 METHODS = (
@@ -32,7 +32,7 @@ def measure(options: argparse.Namespace, link: str) -> dict[str, Any]:
     result = in_lab.run(
         options.model, METHODS, options.workers, link, steps=options.steps, rounds=options.rounds, predict=True
     )
-    ring = 2 * (options.workers - 1) / options.workers * result.gradient_bytes
+    ring = dense_ring_bytes(result.gradient_bytes, options.workers)
     return {
         "model": options.model,
         "workers": options.workers,
@@ -84,13 +84,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     for link in options.links.split(","):
         fresh = measure(options, link)
         show(fresh)
-        kept = [row for row in kept if any(row[key] != fresh[key] for key in ("model", "workers", "link"))] + [fresh]
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
+        in_lab.keep(RESULTS, fresh)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from rich.table import Table
 
 import in_lab
 from thinwire import lab
+from thinwire.bench.contenders import dense_ring_bytes
 from thinwire.bench.record import Point
 from thinwire.bench.rows import parse_rows
 from thinwire.bench.session import run_session
@@ -162,7 +163,7 @@ def part_g(options: argparse.Namespace) -> Iterator[Figure]:
     for workers, batch in itertools.product((2, 4), (8, 4)):
         r = measure(f"chargpt:batch={batch}", "ddp,ssgd,dear", workers=workers, link="1gbit", rounds=options.rounds)
         ours, where = seconds(r, "dear"), f"{workers} workers, 1gbit" + of_batch(batch)
-        ring = 2 * (workers - 1) / workers * r.gradient_bytes
+        ring = dense_ring_bytes(r.gradient_bytes, workers)
         least = floor(r.compute_seconds, 0.0, ring, lab.parse_rate("1gbit"))
         yield Figure("g", f"dear / ddp default, {where}", ours / seconds(r, "ddp"), 0.75)
         yield Figure("g", f"dear / ssgd, {where}", ours / seconds(r, "ssgd"), NONE)
