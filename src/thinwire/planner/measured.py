@@ -12,6 +12,7 @@ from thinwire.planner.hierarchy import crossing_shares, way_seconds, ways
 from thinwire.planner.merge import Merge, greedy_mgwfbp, greedy_omgs, optimal_dense, optimal_sparse
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.ratios import lags
+from thinwire.planner.sizes import gain_of_overlap
 from thinwire.program import Method, Scope, Topology
 from thinwire.program.trace import steady_step, trace
 
@@ -55,6 +56,11 @@ def rule_of(method: Method) -> Any:
 def all_reduce_seconds(costs: Costs, topology: Topology) -> Callable[[float], float]:
     """The price of one all-reduce over all ranks, of so many bytes."""
     return lambda size: costs.seconds("AllReduce", Scope.WORLD, topology.world_size, round(size))
+
+
+def hidden_seconds(profile: ModelProfile, costs: Costs, topology: Topology) -> Callable[[float], float]:
+    """What backward can hide of such an all-reduce, for plans that follow the network."""
+    return gain_of_overlap(all_reduce_seconds(costs, topology), sum(t.backward_seconds for t in profile.tensors))
 
 
 def needs_measurement(method: Method) -> bool:

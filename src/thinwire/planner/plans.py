@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.planner.hierarchy import CollectiveTable
-from thinwire.planner.measured import RULES, Measured, Part, all_reduce_seconds, cut, rule_of
+from thinwire.planner.measured import RULES, Measured, Part, cut, hidden_seconds, rule_of
 from thinwire.planner.merge import Merge
-from thinwire.planner.sizes import balanced_mib, by_size, gain_of_overlap, needed_soon, started_early
+from thinwire.planner.sizes import balanced_mib, by_size, needed_soon, started_early
 from thinwire.program import Method, Plan, PlanBucket
 
 _MIB = 1 << 20
@@ -90,7 +90,7 @@ def make_plan(
         t = tensors[index]
         groups.setdefault((t.dense, t.dtype, index in last), []).append(index)
     if all_reduce is None and measured is not None:
-        all_reduce = gain_of_overlap(all_reduce_seconds(measured.costs, measured.topology), sum(seconds.values()))
+        all_reduce = hidden_seconds(measured.profile, measured.costs, measured.topology)
     table = None  # which way the sums go, where that is to be measured
     if measured is not None and getattr(method, "collective", "") == "auto":
         table = CollectiveTable.of(measured.costs, measured.topology)

@@ -9,10 +9,9 @@ from torch import nn
 
 from thinwire.planner.checks import check_number
 from thinwire.planner.costs import Costs
-from thinwire.planner.measured import all_reduce_seconds
+from thinwire.planner.measured import hidden_seconds
 from thinwire.planner.plans import PlanTensor, make_plan
 from thinwire.planner.profiles import ModelProfile
-from thinwire.planner.sizes import gain_of_overlap
 from thinwire.planner.timeline.machine import Machine
 from thinwire.planner.timeline.programs import Part, Place, Plain, parts_of
 from thinwire.planner.timeline.result import Event, Timeline, exposed_seconds
@@ -107,10 +106,7 @@ def plan_of(
     dense = [method.dense(t.name, t.shape, kinds.get(t.kind)) for t in profile.tensors]
     itemsize = profile.dtype_bytes
     tensors = [PlanTensor(t.name, t.shape, d, f"{itemsize}", itemsize) for t, d in zip(profile.tensors, dense)]
-    known = None
-    if topology is not None and costs is not None:
-        backward = sum(t.backward_seconds for t in profile.tensors)
-        known = gain_of_overlap(all_reduce_seconds(costs, topology), backward)
+    known = None if topology is None or costs is None else hidden_seconds(profile, costs, topology)
     return make_plan(method, tensors, range(len(tensors)), (), backend, all_reduce=known)
 
 
