@@ -103,3 +103,16 @@ def test_a_delay_is_emulated_or_refused_in_one_sentence(mode):
         pytest.skip("this kernel has no netem")
     assert result.exit_code == 0
     assert [line.split()[1] for line in lines[0]] == ["netem", "tbf"]
+
+
+def test_links_have_the_usual_congestion_control_and_the_machine_keeps_its_own():
+    path = "/proc/sys/net/ipv4/tcp_congestion_control"
+    with open(path) as file:
+        own = file.read()
+    with open("/proc/sys/net/ipv4/tcp_available_congestion_control") as file:
+        usual = "cubic" if "cubic" in file.read().split() else own.strip()
+    lines = []
+    lab.run(lab.Cluster.parse(2, 1, "1gbit"), ["cat", path], on_line=lambda _, line: lines.append(line))
+    assert lines == [usual] * 2
+    with open(path) as file:
+        assert file.read() == own

@@ -33,6 +33,9 @@ def run(
     grace: Annotated[float, typer.Option(help="Seconds that the others may go on after a rank failed.")] = 30.0,
     timeout: Annotated[float | None, typer.Option(help="Seconds after which the run is ended (exit code 124).")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port of rank 0; a free one by default.")] = None,
+    share_cores: Annotated[
+        bool, typer.Option("--share-cores", help="Let every node use all cores; by default each has its own.")
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Result as JSON on stdout; the ranks' lines go to stderr.")
     ] = False,
@@ -47,6 +50,7 @@ def run(
             grace_seconds=grace,
             timeout_seconds=timeout,
             master_port=master_port,
+            share_cores=share_cores,
         )
     except lab.LabError as error:
         _refuse(error)

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from thinwire.collectives.mesh import Mesh, open_mesh
 from thinwire.program.ops import Scope
 from thinwire.program.topology import Topology
 
 _pool: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
+_meshes: dict[tuple[Any, ...], list[Mesh]] = {}
+_unreachable: set[tuple[Any, ...]] = set()  # whose ranks found no way to one another: asked once, not per lane
 _pool_owner: weakref.ref[Any] | None = None
 
 
@@ -26,6 +29,10 @@ def _fresh_pool() -> None:
     world = dist.group.WORLD
     if _pool_owner is None or _pool_owner() is not world:
         _pool.clear()
+        for mesh in (mesh for free in _meshes.values() for mesh in free):
+            mesh.close()
+        _meshes.clear()
+        _unreachable.clear()
         _pool_owner = weakref.ref(world) if world is not None else None
 
 
@@ -38,8 +45,10 @@ class Lane:
     """Global ranks, ascending; an op's group ranks index this tuple."""
     rank: int
     """This rank's place in ``ranks``."""
+    mesh: Mesh | None = None
+    """Connections of our own between all pairs of ranks, for messages from and to CPUs."""
     back: dist.ProcessGroup | None = None
-    """A second group, for messages from a higher rank to a lower one; see ``swap.py``."""
+    """Where there is no mesh, a second group for messages from a higher rank to a lower one; see ``swap.py``."""
 
     @property
     def size(self) -> int:
@@ -61,11 +70,12 @@ class Lanes:
         self._ranks, self._topology, self._rank, self._timeout = ranks, topology, rank, timeout
         self._held: dict[tuple[str, Scope, int], Lane] = {}
         self._leases: list[tuple[tuple[Any, ...], dist.ProcessGroup]] = []
+        self._leased_meshes: list[tuple[tuple[Any, ...], Mesh]] = []
 
     def get(self, purpose: str, scope: Scope, round_: int, *, two_way: bool = False) -> Lane:
         """The lane of a round. The first request makes it: all ranks of the group must ask in the same order.
 
-        ``two_way``: for messages between pairs of ranks, with a group for each direction.
+        ``two_way``: for messages between pairs of ranks, with a mesh, or else a group for each direction.
         """
         key = (purpose, scope, round_)
         held = self._held.get(key)
@@ -73,9 +83,27 @@ class Lanes:
             members = self._topology.members(scope, self._rank)
             ranks = tuple(self._ranks[r] for r in members)
             held = self._held[key] = Lane(self._lease(ranks), ranks, members.index(self._rank))
-        if two_way and held.back is None and held.size > 1:
-            held = self._held[key] = replace(held, back=self._lease(held.ranks))
+        if two_way and held.size > 1 and held.mesh is None and held.back is None:
+            mesh = self._lease_mesh(held)
+            held = replace(held, mesh=mesh, back=self._lease(held.ranks) if mesh is None else None)
+            self._held[key] = held
         return held
+
+    def _lease_mesh(self, lane: Lane) -> Mesh | None:
+        _fresh_pool()
+        key = (lane.ranks, self._timeout)
+        free = _meshes.setdefault(key, [])
+        if free:
+            mesh: Mesh | None = free.pop(0)
+        elif key in _unreachable:
+            return None
+        else:
+            mesh = open_mesh(lane.group, lane.ranks, lane.rank, self._timeout)
+        if mesh is None:
+            _unreachable.add(key)
+        else:
+            self._leased_meshes.append((key, mesh))
+        return mesh
 
     def _lease(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         _fresh_pool()
@@ -92,9 +120,15 @@ class Lanes:
 
     def release(self, *, broken: bool = False) -> None:
         """Give the groups back to the pool; ``broken`` ones (an error may have left ops in flight) are dropped."""
+        _fresh_pool()
+        for key, mesh in self._leased_meshes:
+            if broken:
+                mesh.close()
+            else:
+                _meshes.setdefault(key, []).append(mesh)
         if not broken:
-            _fresh_pool()
             for key, group in self._leases:
                 _pool.setdefault(key, []).append(group)
         self._leases.clear()
+        self._leased_meshes.clear()
         self._held.clear()

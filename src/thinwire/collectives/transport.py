@@ -1,13 +1,14 @@
 """Issue one op on a lane: from the words of the language to torch.distributed, asynchronously.
 
 On Gloo a reduce-scatter is an all-to-all and a sum in rank order: half the bytes of Gloo's own, which is a whole
-all-reduce and a slice. The all-to-all is made of sends and receives, see ``swap.py``.
+all-reduce and a slice. The all-to-all is made of messages between pairs, see ``swap.py``; few ranks also all-reduce and
+all-gather so: as many bytes as in Gloo's ring, in two turns or one, and no rank has to be awake to pass others' on.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.delivery import Delivery
 from thinwire.collectives.lanes import Lane
+from thinwire.collectives.mesh import MOST_RANKS
+from thinwire.collectives.mesh_sum import all_reduce_by_mesh, ordered_sum
 from thinwire.collectives.swap import Swap, all_to_all, parts_of_all, swap
-from thinwire.program.bucket import working_dtype
 from thinwire.program.ops import (
     AllGather,
     AllReduce,
@@ -32,13 +35,13 @@ from thinwire.program.ops import (
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_SWAPPED_BYTES = 64 << 10  # below, a ring's two turns cost nothing that counts
+_SWAPPED_BYTES = 64 << 10  # below, a ring's turns cost nothing that counts
 
 
 def pairwise(ranks: int) -> tuple[str, ...]:
     """Kinds of ops that on Gloo are messages between pairs of so many ranks."""
     kinds = ("ReduceScatter", "AllToAll", "Exchange")
-    return (*kinds, "AllReduce", "AllGather") if ranks == 2 else kinds
+    return (*kinds, "AllReduce", "AllGather") if ranks <= MOST_RANKS else kinds
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Pending:
                 callback()
 
         for work in self.works:
-            if isinstance(work, Swap):
+            if isinstance(work, (Swap, Delivery)):
                 work.then(lambda: one(None))
             else:
                 work.get_future().add_done_callback(one)
@@ -85,12 +88,14 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
     group, size = lane.group, lane.size
     if isinstance(op, AllReduce):
         if _swaps(x, lane):
+            if lane.size > 2:
+                return Pending((all_reduce_by_mesh(x, lane),), lambda: x)
             return _all_reduce_of_two(x, lane, tag)
         return Pending((dist.all_reduce(x, group=group, async_op=True),), lambda: x)
     if isinstance(op, AllGather):
         out = x.new_empty((size, *x.shape)) if op.out is None else op.out.view(size, *x.shape)
         if _swaps(x, lane):
-            return _all_gather_of_two(x, out, lane, tag)
+            return _all_gather_in_pairs(x, out, lane, tag)
         work = all_gather_flat(out.view(-1), x.view(-1), group=group, async_op=True)
         return Pending((work,), lambda: out)
     if isinstance(op, AllToAll):
@@ -118,24 +123,23 @@ def _all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Any:
 
 
 def _swaps(x: Tensor, lane: Lane) -> bool:
-    """Whether a sum or a gathering is one message each way; on CPUs only, which is what Gloo sends from."""
-    return lane.back is not None and lane.size == 2 and x.device.type == "cpu" and x.nbytes >= _SWAPPED_BYTES
+    """Whether a sum or a gathering is made of messages; of CPU tensors only, which is what these are sent from."""
+    paired = lane.mesh is not None or (lane.back is not None and lane.size == 2)
+    return paired and x.device.type == "cpu" and x.nbytes >= _SWAPPED_BYTES
 
 
 def _all_reduce_of_two(x: Tensor, lane: Lane, tag: int) -> Pending:
-    """Two ranks swap all they have: as many bytes as in a ring of two, in one turn, not two.
-
-    Gloo's ring sends both ways over one connection, where the directions take turns when ranks are skewed.
-    """
+    """Two ranks swap all they have: as many bytes as in a ring of two, in one turn, not two."""
     other = torch.empty_like(x)
     return Pending((swap({1 - lane.rank: x}, {1 - lane.rank: other}, lane, tag),), lambda: x.add_(other))
 
 
-def _all_gather_of_two(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Pending:
-    """As above, without the copies that Gloo makes on the way."""
+def _all_gather_in_pairs(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Pending:
+    """Each sends all others what it has; without the copies that Gloo makes on the way."""
     if out[lane.rank].data_ptr() != x.data_ptr():
         out[lane.rank].copy_(x)
-    return Pending((swap({1 - lane.rank: x}, {1 - lane.rank: out[1 - lane.rank]}, lane, tag),), lambda: out)
+    others = [rank for rank in range(lane.size) if rank != lane.rank]
+    return Pending((swap(dict.fromkeys(others, x), {p: out[p] for p in others}, lane, tag),), lambda: out)
 
 
 def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
@@ -146,19 +150,6 @@ def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
         return Pending((reduce_scatter_flat(shard, x, group=lane.group, async_op=True),), lambda: shard)
     work, parts = parts_of_all(x.view(lane.size, -1), lane, tag)
     return Pending((work,), lambda: ordered_sum(parts))
-
-
-def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum W tensors ``[k]`` in rank order, 16-bit floats in fp32; a new tensor of their dtype."""
-    dtype = parts[0].dtype
-    wide = working_dtype(dtype) if dtype.is_floating_point else dtype
-    total = parts[0].to(wide)
-    if len(parts) == 1:
-        return total.to(dtype, copy=True)
-    total = total + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total.to(dtype)
 
 
 def _exchange(op: Exchange, x: Tensor, lane: Lane, tag: int) -> Pending:

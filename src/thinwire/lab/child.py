@@ -1,10 +1,12 @@
 """The first moment of a rank: tie its life to the lab's, learn the names of the nodes, then become the command.
 
-Run as a script in an isolated interpreter, ``child.py PARENT DIRECTORY HOSTS COMMAND...``; imports nothing of thinwire.
+Run as a script in an isolated interpreter, ``child.py PARENT DIRECTORY HOSTS CORES COMMAND...``; imports nothing of
+thinwire.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -30,16 +32,29 @@ def set_hosts(text: str) -> None:
     _LIBC.umount2(b"/tmp", _MNT_DETACH)
 
 
-def main(parent: int, directory: str, hosts: str, command: list[str]) -> int:
-    """Do the above; HOSTS is empty where the mounts are the machine's. Returns 126 or 127 if there is no command."""
+def set_congestion_control() -> None:
+    """Let this namespace's TCP be what most machines have, whatever this one has; best effort.
+
+    BBR, for one, empties a link on purpose for 0.2 s of every 10, in which a training step stands still.
+    """
+    with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as file:
+        file.write("cubic")
+
+
+def main(parent: int, directory: str, hosts: str, cores: str, command: list[str]) -> int:
+    """Do the above; HOSTS is empty where mounts and network are the machine's. Returns 126 or 127: no command."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # the parent was gone before the tie was made
         return 128 + int(signal.SIGKILL)
     # What Python ignores at start would stay ignored in the command.
     for name in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(name, signal.SIG_DFL)
+    if cores:
+        with contextlib.suppress(OSError):  # they may have been taken away meanwhile
+            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     if hosts:
         set_hosts(hosts)
+        set_congestion_control()
     try:
         os.chdir(directory)
         os.execvp(command[0], command)
@@ -49,4 +64,4 @@ def main(parent: int, directory: str, hosts: str, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5:]))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from thinwire.lab.access import find_mode, open_shell
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.command import check_command, check_port, loopback_port
+from thinwire.lab.cores import own_cores, usable_cores
 from thinwire.lab.environment import rank_environment
 from thinwire.lab.errors import LabError
 from thinwire.lab.network import INTERFACE, Network
@@ -31,6 +32,7 @@ def run(
     grace_seconds: float = 30.0,
     timeout_seconds: float | None = None,
     master_port: int | None = None,
+    share_cores: bool = False,
 ) -> LabResult:
     """Run a command once per worker of an emulated cluster and wait for the end.
 
@@ -45,6 +47,7 @@ def run(
         grace_seconds: how long the others may go on after a rank failed.
         timeout_seconds: when to end the run; None is never.
         master_port: where rank 0 listens; None picks a free one.
+        share_cores: every node may use all cores; else each has its own, as machines have.
 
     Raises:
         LabError: the command, the port or the machine does not allow it; nothing was left behind.
@@ -67,6 +70,7 @@ def run(
             network = stack.enter_context(Network(stack.enter_context(open_shell(mode)), cluster))
             note = f"{cluster.describe()}, in network namespaces ({mode})"
             address, port, interface = network.address(0), master_port or _DEFAULT_PORT, INTERFACE
+        cores = [] if share_cores else usable_cores()
         began = time.monotonic()
         with Ranks(on_line or _print_line) as ranks:
             for rank in range(cluster.workers):
@@ -75,9 +79,10 @@ def run(
                 variables = rank_environment(
                     environment, cluster, rank, master_address=address, master_port=port, interface=interface
                 )
-                ranks.start(
-                    network.on_node(rank // cluster.ranks_per_node, command) if network else tied(command), variables
-                )
+                node = rank // cluster.ranks_per_node
+                own = own_cores(node, cluster.nodes, cores) if cores else ()
+                line = network.on_node(node, command, own) if network else tied(command, cores=own)
+                ranks.start(line, variables)
             code = supervise(ranks, signals, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
         seconds = time.monotonic() - began
         nothing = (0,) * cluster.nodes

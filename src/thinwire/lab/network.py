@@ -52,14 +52,14 @@ class Network:
         """IPv4 address of a node."""
         return f"10.77.{(node + 1) // 256}.{(node + 1) % 256}"
 
-    def on_node(self, node: int, command: Sequence[str]) -> list[str]:
+    def on_node(self, node: int, command: Sequence[str], cores: Sequence[int] = ()) -> list[str]:
         """The command line that becomes `command` on a node, where the nodes are called node0, node1, ..."""
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         for other in range(self.cluster.nodes):
             alias = f" {socket.gethostname()}" if other == node else ""
             lines.append(f"{self.address(other)} node{other}{alias}")
             lines.append(f"::ffff:{self.address(other)} node{other}.mapped")  # torch's store asks for this name
-        return self.shell.inside(self.nodes[node], tied(command, "\n".join(lines) + "\n"))
+        return self.shell.inside(self.nodes[node], tied(command, "\n".join(lines) + "\n", cores))
 
     def _build(self) -> None:
         for name in [self.switch, *self.nodes]:

@@ -19,14 +19,16 @@ _CHUNK = 65536
 _DRAIN_SECONDS = 2.0
 
 
-def tied(command: Sequence[str], hosts: str = "") -> list[str]:
+def tied(command: Sequence[str], hosts: str = "", cores: Sequence[int] = ()) -> list[str]:
     """The command line that becomes `command` in this directory and dies when this process dies.
 
     Args:
         command: what to become.
-        hosts: what /etc/hosts shall say; only for a command line that runs in mounts of its own.
+        hosts: what /etc/hosts shall say; only for a command line that runs in mounts and a network of its own.
+        cores: that it may use; empty: all.
     """
-    return [sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid()), os.getcwd(), hosts, *command]
+    script, places = str(Path(child.__file__)), ",".join(map(str, cores))
+    return [sys.executable, "-I", "-S", script, str(os.getpid()), os.getcwd(), hosts, places, *command]
 
 
 class Ranks:

@@ -1,0 +1,85 @@
+"""The one thread of a process that moves bytes on all its streams."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from thinwire.collectives.stream import Stream
+
+_CHECK_SECONDS = 0.25
+_courier: Courier | None = None
+_lock = threading.Lock()
+
+
+class Courier:
+    """Watches sockets and calls their streams when data or room is there; see ``stream.py``."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._streams: dict[int, Stream] = {}
+        self._watched: dict[int, int] = {}
+        self._gone: set[int] = set()  # since the last look: their numbers may be somebody else's already
+        threading.Thread(target=self._loop, name="thinwire-courier", daemon=True).start()
+
+    def add(self, stream: Stream) -> None:
+        """A new stream, which waits for nothing yet."""
+        self._streams[stream.number] = stream
+        self._watched[stream.number] = 0
+        self._epoll.register(stream.number, 0)
+
+    def watch(self, stream: Stream, *, data: bool, room: bool) -> None:
+        """What the stream waits for from now on."""
+        wanted = (select.EPOLLIN if data else 0) | (select.EPOLLOUT if room else 0)
+        if self._watched.get(stream.number, wanted) != wanted:
+            self._watched[stream.number] = wanted
+            self._epoll.modify(stream.number, wanted)
+
+    def remove(self, stream: Stream) -> None:
+        """The stream is about to be closed."""
+        if self._streams.pop(stream.number, None) is not None:
+            del self._watched[stream.number]
+            self._gone.add(stream.number)
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(stream.number)
+
+    def _loop(self) -> None:
+        checked = time.monotonic()
+        with torch.no_grad():
+            while True:
+                self._gone.clear()
+                for number, happened in self._epoll.poll(_CHECK_SECONDS):
+                    stream = self._streams.get(number)
+                    if stream is None or number in self._gone:
+                        continue
+                    try:
+                        self._serve(stream, happened)
+                    except Exception as error:  # one stream's trouble is not the others'
+                        stream.fail(error)
+                if (now := time.monotonic()) - checked >= _CHECK_SECONDS:
+                    checked = now
+                    for stream in list(self._streams.values()):
+                        stream.check(now)
+
+    @staticmethod
+    def _serve(stream: Stream, happened: int) -> None:
+        if happened & select.EPOLLIN:
+            stream.on_data()
+        if happened & select.EPOLLOUT:
+            stream.on_room()
+        if happened & (select.EPOLLHUP | select.EPOLLERR):
+            stream.hung_up()
+
+
+def courier() -> Courier:
+    """This process's; made when first asked for."""
+    global _courier
+    with _lock:
+        _courier = _courier or Courier()
+        return _courier

@@ -1,0 +1,73 @@
+"""Several messages as one piece of work that can be waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+
+class Delivery:
+    """Ends when all its parts have, or with the first one's error.
+
+    Args:
+        parts: how many messages.
+        last: called by whoever moves the last byte, before anybody is told of the end; its error is the delivery's.
+        failed: told of an error.
+    """
+
+    def __init__(
+        self, parts: int, last: Callable[[], None] | None = None, failed: Callable[[RuntimeError], None] | None = None
+    ) -> None:
+        self._left, self._last, self._failed = parts, last, failed
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: RuntimeError | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def part_ended(self) -> None:
+        """One more has arrived, or has been handed to the kernel."""
+        with self._lock:
+            self._left -= 1
+            if self._left or self._ended.is_set():
+                return
+        error = None
+        if self._last is not None:
+            try:
+                self._last()
+            except Exception as caught:  # the courier's thread must outlive it, and who waits must hear of it
+                error = (
+                    caught if isinstance(caught, RuntimeError) else RuntimeError(f"{type(caught).__name__}: {caught}")
+                )
+        self._end(error)
+
+    def fail(self, error: RuntimeError) -> None:
+        """A part will never end."""
+        self._end(error)
+
+    def _end(self, error: RuntimeError | None) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._error = error
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        if error is not None and self._failed is not None:
+            self._failed(error)
+        for callback in callbacks:
+            with contextlib.suppress(RuntimeError):
+                callback()
+
+    def wait(self) -> None:
+        """Block until it has ended. Raises the error of the first part that failed."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call back, from another thread or at once, when it has ended or failed."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()

@@ -1,0 +1,166 @@
+"""TCP connections of our own between all ranks of a lane, where Gloo's serve less well.
+
+They are made with the lane's Gloo group, which tells every rank the others' addresses. If any two ranks cannot reach
+one another (a firewall, say), all of them keep to Gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from thinwire.collectives.courier import courier
+from thinwire.collectives.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+MOST_RANKS = 16  # beyond, all pairs are too many connections, and a ring's chunks no smaller than theirs
+_MEETING_SECONDS = 10.0
+_HELLO_SECONDS = 2.0
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for Gloo
+_CHANNELS = 2
+_SECRET_BYTES = 16
+_CARD_BYTES = 256
+_HELLO = struct.Struct(f"<{_SECRET_BYTES}sHB")
+_SIOCGIFADDR = 0x8915
+
+
+class Mesh:
+    """This rank's connections: two streams to every other rank, each with an order of its own.
+
+    Args:
+        streams: per channel, by rank within the lane.
+    """
+
+    def __init__(self, streams: Sequence[dict[int, Stream]]) -> None:
+        self.first, self.second = streams
+
+    def close(self) -> None:
+        """Give them back. Messages that are under way fail, here and on the other side."""
+        for stream in (*self.first.values(), *self.second.values()):
+            stream.close()
+
+
+def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout: timedelta | None) -> Mesh | None:
+    """Connect all ranks of a Gloo group; a collective. None, on all of them, where that is not to be had.
+
+    Args:
+        group: the lane's.
+        ranks: global ranks, ascending.
+        rank: this rank's place in ``ranks``.
+        timeout: without a byte, after which a message fails; None: torch's.
+    """
+    if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or dist.get_backend(group) != "gloo":
+        return None
+    server, secret = _listen(2 * len(ranks)), secrets.token_bytes(_SECRET_BYTES)
+    cards = _exchange(_card(server, secret), group, len(ranks))
+    sockets = _meet(server, secret, cards, rank) if all(cards) else None
+    everyone = torch.tensor([sockets is not None], dtype=torch.int32)
+    dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group)
+    if not everyone.item():
+        _close(sockets or {})
+        logger.info("thinwire: the ranks cannot reach one another directly, so Gloo carries everything")
+        return None
+    assert sockets is not None
+    seconds = (timeout or _DEFAULT_TIMEOUT).total_seconds()
+    streams: list[dict[int, Stream]] = [{} for _ in range(_CHANNELS)]
+    for (peer, channel), connection in sockets.items():
+        streams[channel][peer] = Stream(connection, f"rank {ranks[peer]}", seconds, courier())
+    return Mesh(streams)
+
+
+def _listen(backlog: int) -> socket.socket | None:
+    """A server on the interface that Gloo would take, as far as one can know."""
+    try:
+        return socket.create_server((_address(), 0), backlog=backlog)
+    except OSError:
+        return None
+
+
+def _address() -> str:
+    """Of the named interface, else what this machine's name leads to, else the loopback."""
+    import fcntl  # not on Windows, which does not come here
+
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if named:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", named.encode()[:15]))
+            return socket.inet_ntoa(answer[20:24])
+        with contextlib.suppress(OSError):
+            address = socket.gethostbyname(socket.gethostname())
+            probe.bind((address, 0))
+            return address
+    return "127.0.0.1"
+
+
+def _card(server: socket.socket | None, secret: bytes) -> bytes:
+    """Where this rank listens, and for which word; empty: nowhere."""
+    if server is None:
+        return b""
+    host, port = server.getsockname()[:2]
+    return secret + f"{host}:{port}".encode()
+
+
+def _exchange(card: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(card.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(everyone, mine, group=group)
+    cards = [bytes(row.tolist()) for row in everyone]
+    return [card if any(card) else b"" for card in cards]
+
+
+def _meet(
+    server: socket.socket | None, secret: bytes, cards: Sequence[bytes], rank: int
+) -> dict[tuple[int, int], socket.socket] | None:
+    """Connect to every lower rank, be found by every higher one; None if somebody does not come."""
+    found: dict[tuple[int, int], socket.socket] = {}
+    assert server is not None
+    try:
+        with server:
+            for peer in range(rank):
+                host, _, port = cards[peer][_SECRET_BYTES:].rstrip(b"\0").decode().rpartition(":")
+                for channel in range(_CHANNELS):
+                    connection = socket.create_connection((host, int(port)), _MEETING_SECONDS)
+                    found[peer, channel] = connection
+                    connection.sendall(_HELLO.pack(cards[peer][:_SECRET_BYTES], rank, channel))
+            deadline = time.monotonic() + _MEETING_SECONDS
+            while len(found) < _CHANNELS * (len(cards) - 1):
+                server.settimeout(max(0.01, deadline - time.monotonic()))
+                connection, _ = server.accept()
+                if (who := _who(connection, secret)) is None or who in found or not rank < who[0] < len(cards):
+                    connection.close()  # a stranger
+                else:
+                    found[who] = connection
+        return found
+    except OSError:
+        _close(found)
+        return None
+
+
+def _who(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
+    """Rank and channel of one who knows the word."""
+    connection.settimeout(_HELLO_SECONDS)
+    try:
+        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    if len(hello) < _HELLO.size:
+        return None
+    word, rank, channel = _HELLO.unpack(hello)
+    return (rank, channel) if secrets.compare_digest(word, secret) and channel < _CHANNELS else None
+
+
+def _close(sockets: dict[tuple[int, int], socket.socket]) -> None:
+    for connection in sockets.values():
+        connection.close()

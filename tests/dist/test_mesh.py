@@ -1,0 +1,129 @@
+"""Connections of our own between the ranks of a lane: made together or not at all, and exact."""
+
+import socket
+
+import pytest
+import torch
+
+from spawned import run
+from thinwire.collectives import lanes as lanes_module
+from thinwire.collectives import mesh as mesh_module
+from thinwire.collectives.lanes import Lanes
+from thinwire.collectives.mesh_sum import ordered_sum
+from thinwire.collectives.transport import issue
+from thinwire.program import AllReduce, ReduceScatter, Scope, Topology
+
+pytestmark = pytest.mark.dist
+
+
+def _lanes(rank, size):
+    lanes_module._meshes.clear()
+    lanes_module._unreachable.clear()
+    return Lanes(tuple(range(size)), Topology(size), rank, None)
+
+
+def _values(rank, n, dtype):
+    return torch.randn(n, generator=torch.Generator().manual_seed(rank)).mul(40).to(dtype)
+
+
+def _sums(rank, size, cases):
+    held = _lanes(rank, size)
+    lane = held.get("mesh-test", Scope.WORLD, 0, two_way=True)
+    assert lane.mesh is not None
+    assert lane.back is None
+    pending = [issue(AllReduce(_values(rank, n, dtype)), lane, i) for i, (n, dtype) in enumerate(cases)]
+    found = [p.wait() for p in reversed(pending)][::-1]  # all in flight at once, waited for in another order
+    shard = issue(ReduceScatter(_values(rank, 30_000 * size, torch.float32)), lane, 0).wait()
+    held.release()
+    return found, shard
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_in_rank_order_on_all_ranks(size):
+    cases = [(n, t) for n in (70_001, 700_003) for t in (torch.float32, torch.bfloat16, torch.float64)] * 3
+    results = run(_sums, size, cases)
+    for i, (n, dtype) in enumerate(cases):
+        wanted = ordered_sum([_values(r, n, dtype) for r in range(size)])
+        assert all(torch.equal(found[i], wanted) for found, _ in results)
+    whole = ordered_sum([_values(r, 30_000 * size, torch.float32) for r in range(size)])
+    assert torch.equal(torch.cat([shard for _, shard in results]), whole)
+
+
+def _without_a_way(rank, size):
+    real = mesh_module._listen
+    mesh_module._listen = (lambda _: None) if rank == size - 1 else real
+    try:
+        held = _lanes(rank, size)
+        lane = held.get("mesh-test", Scope.WORLD, 0, two_way=True)
+        again = held.get("mesh-test", Scope.WORLD, 1, two_way=True)
+        found = issue(AllReduce(_values(rank, 70_001, torch.float32)), lane, 0).wait()
+        held.release()
+        return lane.mesh is None and lane.back is not None and again.mesh is None, found
+    finally:
+        mesh_module._listen = real
+        lanes_module._unreachable.clear()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_rank_that_cannot_be_reached_leaves_all_to_gloo(size):
+    results = run(_without_a_way, size)
+    assert all(fell_back for fell_back, _ in results)
+    assert all(torch.equal(found, results[0][1]) for _, found in results)
+
+
+def _among_strangers(rank, size):
+    real, callers = mesh_module._exchange, []
+
+    def exchange(card, group, count):
+        cards = real(card, group, count)
+        host, _, port = cards[0][16:].rstrip(b"\0").decode().rpartition(":")
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(19), cards[0][:16] + b"\x07\x00\x00"):
+            caller = socket.create_connection((host, int(port)), 5)  # before this rank's own
+            caller.sendall(words)
+            if not words:
+                caller.close()
+            callers.append(caller)
+        return cards
+
+    mesh_module._exchange = exchange if rank == 1 else real
+    try:
+        held = _lanes(rank, size)
+        lane = held.get("mesh-test", Scope.WORLD, 0, two_way=True)
+        found = issue(AllReduce(_values(rank, 70_001, torch.float32)), lane, 0).wait()
+        held.release()
+        return lane.mesh is not None, found
+    finally:
+        mesh_module._exchange = real
+        for caller in callers:
+            caller.close()
+
+
+def test_strangers_are_sent_away():
+    results = run(_among_strangers, 2)
+    wanted = ordered_sum([_values(r, 70_001, torch.float32) for r in range(2)])
+    assert all(met and torch.equal(found, wanted) for met, found in results)
+
+
+def _pooled(rank, size):
+    first = _lanes(rank, size)
+    mesh = first.get("mesh-test", Scope.WORLD, 0, two_way=True).mesh
+    first.release()
+    second = Lanes(tuple(range(size)), Topology(size), rank, None)
+    again = second.get("mesh-test", Scope.WORLD, 0, two_way=True)
+    same = again.mesh is mesh
+    pending = issue(AllReduce(_values(0, 70_001, torch.float32)), again, 0) if rank == 0 else None
+    second.release(broken=True)  # what is under way fails on both sides
+    if pending is None:
+        return same, ""
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        return same, str(error)
+    return same, "no error"
+
+
+def test_meshes_are_used_again_and_end_with_an_error_when_given_up():
+    (same, error), (also, _) = run(_pooled, 2)
+    assert same
+    assert also
+    assert "connection to rank 1" in error
