@@ -133,6 +133,8 @@ class Stream:
 
     def check(self, now: float) -> None:
         """Fail if a message has waited too long without a byte."""
+        if self._in and now - self._moved_in > self._timeout / 2:
+            self.on_data()  # fewer bytes than the kernel wakes for
         with self._lock:
             still = [
                 now - moved for queue, moved in ((self._in, self._moved_in), (self._out, self._moved_out)) if queue
