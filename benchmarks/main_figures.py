@@ -81,7 +81,7 @@ def part_a(options: argparse.Namespace) -> Iterator[Figure]:
 
 def part_i(options: argparse.Namespace) -> Iterator[Figure]:
     """As part a, with four workers: on two cores each shares one."""
-    yield from exact("i", options, 4, (8,))
+    yield from exact("i", options, 4, (8, 2))
 
 
 def exact(part: str, options: argparse.Namespace, workers: int, batches: Sequence[int]) -> Iterator[Figure]:
@@ -160,7 +160,7 @@ def part_f(options: argparse.Namespace) -> Iterator[Figure]:
 
 def part_g(options: argparse.Namespace) -> Iterator[Figure]:
     """The decoupled schedule; its floor has no forward before the exchange: max(compute, ring bytes / rate)."""
-    for workers, batch in itertools.product((2, 4), (8, 4)):
+    for workers, batch in (*itertools.product((2,), (8, 4, 3, 2)), *itertools.product((4,), (8, 4, 2))):
         r = measure(f"chargpt:batch={batch}", "ddp,ssgd,dear", workers=workers, link="1gbit", rounds=options.rounds)
         ours, where = seconds(r, "dear"), f"{workers} workers, 1gbit" + of_batch(batch)
         ring = dense_ring_bytes(r.gradient_bytes, workers)

@@ -37,7 +37,7 @@ class Predictor:
             workload.model, lambda step: workload.loss(workload.model, step, rank), steps=10, warmup=3
         )
         largest = min(16 << 20, max(1 << 16, workload.gradient_bytes))
-        scopes = 3 if topology.nodes > 1 and max(topology.layout) > 1 else 1  # as many groups to measure
+        scopes = 3 if topology.two_levels else 1  # as many groups to measure
         self.costs: Costs = probe(
             None, topology, largest_bytes=largest, seconds=PROBE_SECONDS * scopes, kernel_seconds=2.0
         ).costs

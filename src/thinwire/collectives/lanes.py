@@ -50,10 +50,18 @@ class Lane:
     back: dist.ProcessGroup | None = None
     """Where there is no mesh, a second group for messages from a higher rank to a lower one; see ``swap.py``."""
 
+    apart: bool = True
+    """Whether no two of its ranks share a link; see ``apart()``."""
+
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+
+def apart(topology: Topology) -> bool:
+    """Whether messages between all pairs of ranks take no more of any link than a ring of them."""
+    return topology.world_size == 2 or not topology.two_levels
 
 
 class Lanes:
@@ -82,7 +90,9 @@ class Lanes:
         if held is None:
             members = self._topology.members(scope, self._rank)
             ranks = tuple(self._ranks[r] for r in members)
-            held = self._held[key] = Lane(self._lease(ranks), ranks, members.index(self._rank))
+            held = self._held[key] = Lane(
+                self._lease(ranks), ranks, members.index(self._rank), apart=apart(self._topology)
+            )
         if two_way and held.size > 1 and held.mesh is None and held.back is None:
             mesh = self._lease_mesh(held)
             held = replace(held, mesh=mesh, back=self._lease(held.ranks) if mesh is None else None)

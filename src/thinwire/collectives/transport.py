@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.delivery import Delivery
-from thinwire.collectives.lanes import Lane
+from thinwire.collectives.lanes import Lane, apart
 from thinwire.collectives.mesh import MOST_RANKS
 from thinwire.collectives.mesh_sum import all_reduce_by_mesh, ordered_sum
 from thinwire.collectives.swap import Swap, all_to_all, parts_of_all, swap
+from thinwire.program import Topology
 from thinwire.program.ops import (
     AllGather,
     AllReduce,
@@ -38,10 +39,13 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 _SWAPPED_BYTES = 64 << 10  # below, a ring's turns cost nothing that counts
 
 
-def pairwise(ranks: int) -> tuple[str, ...]:
-    """Kinds of ops that on Gloo are messages between pairs of so many ranks."""
+def pairwise(topology: Topology) -> tuple[str, ...]:
+    """Kinds of ops over all ranks that on Gloo are messages between pairs.
+
+    Sums and gatherings are where no two ranks share a link: of a ring, only two messages leave a machine.
+    """
     kinds = ("ReduceScatter", "AllToAll", "Exchange")
-    return (*kinds, "AllReduce", "AllGather") if ranks <= MOST_RANKS else kinds
+    return (*kinds, "AllReduce", "AllGather") if topology.world_size <= MOST_RANKS and apart(topology) else kinds
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def _all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Any:
 
 def _swaps(x: Tensor, lane: Lane) -> bool:
     """Whether a sum or a gathering is made of messages; of CPU tensors only, which is what these are sent from."""
-    paired = lane.mesh is not None or (lane.back is not None and lane.size == 2)
+    paired = (lane.mesh is not None and lane.apart) or (lane.back is not None and lane.size == 2)
     return paired and x.device.type == "cpu" and x.nbytes >= _SWAPPED_BYTES
 
 

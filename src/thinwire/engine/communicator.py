@@ -51,7 +51,7 @@ class Communicator:
         self.timeout = timeout
         self.ledger = Ledger()
         self._topology = topology
-        self._two_levels = topology.nodes > 1 and max(topology.layout) > 1
+        self._two_levels = topology.two_levels
         self._lanes = Lanes(self.ranks, topology, self.rank, timeout)
         self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self._wire = Wire(self._lanes, self.ledger, self._note)
@@ -98,7 +98,7 @@ class Communicator:
         for steps in programs:
             kinds = [step.kind for step in steps if step.scope is Scope.WORLD]
             if self.backend != "nccl":
-                paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(len(self.ranks)))
+                paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(self._topology))
             counts = Counter(step.scope for step in steps if step.scope is not None)
             for scope, count in counts.items():
                 deepest[scope] = max(deepest.get(scope, 0), 1 if self.backend == "nccl" else count)

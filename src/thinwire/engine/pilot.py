@@ -136,7 +136,7 @@ class Pilot:
         if self.costs is None:
             from thinwire.measure.probe import probe
 
-            scopes = 3 if self._topology.nodes > 1 and max(self._topology.layout) > 1 else 1  # to be measured
+            scopes = 3 if self._topology.two_levels else 1  # to be measured
             result = probe(
                 self._comm.user_group, self._topology, largest_bytes=4 << 20, seconds=4.0 * scopes, kernel_seconds=1.0,
                 device=self._comm.device,

@@ -78,7 +78,7 @@ class Prices:
 
     def best(self, lossy: bool) -> dict[str, Any]:
         """The fastest exact plan; with ``lossy`` the fastest of all, if it gains more than a little."""
-        levels = self.topology.nodes > 1 and max(self.topology.layout) > 1
+        levels = self.topology.two_levels
         exact = [self._offer(*candidate) for candidate in (*EXACT, *(HIERARCHICAL if levels else ()))]
         usual, chosen = exact[0], min(exact, key=lambda offer: offer.seconds)
         if chosen.seconds > (1 - _WORTH) * usual.seconds:

@@ -175,7 +175,7 @@ class Sharing:
         self._sync, self._share = sync, share
         topology = sync.topology
         self._scopes = {"world": WORLD} if topology.world_size > 1 else {}
-        if topology.nodes > 1 and max(topology.layout) > 1:
+        if topology.two_levels:
             self._scopes["node"] = Scope.NODE
         asked = share.parallel
         if asked == "node" and topology.nodes == 1:

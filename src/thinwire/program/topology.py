@@ -54,6 +54,11 @@ class Topology:
         return len(self.layout)
 
     @property
+    def two_levels(self) -> bool:
+        """Whether there are several machines, and several ranks on one of them."""
+        return self.nodes > 1 and max(self.layout) > 1
+
+    @property
     def uniform(self) -> bool:
         """Whether every machine holds the same number of ranks."""
         return len(set(self.layout)) == 1
