@@ -65,7 +65,8 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
         return None
     server, secret = _listen(2 * len(ranks)), secrets.token_bytes(_SECRET_BYTES)
     cards = _exchange(_card(server, secret), group, len(ranks))
-    sockets = _meet(server, secret, cards, rank) if all(cards) else None
+    with server or contextlib.nullcontext():
+        sockets = _meet(server, secret, cards, rank) if server is not None and all(cards) else None
     everyone = torch.tensor([sockets is not None], dtype=torch.int32)
     dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group)
     if not everyone.item():
@@ -97,10 +98,11 @@ def _address() -> str:
         if named:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", named.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
-        with contextlib.suppress(OSError):
-            address = socket.gethostbyname(socket.gethostname())
-            probe.bind((address, 0))
-            return address
+        with contextlib.suppress(OSError):  # a name that leads nowhere
+            for *_, where in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_DGRAM):
+                with contextlib.suppress(OSError):  # of another machine
+                    probe.bind((str(where[0]), 0))
+                    return str(where[0])
     return "127.0.0.1"
 
 
@@ -121,27 +123,25 @@ def _exchange(card: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
 
 
 def _meet(
-    server: socket.socket | None, secret: bytes, cards: Sequence[bytes], rank: int
+    server: socket.socket, secret: bytes, cards: Sequence[bytes], rank: int
 ) -> dict[tuple[int, int], socket.socket] | None:
     """Connect to every lower rank, be found by every higher one; None if somebody does not come."""
     found: dict[tuple[int, int], socket.socket] = {}
-    assert server is not None
+    deadline = time.monotonic() + _MEETING_SECONDS
     try:
-        with server:
-            for peer in range(rank):
-                host, _, port = cards[peer][_SECRET_BYTES:].rstrip(b"\0").decode().rpartition(":")
-                for channel in range(_CHANNELS):
-                    connection = socket.create_connection((host, int(port)), _MEETING_SECONDS)
-                    found[peer, channel] = connection
-                    connection.sendall(_HELLO.pack(cards[peer][:_SECRET_BYTES], rank, channel))
-            deadline = time.monotonic() + _MEETING_SECONDS
-            while len(found) < _CHANNELS * (len(cards) - 1):
-                server.settimeout(max(0.01, deadline - time.monotonic()))
-                connection, _ = server.accept()
-                if (who := _who(connection, secret)) is None or who in found or not rank < who[0] < len(cards):
-                    connection.close()  # a stranger
-                else:
-                    found[who] = connection
+        for peer in range(rank):
+            host, _, port = cards[peer][_SECRET_BYTES:].rstrip(b"\0").decode().rpartition(":")
+            for channel in range(_CHANNELS):
+                connection = socket.create_connection((host, int(port)), max(0.01, deadline - time.monotonic()))
+                found[peer, channel] = connection
+                connection.sendall(_HELLO.pack(cards[peer][:_SECRET_BYTES], rank, channel))
+        while len(found) < _CHANNELS * (len(cards) - 1):
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            connection, _ = server.accept()
+            if (who := _who(connection, secret)) is None or who in found or not rank < who[0] < len(cards):
+                connection.close()  # a stranger
+            else:
+                found[who] = connection
         return found
     except OSError:
         _close(found)
@@ -150,12 +150,14 @@ def _meet(
 
 def _who(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
     """Rank and channel of one who knows the word."""
-    connection.settimeout(_HELLO_SECONDS)
+    hello, deadline = b"", time.monotonic() + _HELLO_SECONDS
     try:
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        while len(hello) < _HELLO.size:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            if not (more := connection.recv(_HELLO.size - len(hello))):
+                return None
+            hello += more
     except OSError:
-        return None
-    if len(hello) < _HELLO.size:
         return None
     word, rank, channel = _HELLO.unpack(hello)
     return (rank, channel) if secrets.compare_digest(word, secret) and channel < _CHANNELS else None
