@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,14 @@ class _Message:
     tensor: Tensor
 
 
+@dataclass(eq=False)
+class _Way:
+    """One direction: messages in their order, and when a byte last moved, or could have begun to."""
+
+    waiting: deque[_Message] = field(default_factory=deque)
+    moved: float = 0.0
+
+
 class Stream:
     """One end of a connection, shared by who posts messages and the courier that moves them.
 
@@ -50,9 +59,7 @@ class Stream:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._peer, self._timeout, self._courier = connection, peer, timeout, courier
-        self._out: deque[_Message] = deque()
-        self._in: deque[_Message] = deque()
-        self._moved_out = self._moved_in = 0.0  # when a byte last moved, or could have begun to
+        self._out, self._in = _Way(), _Way()
         self._lock = threading.RLock()
         self._error: RuntimeError | None = None
         self._woken_at = 1
@@ -61,68 +68,51 @@ class Stream:
 
     def send(self, x: Tensor, delivery: Delivery) -> None:
         """Post a contiguous CPU tensor; what the kernel takes at once is on its way when this returns."""
-        if not x.nbytes:
-            return delivery.part_ended()
-        with self._lock:
-            if (error := self._error) is None:
-                if not self._out:
-                    self._moved_out = time.monotonic()
-                self._out.append(_Message(_bytes(x), delivery, x))
-                if len(self._out) > 1:
-                    return
-        if error is None:
+        if self._post(self._out, x, delivery):
             self.on_room()
-        else:
-            delivery.fail(error)
 
     def receive(self, x: Tensor, delivery: Delivery) -> None:
         """Post the place for the next message: a contiguous CPU tensor of its size."""
+        if self._post(self._in, x, delivery):
+            with self._lock:
+                self._ask()
+
+    def _post(self, way: _Way, x: Tensor, delivery: Delivery) -> bool:
+        """Whether the message is the only one that waits, so that somebody must see to it."""
         if not x.nbytes:
-            return delivery.part_ended()
+            delivery.part_ended()
+            return False
         with self._lock:
             if (error := self._error) is None:
-                self._in.append(_Message(_bytes(x), delivery, x))
-                if len(self._in) == 1:
-                    self._moved_in = time.monotonic()
-                    self._ask()
-                return
+                if not way.waiting:
+                    way.moved = time.monotonic()
+                way.waiting.append(_Message(_bytes(x), delivery, x))
+                return len(way.waiting) == 1
         delivery.fail(error)
+        return False
 
     def on_room(self) -> None:
         """Send what the kernel takes."""
-        ended: list[Delivery] = []
-        with self._lock:
-            try:
-                while self._out:
-                    head = self._out[0]
-                    sent = self._socket.send(head.left)
-                    self._moved_out = time.monotonic()
-                    head.left = head.left[sent:]
-                    if not head.left:
-                        ended.append(self._out.popleft().delivery)
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                self._lost(error)
-            self._ask()
-        for delivery in ended:
-            delivery.part_ended()
+        self._move(self._out, self._socket.send)
 
     def on_data(self) -> None:
         """Take in what has arrived."""
+        self._move(self._in, self._socket.recv_into)
+
+    def _move(self, way: _Way, transfer: Callable[[memoryview], int]) -> None:
         ended: list[Delivery] = []
         with self._lock:
             try:
-                while self._in:
-                    head = self._in[0]
-                    got = self._socket.recv_into(head.left)
-                    if not got:
+                while way.waiting:
+                    head = way.waiting[0]
+                    count = transfer(head.left)
+                    if not count:
                         raise ConnectionResetError(_CLOSED)
-                    self._moved_in = time.monotonic()
-                    head.left = head.left[got:]
+                    way.moved = time.monotonic()
+                    head.left = head.left[count:]
                     if head.left:
-                        break  # the courier calls again; reading on now would find crumbs
-                    ended.append(self._in.popleft().delivery)
+                        break  # the kernel is full, or empty but for crumbs: the courier calls again
+                    ended.append(way.waiting.popleft().delivery)
             except BlockingIOError:
                 pass
             except OSError as error:
@@ -133,12 +123,10 @@ class Stream:
 
     def check(self, now: float) -> None:
         """Fail if a message has waited too long without a byte."""
-        if self._in and now - self._moved_in > self._timeout / 2:
+        if self._in.waiting and now - self._in.moved > self._timeout / 2:
             self.on_data()  # fewer bytes than the kernel wakes for
         with self._lock:
-            still = [
-                now - moved for queue, moved in ((self._in, self._moved_in), (self._out, self._moved_out)) if queue
-            ]
+            still = [now - way.moved for way in (self._in, self._out) if way.waiting]
             if still and max(still) > self._timeout:
                 self._fail(RuntimeError(f"timed out: {self._peer} moved no byte for {self._timeout:.0f} seconds"))
 
@@ -166,9 +154,9 @@ class Stream:
             self._courier.remove(self)
             with contextlib.suppress(OSError):
                 self._socket.close()
-            waiting = [message.delivery for message in (*self._in, *self._out)]
-            self._in.clear()
-            self._out.clear()
+            waiting = [message.delivery for way in (self._in, self._out) for message in way.waiting]
+            self._in.waiting.clear()
+            self._out.waiting.clear()
         for delivery in waiting:
             delivery.fail(error)
 
@@ -176,12 +164,12 @@ class Stream:
         """Tell the courier and the kernel what this waits for; the lock is held."""
         if self._error is not None:
             return
-        if self._in:
-            enough = max(1, min(len(self._in[0].left), _WAKE_BYTES))
+        if self._in.waiting:
+            enough = min(len(self._in.waiting[0].left), _WAKE_BYTES)
             if enough != self._woken_at:
                 self._woken_at = enough
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
-        self._courier.watch(self, data=bool(self._in), room=bool(self._out))
+        self._courier.watch(self, data=bool(self._in.waiting), room=bool(self._out.waiting))
 
 
 def _bytes(x: Tensor) -> memoryview:

@@ -58,8 +58,7 @@ class Wire:
     def __init__(self, lanes: Lanes, topology: Topology, rank: int, device: torch.device, *, counts_cpu: bool) -> None:
         self._lanes, self._topology, self._rank = lanes, topology, rank
         self.device, self.counts_cpu = device, counts_cpu
-        several = topology.two_levels
-        self.scopes = tuple(Scope) if several else (Scope.WORLD,)
+        self.scopes = tuple(Scope) if topology.two_levels else (Scope.WORLD,)
         self._control: Lane = lanes.get("agreement", Scope.WORLD, 0)
         for scope in self.scopes:  # also groups of one: torch names groups by how many a rank has, so all need as many
             lanes.get("probe", scope, 0, two_way=scope is Scope.WORLD)
