@@ -37,6 +37,6 @@ def build(batch: int = 4, length: int = 64, lr: float = 1e-4) -> Workload:
         name="bert-small",
         model=BertForMaskedLM(config),
         loss=loss,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
         describe=f"BERT-small, masked characters, batch {batch} x {length}",
     )

@@ -80,7 +80,7 @@ def build(
         name="chargpt",
         model=CharGPT(layers, width, heads, block),
         loss=loss,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=True),
         describe=f"character GPT, {layers} layers, width {width}, batch {batch} x {block}, text: the standard library",
         evaluate=evaluate,
     )
