@@ -160,8 +160,7 @@ def part_f(options: argparse.Namespace) -> Iterator[Figure]:
 
 def part_g(options: argparse.Namespace) -> Iterator[Figure]:
     """The decoupled schedule; its floor has no forward before the exchange: max(compute, ring bytes / rate)."""
-    at = options.batch
-    for workers, batch in (*itertools.product((2,), at or (8, 4, 3, 2)), *itertools.product((4,), at or (8, 4, 2))):
+    for workers, batch in itertools.product((2, 4), options.batch or (8, 4, 3, 2)):
         r = measure(f"chargpt:batch={batch}", "ddp,ssgd,dear", workers=workers, link="1gbit", rounds=options.rounds)
         ours, where = seconds(r, "dear"), f"{workers} workers, 1gbit" + of_batch(batch)
         ring = dense_ring_bytes(r.gradient_bytes, workers)
