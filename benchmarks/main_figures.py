@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -209,12 +210,17 @@ def show(figures: list[Figure]) -> None:
     Console().print(table)
 
 
+def untimed(what: str) -> str:
+    """A figure's name without the milliseconds that one run measured: another run's row takes its place."""
+    return re.sub(r" \(\d+ ms\)", "", what)
+
+
 def save(figures: list[Figure]) -> None:
     kept = json.loads(RESULTS.read_text())["figures"] if RESULTS.exists() else []
     machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
     load = round(os.getloadavg()[0], 1)  # far above the number of workers: something else was running
-    again = {(f.part, f.what) for f in figures}
-    rows = [row for row in kept if (row["part"], row["what"]) not in again]
+    again = {(f.part, untimed(f.what)) for f in figures}
+    rows = [row for row in kept if (row["part"], untimed(row["what"])) not in again]
     for f in figures:
         target = None if f.target == NONE else f.target
         row = {"part": f.part, "what": f.what, "value": f.value, "unit": f.unit, "target": target, "met": f.met}
