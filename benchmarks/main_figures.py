@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,9 +100,9 @@ def exact(part: str, options: argparse.Namespace, workers: int, batches: Sequenc
 def part_b(options: argparse.Namespace) -> Iterator[Figure]:
     for workers, model in ((2, "chargpt:batch=16"), (4, "chargpt:batch=8")):
         r = measure(model, "acp:rank=4", workers=workers, link="100mbit", rounds=options.rounds)
-        ms = r.compute_seconds * 1e3
-        what = f"acp rank 4 / compute alone ({ms:.0f} ms), {workers} workers, 100mbit"
-        yield Figure("b", what, seconds(r, "acp rank=4") / r.compute_seconds, 1.15)
+        where = f"compute alone, {workers} workers, 100mbit"
+        yield Figure("b", where, r.compute_seconds * 1e3, NONE, unit="ms")
+        yield Figure("b", f"acp rank 4 / {where}", seconds(r, "acp rank=4") / r.compute_seconds, 1.15)
 
 
 def part_c(options: argparse.Namespace) -> Iterator[Figure]:
@@ -174,7 +173,8 @@ def part_g(options: argparse.Namespace) -> Iterator[Figure]:
 def part_h(options: argparse.Namespace) -> Iterator[Figure]:
     r = measure("chargpt:batch=16", "acp:rank=4,acp:rank=4:decoupled=true", link="200mbit", rounds=options.rounds)
     coupled, decoupled = seconds(r, "acp rank=4"), seconds(r, "acp rank=4 decoupled=True")
-    where = f"compute alone ({r.compute_seconds * 1e3:.0f} ms), 2 workers, 200mbit"
+    where = "compute alone, 2 workers, 200mbit"
+    yield Figure("h", where, r.compute_seconds * 1e3, NONE, unit="ms")
     yield Figure("h", f"acp rank 4 / {where}", coupled / r.compute_seconds, 1.15)
     yield Figure("h", f"acp rank 4 decoupled / {where}", decoupled / r.compute_seconds, 1.15)
     spread = r.row("acp rank=4").spread_seconds or 0.0
@@ -210,17 +210,12 @@ def show(figures: list[Figure]) -> None:
     Console().print(table)
 
 
-def untimed(what: str) -> str:
-    """A figure's name without the milliseconds that one run measured: another run's row takes its place."""
-    return re.sub(r" \(\d+ ms\)", "", what)
-
-
 def save(figures: list[Figure]) -> None:
     kept = json.loads(RESULTS.read_text())["figures"] if RESULTS.exists() else []
     machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
     load = round(os.getloadavg()[0], 1)  # far above the number of workers: something else was running
-    again = {(f.part, untimed(f.what)) for f in figures}
-    rows = [row for row in kept if (row["part"], untimed(row["what"])) not in again]
+    again = {(f.part, f.what) for f in figures}
+    rows = [row for row in kept if (row["part"], row["what"]) not in again]
     for f in figures:
         target = None if f.target == NONE else f.target
         row = {"part": f.part, "what": f.what, "value": f.value, "unit": f.unit, "target": target, "met": f.met}
