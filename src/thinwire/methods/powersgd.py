@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.kernels.lowrank import project_right, subtract
+from thinwire.kernels.lowrank import project_left, project_right, subtract
 from thinwire.kernels.orthogonal import orthogonalise_all
 from thinwire.methods.base import all_finite, all_reduce, average_flat, poison
 from thinwire.methods.feedback import accumulate
@@ -76,11 +76,11 @@ class PowerSGD(LowRank):
         matrices = [self._matrix(slot, state) for slot in low]
         tall = [a.shape[0] > a.shape[1] for a in matrices]
         queries = [self.basis("p" if t else "q", slot, state) for slot, t in zip(low, tall)]
-        thin = [project_right(a, x) if t else a @ x for a, x, t in zip(matrices, queries, tall)]
+        thin = [project_right(a, x) if t else project_left(a, x) for a, x, t in zip(matrices, queries, tall)]
         first = yield from all_reduce(pack(thin, dense, state.size), state, ordered=self.ordered)
         sums, rest = unpack(first, thin, dense)
         bases = orthogonalise_all(sums)
-        local = [a @ x if t else project_right(a, x) for a, x, t in zip(matrices, bases, tall)]
+        local = [project_left(a, x) if t else project_right(a, x) for a, x, t in zip(matrices, bases, tall)]
         if self.error_feedback:
             for slot, a, basis, x, t in zip(low, matrices, bases, local, tall):
                 subtract(a, *((x, basis) if t else (basis, x)))

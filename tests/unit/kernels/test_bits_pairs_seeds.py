@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from thinwire.kernels.bits import add_values, pack_bits, pack_signs, unpack_signs
-from thinwire.kernels.lowrank import peel_left, peel_right, rebuild
+from thinwire.kernels.lowrank import peel_left, peel_right, project_left, rebuild
 from thinwire.kernels.pairs import add_pairs, message_bytes, pack, to_wire, unpack
 from thinwire.kernels.seeding import generator, normal, seed_of
 
@@ -79,6 +79,7 @@ def test_blocked_products_equal_the_plain_ones(n, m):
         torch.randn(n, 3, generator=draw, dtype=torch.float64),
     )
     left, right = a.clone(), a.clone()
+    torch.testing.assert_close(project_left(a, q), a @ q)
     torch.testing.assert_close(peel_left(left, q), a @ q)
     torch.testing.assert_close(left, a - a @ q @ q.mT)
     torch.testing.assert_close(peel_right(right, p), a.mT @ p)
