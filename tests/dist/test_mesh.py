@@ -4,14 +4,16 @@ import socket
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import thinwire as tw
 from spawned import run
 from thinwire.collectives import lanes as lanes_module
 from thinwire.collectives import mesh as mesh_module
 from thinwire.collectives.lanes import Lanes
 from thinwire.collectives.mesh_sum import ordered_sum
 from thinwire.collectives.transport import issue
-from thinwire.program import AllReduce, ReduceScatter, Scope, Topology
+from thinwire.program import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Scope, Topology
 
 pytestmark = pytest.mark.dist
 
@@ -47,6 +49,63 @@ def test_sums_are_in_rank_order_on_all_ranks(size):
         assert all(torch.equal(found[i], wanted) for found, _ in results)
     whole = ordered_sum([_values(r, 30_000 * size, torch.float32) for r in range(size)])
     assert torch.equal(torch.cat([shard for _, shard in results]), whole)
+
+
+def _small(rank, size):
+    held = _lanes(rank, size)
+    held.get("mesh-test", Scope.WORLD, 0)
+    lane = held.get("mesh-test", Scope.WORLD, 1, bare=True)
+    assert lane.bare
+    assert len(held._leases) == 1, "a bare lane has no group of its own"
+    x, rows, peer = torch.arange(3) + 10 * rank, torch.arange(2 * size).view(size, 2) + 100 * rank, rank ^ 1
+    ops = [
+        AllReduce(torch.tensor(rank + 1)),
+        AllReduce(x.clone()),
+        AllReduce(x[:0].clone()),
+        AllGather(x),
+        AllToAll(rows),
+        ReduceScatter(rows.reshape(-1)),
+        Broadcast(x.clone(), source=size - 1),
+        Exchange(x, peer=peer if peer < size else None),
+    ]
+    pending = [issue(op, lane, i) for i, op in enumerate(ops)]
+    found = [p.wait() for p in pending]
+    held.release()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_lane_without_a_group_carries_small_tensors_of_all_kinds(size):
+    own = [torch.arange(3) + 10 * r for r in range(size)]
+    table = torch.stack([torch.arange(2 * size).view(size, 2) + 100 * r for r in range(size)])
+    for rank, found in enumerate(run(_small, size)):
+        partner = rank ^ 1 if (rank ^ 1) < size else rank
+        wanted = [
+            torch.tensor(sum(range(1, size + 1))),
+            sum(own),
+            own[0][:0],
+            torch.stack(own),
+            table[:, rank],
+            table.sum(0)[rank],
+            own[size - 1],
+            own[partner],
+        ]
+        for got, value in zip(found, wanted, strict=True):
+            assert torch.equal(got, value), (rank, got, value)
+
+
+def _groups_of_attach(rank, size):
+    net = torch.nn.Linear(4, 4)
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "dear")
+    made = len(groups) - before
+    sync.detach()
+    return made
+
+
+def test_attach_on_cpus_makes_one_group():
+    assert run(_groups_of_attach, 3) == [1, 1, 1]
 
 
 def _without_a_way(rank, size):

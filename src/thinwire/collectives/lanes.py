@@ -1,7 +1,8 @@
 """Lanes: one process group for each (purpose, scope, round), so that order within a group is the plan's order.
 
 Groups are made where they are leased, in the same order on all ranks of the group, kept in a pool for the life of the
-process, and given back on ``detach``: making a Gloo group opens a socket to every other rank.
+process, and given back on ``detach``: making a Gloo group opens a socket to every other rank, and its thread wakes 100
+times a second for nothing. So a lane whose mesh carries all that it sends has no group of its own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Lane:
     """One process group and the place of this rank in it."""
 
     group: dist.ProcessGroup
+    """The lane's own, but where ``bare``."""
     ranks: tuple[int, ...]
     """Global ranks, ascending; an op's group ranks index this tuple."""
     rank: int
@@ -50,6 +52,8 @@ class Lane:
     back: dist.ProcessGroup | None = None
     """Where there is no mesh, a second group for messages from a higher rank to a lower one; see ``swap.py``."""
 
+    bare: bool = False
+    """Whether the mesh carries everything: ``group`` is another lane's, which the mesh was made with."""
     apart: bool = True
     """Whether no two of its ranks share a link; see ``apart()``."""
 
@@ -79,36 +83,43 @@ class Lanes:
         self._held: dict[tuple[str, Scope, int], Lane] = {}
         self._leases: list[tuple[tuple[Any, ...], dist.ProcessGroup]] = []
         self._leased_meshes: list[tuple[tuple[Any, ...], Mesh]] = []
+        self._first: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def get(self, purpose: str, scope: Scope, round_: int, *, two_way: bool = False) -> Lane:
+    def get(self, purpose: str, scope: Scope, round_: int, *, two_way: bool = False, bare: bool = False) -> Lane:
         """The lane of a round. The first request makes it: all ranks of the group must ask in the same order.
 
         ``two_way``: for messages between pairs of ranks, with a mesh, or else a group for each direction.
+        ``bare``: with a mesh, which is to carry all ops (of CPU tensors), or else as with ``two_way``.
         """
         key = (purpose, scope, round_)
         held = self._held.get(key)
         if held is None:
-            members = self._topology.members(scope, self._rank)
-            ranks = tuple(self._ranks[r] for r in members)
-            held = self._held[key] = Lane(
-                self._lease(ranks), ranks, members.index(self._rank), apart=apart(self._topology)
-            )
-        if two_way and held.size > 1 and held.mesh is None and held.back is None:
-            mesh = self._lease_mesh(held)
+            held = self._held[key] = self._make(scope, bare)
+        if (two_way or bare) and held.size > 1 and held.mesh is None and held.back is None:
+            mesh = self._lease_mesh(held.group, held.ranks, held.rank)
             held = replace(held, mesh=mesh, back=self._lease(held.ranks) if mesh is None else None)
             self._held[key] = held
         return held
 
-    def _lease_mesh(self, lane: Lane) -> Mesh | None:
+    def _make(self, scope: Scope, bare: bool) -> Lane:
+        members = self._topology.members(scope, self._rank)
+        ranks, place = tuple(self._ranks[r] for r in members), members.index(self._rank)
+        separate = apart(self._topology)
+        meeting = self._first.get(ranks) if bare and separate and len(ranks) > 1 else None
+        if meeting is not None and (mesh := self._lease_mesh(meeting, ranks, place)) is not None:
+            return Lane(meeting, ranks, place, mesh, bare=True, apart=separate)
+        return Lane(self._lease(ranks), ranks, place, apart=separate)
+
+    def _lease_mesh(self, group: dist.ProcessGroup, ranks: tuple[int, ...], place: int) -> Mesh | None:
         _fresh_pool()
-        key = (lane.ranks, self._timeout)
+        key = (ranks, self._timeout)
         free = _meshes.setdefault(key, [])
         if free:
             mesh: Mesh | None = free.pop(0)
         elif key in _unreachable:
             return None
         else:
-            mesh = open_mesh(lane.group, lane.ranks, lane.rank, self._timeout)
+            mesh = open_mesh(group, ranks, place, self._timeout)
         if mesh is None:
             _unreachable.add(key)
         else:
@@ -126,6 +137,7 @@ class Lanes:
             assert isinstance(made, dist.ProcessGroup)
             group = made
         self._leases.append((key, group))
+        self._first.setdefault(ranks, group)
         return group
 
     def release(self, *, broken: bool = False) -> None:
@@ -142,3 +154,4 @@ class Lanes:
         self._leases.clear()
         self._leased_meshes.clear()
         self._held.clear()
+        self._first.clear()

@@ -26,7 +26,7 @@ def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def all_reduce_by_mesh(x: Tensor, lane: Lane) -> Delivery:
-    """Sum over the ranks, in place; a contiguous CPU tensor of at least one element a rank.
+    """Sum over the ranks, in place; a contiguous CPU tensor.
 
     Each rank receives the others' parts of its own share, sums them in rank order and sends the sum to all: a ring's
     bytes, ``2 (W - 1) / W`` of the tensor each way, in two turns where a ring takes ``2 (W - 1)``. The second turn has

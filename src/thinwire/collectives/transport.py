@@ -109,6 +109,8 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
         return Pending((_all_to_all(x, out, lane, tag),), lambda: out)
     if isinstance(op, ReduceScatter):
         return _reduce_scatter(x.view(-1), lane, tag)
+    if isinstance(op, Broadcast) and lane.bare:
+        return _broadcast_in_pairs(x, op.source, lane, tag)
     if isinstance(op, Broadcast):
         return Pending((dist.broadcast(x, lane.ranks[op.source], group=group, async_op=True),), lambda: x)
     if isinstance(op, Exchange):
@@ -128,6 +130,8 @@ def _all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Any:
 
 def _swaps(x: Tensor, lane: Lane) -> bool:
     """Whether a sum or a gathering is made of messages; of CPU tensors only, which is what these are sent from."""
+    if lane.bare:
+        return True
     paired = (lane.mesh is not None and lane.apart) or (lane.back is not None and lane.size == 2)
     return paired and x.device.type == "cpu" and x.nbytes >= _SWAPPED_BYTES
 
@@ -144,6 +148,12 @@ def _all_gather_in_pairs(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Pendin
         out[lane.rank].copy_(x)
     others = [rank for rank in range(lane.size) if rank != lane.rank]
     return Pending((swap(dict.fromkeys(others, x), {p: out[p] for p in others}, lane, tag),), lambda: out)
+
+
+def _broadcast_in_pairs(x: Tensor, source: int, lane: Lane, tag: int) -> Pending:
+    others = [rank for rank in range(lane.size) if rank != source]
+    messages = (dict.fromkeys(others, x), {}) if lane.rank == source else ({}, {source: x})
+    return Pending((swap(*messages, lane, tag),), lambda: x)
 
 
 def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:

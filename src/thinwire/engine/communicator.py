@@ -17,14 +17,14 @@ from torch import Tensor
 
 from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
-from thinwire.collectives.transport import all_gather_flat, pairwise
+from thinwire.collectives.transport import all_gather_flat, issue, pairwise
 from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
 from thinwire.engine.executor import Executor, StreamExecutor, ThreadExecutor
 from thinwire.engine.late import LateRanks
 from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.measure.cores import place, spare_places
 from thinwire.program import NextForward, Program, Scope, Topology
-from thinwire.program.ops import Collective
+from thinwire.program.ops import AllGather, Collective
 from thinwire.program.trace import Step
 
 _numbers = itertools.count()
@@ -82,6 +82,8 @@ class Communicator:
 
     def gather_tensor(self, x: Tensor) -> Tensor:
         """Every rank's 1-D tensor, of one length on all: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""
+        if self.device.type == "cpu" and "AllGather" in pairwise(self._topology):  # in one turn, not a ring's many
+            return issue(AllGather(x), self._lanes.get("answers", Scope.WORLD, 0, bare=True)).wait()
         everyone = x.new_empty(self.control.size * x.numel())
         all_gather_flat(everyone, x, group=self.control.group)
         return everyone.view(self.control.size, -1)
@@ -109,7 +111,8 @@ class Communicator:
         for scope in sorted(deepest, key=lambda s: s.value):
             for round_ in range(deepest[scope]):
                 two_way = scope is Scope.WORLD and round_ in paired
-                self._lanes.get("bucket", scope, round_, two_way=two_way)
+                bare = two_way and self.device.type == "cpu"
+                self._lanes.get("bucket", scope, round_, two_way=two_way, bare=bare)
 
     def begin(self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, *, pause: bool = False) -> None:
         """Open a step; ``pause``: its programs stop at their ``NextForward``, see the executors."""
