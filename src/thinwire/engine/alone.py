@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,10 @@ class Alone:
     def gather_tensor(self, x: Tensor) -> Tensor:
         """This rank's tensor: ``[k]`` -> ``[1, k]``."""
         return x.view(1, -1)
+
+    def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """The same."""
+        return lambda: x.view(1, -1)
 
     def start(self) -> None:
         """Nothing to start."""

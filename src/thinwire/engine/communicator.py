@@ -82,11 +82,15 @@ class Communicator:
 
     def gather_tensor(self, x: Tensor) -> Tensor:
         """Every rank's 1-D tensor, of one length on all: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""
-        if self.device.type == "cpu" and "AllGather" in pairwise(self._topology):  # in one turn, not a ring's many
-            return issue(AllGather(x), self._lanes.get("answers", Scope.WORLD, 0, bare=True)).wait()
+        return self.gather_later(x)()
+
+    def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """The same; between CPUs with connections of our own, only who calls what is returned waits."""
+        if self.device.type == "cpu" and "AllGather" in pairwise(self._topology):
+            return issue(AllGather(x), self._lanes.get("answers", Scope.WORLD, 0, bare=True)).wait
         everyone = x.new_empty(self.control.size * x.numel())
         all_gather_flat(everyone, x, group=self.control.group)
-        return everyone.view(self.control.size, -1)
+        return lambda: everyone.view(self.control.size, -1)
 
     def start(self) -> None:
         """Start the executor; after everything at ``attach`` that can fail."""

@@ -190,15 +190,15 @@ class Deferred:
         self.complete()
         self._shards, self.accumulated = None, False
 
-    def take(self, shards: Shards, *, exact: bool) -> Tensor | None:
-        """All reduce-scatters have ended: agree on the verdict, put a ``DeferredGrad`` in each ``.grad``.
+    def take(self, shards: Shards, *, exact: bool) -> Callable[[], Tensor] | None:
+        """All reduce-scatters have ended: ask for the verdict, put a ``DeferredGrad`` in each ``.grad``.
 
         Args:
             shards: of the step.
             exact: parameters that no rank used keep None.
 
         Returns:
-            Whether all is finite, as a 0-dim bool tensor; None without a guard.
+            What waits for the verdict: whether all is finite, as a 0-dim bool tensor; None without a guard.
         """
         self._shards, self.accumulated = shards, False
         used = [shards.memories[b].used[i] for b, i in shards.where] if exact else None

@@ -40,12 +40,12 @@ class DeferredGrad(Tensor):
     """Stands for the gradient of one parameter.
 
     Attributes:
-        finite: whether all gradients of the step are, on all ranks: a 0-dim bool tensor; None: nobody has looked.
+        finite: tells whether all gradients of the step are, on all ranks: a 0-dim bool tensor; None: nobody looks.
         changes: what the scaler and clipping have asked for, in order.
         zeroed: ``zero_grad(set_to_none=False)`` has passed.
     """
 
-    finite: Tensor | None
+    finite: Callable[[], Tensor] | None
     changes: list[Change]
     zeroed: bool
 
@@ -57,7 +57,7 @@ class DeferredGrad(Tensor):
         made.renew(None)
         return made
 
-    def renew(self, finite: Tensor | None) -> None:
+    def renew(self, finite: Callable[[], Tensor] | None) -> None:
         """Stand for another step's gradient."""
         self.finite, self.changes, self.zeroed = finite, [], False
 
@@ -107,4 +107,4 @@ def _unscale(given: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> N
     finite = deferred[0].finite
     if finite is None:
         raise RuntimeError("a GradScaler must know of non-finite gradients: leave out guard=False")
-    found_inf.copy_(torch.maximum(found_inf, (~finite).to(found_inf.dtype)))
+    found_inf.copy_(torch.maximum(found_inf, (~finite()).to(found_inf.dtype)))

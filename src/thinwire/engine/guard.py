@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +20,11 @@ class Verdict:
     """Equal on all ranks.
 
     Attributes:
-        finite: 0-dim bool tensor on the gradients' device.
+        finite: waits for the answer: a 0-dim bool tensor on the gradients' device.
         used: per parameter, whether any rank did; None: nobody asked.
     """
 
-    finite: Tensor
+    finite: Callable[[], Tensor]
     used: list[bool] | None
 
 
@@ -31,6 +32,8 @@ def exchange(
     communicator: Communicator | Alone, shards: Iterable[Tensor], used: Sequence[bool] | None = None
 ) -> Verdict:
     """Gather a flag, and one bit per parameter if ``used`` is given. All ranks call it.
+
+    Nobody waits for the flags but who asks for them: all-gathers need not begin after them.
 
     Args:
         communicator: of the ranks.
@@ -44,9 +47,9 @@ def exchange(
     if used is not None:
         bits = torch.from_numpy(np.packbits(np.array(used, dtype=bool)))
         message = torch.cat([message, bits.to(device)])
-    everyone = communicator.gather_tensor(message)
+    answer = functools.cache(communicator.gather_later(message))
     anywhere = None
     if used is not None:
-        rows = np.unpackbits(everyone[:, 1:].cpu().numpy(), axis=1, count=len(used))
+        rows = np.unpackbits(answer()[:, 1:].cpu().numpy(), axis=1, count=len(used))
         anywhere = [bool(x) for x in np.any(rows, axis=0).tolist()]
-    return Verdict((everyone[:, 0] == 0).all(), anywhere)
+    return Verdict(lambda: (answer()[:, 0] == 0).all(), anywhere)

@@ -375,7 +375,7 @@ class Steps:
         finite = self._deferred.take(shards, exact=self._settings.unused == "exact")
         self._exposed += time.perf_counter() - started
         if finite is not None and self.method.has_residual:
-            self.state.verdict(finite)
+            self.state.verdict(finite())
         self._commit()
         self._buckets = []
 
