@@ -153,7 +153,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path):
 
 def _until_the_kill(rank, size, folder):
     """Save every three steps; rank 2 dies in the middle of step 7."""
-    net, optimizer, sync = _build("acp", {"rank": 2}, timeout=4)
+    net, optimizer, sync = _build("acp", {"rank": 2}, timeout=15)
     try:
         for step in range(20):
             if step == 7 and rank == 2:

@@ -46,18 +46,22 @@ def test_ranks_that_differ_are_told_what_differs():
 def _killed(rank, size, victim, step_of_death, how):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    tw.attach(net, optimizer, "ssgd", merge="none", timeout=4)
+    tw.attach(net, optimizer, "ssgd", merge="none", timeout=15)  # a busy machine may keep a live rank for seconds
+    told = torch.distributed.distributed_c10d._get_default_store().clone()
     try:
         for step in range(20):
             if step == step_of_death and rank == victim:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(15)  # lags
+                told.wait([f"told {r}" for r in range(size) if r != victim])  # lags
                 os._exit(0)
             cases.loss_of(net, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
     except RuntimeError as error:
+        told.set(f"told {rank}", "")
+        if rank == 0 and how == "lag":  # who holds the store ends last
+            told.wait(["told 1"])
         return str(error)
     return "finished"
 
@@ -70,6 +74,27 @@ def test_a_dead_or_late_rank_is_named(how):
         assert "step 7" in results[rank]
         assert "bucket" in results[rank]
         assert "Rank 2 did not report" in results[rank]
+
+
+def _absent(rank, size):
+    told = torch.distributed.distributed_c10d._get_default_store().clone()
+    others = [f"told {r}" for r in range(size - 1)]
+    if rank == size - 1:
+        told.wait(others)  # alive, but never in attach
+        return ""
+    net = cases.model()
+    with pytest.raises(RuntimeError) as error:
+        tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), timeout=2)
+    told.set(f"told {rank}", "")
+    told.wait(others)
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_come_to_attach_is_named():
+    for rank, message in enumerate(run(_absent, 3, fresh=True)[:2]):
+        assert message.startswith(f"rank {rank}: connecting failed: ")
+        assert message.endswith("Rank 2 did not report: dead or late.")
+        assert "\n" not in message
 
 
 def test_bad_input_is_one_sentence():

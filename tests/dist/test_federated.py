@@ -121,14 +121,13 @@ def _killed(rank, size, folder):
             return super().train(context, payload, state)
 
     Dies.__name__ = "Scaffold"
-    began = time.monotonic()
     try:
         fl.simulate(
             Dies(lr=0.1, batch_size=4), net(), clients(), rounds=4, cohort=7, reduction="exact",
             checkpoint=folder, schedule="equal", timeout=8,
         )  # fmt: skip
     except fl.DeviceLost as error:
-        return str(error), time.monotonic() - began
+        return str(error)
     return None
 
 
@@ -137,7 +136,7 @@ def _resumed(rank, size, folder):
 
 
 def test_a_rank_that_dies_is_an_error_and_the_run_goes_on(tmp_path):
-    (words, _), _ = run(_killed, 2, str(tmp_path), expect_exit={1: -signal.SIGKILL})
+    words, _ = run(_killed, 2, str(tmp_path), expect_exit={1: -signal.SIGKILL})
     assert "another rank was lost in round 2" in words
     assert "checkpoint=" in words
     wanted, _ = train("scaffold")

@@ -442,7 +442,7 @@ def _lost(rank, size):
     if rank == 1:
         dist.get_rank()
     net = sharded(two_by_two.mesh(2, 1))
-    sync = tw.adapters.fsdp2.attach(net, "acp", **ACP, timeout=5)
+    sync = tw.adapters.fsdp2.attach(net, "acp", **ACP, timeout=15)
     train(net, rank, 2)
     if rank == 1:
         import os

@@ -273,7 +273,7 @@ def test_a_stranger_at_the_port_harms_nobody():
 
 def test_two_threads_use_one_store_at_a_time_of_their_own():
     listener = Listener(0, "127.0.0.1", {"settings": json.dumps({})})
-    meeting = Meeting(f"127.0.0.1:{listener.port}", 3.0)
+    meeting = Meeting(f"127.0.0.1:{listener.port}", 60.0)
 
     def wait():
         with contextlib.suppress(PairError):
@@ -281,11 +281,10 @@ def test_two_threads_use_one_store_at_a_time_of_their_own():
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    since = time.monotonic()
-    assert Meeting(f"127.0.0.1:{listener.port}", 3.0).note("settings") == "{}"
+    assert Meeting(f"127.0.0.1:{listener.port}", 60.0).note("settings") == "{}"
     assert waiting.is_alive()
-    assert time.monotonic() - since < 2.5
-    waiting.join(10)
+    listener.store.set("thinwire/never", "")
+    waiting.join()
     listener.close()
 
 

@@ -92,15 +92,11 @@ def test_lines_keep_their_order_and_errors_are_merged():
         assert of(rank, lines) == [*map(str, range(500)), "end"]
 
 
-def test_lines_come_while_the_rank_runs():
-    seen = []
-    code = "import time; print('early'); time.sleep(0.7)"
-    result, _ = (
-        lab.run(lab.Cluster(1), python(code), on_line=lambda *_: seen.append(time.monotonic())),
-        time.monotonic(),
-    )
-    assert time.monotonic() - seen[0] > 0.4
-    assert result.seconds > 0.6
+def test_lines_come_while_the_rank_runs(tmp_path):
+    seen = tmp_path / "seen"
+    code = f"import os, time; print('early')\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)"
+    result = lab.run(lab.Cluster(1), python(code), on_line=lambda *_: seen.touch(), timeout_seconds=60)
+    assert result.exit_code == 0
 
 
 def test_default_prints_with_rank(capfd):
@@ -121,9 +117,7 @@ def test_death_of_a_signal_is_128_plus_signal():
 
 
 def test_others_are_ended_after_the_grace_period():
-    began = time.monotonic()
     result, _ = run(lab.Cluster(2), ["sh", "-c", "[ $RANK = 1 ] && exit 3; exec sleep 60"], grace_seconds=0.2)
-    assert time.monotonic() - began < 20
     assert result.exit_codes == (128 + signal.SIGTERM, 3)
     assert result.exit_code == 3
 

@@ -21,7 +21,6 @@ from thinwire.adapters.ddp_layout import gradient_views, joined
 from thinwire.adapters.ddp_names import Ordinals
 from thinwire.adapters.traced import traced
 from thinwire.collectives.topology import topology_of
-from thinwire.engine.agreement import agree
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.restart import tell_reset
 from thinwire.engine.scaler import loss_scale
@@ -112,7 +111,7 @@ class DDPSteps:
         """At the first bucket: make the lanes and compare the options over the ranks."""
         if self._comm is None:
             comm = Communicator(self._group, self.topology, device, self._timeout)
-            agree({"method": self.method.name, "options": self._options()}, comm.control, device)
+            comm.agree({"method": self.method.name, "options": self._options()})
             comm.start()
             # Not handed back to the pool: ranks collect garbage at different times, but lease in one order.
             weakref.finalize(self, comm.close, broken=True)

@@ -82,9 +82,9 @@ def attach(
         comm = Communicator(group, Topology(size), groups[0].device, _limit(timeout))
     try:
         return ReplicaSync(model, groups, chosen, comm, scaler, note)
-    except BaseException:
-        if comm is not None:
-            comm.close(broken=False)
+    except BaseException as error:
+        if comm is not None:  # what all ranks have refused alike leaves no exchange in flight
+            comm.close(broken=not isinstance(error, (ValueError, TypeError)))
         raise
 
 

@@ -74,7 +74,7 @@ def attach(
 
     Raises:
         ValueError: bad options, ranks that differ (the message names what), an optimizer of another model.
-        RuntimeError: the model is attached already.
+        RuntimeError: the model is attached already, or a rank did not come within ``timeout`` (the message names it).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a torch.nn.Module first, not {type(model).__name__}")
@@ -140,9 +140,9 @@ def attach(
     plain = chosen.beside() or SSGD(ordered=ordered, collective=collective, **schedule(chosen))
     try:
         sync = GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings, pilot)
-    except BaseException:
-        if communicator is not None:
-            communicator.close(broken=False)
+    except BaseException as error:
+        if communicator is not None:  # what all ranks have refused alike leaves no exchange in flight
+            communicator.close(broken=not isinstance(error, (ValueError, TypeError)))
         raise
     try:
         sync.introduce(optimizers, scaler)

@@ -7,7 +7,8 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -53,9 +54,10 @@ class Communicator:
         self._topology = topology
         self._two_levels = topology.two_levels
         self._lanes = Lanes(self.ranks, topology, self.rank, timeout)
-        self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
-        self._wire = Wire(self._lanes, self.ledger, self._note)
         self._late = LateRanks(self.ranks, self.rank, f"{next(_numbers)}/{'-'.join(map(str, self.ranks[:64]))}")
+        with self._meeting("connecting"):
+            self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
+        self._wire = Wire(self._lanes, self.ledger, self._note)
         self._order: dict[str, Any] = {}  # per lane: between lanes the order is free
         self._step = 0
         self._names: Sequence[Sequence[str]] = ()
@@ -64,15 +66,18 @@ class Communicator:
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise ``ValueError``, naming the difference, unless all ranks bring the same facts."""
-        agree(facts, self.control, self.device)
+        with self._meeting("agreeing on the plan"):
+            agree(facts, self.control, self.device)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""
-        broadcast_tensors(tensors, self.control)
+        with self._meeting("sending the weights"):
+            broadcast_tensors(tensors, self.control)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Every rank's message, in rank order."""
-        return gather_bytes(message, self.control, self.device)
+        with self._meeting("gathering"):
+            return gather_bytes(message, self.control, self.device)
 
     def spare_cores(self) -> bool:
         """Whether this rank's communicator thread has a core of its own; the first time all ranks must ask."""
@@ -109,14 +114,15 @@ class Communicator:
             for scope, count in counts.items():
                 deepest[scope] = max(deepest.get(scope, 0), 1 if self.backend == "nccl" else count)
         if self._two_levels:  # a leader's program has more exchanges, but torch names groups by how many a rank has
-            rows = gather_bytes(bytes(deepest.get(scope, 0) for scope in Scope), self.control, self.device)
+            rows = self.gather(bytes(deepest.get(scope, 0) for scope in Scope))
             most = {scope: max(row[i] for row in rows) for i, scope in enumerate(Scope)}
             deepest = {scope: count for scope, count in most.items() if count}
-        for scope in sorted(deepest, key=lambda s: s.value):
-            for round_ in range(deepest[scope]):
-                two_way = scope is Scope.WORLD and round_ in paired
-                bare = two_way and self.device.type == "cpu"
-                self._lanes.get("bucket", scope, round_, two_way=two_way, bare=bare)
+        with self._meeting("connecting"):
+            for scope in sorted(deepest, key=lambda s: s.value):
+                for round_ in range(deepest[scope]):
+                    two_way = scope is Scope.WORLD and round_ in paired
+                    bare = two_way and self.device.type == "cpu"
+                    self._lanes.get("bucket", scope, round_, two_way=two_way, bare=bare)
 
     def begin(self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, *, pause: bool = False) -> None:
         """Open a step; ``pause``: its programs stop at their ``NextForward``, see the executors."""
@@ -146,12 +152,20 @@ class Communicator:
         if failure.bucket is not None:
             inside = (self._names if names is None else names)[failure.bucket]
             bucket = f"{failure.bucket} ({inside[0]}{', ...' if len(inside) > 1 else ''})"
-        who = self._late.report(self._step, bucket, failure.where)
-        text = re.sub(r"^\[[^\]]*\]\s*", "", str(failure.error).split("\n")[0])[:200].rstrip(". ")
-        return (
-            f"rank {self.ranks[self.rank]}: the exchange failed at step {self._step}, bucket {bucket}, "
-            f"{failure.where}: {type(failure.error).__name__}: {text}. {who[0].upper()}{who[1:]}."
-        )
+        where = f"the exchange failed at step {self._step}, bucket {bucket}, {failure.where}"
+        return self._words(where, failure.error, self._late.report(self._step, bucket, failure.where))
+
+    @contextmanager
+    def _meeting(self, doing: str) -> Iterator[None]:
+        """Exchanges outside of programs: what the network does to them is told in the same words."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(self._words(f"{doing} failed", error, self._late.report(0, "none", doing))) from error
+
+    def _words(self, where: str, error: BaseException, who: str) -> str:
+        text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])[:200].rstrip(". ")
+        return f"rank {self.ranks[self.rank]}: {where}: {type(error).__name__}: {text}. {who[0].upper()}{who[1:]}."
 
     def run(self, program: Program, purpose: str, step: int | None = None) -> Any:
         """Run a program to its end in the calling thread, on lanes of its own. ``step``: what a failure names."""
@@ -176,7 +190,7 @@ class Communicator:
     def check_order(self) -> None:
         """Raise ``RuntimeError`` unless all ranks have issued the same sequence of ops per lane since ``attach``."""
         mine = {name: digest.hexdigest() for name, digest in sorted(self._order.items())}
-        everyone = gather_bytes(json.dumps(mine).encode(), self.control, self.device)
+        everyone = self.gather(json.dumps(mine).encode())
         if len(set(everyone)) == 1:
             return
         lanes = [json.loads(text) for text in everyone]

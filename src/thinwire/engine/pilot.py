@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.engine.agreement import gather_bytes
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.parameters import Managed
 from thinwire.engine.prices import Prices
@@ -121,7 +120,7 @@ class Pilot:
             prices = self._prices(measurement, dense)
             made = prices.best(self._lossy) if self._auto else prices.planned(method)
             text = json.dumps(made).encode()
-        chosen = json.loads(gather_bytes(text, self._comm.control, self._comm.device)[0])
+        chosen = json.loads(self._comm.gather(text)[0])
         for line in chosen["why"]:
             self._say(line)
         other = named(chosen["method"], **chosen["options"]) if chosen["method"] else None

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from thinwire.engine.agreement import gather_bytes
 from thinwire.engine.parameters import Managed
 from thinwire.engine.pilot import WATCH_STEPS, Decision, Pilot
 from thinwire.engine.timings import Measurement
@@ -72,7 +71,7 @@ class Retune(Pilot):
     def _take(self, seconds: float) -> Decision:
         """Rank 0's next choice, on all ranks."""
         text = json.dumps(self._tell(seconds)).encode() if self._comm.rank == 0 else b""
-        chosen = json.loads(gather_bytes(text, self._comm.control, self._comm.device)[0])
+        chosen = json.loads(self._comm.gather(text)[0])
         plan = Plan.from_json(chosen["plan"])
         self._comm.agree({"plan": plan.hash})
         if chosen["done"]:

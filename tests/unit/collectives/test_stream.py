@@ -117,8 +117,8 @@ def test_a_silent_side_is_given_up(way):
     try:
         work = Delivery(1)
         size = 10 if way == "receive" else 30_000_000  # more than the kernel takes
-        getattr(streams[0], way)(torch.zeros(size), work)
         started = time.monotonic()
+        getattr(streams[0], way)(torch.zeros(size), work)
         with pytest.raises(RuntimeError, match="timed out: rank 1 moved no byte"):
             work.wait()
         assert time.monotonic() - started > 0.5
