@@ -20,8 +20,9 @@ class Delivery:
         self, parts: int, last: Callable[[], None] | None = None, failed: Callable[[RuntimeError], None] | None = None
     ) -> None:
         self._left, self._last, self._failed = parts, last, failed
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._lock, self._gate = threading.Lock(), threading.Lock()
+        self._gate.acquire()  # who waits, waits for it; far less to make than an Event
+        self._ended = False
         self._error: RuntimeError | None = None
         self._callbacks: list[Callable[[], None]] = []
 
@@ -29,7 +30,7 @@ class Delivery:
         """One more has arrived, or has been handed to the kernel."""
         with self._lock:
             self._left -= 1
-            if self._left or self._ended.is_set():
+            if self._left or self._ended:
                 return
         error = None
         if self._last is not None:
@@ -47,10 +48,10 @@ class Delivery:
 
     def _end(self, error: RuntimeError | None) -> None:
         with self._lock:
-            if self._ended.is_set():
+            if self._ended:
                 return
-            self._error = error
-            self._ended.set()
+            self._error, self._ended = error, True
+            self._gate.release()
             callbacks, self._callbacks = self._callbacks, []
         if error is not None and self._failed is not None:
             self._failed(error)
@@ -60,14 +61,15 @@ class Delivery:
 
     def wait(self) -> None:
         """Block until it has ended. Raises the error of the first part that failed."""
-        self._ended.wait()
+        with self._gate:
+            pass
         if self._error is not None:
             raise self._error
 
     def then(self, callback: Callable[[], None]) -> None:
         """Call back, from another thread or at once, when it has ended or failed."""
         with self._lock:
-            if not self._ended.is_set():
+            if not self._ended:
                 self._callbacks.append(callback)
                 return
         callback()

@@ -30,11 +30,10 @@ _WAKE_BYTES = 1 << 20  # a receiver is woken for so many bytes, or for the rest 
 
 @dataclass(eq=False)
 class _Message:
-    """What is left of it; ``tensor`` keeps the memory alive."""
+    """What is left of it."""
 
     left: memoryview
     delivery: Delivery
-    tensor: Tensor
 
 
 @dataclass(eq=False)
@@ -62,31 +61,32 @@ class Stream:
         self._out, self._in = _Way(), _Way()
         self._lock = threading.RLock()
         self._error: RuntimeError | None = None
-        self._woken_at = 1
+        self._woken_at, self._listening = 1, False
         self.number = connection.fileno()
         courier.add(self)
 
-    def send(self, x: Tensor, delivery: Delivery) -> None:
-        """Post a contiguous CPU tensor; what the kernel takes at once is on its way when this returns."""
+    def send(self, x: Tensor | memoryview, delivery: Delivery) -> None:
+        """Post a contiguous CPU tensor or :func:`memory_of` one; what the kernel takes at once is now on its way."""
         if self._post(self._out, x, delivery):
             self.on_room()
 
-    def receive(self, x: Tensor, delivery: Delivery) -> None:
-        """Post the place for the next message: a contiguous CPU tensor of its size."""
+    def receive(self, x: Tensor | memoryview, delivery: Delivery) -> None:
+        """Post the place for the next message: a contiguous CPU tensor of its size, or :func:`memory_of` one."""
         if self._post(self._in, x, delivery):
             with self._lock:
                 self._ask()
 
-    def _post(self, way: _Way, x: Tensor, delivery: Delivery) -> bool:
+    def _post(self, way: _Way, x: Tensor | memoryview, delivery: Delivery) -> bool:
         """Whether the message is the only one that waits, so that somebody must see to it."""
-        if not x.nbytes:
+        memory = x if isinstance(x, memoryview) else memory_of(x)
+        if not memory:
             delivery.part_ended()
             return False
         with self._lock:
             if (error := self._error) is None:
                 if not way.waiting:
                     way.moved = time.monotonic()
-                way.waiting.append(_Message(_bytes(x), delivery, x))
+                way.waiting.append(_Message(memory, delivery))
                 return len(way.waiting) == 1
         delivery.fail(error)
         return False
@@ -96,14 +96,15 @@ class Stream:
         self._move(self._out, self._socket.send)
 
     def on_data(self) -> None:
-        """Take in what has arrived."""
-        self._move(self._in, self._socket.recv_into)
+        """Take in the next message, or what of it has arrived; the courier calls again if there is more."""
+        self._listening = bool(self._in.waiting)
+        self._move(self._in, self._socket.recv_into, most=1)
 
-    def _move(self, way: _Way, transfer: Callable[[memoryview], int]) -> None:
+    def _move(self, way: _Way, transfer: Callable[[memoryview], int], most: int | None = None) -> None:
         ended: list[Delivery] = []
         with self._lock:
             try:
-                while way.waiting:
+                while way.waiting and len(ended) != most:
                     head = way.waiting[0]
                     count = transfer(head.left)
                     if not count:
@@ -132,7 +133,7 @@ class Stream:
 
     def hung_up(self) -> None:
         """The other side is gone. What has arrived before counts."""
-        self.on_data()
+        self._move(self._in, self._socket.recv_into)
         self._lost(ConnectionResetError(_CLOSED))
 
     def fail(self, error: Exception) -> None:
@@ -161,17 +162,22 @@ class Stream:
             delivery.fail(error)
 
     def _ask(self) -> None:
-        """Tell the courier and the kernel what this waits for; the lock is held."""
+        """Tell the courier and the kernel what this waits for; the lock is held.
+
+        It listens on after the last message: the next is likely to be posted before anything comes for it.
+        """
         if self._error is not None:
             return
         if self._in.waiting:
+            self._listening = True
             enough = min(len(self._in.waiting[0].left), _WAKE_BYTES)
             if enough != self._woken_at:
                 self._woken_at = enough
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
-        self._courier.watch(self, data=bool(self._in.waiting), room=bool(self._out.waiting))
+        self._courier.watch(self, data=self._listening, room=bool(self._out.waiting))
 
 
-def _bytes(x: Tensor) -> memoryview:
+def memory_of(x: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, which they keep alive; cut by slicing, for less than a tensor costs."""
     flat = x.detach().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer

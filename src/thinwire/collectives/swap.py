@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thinwire.collectives.delivery import Delivery
 from thinwire.collectives.lanes import Lane
+from thinwire.collectives.stream import memory_of
 
 
 class Swap:
@@ -81,8 +82,9 @@ def swap(sending: Mapping[int, Tensor], receiving: Mapping[int, Tensor], lane: L
         delivery = Delivery(len(messages))
         for peer, x in receiving.items():
             lane.mesh.first[peer].receive(x, delivery)
+        memory = {id(x): memory_of(x) for x in sending.values()}  # the same one to all, as a rule
         for peer, x in sending.items():
-            lane.mesh.first[peer].send(x, delivery)
+            lane.mesh.first[peer].send(memory[id(x)], delivery)
         return delivery
 
     def group(source: int, target: int) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ from typing import Any
 from thinwire.planner.hierarchy import CollectiveTable
 from thinwire.planner.measured import RULES, Measured, Part, cut, hidden_seconds, rule_of
 from thinwire.planner.merge import Merge
-from thinwire.planner.sizes import balanced_mib, by_size, needed_soon, started_early
+from thinwire.planner.sizes import balanced, by_size, needed_soon, started_early
 from thinwire.program import Method, Plan, PlanBucket
 
 _MIB = 1 << 20
@@ -110,9 +110,9 @@ def make_plan(
                 )
             else:
                 if all_reduce is not None and not dense and follows_network(method, backend):
-                    sent = entries[0].itemsize * sum(payload)
-                    rule = balanced_mib(entries[0].itemsize * sum(t.size for t in entries), all_reduce(sent))
-                limit = _limit(rule, entries, payload)
+                    limit = balanced(payload, all_reduce(entries[0].itemsize * sum(payload)))
+                else:
+                    limit = _limit(rule, entries, payload)
                 free = rule_of(method) in ("auto", "tune")  # the user has not said how large
                 soon = free and getattr(method, "decoupled", False)
                 lists = needed_soon(payload, limit) if soon else by_size(payload, limit)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from thinwire.planner.merge import fuse
 
-_MIB = 1 << 20
 _LAUNCH_SECONDS = 4e-3
 """What one bucket more costs a step on Gloo where every core has a rank (13 against 2 of 43.6 MB, 2 ranks, 2 cores).
 With cores to spare it is less; the sum is flat round its minimum, so that one value serves both.
@@ -17,13 +16,20 @@ _SMALL = 1 / 8  # of the limit: a bucket that nothing hides
 _FEW = 4  # buckets, for which one more costs more than it brings
 
 
-def balanced_mib(total_bytes: float, seconds: float) -> float:
-    """MiB a bucket on Gloo, for plain averages of so many bytes of which overlap can hide so many seconds.
+def balanced(sizes: Sequence[float], seconds: float) -> float:
+    """The limit of a bucket on Gloo, for plain averages of which overlap can hide so many seconds; in ``sizes``' unit.
 
     n buckets cost n launches, and of what could be hidden 1 / n is not: the sum of the two is least at
-    n = sqrt(seconds / launch).
+    n = sqrt(seconds / launch). Layers are not cut, so that a limit of an n-th leaves up to twice as many: what counts
+    is how many there are (19 for 11 wanted took 4 % of a step of 4 ranks on 2 cores).
     """
-    return total_bytes / max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS)) / _MIB
+    wanted = max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS))
+
+    def cost(limit: float) -> float:
+        number = len(by_size(sizes, limit))
+        return number / wanted + wanted / max(1, number)
+
+    return min((sum(sizes) / wanted * 2 ** (k / 8) for k in range(-8, 9)), key=cost)
 
 
 def gain_of_overlap(all_reduce: Callable[[float], float], backward_seconds: float) -> Callable[[float], float]:
