@@ -11,7 +11,7 @@ from spawned import run
 from thinwire.collectives import lanes as lanes_module
 from thinwire.collectives import mesh as mesh_module
 from thinwire.collectives.lanes import Lanes
-from thinwire.collectives.mesh_sum import ordered_sum
+from thinwire.collectives.ordered_sum import ordered_sum
 from thinwire.collectives.transport import issue
 from thinwire.program import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Scope, Topology
 

@@ -28,6 +28,9 @@ _CLOSED = "the other side has closed it"
 _WAKE_BYTES = 1 << 20  # a receiver is woken for so many bytes, or for the rest of a message; half as many cost 3 %
 
 
+_PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8})  # numpy's too
+
+
 @dataclass(eq=False)
 class _Message:
     """What is left of it."""
@@ -179,5 +182,6 @@ class Stream:
 
 def memory_of(x: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, which they keep alive; cut by slicing, for less than a tensor costs."""
-    flat = x.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # an array is a buffer
+    if x.dtype in _PLAIN and x.numel():
+        return memoryview(x.detach().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
+    return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

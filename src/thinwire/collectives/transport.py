@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.by_mesh import all_gather_by_mesh, all_reduce_by_mesh, reduce_scatter_by_mesh
 from thinwire.collectives.delivery import Delivery
 from thinwire.collectives.lanes import Lane, apart
 from thinwire.collectives.mesh import MOST_RANKS
-from thinwire.collectives.mesh_sum import all_reduce_by_mesh, ordered_sum
+from thinwire.collectives.ordered_sum import ordered_sum
 from thinwire.collectives.swap import Swap, all_to_all, parts_of_all, swap
 from thinwire.program import Topology
 from thinwire.program.ops import (
@@ -144,6 +145,8 @@ def _all_reduce_of_two(x: Tensor, lane: Lane, tag: int) -> Pending:
 
 def _all_gather_in_pairs(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Pending:
     """Each sends all others what it has; without the copies that Gloo makes on the way."""
+    if lane.mesh is not None:
+        return Pending((all_gather_by_mesh(x, out, lane),), lambda: out)
     if out[lane.rank].data_ptr() != x.data_ptr():
         out[lane.rank].copy_(x)
     others = [rank for rank in range(lane.size) if rank != lane.rank]
@@ -159,6 +162,9 @@ def _broadcast_in_pairs(x: Tensor, source: int, lane: Lane, tag: int) -> Pending
 def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
     if x.numel() % lane.size:
         raise ValueError(f"a reduce-scatter over {lane.size} ranks needs a multiple of it, not {x.numel()}")
+    if lane.mesh is not None and x.device.type == "cpu":
+        delivery, total = reduce_scatter_by_mesh(x, lane)
+        return Pending((delivery,), total)
     if not _on_gloo(lane):
         shard = x.new_empty(x.numel() // lane.size)
         return Pending((reduce_scatter_flat(shard, x, group=lane.group, async_op=True),), lambda: shard)

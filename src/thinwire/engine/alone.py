@@ -73,6 +73,8 @@ class Alone:
 
     rank, backend = 0, "none"
 
+    watch_order = False
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ledger = Ledger()

@@ -58,6 +58,7 @@ class Communicator:
         with self._meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self._wire = Wire(self._lanes, self.ledger, self._note)
+        self.watch_order = False  # for ``check_order``
         self._order: dict[str, Any] = {}  # per lane: between lanes the order is free
         self._step = 0
         self._names: Sequence[Sequence[str]] = ()
@@ -184,11 +185,13 @@ class Communicator:
                 value = self._wire.issue(op, op.group, round_, 0, purpose).wait()
 
     def _note(self, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
+        if not self.watch_order:
+            return
         lane = self._order.setdefault(f"{scope.value}/{round_}", hashlib.blake2b(digest_size=8))
         lane.update(f"{bucket}/{type(op).__name__}/{op.tensor.numel()};".encode())
 
     def check_order(self) -> None:
-        """Raise ``RuntimeError`` unless all ranks have issued the same sequence of ops per lane since ``attach``."""
+        """Raise ``RuntimeError`` unless all ranks have issued the same ops per lane since ``watch_order``."""
         mine = {name: digest.hexdigest() for name, digest in sorted(self._order.items())}
         everyone = self.gather(json.dumps(mine).encode())
         if len(set(everyone)) == 1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -84,7 +85,7 @@ class Deferred:
     def _install(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         keep = self._handles.append
         for m in self._managed:
-            keep(m.parameter.register_hook(self._gradient_hook(m.index)))
+            keep(m.parameter.register_hook(partial(self._before_gradient, m.index)))
         if not self._whole:
             hook = torch.compiler.disable(self._before_forward)  # not to be traced, should the model be compiled later
             for module in self._need.modules:
@@ -98,9 +99,6 @@ class Deferred:
             keep(optimizer.register_state_dict_pre_hook(lambda *_: self.complete()))
             keep(optimizer.register_load_state_dict_pre_hook(lambda *_: self.complete()))
             keep(Closed(optimizer))
-
-    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
-        return lambda gradient: self._before_gradient(index, gradient)
 
     def _before_gradient(self, index: int, gradient: Tensor) -> None:
         """A gradient is about to be accumulated: the forward phase is over."""

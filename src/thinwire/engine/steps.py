@@ -85,6 +85,7 @@ class Steps:
         first = settings.pinned or make_plan(method, managed, order, (), backend)
         first.check(m.name for m in managed)
         if communicator:
+            communicator.watch_order = settings.check_order
             communicator.agree(self._facts(first))
             self._inline = communicator.backend == "gloo" and not communicator.spare_cores()
             communicator.broadcast([*model.parameters(), *model.buffers()])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,14 @@ class _Event:
     where: str = "start"
 
 
+_nothing = nullcontext()
+
+
+def _no_grad() -> AbstractContextManager[Any]:
+    """As ``torch.no_grad()``; hooks of backward, where most programs begin, run without gradients as it is."""
+    return torch.no_grad() if torch.is_grad_enabled() else _nothing
+
+
 class ThreadExecutor:
     """Runs each step's programs under one lock, in the communicator thread or, if light, in the caller's."""
 
@@ -105,7 +113,7 @@ class ThreadExecutor:
         if light and cuda is None and self._lock.acquire(blocking=False):
             step.light.add(bucket)
             try:
-                with torch.no_grad():
+                with _no_grad():
                     self._advance([event], alone=True)
             finally:
                 self._lock.release()
@@ -130,7 +138,7 @@ class ThreadExecutor:
                 event.pending.block()
             except RuntimeError as caught:
                 error = caught
-            with self._lock, torch.no_grad():
+            with self._lock, _no_grad():
                 if error is not None:
                     self._fail(step, error, step.number(event.bucket), event.where)
                 else:
@@ -159,7 +167,7 @@ class ThreadExecutor:
             self._second = step
             self._step = step if order else None
             if order and self._cuda is None:
-                with torch.no_grad():
+                with _no_grad():
                     self._advance([], alone=True)
         if self._cuda is not None:
             self._events.put(_Event(step, None))
@@ -225,7 +233,10 @@ class ThreadExecutor:
     def _pump(self, step: _Step) -> None:
         recorder, bucket = self.recorder, step.number(step.runner.oldest)
         start = recorder.now() if recorder else 0.0
-        with ranges.span("segment", bucket):
+        if ranges.profiling():
+            with ranges.span("segment", bucket):
+                step.runner.pump()
+        else:
             step.runner.pump()
         if recorder:
             recorder.add("segment", "method", start, bucket)
@@ -266,13 +277,14 @@ class ThreadExecutor:
         assert bucket is not None
         step.bucket, step.where = bucket, where
         recorder, over = self.recorder, ranges.exchange(type(op).__name__, bucket)
-        start, before = recorder.now() if recorder else 0.0, self._wire.ledger.total
+        start, before = (recorder.now(), self._wire.ledger.total) if recorder else (0.0, 0)
         pending = self._wire.issue(op, scope, round_, bucket)
-        sent, event = self._wire.ledger.total - before, _Event(step, place, pending, where=where)
+        event = _Event(step, place, pending, where=where)
         queue_ = step.to_complete if place in step.light else self._events
         if recorder is None and over is None and place in step.light:
             queue_.put(event)
             return
+        sent = self._wire.ledger.total - before
 
         def done() -> None:
             if recorder is not None:

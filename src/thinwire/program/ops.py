@@ -22,6 +22,8 @@ class Scope(enum.Enum):
     NODE = "node"
     CROSS = "cross"
 
+    __hash__ = object.__hash__  # members are compared by identity; enum's own is Python, and runs 300 times a step
+
 
 WORLD, NODE, CROSS = Scope.WORLD, Scope.NODE, Scope.CROSS
 

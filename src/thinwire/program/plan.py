@@ -32,8 +32,10 @@ class PlanBucket:
 
     def applied(self, method: Method) -> Method:
         """The method as this bucket runs it."""
+        if not (self.collective or self.exchange):
+            return method
         decided = {"collective": self.collective, "exchange": self.exchange}
-        known = {f.name for f in fields(method)} if any(decided.values()) else set()  # type: ignore[arg-type]
+        known = {f.name for f in fields(method)}  # type: ignore[arg-type]
         changed = {name: value for name, value in decided.items() if value and name in known}
         return replace(method, **changed) if changed else method  # type: ignore[type-var]
 
