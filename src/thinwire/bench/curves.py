@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -40,7 +42,10 @@ def _train(spec: BenchSpec, track: Track, turns: Turns, seconds: float | None) -
     while track.contender is not None:
         done = len(record.losses)
         # Steps of the row that trains by the clock are short: judged as often, they would wait for their judge.
-        chunk = 3 * spec.every if seconds is not None else min(spec.every, spec.steps - done)
+        chunk = min(spec.every, spec.steps - done)
+        if seconds is not None:  # no more than are left, as far as one can tell
+            left = (seconds - clock) * done / clock if clock else 1
+            chunk = max(1, min(3 * spec.every, math.ceil(left)))
         turns.run(track, chunk, 0)
         if track.contender is None:
             return

@@ -19,17 +19,18 @@ _FEW = 4  # buckets, for which one more costs more than it brings
 def balanced(sizes: Sequence[float], seconds: float) -> float:
     """The limit of a bucket on Gloo, for plain averages of which overlap can hide so many seconds; in ``sizes``' unit.
 
-    n buckets cost n launches, and of what could be hidden 1 / n is not: the sum of the two is least at
-    n = sqrt(seconds / launch). Layers are not cut, so that a limit of an n-th leaves up to twice as many: what counts
-    is how many there are (19 for 11 wanted took 4 % of a step of 4 ranks on 2 cores).
+    n buckets cost n launches, and of what could be hidden 1 / n is not, or the last bucket's share if that is more: the
+    sum is least at n = sqrt(seconds / launch). Layers are not cut, so that a limit of an n-th leaves up to twice as
+    many: what counts is how many there are (19 for 11 wanted took 4 % of a step of 4 ranks on 2 cores).
     """
-    wanted = max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS))
+    total, wanted = sum(sizes), max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS))
 
     def cost(limit: float) -> float:
-        number = len(by_size(sizes, limit))
-        return number / wanted + wanted / max(1, number)
+        groups = by_size(sizes, limit)
+        exposed = max(1 / len(groups), sum(sizes[i] for i in groups[-1]) / total)
+        return len(groups) / wanted + wanted * exposed
 
-    return min((sum(sizes) / wanted * 2 ** (k / 8) for k in range(-8, 9)), key=cost)
+    return min((total / wanted * 2 ** (k / 8) for k in range(-8, 9)), key=cost) if total else math.inf
 
 
 def gain_of_overlap(all_reduce: Callable[[float], float], backward_seconds: float) -> Callable[[float], float]:
