@@ -153,8 +153,11 @@ class Communicator:
         if failure.bucket is not None:
             inside = (self._names if names is None else names)[failure.bucket]
             bucket = f"{failure.bucket} ({inside[0]}{', ...' if len(inside) > 1 else ''})"
-        where = f"the exchange failed at step {self._step}, bucket {bucket}, {failure.where}"
-        return self._words(where, failure.error, self._late.report(self._step, bucket, failure.where))
+        kind, words = _cause(failure.error, self._late.report(self._step, bucket, failure.where))
+        return (
+            f"rank {self.ranks[self.rank]}: the exchange failed at step {self._step}, bucket {bucket}, "
+            f"{failure.where}: {kind}: {words}"
+        )
 
     @contextmanager
     def _meeting(self, doing: str) -> Iterator[None]:
@@ -162,11 +165,8 @@ class Communicator:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(self._words(f"{doing} failed", error, self._late.report(0, "none", doing))) from error
-
-    def _words(self, where: str, error: BaseException, who: str) -> str:
-        text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])[:200].rstrip(". ")
-        return f"rank {self.ranks[self.rank]}: {where}: {type(error).__name__}: {text}. {who[0].upper()}{who[1:]}."
+            kind, words = _cause(error, self._late.report(0, "none", doing))
+            raise RuntimeError(f"rank {self.ranks[self.rank]}: {doing} failed: {kind}: {words}") from error
 
     def run(self, program: Program, purpose: str, step: int | None = None) -> Any:
         """Run a program to its end in the calling thread, on lanes of its own. ``step``: what a failure names."""
@@ -208,6 +208,12 @@ class Communicator:
         if hasattr(self, "executor"):
             self.executor.close()
         self._lanes.release(broken=broken)
+
+
+def _cause(error: BaseException, who: str) -> tuple[str, str]:
+    """The kind of an error; and its text, with who was late."""
+    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])[:200].rstrip(". ")
+    return type(error).__name__, f"{text}. {who[0].upper()}{who[1:]}."
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
