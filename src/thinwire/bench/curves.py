@@ -42,8 +42,9 @@ def _train(spec: BenchSpec, track: Track, turns: Turns, seconds: float | None) -
     while track.contender is not None:
         done = len(record.losses)
         # Steps of the row that trains by the clock are short: judged as often, they would wait for their judge.
-        chunk = min(spec.every, spec.steps - done)
-        if seconds is not None:  # no more than are left, as far as one can tell
+        if seconds is None:
+            chunk = min(spec.every, spec.steps - done)
+        else:  # no more than are left, as far as one can tell
             left = (seconds - clock) * done / clock if clock else 1
             chunk = max(1, min(3 * spec.every, math.ceil(left)))
         turns.run(track, chunk, 0)

@@ -26,7 +26,7 @@ def all_reduce_by_mesh(x: Tensor, lane: Lane) -> Delivery:
     streams of its own, since it begins when the sum is there, not in the order of the buckets. The same sums in the
     same order as of a reduce-scatter and an all-gather.
     """
-    mesh, peers, rank = _mesh(lane), _peers(lane), lane.rank
+    mesh, peers, rank = _mesh(lane), lane.peers, lane.rank
     begins = [k * x.numel() // lane.size for k in range(lane.size + 1)]
     memory, wide = memory_of(x), x.itemsize
     shares = [memory[wide * begin : wide * end] for begin, end in pairwise(begins)]
@@ -54,7 +54,7 @@ def reduce_scatter_by_mesh(x: Tensor, lane: Lane) -> tuple[Delivery, Callable[[]
     Returns:
         The work, and what makes the sum once it has ended.
     """
-    mesh, peers, rank = _mesh(lane), _peers(lane), lane.rank
+    mesh, peers, rank = _mesh(lane), lane.peers, lane.rank
     mine = x.view(lane.size, -1)[rank]
     theirs, room = _room(mine, lane)
     memory, share = memory_of(x), mine.nbytes
@@ -68,7 +68,7 @@ def reduce_scatter_by_mesh(x: Tensor, lane: Lane) -> tuple[Delivery, Callable[[]
 
 def all_gather_by_mesh(x: Tensor, out: Tensor, lane: Lane) -> Delivery:
     """``x`` of every rank into ``out``, in rank order; contiguous on the CPU, ``out`` W times as large."""
-    mesh, peers, share = _mesh(lane), _peers(lane), x.nbytes
+    mesh, peers, share = _mesh(lane), lane.peers, x.nbytes
     memory = memory_of(out)
     if out.data_ptr() + lane.rank * share != x.data_ptr():
         out.view(lane.size, -1)[lane.rank].copy_(x.view(-1))
@@ -84,11 +84,6 @@ def all_gather_by_mesh(x: Tensor, out: Tensor, lane: Lane) -> Delivery:
 def _mesh(lane: Lane) -> Mesh:
     assert lane.mesh is not None
     return lane.mesh
-
-
-def _peers(lane: Lane) -> list[int]:
-    """The other ranks, the next one first: nobody is everybody's first choice."""
-    return [(lane.rank + step) % lane.size for step in range(1, lane.size)]
 
 
 def _room(mine: Tensor, lane: Lane) -> tuple[Tensor, dict[int, memoryview]]:

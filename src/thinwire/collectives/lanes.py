@@ -62,6 +62,11 @@ class Lane:
         """Number of ranks."""
         return len(self.ranks)
 
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks' places, the next one first: nobody is everybody's first choice."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
 
 def apart(topology: Topology) -> bool:
     """Whether messages between all pairs of ranks take no more of any link than a ring of them."""

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from thinwire.collectives.delivery import Delivery
 from thinwire.collectives.lanes import Lane
-from thinwire.collectives.stream import memory_of
 
 
 class Swap:
@@ -82,9 +81,8 @@ def swap(sending: Mapping[int, Tensor], receiving: Mapping[int, Tensor], lane: L
         delivery = Delivery(len(messages))
         for peer, x in receiving.items():
             lane.mesh.first[peer].receive(x, delivery)
-        memory = {id(x): memory_of(x) for x in sending.values()}  # the same one to all, as a rule
         for peer, x in sending.items():
-            lane.mesh.first[peer].send(memory[id(x)], delivery)
+            lane.mesh.first[peer].send(x, delivery)
         return delivery
 
     def group(source: int, target: int) -> dist.ProcessGroup:
@@ -109,6 +107,5 @@ def parts_of_all(x: Tensor, lane: Lane, tag: int) -> tuple[Swap | Delivery, list
 
 
 def _to_all(x: Tensor, out: list[Tensor], lane: Lane, tag: int) -> Swap | Delivery:
-    # Nearest neighbours first, so that no rank is everybody's first choice.
-    peers = [(lane.rank + step) % lane.size for step in range(1, lane.size)]
+    peers = lane.peers
     return swap({peer: x[peer] for peer in peers}, {peer: out[peer] for peer in reversed(peers)}, lane, tag)

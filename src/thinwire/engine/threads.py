@@ -233,10 +233,7 @@ class ThreadExecutor:
     def _pump(self, step: _Step) -> None:
         recorder, bucket = self.recorder, step.number(step.runner.oldest)
         start = recorder.now() if recorder else 0.0
-        if ranges.profiling():
-            with ranges.span("segment", bucket):
-                step.runner.pump()
-        else:
+        with ranges.span("segment", bucket):
             step.runner.pump()
         if recorder:
             recorder.add("segment", "method", start, bucket)
