@@ -6,6 +6,7 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from thinwire.bench.families import families
 from thinwire.bench.record import RowRecord, RunRecord
 from thinwire.bench.rows import COMPUTE
 from thinwire.bench.spec import BenchSpec
@@ -28,7 +29,7 @@ class RowSummary:
         ratio: step over that of the ``ddp`` row, or None without one.
         predicted_seconds: what the planner makes of measured network and model.
         waited_backward_seconds, waited_forward_seconds: of a step of thinwire's, for communication, on rank 0.
-        variants: label -> step seconds of the variants of which this is the fastest.
+        variants: label -> step seconds of the variants of which this is the fastest; see ``families``.
         error: why the row failed, or "".
     """
 
@@ -120,24 +121,8 @@ def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) 
         compute_seconds=compute,
         forward_seconds=forward,
         floor_seconds=floor(compute, forward, ring, spec.link_bits),
-        rows=tuple(_summary(row, variants, compute, reference) for row, variants in _families(record.rows)),
+        rows=tuple(_summary(row, variants, compute, reference) for row, variants in families(record.rows, spec.rounds)),
     )
-
-
-def _families(rows: list[RowRecord]) -> list[tuple[RowRecord, dict[str, float]]]:
-    """Every row, and of each family only its fastest member with the times of all."""
-    found: list[tuple[RowRecord, dict[str, float]]] = []
-    seen: set[str] = set()
-    for row in rows:
-        if not row.family:
-            found.append((row, {}))
-        elif row.family not in seen:
-            seen.add(row.family)
-            family = [other for other in rows if other.family == row.family]
-            times = {r.label: statistics.median(r.step_seconds) for r in family if not r.error and r.step_seconds}
-            best = min(times, key=times.__getitem__) if times else row.label
-            found.append((next(r for r in family if r.label == best), times))
-    return found
 
 
 def _summary(row: RowRecord, variants: dict[str, float], compute: float, reference: float | None) -> RowSummary:

@@ -1,0 +1,60 @@
+"""Rows of which only the best counts: which it is, and what it takes.
+
+The least of several noisy medians lies below what any of the variants takes, so a rival that was chosen and timed by
+the same steps would be too fast. Each round therefore counts the variant that was the fastest in the other rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from thinwire.bench.record import RowRecord
+
+
+def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, dict[str, float]]]:
+    """Every row, and of each family only its fastest member.
+
+    Args:
+        rows: of a run.
+        rounds: in which their steps were timed.
+
+    Returns:
+        Rows, and for those that stand for a family the median seconds of all its members, by label.
+    """
+    found: list[tuple[RowRecord, dict[str, float]]] = []
+    seen: set[str] = set()
+    for row in rows:
+        if not row.family:
+            found.append((row, {}))
+        elif row.family not in seen:
+            seen.add(row.family)
+            steps = {r.label: r for r in rows if r.family == row.family and not r.error and r.step_seconds}
+            times = {label: statistics.median(r.step_seconds) for label, r in steps.items()}
+            best = steps[min(times, key=times.__getitem__)] if times else row
+            timed = chosen_elsewhere({label: r.step_seconds for label, r in steps.items()}, rounds)
+            found.append((replace(best, step_seconds=timed or best.step_seconds), times))
+    return found
+
+
+def chosen_elsewhere(seconds: Mapping[str, Sequence[float]], rounds: int) -> list[float]:
+    """The steps of each round, of the variant whose median over the other rounds is the least.
+
+    Args:
+        seconds: of each variant's timed steps, round after round, equally many in each.
+        rounds: their number.
+
+    Returns:
+        As many seconds as one variant has; none if there is one round or one variant, or steps are missing.
+    """
+    counts = {len(steps) for steps in seconds.values()}
+    if rounds < 2 or len(seconds) < 2 or len(counts) != 1 or (count := counts.pop()) % rounds:
+        return []
+    each = count // rounds
+    found: list[float] = []
+    for begin in range(0, count, each):
+        end = begin + each
+        others = {label: statistics.median([*s[:begin], *s[end:]]) for label, s in seconds.items()}
+        found += seconds[min(others, key=others.__getitem__)][begin:end]
+    return found
