@@ -24,27 +24,21 @@ class Courier:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._streams: dict[int, Stream] = {}
-        self._watched: dict[int, int] = {}
         self._gone: set[int] = set()  # since the last look: their numbers may be somebody else's already
         threading.Thread(target=self._loop, name="thinwire-courier", daemon=True).start()
 
     def add(self, stream: Stream) -> None:
         """A new stream, which waits for nothing yet."""
         self._streams[stream.number] = stream
-        self._watched[stream.number] = 0
         self._epoll.register(stream.number, 0)
 
-    def watch(self, stream: Stream, *, data: bool, room: bool) -> None:
-        """What the stream waits for from now on."""
-        wanted = (select.EPOLLIN if data else 0) | (select.EPOLLOUT if room else 0)
-        if self._watched.get(stream.number, wanted) != wanted:
-            self._watched[stream.number] = wanted
-            self._epoll.modify(stream.number, wanted)
+    def watch(self, stream: Stream, events: int) -> None:
+        """What the stream waits for from now on, as epoll has it."""
+        self._epoll.modify(stream.number, events)
 
     def remove(self, stream: Stream) -> None:
         """The stream is about to be closed."""
         if self._streams.pop(stream.number, None) is not None:
-            del self._watched[stream.number]
             self._gone.add(stream.number)
             with contextlib.suppress(OSError):
                 self._epoll.unregister(stream.number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -57,12 +58,12 @@ class Lane:
     apart: bool = True
     """Whether no two of its ranks share a link; see ``apart()``."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def peers(self) -> list[int]:
         """The other ranks' places, the next one first: nobody is everybody's first choice."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]

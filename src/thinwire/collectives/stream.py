@@ -8,6 +8,7 @@ also while this process is not scheduled, which Gloo's handshake for every messa
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -32,18 +33,10 @@ _PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, to
 
 
 @dataclass(eq=False)
-class _Message:
-    """What is left of it."""
-
-    left: memoryview
-    delivery: Delivery
-
-
-@dataclass(eq=False)
 class _Way:
-    """One direction: messages in their order, and when a byte last moved, or could have begun to."""
+    """One direction: what is left of messages, in their order; and when a byte last moved, or could have begun to."""
 
-    waiting: deque[_Message] = field(default_factory=deque)
+    waiting: deque[tuple[memoryview, Delivery]] = field(default_factory=deque)
     moved: float = 0.0
 
 
@@ -64,7 +57,7 @@ class Stream:
         self._out, self._in = _Way(), _Way()
         self._lock = threading.RLock()
         self._error: RuntimeError | None = None
-        self._woken_at, self._listening = 1, False
+        self._woken_at, self._listening, self._asked = 1, False, 0
         self.number = connection.fileno()
         courier.add(self)
 
@@ -89,7 +82,7 @@ class Stream:
             if (error := self._error) is None:
                 if not way.waiting:
                     way.moved = time.monotonic()
-                way.waiting.append(_Message(memory, delivery))
+                way.waiting.append((memory, delivery))
                 return len(way.waiting) == 1
         delivery.fail(error)
         return False
@@ -108,15 +101,16 @@ class Stream:
         with self._lock:
             try:
                 while way.waiting and len(ended) != most:
-                    head = way.waiting[0]
-                    count = transfer(head.left)
+                    left, delivery = way.waiting[0]
+                    count = transfer(left)
                     if not count:
                         raise ConnectionResetError(_CLOSED)
                     way.moved = time.monotonic()
-                    head.left = head.left[count:]
-                    if head.left:
-                        break  # the kernel is full, or empty but for crumbs: the courier calls again
-                    ended.append(way.waiting.popleft().delivery)
+                    if count < len(left):  # the kernel is full, or empty but for crumbs: the courier calls again
+                        way.waiting[0] = left[count:], delivery
+                        break
+                    way.waiting.popleft()
+                    ended.append(delivery)
             except BlockingIOError:
                 pass
             except OSError as error:
@@ -158,7 +152,7 @@ class Stream:
             self._courier.remove(self)
             with contextlib.suppress(OSError):
                 self._socket.close()
-            waiting = [message.delivery for way in (self._in, self._out) for message in way.waiting]
+            waiting = [delivery for way in (self._in, self._out) for _, delivery in way.waiting]
             self._in.waiting.clear()
             self._out.waiting.clear()
         for delivery in waiting:
@@ -173,11 +167,14 @@ class Stream:
             return
         if self._in.waiting:
             self._listening = True
-            enough = min(len(self._in.waiting[0].left), _WAKE_BYTES)
+            enough = min(len(self._in.waiting[0][0]), _WAKE_BYTES)
             if enough != self._woken_at:
                 self._woken_at = enough
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
-        self._courier.watch(self, data=self._listening, room=bool(self._out.waiting))
+        wanted = (select.EPOLLIN if self._listening else 0) | (select.EPOLLOUT if self._out.waiting else 0)
+        if wanted != self._asked:
+            self._asked = wanted
+            self._courier.watch(self, wanted)
 
 
 def memory_of(x: Tensor) -> memoryview:

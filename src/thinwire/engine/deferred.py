@@ -61,7 +61,7 @@ class Deferred:
         self._options = options
         self._index = {id(m.parameter): m.index for m in managed}
         self._early = _early(model, managed, options)
-        self._model, self._whole = model, options.eager is True
+        self._modules, self._whole = tuple(model.modules()), options.eager is True
         self._see_compiled()
         self._grads = [DeferredGrad(m.parameter) for m in managed]
         self._need = Need(model, managed, sorted(self._early))
@@ -76,7 +76,7 @@ class Deferred:
         self._install(model, optimizers)
 
     def _see_compiled(self) -> None:
-        if not self._whole and _compiled(self._model):
+        if not self._whole and _compiled(self._modules):
             self._whole = True
             logger.info("thinwire: the model is compiled, so its parameters are updated in optimizer.step()")
 
@@ -86,10 +86,6 @@ class Deferred:
         keep = self._handles.append
         for m in self._managed:
             keep(m.parameter.register_hook(partial(self._before_gradient, m.index)))
-        if not self._whole:
-            hook = torch.compiler.disable(self._before_forward)  # not to be traced, should the model be compiled later
-            for module in self._need.modules:
-                keep(module.register_forward_pre_hook(hook, prepend=True))
         for module in model.modules():
             keep(module.register_state_dict_pre_hook(lambda *_: self.complete()))
             keep(module.register_load_state_dict_pre_hook(lambda *_: self.complete()))
@@ -121,7 +117,13 @@ class Deferred:
                 _refuse_second()
             m.parameter.grad = None
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    @property
+    def readers(self) -> list[nn.Module]:
+        """The modules whose forwards are to begin with ``before_forward``."""
+        return [] if self._whole else self._need.modules
+
+    def before_forward(self, module: nn.Module) -> None:
+        """A module's forward begins: what it reads must be up to date."""
         outside = current_task() == -1
         if outside:
             self._stale.clear()
@@ -352,9 +354,6 @@ def _early(model: nn.Module, managed: Sequence[Managed], options: Decoupling) ->
     return wanted
 
 
-def _compiled(model: nn.Module) -> bool:
+def _compiled(modules: Iterable[nn.Module]) -> bool:
     """Whether some module has been through ``torch.compile``, whose code does not call our hooks."""
-    return any(
-        getattr(m, "_compiled_call_impl", None) is not None or type(m).__name__ == "OptimizedModule"
-        for m in model.modules()
-    )
+    return any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in modules)

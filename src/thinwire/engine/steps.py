@@ -136,17 +136,33 @@ class Steps:
     def _install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for m in self._managed:
             self._handles.append(m.parameter.register_post_accumulate_grad_hook(partial(self._arrive, m.index)))
+        readers: set[nn.Module] = set()
+        if self._deferred is not None:
+            readers = set(self._deferred.readers)
+            self._update_before = self._deferred.before_forward
+            self._update_before_untraced = torch.compiler.disable(self._update_before)
         for module in self.model.modules():
-            if module is self.model or any(True for _ in module.parameters(recurse=False)):
+            if module in readers:
+                self._handles.append(module.register_forward_pre_hook(self._reader_hook, prepend=True))
+            elif module is self.model or any(True for _ in module.parameters(recurse=False)):
                 self._handles.append(module.register_forward_pre_hook(self._forward_hook))
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
 
     # --- hooks ---------------------------------------------------------------------------------------------------
 
+    def _reader_hook(self, module: nn.Module, args: Any) -> None:
+        """Of a module whose parameters may wait for their update; one hook, since each costs more than its work."""
+        compiling = torch.compiler.is_compiling()  # the model was compiled after ``attach``
+        (self._update_before_untraced if compiling else self._update_before)(module)
+        self._forward_began(module, compiling)
+
     def _forward_hook(self, module: nn.Module, args: Any) -> None:
+        self._forward_began(module, torch.compiler.is_compiling())
+
+    def _forward_began(self, module: nn.Module, compiling: bool) -> None:
         timed = self._pilot is not None and module is self.model
-        if (torch.compiler.is_compiling() and not timed) or not self._enabled:  # no break in the graph for each module
+        if (compiling and not timed) or not self._enabled:  # no break in the graph for each module
             return
         if not self._end.outside():
             self._end.note()  # a forward re-run inside backward belongs to the outer pass

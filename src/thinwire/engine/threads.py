@@ -49,7 +49,7 @@ class _Step:
         return place if self.order is None or place is None else self.order[place]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Event:
     """A bucket is ready (``pending`` is None), or its op has completed; None for the bucket: a second half begins."""
 
@@ -231,7 +231,11 @@ class ThreadExecutor:
             step.failed()
 
     def _pump(self, step: _Step) -> None:
-        recorder, bucket = self.recorder, step.number(step.runner.oldest)
+        recorder = self.recorder
+        if recorder is None and not ranges.profiling():
+            step.runner.pump()
+            return
+        bucket = step.number(step.runner.oldest)
         start = recorder.now() if recorder else 0.0
         with ranges.span("segment", bucket):
             step.runner.pump()
