@@ -16,6 +16,7 @@ from thinwire.engine.channel import Channel
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.companion import Companion
 from thinwire.engine.deferred import Deferred
+from thinwire.engine.delivered import Delivered
 from thinwire.engine.memory import Memory, teach_malloc
 from thinwire.engine.parameters import Managed, managed_parameters
 from thinwire.engine.pilot import Decision, Pilot
@@ -77,8 +78,7 @@ class Steps:
         self._running = False
         self._deferred: Deferred | None = None
         self._inline = False  # programs of one exchange run in the thread of backward
-        self._fresh = False  # delivered gradients that no step() has used
-        self._versions: list[int | None] = [None] * len(managed)
+        self._delivered = Delivered()
         self._end = BackwardEnd(self._finish)
         order = [m.index for m in reversed(managed)]
         backend = communicator.backend if communicator else "none"
@@ -172,7 +172,7 @@ class Steps:
             self._pilot.timings.forward()
 
     def _stepped(self, *_: Any) -> None:
-        self._fresh = False
+        self._delivered.fresh = False
 
     def _arrive(self, index: int, parameter: Tensor) -> None:
         if not self._enabled:
@@ -186,7 +186,7 @@ class Steps:
                 f"{self._managed[index].name} received a gradient twice in one backward, after its exchange had begun; "
                 "use torch.utils.checkpoint with use_reentrant=False, or share the module less"
             )
-        if self._fresh and self.method.has_residual and self._again(index, parameter):
+        if self._delivered.fresh and self._delivered.added_to(index, parameter.grad):
             raise RuntimeError(
                 "a second backward on top of averaged gradients: wrap all but the last in `with sync.no_sync():`, "
                 "or call optimizer.step() and zero_grad() in between"
@@ -228,16 +228,6 @@ class Steps:
             else:
                 slot.value = slot.result
                 parameter.grad = None if deferred else grad
-
-    def _again(self, index: int, parameter: Tensor) -> bool:
-        """Whether autograd just added to a gradient that we delivered and nobody has touched since."""
-        version = self._versions[index]
-        return (
-            version is not None
-            and parameter.grad is not None
-            and parameter.grad._version == version + 1
-            and (parameter.grad is self._delivered.get(index))
-        )
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -354,7 +344,7 @@ class Steps:
         return [any(row[i] for row in everyone) for i in range(len(mine))]
 
     def _deliver(self, used: list[bool] | None) -> None:
-        self._delivered: dict[int, Tensor] = {}
+        self._delivered.renew()
         plain = used is None and not self.method.has_residual
         for bucket in self._buckets:
             assert bucket is not None
@@ -368,13 +358,10 @@ class Steps:
                     grad = m.parameter.grad
                     if grad is None or grad.data_ptr() != slot.result.data_ptr() or grad.shape != slot.result.shape:
                         m.parameter.grad = slot.result.data  # .data: a version counter of its own
-                grad = m.parameter.grad
-                if self.method.has_residual and grad is not None:
-                    self._versions[m.index] = grad._version
-                    self._delivered[m.index] = grad
+                if self.method.has_residual and (grad := m.parameter.grad) is not None:
+                    self._delivered.note(m.index, grad)
                 slot.value = slot.result = None  # the gradients' memory is not ours to keep
         self._buckets = []
-        self._fresh = True
 
     def _defer(self) -> None:
         """Leave the rest of the step to ``optimizer.step()`` and the next forward."""

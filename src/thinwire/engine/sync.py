@@ -51,7 +51,7 @@ class GradientSync(Steps):
             if not self._deferred.accumulated:
                 return
         if self._comm is not None and self._enabled and not self._running:
-            if self._fresh and not self.agree(self._owed):
+            if self._delivered.fresh and not self.agree(self._owed):
                 return  # what is there is averaged already
             self._begin()
             self._rebuilt, before = True, self._rebuilt

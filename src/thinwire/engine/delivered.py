@@ -1,0 +1,31 @@
+"""Averages that have become ``.grad``, watched until ``step()`` has used them: nothing may be added to them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Delivered:
+    """Of one model.
+
+    Attributes:
+        fresh: averages lie in ``.grad`` that no ``step()`` has used.
+    """
+
+    def __init__(self) -> None:
+        self.fresh = False
+        self._noted: dict[int, tuple[Tensor, int]] = {}
+
+    def renew(self) -> None:
+        """Another step's averages are about to be delivered."""
+        self._noted.clear()
+        self.fresh = True
+
+    def note(self, index: int, grad: Tensor) -> None:
+        """A parameter's average, as it is now."""
+        self._noted[index] = grad, grad._version
+
+    def added_to(self, index: int, grad: Tensor | None) -> bool:
+        """Whether autograd just added to an average that nobody has touched since."""
+        delivered, version = self._noted.get(index, (None, 0))
+        return delivered is not None and grad is delivered and delivered._version == version + 1
