@@ -41,7 +41,7 @@ def gather_bytes(message: bytes, lane: Lane, device: torch.device) -> list[bytes
 def agree(facts: dict[str, Any], lane: Lane, device: torch.device) -> None:
     """Raise ``ValueError`` on all ranks, naming the difference, unless all ranks bring the same facts."""
     text = json.dumps(facts, sort_keys=True, default=str)
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
     digests = gather_bytes(digest, lane, device)
     if len(set(digests)) == 1:
         return

@@ -61,7 +61,7 @@ class Deferred:
         self._options = options
         self._index = {id(m.parameter): m.index for m in managed}
         self._early = _early(model, managed, options)
-        self._modules, self._whole = tuple(model.modules()), options.eager is True
+        self._model, self._whole = model, options.eager is True
         self._see_compiled()
         self._grads = [DeferredGrad(m.parameter) for m in managed]
         self._need = Need(model, managed, sorted(self._early))
@@ -76,7 +76,7 @@ class Deferred:
         self._install(model, optimizers)
 
     def _see_compiled(self) -> None:
-        if not self._whole and _compiled(self._modules):
+        if not self._whole and _compiled(self._model):
             self._whole = True
             logger.info("thinwire: the model is compiled, so its parameters are updated in optimizer.step()")
 
@@ -354,6 +354,9 @@ def _early(model: nn.Module, managed: Sequence[Managed], options: Decoupling) ->
     return wanted
 
 
-def _compiled(modules: Iterable[nn.Module]) -> bool:
+def _compiled(model: nn.Module) -> bool:
     """Whether some module has been through ``torch.compile``, whose code does not call our hooks."""
-    return any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in modules)
+    return any(
+        getattr(m, "_compiled_call_impl", None) is not None or type(m).__name__ == "OptimizedModule"
+        for m in model.modules()  # as they are now: a layer may have been replaced by its compiled form
+    )

@@ -318,3 +318,13 @@ def test_a_compiled_model_is_updated_in_step(caplog, later):
             results.append(weights(net))
     torch.testing.assert_close(*results, rtol=0, atol=0)
     assert sum("compiled" in record.message for record in caplog.records) == 1
+
+
+def test_a_layer_that_is_replaced_by_its_compiled_form_is_noticed():
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with tw.attach(net, optimizer, "dear") as sync:
+        net[0] = torch.compile(net[0], backend="eager")
+        loss_of(net, 0).backward()
+        optimizer.step()
+        assert sync.pending == ()
