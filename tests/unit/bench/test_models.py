@@ -33,6 +33,13 @@ def test_held_out_loss_of_a_fresh_chargpt_is_that_of_guessing():
     assert workload.evaluate(workload.model, 0, 0).item() == pytest.approx(5.545, abs=0.15)
 
 
+def test_chargpt_is_trained_with_fused_adamw_or_with_torchs_default():
+    for name, fused in ((SMALL[0], True), (f"{SMALL[0]}:fused=false", None)):
+        workload = build_model(name)
+        assert workload.optimizer(workload.model).defaults["fused"] is fused
+        assert ("default AdamW" in workload.describe) is (fused is None)
+
+
 @pytest.mark.parametrize(
     "name,says",
     [

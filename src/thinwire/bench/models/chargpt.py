@@ -60,12 +60,19 @@ class CharGPT(nn.Module):
 
 
 def build(
-    layers: int = 6, width: int = 384, heads: int = 6, block: int = 64, batch: int = 8, lr: float = 1e-3
+    layers: int = 6,
+    width: int = 384,
+    heads: int = 6,
+    block: int = 64,
+    batch: int = 8,
+    lr: float = 1e-3,
+    fused: bool = True,
 ) -> Workload:
-    """The workload; ``batch`` sequences of ``block`` characters per rank and step."""
+    """The workload; ``batch`` sequences of ``block`` characters per rank and step; AdamW, fused or torch's default."""
     if width % heads:
         raise ValueError(f"chargpt: width={width} is no multiple of heads={heads}")
     corpus = standard_library()
+    form = "" if fused else ", torch's default AdamW"
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
         text, target = corpus.batch(batch, block, step=step, rank=rank)
@@ -80,7 +87,8 @@ def build(
         name="chargpt",
         model=CharGPT(layers, width, heads, block),
         loss=loss,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=True),
-        describe=f"character GPT, {layers} layers, width {width}, batch {batch} x {block}, text: the standard library",
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=fused or None),
+        describe=f"character GPT, {layers} layers, width {width}, batch {batch} x {block}, "
+        f"text: the standard library{form}",
         evaluate=evaluate,
     )
