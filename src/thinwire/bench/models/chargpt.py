@@ -72,7 +72,6 @@ def build(
     if width % heads:
         raise ValueError(f"chargpt: width={width} is no multiple of heads={heads}")
     corpus = standard_library()
-    form = "" if fused else ", torch's default AdamW"
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
         text, target = corpus.batch(batch, block, step=step, rank=rank)
@@ -87,8 +86,13 @@ def build(
         name="chargpt",
         model=CharGPT(layers, width, heads, block),
         loss=loss,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=fused or None),
-        describe=f"character GPT, {layers} layers, width {width}, batch {batch} x {block}, "
-        f"text: the standard library{form}",
+        optimizer=lambda model: torch.optim.AdamW(
+            model.parameters(),
+            lr=lr,
+            weight_decay=0.01,
+            fused=fused or None,  # None leaves the form to torch, False forbids one
+        ),
+        describe=f"character GPT, {layers} layers, width {width}, batch {batch} x {block}, text: the standard library"
+        + ("" if fused else ", torch's default AdamW"),
         evaluate=evaluate,
     )
