@@ -51,11 +51,12 @@ def _gradients(rank, size, steps):
     for name, options in METHODS:
         net = cases.model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        with tw.attach(net, optimizer, name, dense="none", **options) as sync:
+        with tw.attach(net, optimizer, name, dense="none", start_compression_step=0, **options) as sync:
             seen = []
             for step in range(steps):
                 cases.loss_of(net, rank, step).backward()
                 seen.append({n: p.grad.clone() for n, p in net.named_parameters()})
+                optimizer.step()  # what is held back counts from here on
                 optimizer.zero_grad()
             residuals = {n: r.clone() for n, r in sync.state.residuals.items()}
             found.append((seen, sync.stats().bytes_sent, residuals))

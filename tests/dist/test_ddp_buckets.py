@@ -39,7 +39,7 @@ KEEPS = [
 
 def _hooked(net, name, options, **kwargs):
     ddp = DistributedDataParallel(net, **kwargs)
-    state, hook = tw.ddp_hook(name, **options)
+    state, hook = tw.ddp_hook(name, start_compression_step=0, **options)
     state.learn_names(net)
     ddp.register_comm_hook(state, hook)
     return ddp, state
@@ -71,7 +71,9 @@ def _beside_attach(rank):
         plan = sync.plan
         sync.detach()
         ours = cases.model()
-        sync = tw.attach(ours, torch.optim.SGD(ours.parameters(), lr=0.05), name, plan=plan, **options)
+        sync = tw.attach(
+            ours, torch.optim.SGD(ours.parameters(), lr=0.05), name, plan=plan, start_compression_step=0, **options
+        )
         losses = _steps(ours, ours, rank, 5, sync)
         theirs = cases.model()
         ddp, state = _hooked(theirs, name, options, **bucket_arguments(plan, theirs))

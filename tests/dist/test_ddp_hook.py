@@ -49,7 +49,7 @@ def _net(kind):
 
 def _hooked(net, method, options=None, **kwargs):
     ddp = DistributedDataParallel(net, **kwargs)
-    state, hook = tw.ddp_hook(method, **(options or {}))
+    state, hook = tw.ddp_hook(method, start_compression_step=0, **(options or {}))
     ddp.register_comm_hook(state, hook)
     return ddp, state
 
@@ -315,7 +315,7 @@ def test_one_rank_sends_nothing():
 def _silent(rank, size):
     net = cases.model()
     ddp = DistributedDataParallel(net, bucket_cap_mb=SMALL)
-    state, hook = tw.ddp_hook("powersgd", rank=2, timeout=15)
+    state, hook = tw.ddp_hook("powersgd", rank=2, timeout=15, start_compression_step=0)
     ddp.register_comm_hook(state, hook)
     for step in range(3):
         cases.loss_of(ddp, rank, step).backward()

@@ -110,7 +110,7 @@ def test_bad_input_is_one_sentence():
         ({"method": "topk", "density": 1.5}, "density"),
         ({"method": "topk"}, "density"),
         ({"method": "ssgd", "merge": "sometimes"}, "merge"),
-        ({"method": "ssgd", "unused": "maybe"}, "unused"),
+        ({"method": "ssgd", "find_unused_parameters": "maybe"}, "find_unused_parameters"),
         ({"method": "ssgd", "dense": "all"}, "dense"),
         ({"method": "ssgd", "plan": "adaptive!"}, "plan"),
     ]:

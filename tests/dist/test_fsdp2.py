@@ -92,7 +92,7 @@ def _methods(rank, mesh, methods):
     found = []
     for name, options in methods:
         net = sharded(mesh)
-        sync = tw.adapters.fsdp2.attach(net, name, **options)
+        sync = tw.adapters.fsdp2.attach(net, name, start_compression_step=0, **options)
         oracle = Oracle(tw.method(name, **options))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         worst = 0.0
@@ -144,7 +144,7 @@ def _accumulation(rank, mesh):
 def _bad_values(rank, mesh):
     """One rank of four brings an infinity: no shard's residual moves, and the step after it goes on."""
     net = sharded(mesh)
-    sync = tw.adapters.fsdp2.attach(net, "acp", **ACP)
+    sync = tw.adapters.fsdp2.attach(net, "acp", start_compression_step=0, **ACP)
     train(net, rank, 3)
     before, fields = copy.deepcopy(sync.state.residuals), copy.deepcopy(sync.state.fields)
     x, y = cases.batch(rank, 3, WIDTH)
@@ -166,7 +166,7 @@ def _saved(rank, mesh, folder):
     """Through DCP with model and optimizer, then on in another object: bit for bit."""
     net = sharded(mesh)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    sync = tw.adapters.fsdp2.attach(net, "acp", **ACP)
+    sync = tw.adapters.fsdp2.attach(net, "acp", start_compression_step=0, **ACP)
     stateful = isinstance(sync, Stateful)
     for step in range(3):
         step_of(net, optimizer, rank, step)
@@ -387,7 +387,7 @@ def test_dcp_goes_on_bit_for_bit(four):
 def _on_other_shards(rank, size, folder):
     """Two replicas of one shard each take the checkpoint of two by two; DCP cuts the residuals anew."""
     net = sharded(two_by_two.mesh(2, 1))
-    sync = tw.adapters.fsdp2.attach(net, "acp", **ACP)
+    sync = tw.adapters.fsdp2.attach(net, "acp", start_compression_step=0, **ACP)
     dcp.load({"sync": sync}, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
     held = {n: r.clone() for n, r in sync.state.residuals.items()}
     train(net, rank, 1)
@@ -442,7 +442,7 @@ def _lost(rank, size):
     if rank == 1:
         dist.get_rank()
     net = sharded(two_by_two.mesh(2, 1))
-    sync = tw.adapters.fsdp2.attach(net, "acp", **ACP, timeout=15)
+    sync = tw.adapters.fsdp2.attach(net, "acp", start_compression_step=0, **ACP, timeout=15)
     train(net, rank, 2)
     if rank == 1:
         import os

@@ -177,7 +177,9 @@ def _overflow(rank, size, name):
         optimizer = LARS(net.parameters(), 0.5)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         seen = []
-        with tw.attach(net, optimizer, tw.method(name, **OPTIONS.get(name, {})), scaler=scaler) as sync:
+        with tw.attach(
+            net, optimizer, tw.method(name, **OPTIONS.get(name, {})), scaler=scaler, start_compression_step=0
+        ) as sync:
             for step in (0, 1, 2, 3, 4) if bad else (0, 1, 3, 4):
                 before = {n: r.clone() for n, r in sync.state.residuals.items()}
                 hook = net[2].weight.register_hook(spoil) if step == 2 and rank == 1 else None

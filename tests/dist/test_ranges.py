@@ -39,7 +39,10 @@ def _profiled(rank, size, folder, method, options):
 
 
 def _both(rank, size, folder):
-    return [_profiled(rank, size, folder, *case) for case in (("ssgd", {}), ("topk", {"density": 0.1}))]
+    return [
+        _profiled(rank, size, folder, *case)
+        for case in (("ssgd", {}), ("topk", {"density": 0.1, "start_compression_step": 0}))
+    ]
 
 
 def test_a_profiler_sees_each_bucket_and_the_log_counts_its_bytes(tmp_path):

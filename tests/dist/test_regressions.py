@@ -46,11 +46,20 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         self.call, self.sync = self.net, None
         if route == "attach":
-            self.sync = tw.attach(self.net, self.optimizer, name, merge=cap, scaler=scaler, **METHODS[name], **attach)
+            self.sync = tw.attach(
+                self.net,
+                self.optimizer,
+                name,
+                merge=cap,
+                scaler=scaler,
+                start_compression_step=0,
+                **METHODS[name],
+                **attach,
+            )
         else:
             self.call = DistributedDataParallel(self.net, bucket_cap_mb=cap)
             if route == "hook":
-                self.sync, hook = tw.ddp_hook(name, scaler=scaler, **METHODS[name])
+                self.sync, hook = tw.ddp_hook(name, scaler=scaler, start_compression_step=0, **METHODS[name])
                 self.call.register_comm_hook(self.sync, hook)
             elif route == "torch":
                 self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)

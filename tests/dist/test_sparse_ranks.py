@@ -27,8 +27,7 @@ def _gradients(rank, size, steps):
     found = []
     for method in METHODS:
         net = cases.model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        with tw.attach(net, optimizer, method, dense="none", plan=PLAN, check_order=True) as sync:
+        with tw.attach(net, None, method, dense="none", plan=PLAN, check_order=True, start_compression_step=0) as sync:
             seen = []
             for step in range(steps):
                 net.zero_grad()
@@ -103,7 +102,7 @@ def test_dgc_at_density_one_is_momentum_sgd_with_decay():
 def _build(name, options):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    return net, optimizer, tw.attach(net, optimizer, name, **options)
+    return net, optimizer, tw.attach(net, optimizer, name, start_compression_step=0, **options)
 
 
 def _steps(net, optimizer, rank, first, last):

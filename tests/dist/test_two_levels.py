@@ -38,10 +38,10 @@ def _engine(rank, size):
     found = []
     for name, options, plan in CASES:
         net = cases.model()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
         sync = tw.attach(
-            net, optimizer, name, plan=plan, topology=Topology(4, 2), dense="none", check_order=True, **options
-        )
+            net, None, name, plan=plan, topology=Topology(4, 2), dense="none", check_order=True,
+            start_compression_step=0, **options,
+        )  # fmt: skip
         results = [_gradients(net, rank, step) for step in range(STEPS)]
         residuals = {n: sync.state.extended(n, dict(net.named_parameters())[n].shape) for n in sync.state.residuals}
         sent = sync.stats().bytes_sent
@@ -88,7 +88,9 @@ def test_buckets_that_go_different_ways_do_not_hang():
 def _train(rank, size, folder, layout, first, last, merge):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    sync = tw.attach(net, optimizer, "hitopk", density=0.1, merge=merge, topology=Topology(size, layout))
+    sync = tw.attach(
+        net, optimizer, "hitopk", density=0.1, start_compression_step=0, merge=merge, topology=Topology(size, layout)
+    )
     if first:
         assert tw.checkpoint.load(folder, net, optimizer, sync) == first
     loaded = {

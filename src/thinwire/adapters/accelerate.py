@@ -34,6 +34,7 @@ def register_comm_hook(
     model: Any,
     method: Method | str,
     *,
+    start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> DDPSync:
@@ -48,6 +49,7 @@ def register_comm_hook(
         model: what ``accelerator.prepare`` returned.
         method: a name with its ``options``, or an instance. Buckets are DDP's:
             ``DistributedDataParallelKwargs(bucket_cap_mb=...)``.
+        start_compression_step: steps that are exact before a lossy method begins, as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
 
     Returns:
@@ -66,6 +68,7 @@ def register_comm_hook(
         framework="Accelerate",
         world_size=accelerator.num_processes,
         scaler=accelerator.scaler,
+        start_compression_step=start_compression_step,
         timeout=timeout,
     )
     count = _registered.get(accelerator, 0)

@@ -21,8 +21,9 @@ from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
 from thinwire.adapters.ddp_steps import DDPSteps
 from thinwire.engine.parameters import managed_parameters
 from thinwire.engine.stats import BucketStats, Stats
+from thinwire.methods.base import check_count
 from thinwire.methods.registry import resolve
-from thinwire.program import Method, Topology
+from thinwire.program import Method, State, Topology
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -36,6 +37,7 @@ def ddp_hook(
     method: Method | str,
     *,
     scaler: Any = None,
+    start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
     group: dist.ProcessGroup | None = None,
     topology: Topology | None = None,
@@ -46,7 +48,9 @@ def ddp_hook(
     Args:
         method: a name with its ``options``, or an instance. Buckets are DDP's, so ``merge`` has no effect: set
             ``bucket_cap_mb``. Embeddings cannot be told from other matrices here.
-        scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        scaler: the GradScaler in use, so that residuals are kept in unscaled units. None: it is found at its first
+            ``scaler.step(optimizer)``.
+        start_compression_step: as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         group: the ``process_group`` that was given to DDP; None: the default one.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
@@ -61,16 +65,21 @@ def ddp_hook(
             "of backward: use thinwire.attach, or a method without decoupled=True"
         )
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-    state = DDPSync(chosen, scaler, limit, group, topology)
+    if start_compression_step is not None:
+        check_count("start_compression_step", start_compression_step)
+    return DDPSync(chosen, scaler, start_compression_step, limit, group, topology), thinwire_hook
 
-    def thinwire_hook(state: DDPSync, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return state.exchange(bucket)
 
-    return state, thinwire_hook
+def thinwire_hook(state: "DDPSync", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook that :func:`ddp_hook` gives; at the top of a module, so that DDP models can be pickled with it."""
+    return state.exchange(bucket)
 
 
 class DDPSync(DDPSteps):
     """What a DDP communication hook keeps between steps. Made by :func:`ddp_hook`.
+
+    Pickled, inside a DDP model or alone, it takes its method and this rank's state along, but neither the process group
+    nor the scaler.
 
     Its dict is that of ``GradientSync`` (DCP's ``Stateful``), with ordinals for parameter names, or with the model's
     after ``learn_names``.
@@ -146,8 +155,34 @@ class DDPSync(DDPSteps):
         from_state_dict(self.state, self.method, state, self._ordinals.source)
         self._ordinals.fit(self.state)
 
+    def __reduce__(self) -> Any:
+        saved = self.state_dict() if self._state is not None and self._ordinals.source == "ddp" else self._saved
+        return _unpickled, (self.method, self._start, self._timeout, self._given, saved)
+
+    @property
+    def state(self) -> State:
+        """The method's memory, by ordinal name."""
+        made = super().state
+        if self._saved is not None:
+            saved, self._saved = self._saved, None
+            self.load_state_dict(saved)
+        return made
+
     def close(self) -> None:
         """End the communicator thread and give the process groups back; the hook cannot be used afterwards."""
         if self._comm is not None:
             self._comm.close(broken=self._broken is not None)
+            self._watch.close()
             self._broken = self._broken or "it was closed"
+
+
+def _unpickled(
+    method: Method,
+    start: int | None,
+    timeout: timedelta | None,
+    topology: Topology | None,
+    saved: dict[str, Any] | None,
+) -> DDPSync:
+    made = DDPSync(method, None, start, timeout, None, topology)
+    made._saved = saved
+    return made

@@ -50,6 +50,7 @@ def register(
     framework: str,
     world_size: int,
     scaler: Any = None,
+    start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
     topology: Topology | None = None,
 ) -> DDPSync:
@@ -59,7 +60,7 @@ def register(
         model: what the framework trains: a DDP module, or on one rank a bare model, which then is left alone.
         framework: its name, for errors.
         world_size: ranks that train, as the framework says.
-        scaler, timeout, topology: as of ``ddp_hook``.
+        scaler, start_compression_step, timeout, topology: as of ``ddp_hook``.
 
     Raises:
         ValueError: several ranks and no DDP.
@@ -79,7 +80,14 @@ def register(
     group = None if ddp.process_group == dist.group.WORLD else ddp.process_group
     if topology is not None and topology.world_size != dist.get_world_size(group):
         topology = None
-    sync, hook = ddp_hook(method, scaler=scaler, timeout=timeout, group=group, topology=topology)
+    sync, hook = ddp_hook(
+        method,
+        scaler=scaler,
+        start_compression_step=start_compression_step,
+        timeout=timeout,
+        group=group,
+        topology=topology,
+    )
     sync.learn_names(_inside(ddp))
     try:
         ddp.register_comm_hook(sync, hook)

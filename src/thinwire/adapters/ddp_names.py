@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class Ordinals:
             return [self._names[id(p)] for p in parameters]
         except KeyError:
             raise RuntimeError("this hook serves another DDP model already: call ddp_hook once for each") from None
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """Those known so far, by the ``id`` of their parameters."""
+        return self._names
 
     def items(self) -> list[tuple[str, Tensor]]:
         """Names and parameters known so far."""

@@ -6,6 +6,7 @@ what it leaves to plain averaging), all advanced by one runner, so that every ra
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from thinwire.adapters.traced import traced
 from thinwire.collectives.topology import topology_of
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.restart import tell_reset
-from thinwire.engine.scaler import loss_scale
+from thinwire.engine.scaler import found_scaler, loss_scale
+from thinwire.engine.step_watch import StepWatch
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Bucket, Method, Program, Slot, State, Topology
 from thinwire.program.trace import Step
@@ -49,6 +51,7 @@ class DDPSteps:
         self,
         method: Method,
         scaler: Any,
+        start: int | None,
         timeout: timedelta | None,
         group: dist.ProcessGroup | None,
         topology: Topology | None,
@@ -56,6 +59,11 @@ class DDPSteps:
         self.method = method
         self._dense: Method = method.beside() or SSGD(ordered=bool(getattr(method, "ordered", False)))
         self._scaler, self._timeout, self._group, self._given = scaler, timeout, group, topology
+        self._start = start
+        self._saved: dict[str, Any] | None = None  # of the hook that this one was unpickled from
+        self._watch = StepWatch(
+            lambda: self.state, lambda: self._ordinals.names, expected=False, before=self._before_step
+        )
         self._state: State | None = None
         self._comm: Communicator | None = None
         self._note = ""
@@ -95,6 +103,7 @@ class DDPSteps:
                     self._note = f"one rank only: nothing is sent, so nothing is compressed; {ran} runs as ssgd"
                 self.method = SSGD()
             self._state = State(dist.get_rank(self._group) if here else 0, topology)
+            self._state.start = self.method.exact_start if self._start is None else self._start
         return self._state
 
     @property
@@ -111,7 +120,7 @@ class DDPSteps:
         """At the first bucket: make the lanes and compare the options over the ranks."""
         if self._comm is None:
             comm = Communicator(self._group, self.topology, device, self._timeout)
-            comm.agree({"method": self.method.name, "options": self._options()})
+            comm.agree({"method": self.method.name, "options": self._options(), "start": self.state.start})
             comm.start()
             # Not handed back to the pool: ranks collect garbage at different times, but lease in one order.
             weakref.finalize(self, comm.close, broken=True)
@@ -121,11 +130,20 @@ class DDPSteps:
     def _options(self) -> dict[str, str]:
         return {key: str(value) for key, value in self.method.options().items()}
 
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer of the process is about to step."""
+        if self._scaler is None and self.method.has_residual and self._comm is not None:
+            names = self._ordinals.names
+            if any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+                self._scaler = found_scaler(self.state, self._comm.device)
+
     # --- one bucket ---------------------------------------------------------------------------------------------
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Hand one of DDP's buckets to the runner. The future's value is the average, in the bucket's own memory."""
         buffer = bucket.buffer()
+        if bucket.index() == 0:
+            _refuse_changing_divisor()
         if buffer.is_sparse:
             raise TypeError("DDP brings a sparse gradient; use Embedding(sparse=False) with thinwire.ddp_hook")
         with torch.no_grad():
@@ -149,6 +167,7 @@ class DDPSteps:
             self._broken = "an earlier backward ended with an exception in the middle of the exchange"
         if self._broken is not None:
             raise RuntimeError(f"this DDP hook is unusable after an earlier failure: {self._broken}")
+        self._watch.begin()
         tell_reset(self.method, self.state)
         self._running, self._last, self._ended = True, None, 0
         self._jobs, self._programs, self._program_names, self._layout = [], [], [], []
@@ -211,6 +230,8 @@ class DDPSteps:
 
     def _dense_here(self, name: str, parameter: Tensor) -> bool:
         """Whether the method leaves a parameter to plain averaging."""
+        if self.state.step < self.state.start:
+            return True
         known = self._kept.get(name)
         return self.method.dense(name, tuple(parameter.shape), None) if known is None else known
 
@@ -241,9 +262,10 @@ class DDPSteps:
 
     def _commit(self, like: Tensor) -> None:
         if like.is_cuda:
-            self.state.end_step_on_device()
-        elif not self.state.end_step():
+            self.state.end_step_on_device(hold=self._watch.hold)
+        elif not self.state.end_step(hold=self._watch.hold):
             self._rejected += 1
+        self._watch.delivered()
         if not self._layouts or self._layouts[-1] != self._layout:
             self._layouts = [*self._layouts[:1], self._layout]
         self._running = False
@@ -266,6 +288,21 @@ class DDPSteps:
             raise RuntimeError(self._broken)
         assert isinstance(value, Tensor)
         return value
+
+
+def _refuse_changing_divisor() -> None:
+    """DDP's ``Join`` calls hooks for a rank that has no more input, and does not tell them what to divide by."""
+    frame = sys._getframe(1)
+    for _ in range(4):
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+        joined = frame.f_code.co_name == "_match_all_reduce_for_bwd_pass"
+        if joined and not getattr(frame.f_locals["self"], "_divide_by_initial_world_size", True):
+            raise RuntimeError(
+                "join(divide_by_initial_world_size=False) has no effect on a communication hook, which divides by "
+                "all ranks: use the default, divide_by_initial_world_size=True, or no hook"
+            )
 
 
 def _promise(device: torch.device) -> torch.futures.Future[Any]:

@@ -39,6 +39,7 @@ def attach(
     *,
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     scaler: Any = None,
+    start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> ReplicaSync:
@@ -52,6 +53,7 @@ def attach(
             its ``merge``.
         replicas: the other dimension, such as ``mesh["replicate"]``; None: that of the model's own mesh.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units.
+        start_compression_step: as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent replica is an error; None: that of torch's groups.
 
     Returns:
@@ -81,7 +83,7 @@ def attach(
     else:
         comm = Communicator(group, Topology(size), groups[0].device, _limit(timeout))
     try:
-        return ReplicaSync(model, groups, chosen, comm, scaler, note)
+        return ReplicaSync(model, groups, chosen, comm, scaler, note, start_compression_step)
     except BaseException as error:
         if comm is not None:  # what all ranks have refused alike leaves no exchange in flight
             comm.close(broken=not isinstance(error, (ValueError, TypeError)))

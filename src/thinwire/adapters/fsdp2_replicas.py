@@ -27,6 +27,7 @@ from thinwire.engine.communicator import Communicator
 from thinwire.engine.restart import tell_reset
 from thinwire.engine.scaler import loss_scale
 from thinwire.engine.stats import BucketStats, Stats
+from thinwire.engine.step_watch import StepWatch
 from thinwire.engine.wire import Failure
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Bucket, Method, Slot, State, Topology
@@ -45,6 +46,7 @@ class ReplicaSync:
         comm: over the replicas; None: there is one.
         scaler: the GradScaler in use, or None.
         note: why another method runs than was asked for.
+        start: the first step at which the method runs; None: as it says itself.
     """
 
     def __init__(
@@ -55,11 +57,15 @@ class ReplicaSync:
         comm: Communicator | None,
         scaler: Any,
         note: str,
+        start: int | None = None,
     ) -> None:
         self.model, self.method = model, method
         self.topology = Topology(1 if comm is None else len(comm.ranks))
         self.rank = 0 if comm is None else comm.rank
         self.state = State(self.rank, self.topology)
+        self.state.start = method.exact_start if start is None else start
+        names = {id(p): name for name, p in model.named_parameters()}
+        self._watch = StepWatch(lambda: self.state, lambda: names, expected=False)
         self._dense: Method = method.beside() or SSGD(ordered=bool(getattr(method, "ordered", False)))
         self._groups, self._comm, self._scaler, self._note = tuple(groups), comm, scaler, note
         self.shards = groups[0].shards
@@ -80,13 +86,14 @@ class ReplicaSync:
             for parts in self._parts:
                 for pieces, dense in parts:
                     shapes = [(piece.name, piece.shape) for piece in pieces]
-                    comm.open_lanes(traced(self._method(dense), shapes, self.topology, rank=self.rank))
+                    for runs in (self._dense,) if dense else (self._dense, method):
+                        comm.open_lanes(traced(runs, shapes, self.topology, rank=self.rank))
             for group in groups:
                 self._undo.append(group.take_over(partial(self._reduce, group)))
             self._undo.append(model.register_forward_pre_hook(self._forward).remove)
 
     def _method(self, dense: bool) -> Method:
-        return self._dense if dense else self.method
+        return self._dense if dense or self.state.step < self.state.start else self.method
 
     def _parameters(self) -> list[Any]:
         """All of FSDP2's, frozen ones too, once each."""
@@ -103,6 +110,7 @@ class ReplicaSync:
     def _facts(self) -> dict[str, Any]:
         return {
             "method": self.method.name,
+            "start": self.state.start,
             "options": {key: str(value) for key, value in self.method.options().items()},
             "modules": [group.name for group in self._groups],
             "parameters": {piece.name: list(piece.shape) for group in self._groups for piece in group.pieces},
@@ -156,6 +164,7 @@ class ReplicaSync:
         if group.index in self._seen:  # a module that reduces several times in one backward: each time is a step
             self._finish()
         if not self._seen:
+            self._watch.begin()
             tell_reset(self.method, self.state)
             self._scale = loss_scale(self._scaler, group.device)
             self.state.lr = None
@@ -199,9 +208,10 @@ class ReplicaSync:
             dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.shards)
             self.state.verdict(agreed.to(torch.bool))
         if device.type == "cuda":
-            self.state.end_step_on_device()
-        elif not self.state.end_step():
+            self.state.end_step_on_device(hold=self._watch.hold)
+        elif not self.state.end_step(hold=self._watch.hold):
             self._rejected += 1
+        self._watch.delivered()
 
     # --- what users call ----------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
 
     Args:
         method: a name with its ``options``, or an instance. Buckets are DDP's: ``DDPStrategy(bucket_cap_mb=...)``.
+        start_compression_step: steps that are exact before a lossy method begins, as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
 
     Attributes:
@@ -54,9 +55,17 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         ValueError: the method's name or an option is unknown or out of range, or its schedule is decoupled.
     """
 
-    def __init__(self, method: Method | str, *, timeout: timedelta | float | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        method: Method | str,
+        *,
+        start_compression_step: int | None = None,
+        timeout: timedelta | float | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self._method, self._timeout = checked(method, **options), timeout
+        self._start = start_compression_step
         self.sync: DDPSync | None = None
         self._running = self._failed = False
         self._saved: Mapping[str, Any] | None = None
@@ -81,6 +90,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
             framework="Lightning",
             world_size=world,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
+            start_compression_step=self._start,
             timeout=self._timeout,
             topology=Topology(world, here) if world % here == 0 else None,
         )

@@ -44,6 +44,7 @@ class ThinwireCallback(TrainerCallback):
         trainer: the one to which the callback is added.
         method: a name with its ``options``, or an instance. Buckets are DDP's:
             ``TrainingArguments(ddp_bucket_cap_mb=...)``.
+        start_compression_step: steps that are exact before a lossy method begins, as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         resume_from: the checkpoint that ``train`` resumes from, where it is not one of ``output_dir``; callbacks are
             not told.
@@ -60,6 +61,7 @@ class ThinwireCallback(TrainerCallback):
         trainer: Any,
         method: Method | str,
         *,
+        start_compression_step: int | None = None,
         timeout: timedelta | float | None = None,
         resume_from: str | None = None,
         **options: Any,
@@ -67,6 +69,7 @@ class ThinwireCallback(TrainerCallback):
         if not hasattr(trainer, "model_wrapped"):
             raise TypeError(f"ThinwireCallback takes the Trainer first, not {type(trainer).__name__}")
         self._trainer, self._resume_from, self._timeout = trainer, resume_from, timeout
+        self._start = start_compression_step
         self._method = checked(method, **options)
         self.sync: DDPSync | None = None
         self._module: Any = None
@@ -81,6 +84,7 @@ class ThinwireCallback(TrainerCallback):
                 framework="Trainer",
                 world_size=self._trainer.accelerator.num_processes,
                 scaler=self._trainer.accelerator.scaler,
+                start_compression_step=self._start,
                 timeout=self._timeout,
             )
             self._module = module

@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MOST_RANKS = 16  # beyond, all pairs are too many connections, and a ring's chunks no smaller than theirs
 _MEETING_SECONDS = 10.0
-_HELLO_SECONDS = 2.0
+_MOST_UNKNOWN = 128
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for Gloo
 _CHANNELS = 2
 _SECRET_BYTES = 16
@@ -70,7 +70,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     everyone = torch.tensor([sockets is not None], dtype=torch.int32)
     dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group)
     if not everyone.item():
-        _close(sockets or {})
+        _close((sockets or {}).values())
         logger.info("thinwire: the ranks cannot reach one another directly, so Gloo carries everything")
         return None
     assert sockets is not None
@@ -125,8 +125,12 @@ def _exchange(card: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
 def _meet(
     server: socket.socket, secret: bytes, cards: Sequence[bytes], rank: int
 ) -> dict[tuple[int, int], socket.socket] | None:
-    """Connect to every lower rank, be found by every higher one; None if somebody does not come."""
+    """Connect to every lower rank, be found by every higher one; None if somebody does not come.
+
+    Hellos are read side by side, all within one time limit: who connects and says nothing holds nobody up.
+    """
     found: dict[tuple[int, int], socket.socket] = {}
+    unknown: dict[socket.socket, bytes] = {}  # what they have said so far, the oldest first
     deadline = time.monotonic() + _MEETING_SECONDS
     try:
         for peer in range(rank):
@@ -135,34 +139,53 @@ def _meet(
                 connection = socket.create_connection((host, int(port)), max(0.01, deadline - time.monotonic()))
                 found[peer, channel] = connection
                 connection.sendall(_HELLO.pack(cards[peer][:_SECRET_BYTES], rank, channel))
+        server.setblocking(False)
         while len(found) < _CHANNELS * (len(cards) - 1):
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            connection, _ = server.accept()
-            if (who := _who(connection, secret)) is None or who in found or not rank < who[0] < len(cards):
-                connection.close()  # a stranger
-            else:
-                found[who] = connection
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            for ready in select.select([server, *unknown], [], [], left)[0]:
+                if ready is server:
+                    with contextlib.suppress(OSError):  # gone again
+                        unknown[server.accept()[0]] = b""
+                    if len(unknown) > _MOST_UNKNOWN:
+                        _forget(next(iter(unknown)), unknown)
+                elif (hello := _more(ready, unknown[ready])) is None:
+                    _forget(ready, unknown)
+                elif len(hello) < _HELLO.size:
+                    unknown[ready] = hello
+                else:
+                    word, other, channel = _HELLO.unpack(hello)
+                    known = secrets.compare_digest(word, secret) and rank < other < len(cards) and channel < _CHANNELS
+                    if not known or (other, channel) in found:
+                        _forget(ready, unknown)
+                    else:
+                        del unknown[ready]
+                        found[other, channel] = ready
         return found
     except OSError:
-        _close(found)
+        _close(found.values())
         return None
+    finally:
+        _close(unknown)
 
 
-def _who(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
-    """Rank and channel of one who knows the word."""
-    hello, deadline = b"", time.monotonic() + _HELLO_SECONDS
+def _more(connection: socket.socket, hello: bytes) -> bytes | None:
+    """What has been said with what is there now; None: it has ended."""
+    connection.setblocking(False)
     try:
-        while len(hello) < _HELLO.size:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            if not (more := connection.recv(_HELLO.size - len(hello))):
-                return None
-            hello += more
+        more = connection.recv(_HELLO.size - len(hello))
+    except BlockingIOError:
+        return hello
     except OSError:
         return None
-    word, rank, channel = _HELLO.unpack(hello)
-    return (rank, channel) if secrets.compare_digest(word, secret) and channel < _CHANNELS else None
+    return hello + more if more else None
 
 
-def _close(sockets: dict[tuple[int, int], socket.socket]) -> None:
-    for connection in sockets.values():
+def _forget(connection: socket.socket, unknown: dict[socket.socket, bytes]) -> None:
+    del unknown[connection]
+    connection.close()
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for connection in sockets:
         connection.close()

@@ -113,10 +113,9 @@ def _digest(chunk: Sequence[Tensor]) -> bytes:
 
 
 def _broadcast_chunk(chunk: Sequence[Tensor], lane: Lane, source: int) -> None:
-    with torch.no_grad():
-        flat = torch.cat([x.detach().reshape(-1) for x in chunk])
-        wire = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
-        dist.broadcast(wire, lane.ranks[source], group=lane.group)
+    with torch.no_grad():  # as bytes: Gloo does not know every dtype
+        flat = torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8) for x in chunk])
+        dist.broadcast(flat, lane.ranks[source], group=lane.group)
         if lane.rank != source:
-            for x, piece in zip(chunk, flat.split([x.numel() for x in chunk])):
-                x.detach().copy_(piece.view(x.shape))
+            for x, piece in zip(chunk, flat.split([x.nbytes for x in chunk])):
+                x.detach().copy_(piece.view(x.dtype).view(x.shape))

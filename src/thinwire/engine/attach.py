@@ -19,7 +19,8 @@ from thinwire.engine.parameters import DenseRule, check_optimizers, managed_para
 from thinwire.engine.pilot import Pilot, wanted
 from thinwire.engine.retune import Retune
 from thinwire.engine.settings import Settings
-from thinwire.engine.sync import ATTACHED, GradientSync
+from thinwire.engine.sync import GradientSync, attached_to
+from thinwire.methods.base import check_count
 from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
@@ -32,7 +33,7 @@ logger = logging.getLogger("thinwire")
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     method: Method | str = "ssgd",
     *,
     plan: Plan | str | None = None,
@@ -40,7 +41,10 @@ def attach(
     topology: Topology | None = None,
     scaler: Any = None,
     dense: DenseRule = "auto",
-    unused: str = "zero",
+    start_compression_step: int | None = None,
+    find_unused_parameters: bool = False,
+    gradient_as_bucket_view: bool = True,
+    broadcast_buffers: bool = True,
     timeout: timedelta | float | None = None,
     check_order: bool = False,
     lossy: bool = False,
@@ -54,7 +58,8 @@ def attach(
 
     Args:
         model: on one device; frozen parameters are left alone.
-        optimizer: any ``torch.optim`` optimizer that owns the trainable parameters, or a list of several.
+        optimizer: any ``torch.optim`` optimizer that owns the trainable parameters, or a list of several. None: the
+            script updates the weights by itself; not for decoupled methods.
         method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" begins as
             S-SGD, measures the first dozen steps and the network (5 s), and takes what it predicts to be fastest.
         plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
@@ -62,9 +67,16 @@ def attach(
             or less than predicted.
         group: process group; None: the default one. Without any, or with one rank, nothing is exchanged.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
-        scaler: the GradScaler in use, so that residuals are kept in unscaled units; LARS and LAMB watch it too.
+        scaler: the GradScaler in use, so that residuals are kept in unscaled units; LARS and LAMB watch it too. None:
+            it is found at its first ``scaler.step(optimizer)``.
         dense: "auto" (the method says which parameters it does not compress), "none", or (name, parameter) -> bool.
-        unused: "zero": a parameter that no rank used gets a zero gradient; "exact": keeps None (one collective more).
+        start_compression_step: steps that are exact before a lossy method begins. None: 2 with low rank and Top-k,
+            whose first steps say little yet; else 0.
+        find_unused_parameters: with exact methods, and in 16 bits, ``.grad`` of what no rank used stays None anyway;
+            True: with every method, and before ``step()`` with decoupled ones, for one small exchange more per step.
+        gradient_as_bucket_view: ``.grad`` may be memory that the next backward overwrites; False: each has its own, as
+            under DDP.
+        broadcast_buffers: buffers that change (BatchNorm's statistics) are rank 0's after each backward.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         check_order: compare the sequence of issued collectives over ranks at every step (debugging).
         lossy: "auto" may choose a method that is not exact.
@@ -78,7 +90,9 @@ def attach(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach takes a torch.nn.Module first, not {type(model).__name__}")
-    optimizers: list[torch.optim.Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
+    optimizers: list[torch.optim.Optimizer] = []
+    if optimizer is not None:
+        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
     for o in optimizers:
         if not isinstance(o, torch.optim.Optimizer):
             raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
@@ -88,15 +102,25 @@ def attach(
     if lossy and not auto:
         raise ValueError('lossy=True is for attach(..., "auto"); the method named here is what runs')
     chosen = resolve("ssgd" if auto else method, **options)
-    if getattr(model, ATTACHED, None) is not None:
+    if attached_to(model) is not None:
         raise RuntimeError("this model is attached already; call detach() on its GradientSync first")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(
             "the model is wrapped in DistributedDataParallel: attach to the bare model, or keep DDP and use "
             "model.register_comm_hook(*thinwire.ddp_hook(...))"
         )
-    if unused not in ("zero", "exact"):
-        raise ValueError(f'unused={unused!r} must be "zero" or "exact"')
+    for name, flag in (
+        ("find_unused_parameters", find_unused_parameters),
+        ("gradient_as_bucket_view", gradient_as_bucket_view),
+        ("broadcast_buffers", broadcast_buffers),
+    ):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={flag!r} must be True or False")
+    if not optimizers and deferring(chosen) is not None:
+        raise ValueError(
+            f"{chosen.name} updates weights during the next forward, so it must know the optimizer: name it, or take a "
+            "method that is not decoupled"
+        )
     adaptive = plan == "adaptive"
     if not (plan is None or adaptive or isinstance(plan, Plan)):
         raise ValueError(f'plan must be a thinwire.Plan, "adaptive" or None, not {plan!r}')
@@ -129,7 +153,19 @@ def attach(
         communicator = Communicator(group, topology, managed[0].parameter.device, limit)
     elif deferring(chosen) is not None:
         communicator = Alone(managed[0].parameter.device)
-    settings = Settings(unused, pinned, limit, check_order, note, dense)
+    if start_compression_step is not None:
+        check_count("start_compression_step", start_compression_step)
+    settings = Settings(
+        start_compression_step=start_compression_step,
+        find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        broadcast_buffers=broadcast_buffers,
+        pinned=pinned,
+        timeout=limit,
+        check_order=check_order,
+        note=note,
+        dense=dense,
+    )
     pilot = None
     if isinstance(communicator, Communicator) and wanted(chosen, pinned, adaptive, auto):
         pilot = (Retune if rule_of(chosen) == "tune" else Pilot)(

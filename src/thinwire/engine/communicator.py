@@ -25,7 +25,7 @@ from thinwire.engine.late import LateRanks
 from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.measure.cores import place, spare_places
 from thinwire.program import NextForward, Program, Scope, Topology
-from thinwire.program.ops import AllGather, Collective
+from thinwire.program.ops import AllGather, Broadcast, Collective
 from thinwire.program.trace import Step
 
 _numbers = itertools.count()
@@ -97,6 +97,12 @@ class Communicator:
         everyone = x.new_empty(self.control.size * x.numel())
         all_gather_flat(everyone, x, group=self.control.group)
         return lambda: everyone.view(self.control.size, -1)
+
+    def broadcast_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """Rank 0's 1-D tensor, in place; who calls what is returned waits. All ranks must call it in the same order."""
+        bare = self.device.type == "cpu" and "AllGather" in pairwise(self._topology)
+        lane = self._lanes.get("buffers", Scope.WORLD, 0, bare=True) if bare else self.control
+        return issue(Broadcast(x), lane).wait
 
     def start(self) -> None:
         """Start the executor; after everything at ``attach`` that can fail."""
@@ -203,10 +209,15 @@ class Communicator:
                 if len({lanes[other].get(name) for other in members}) > 1:
                     raise RuntimeError(f"the ranks have issued different collectives by step {self._step}")
 
+    def leave(self, why: str) -> None:
+        """Tell the others, if they come to ask, that this rank goes on no more, and why."""
+        self._late.leave(why)
+
     def close(self, *, broken: bool) -> None:
         """End the executor and give the process groups back."""
         if hasattr(self, "executor"):
             self.executor.close()
+        self._late.close()
         self._lanes.release(broken=broken)
 
 

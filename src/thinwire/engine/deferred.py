@@ -24,12 +24,13 @@ from thinwire.engine.alone import Alone
 from thinwire.engine.backward_end import current_task
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.deferred_grad import DeferredGrad
+from thinwire.engine.hooks import ModuleHook
 from thinwire.engine.need import Need
 from thinwire.engine.parameters import Managed
 from thinwire.engine.partial import Closed, Frozen
 from thinwire.engine.shards import Part, Shards
 from thinwire.methods.decoupling import Decoupling
-from thinwire.program import State
+from thinwire.program import State, is_identity
 
 logger = logging.getLogger("thinwire")
 
@@ -87,13 +88,13 @@ class Deferred:
         for m in self._managed:
             keep(m.parameter.register_hook(partial(self._before_gradient, m.index)))
         for module in model.modules():
-            keep(module.register_state_dict_pre_hook(lambda *_: self.complete()))
-            keep(module.register_load_state_dict_pre_hook(lambda *_: self.complete()))
+            keep(module.register_state_dict_pre_hook(ModuleHook(self._complete_before)))
+            keep(module.register_load_state_dict_pre_hook(ModuleHook(self._complete_before)))
         for optimizer in optimizers:
             keep(optimizer.register_step_pre_hook(self._before_step))
             keep(optimizer.register_step_post_hook(self._after_step))
-            keep(optimizer.register_state_dict_pre_hook(lambda *_: self.complete()))
-            keep(optimizer.register_load_state_dict_pre_hook(lambda *_: self.complete()))
+            keep(optimizer.register_state_dict_pre_hook(ModuleHook(self._complete_before)))
+            keep(optimizer.register_load_state_dict_pre_hook(ModuleHook(self._complete_before)))
             keep(Closed(optimizer))
 
     def _before_gradient(self, index: int, gradient: Tensor) -> None:
@@ -195,7 +196,7 @@ class Deferred:
 
         Args:
             shards: of the step.
-            exact: parameters that no rank used keep None.
+            exact: parameters that no rank used keep None now; otherwise it is seen in their averages.
 
         Returns:
             What waits for the verdict: whether all is finite, as a 0-dim bool tensor; None without a guard.
@@ -211,7 +212,8 @@ class Deferred:
             used = [any(row[i] for row in everyone) for i in range(len(used))]
         for m, grad in zip(self._managed, self._grads):
             grad.renew(finite)
-            m.parameter.grad = grad if used is None or used[m.index] else None
+            if m.parameter.requires_grad:
+                m.parameter.grad = grad if used is None or used[m.index] else None
         return finite
 
     def order(self) -> list[int] | None:
@@ -244,6 +246,9 @@ class Deferred:
         for grad in deferred:
             grad.changes.append(change)
         return norm
+
+    def _complete_before(self, *_: Any) -> None:
+        self.complete()
 
     def _gather(self, shards: Shards) -> None:
         shards.gathering = True
@@ -307,7 +312,11 @@ class Deferred:
             memory, slot = shards.memories[bucket], shards.memories[bucket].slots[place]
             value = slot.raw() if slot.result is None else slot.result
             grad = memory.gradients[place] if memory.gradients else value.data
+            here, sums, arrived = memory.used[place], shards.sums[bucket], slot.result
             slot.value = slot.result = None
+            if not here and sums(slot.shape) and (arrived is None or is_identity(arrived)):
+                self._managed[index].parameter.grad = None  # no rank has used it
+                continue
             deferred = self._grads[index]
             if deferred.zeroed:
                 grad.zero_()

@@ -6,20 +6,14 @@ from torch import Tensor
 
 
 class Delivered:
-    """Of one model.
-
-    Attributes:
-        fresh: averages lie in ``.grad`` that no ``step()`` has used.
-    """
+    """Of one model."""
 
     def __init__(self) -> None:
-        self.fresh = False
         self._noted: dict[int, tuple[Tensor, int]] = {}
 
     def renew(self) -> None:
         """Another step's averages are about to be delivered."""
         self._noted.clear()
-        self.fresh = True
 
     def note(self, index: int, grad: Tensor) -> None:
         """A parameter's average, as it is now."""

@@ -1,18 +1,56 @@
 """Who is late: after an error each rank leaves a note in the store; who left none within five seconds is named.
 
-No store traffic in normal steps.
+A rank that leaves by itself, with an exception in the user's code say, leaves a note too, so that nobody takes it for
+dead. No store traffic in normal steps. Whoever holds the store may be frozen: nobody waits for it without a limit.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 WAIT_SECONDS = 5.0
+_LEAVING_SECONDS = 2.0
+
+T = TypeVar("T")
+_open: weakref.WeakSet[LateRanks] = weakref.WeakSet()
+
+
+def within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """The answer of a store, or None if it fails or takes longer: its own calls can wait for ever."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, name="thinwire-store", daemon=True)
+    with contextlib.suppress(RuntimeError):  # newer Pythons start none while they end
+        thread.start()
+        thread.join(seconds)
+    return answers[0] if answers else None
+
+
+@atexit.register
+def _tell_the_end() -> None:
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    for ranks in list(_open):
+        ranks.leave("has ended its program" if error is None else f"has ended with {in_words(error)}")
+
+
+def in_words(error: BaseException) -> str:
+    """Kind and first line of an exception."""
+    text = str(error).split("\n")[0][:120].rstrip(". ")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class LateRanks:
@@ -29,22 +67,42 @@ class LateRanks:
         # The error handler must not share a connection with a thread that may be blocked on it.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
+        self._said = False
+        _open.add(self)
+
+    def close(self) -> None:
+        """There is nothing to report any more."""
+        self._said = True
+
+    def leave(self, why: str) -> None:
+        """Note for the others that this rank goes on no more, and why, unless it has left a note already."""
+        if not self._said:
+            self._said = True
+            within(
+                _LEAVING_SECONDS, lambda: self._store.set(f"{self._prefix}/{self._place}", json.dumps({"left": why}))
+            )
 
     def report(self, step: int, bucket: str, where: str) -> str:
         """Leave this rank's note, wait for the others', and say in a sentence who is missing."""
-        try:
-            note = json.dumps({"step": step, "bucket": bucket, "where": where})
-            self._store.set(f"{self._prefix}/{self._place}", note)
-            missing = self._wait()
-        except Exception:
-            return f"rank {self._ranks[0]} (or whoever holds the store) does not answer any more"
+        self._said = True
+        answer = within(WAIT_SECONDS + 2.0, lambda: self._report(step, bucket, where))
+        return answer or (
+            f"rank {self._ranks[0]} (or whoever holds the store) does not answer any more: dead, frozen or cut off"
+        )
+
+    def _report(self, step: int, bucket: str, where: str) -> str:
+        mine = json.dumps({"step": step, "bucket": bucket, "where": where})
+        self._store.set(f"{self._prefix}/{self._place}", mine)
+        missing = self._wait()
+        notes = {self._ranks[p]: self._read(p) for p in range(len(self._ranks)) if p not in missing}
+        left = [f"rank {rank} {note['left']}" for rank, note in notes.items() if "left" in note]
         if missing:
-            names = ", ".join(f"rank {self._ranks[place]}" for place in missing)
-            return f"{names} did not report: dead or late"
-        notes = {self._ranks[p]: self._read(p) for p in range(len(self._ranks))}
-        places = {f"step {n['step']}, bucket {n['bucket']}": [] for n in notes.values()}  # type: ignore[var-annotated]
-        for rank, n in notes.items():
-            places[f"step {n['step']}, bucket {n['bucket']}"].append(rank)
+            left.append(", ".join(f"rank {self._ranks[place]}" for place in missing) + " did not report: dead or late")
+        if left:
+            return "; ".join(left)
+        places: dict[str, list[int]] = {}
+        for rank, note in notes.items():
+            places.setdefault(f"step {note['step']}, bucket {note['bucket']}, {note['where']}", []).append(rank)
         if len(places) == 1:
             return "all ranks failed at the same place"
         return "the ranks are at different places: " + "; ".join(f"{place}: ranks {r}" for place, r in places.items())

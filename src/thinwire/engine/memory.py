@@ -32,21 +32,43 @@ class Memory:
             room = -(-sum(sizes) // ranks) * ranks
             self.buffer = torch.empty(room, dtype=first.dtype, device=first.device)
             pieces = self.buffer[: sum(sizes)].split(sizes)
-            self.views = [piece.view(s.shape) for s, piece in zip(self.slots, pieces)]
+            self.views = [piece.as_strided(p.shape, strides_of(p)) for p, piece in zip(parameters, pieces)]
             self.gradients = [view.data for view in self.views]
 
     def bucket(self, index: int, scale: Tensor | None) -> Bucket:
         """A step's bucket of the gradients that are there now."""
         for slot, parameter in zip(self.slots, self.parameters):
-            grad = parameter.grad
+            grad = parameter.grad if parameter.requires_grad else None  # frozen since: what is left there is not ours
             slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
             slot.result = None
+            if grad is not None and grad.is_cuda:
+                grad.record_stream(torch.cuda.current_stream(grad.device))  # freed while a side stream still reads it
         self.used = [slot.value is not None for slot in self.slots]
         self.handed_over = False
         if self._made is None:
             self._made = Bucket(index, self.slots, buffer=self.buffer, kept=self.kept, views=self.views)
         self._made.renew(scale)
         return self._made
+
+
+def strides_of(parameter: Tensor) -> tuple[int, ...]:
+    """The strides that autograd gives a parameter's gradient: its own where they leave no gaps."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def delivered(parameter: Tensor, result: Tensor, value: Tensor | None, *, copy: bool) -> Tensor:
+    """An average as a tensor that can be ``.grad``: in the parameter's strides, with a version counter of its own.
+
+    Args:
+        parameter: whose.
+        result: the average.
+        value: the gradient that autograd left, which may be overwritten.
+        copy: the memory of ``result`` will be used again.
+    """
+    if not copy and result.stride() == strides_of(parameter):
+        return result.data
+    own = torch.empty_like(parameter, dtype=result.dtype) if value is None else value
+    return own.detach().copy_(result)
 
 
 def teach_malloc() -> None:

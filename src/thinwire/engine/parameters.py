@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -13,12 +13,25 @@ from thinwire.program import Method
 
 @dataclass(frozen=True, eq=False)
 class Managed:
-    """One trainable parameter. ``dense``: kept out of the method's hands, in S-SGD buckets."""
+    """One trainable parameter, as it was at ``attach``. ``dense``: kept out of the method's hands, in S-SGD buckets."""
 
     index: int
     name: str
     parameter: nn.Parameter
     dense: bool
+    dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", self.parameter.dtype)
+        object.__setattr__(self, "device", self.parameter.device)
+
+    @property
+    def description(self) -> str:
+        """What ranks compare: shape, dtype, strides unless contiguous, and whether it stays dense."""
+        p = self.parameter
+        strides = "" if p.is_contiguous() else f" strides {list(p.stride())}"
+        return f"{list(p.shape)} {p.dtype}{strides}{' dense' if self.dense else ''}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,7 +84,10 @@ def managed_parameters(model: nn.Module, method: Method, dense: DenseRule) -> li
 
 
 def check_optimizers(managed: Iterable[Managed], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise ``ValueError`` unless the optimizers own every managed parameter."""
+    """Raise ``ValueError`` unless the optimizers, if there are any, own every managed parameter."""
+    optimizers = list(optimizers)
+    if not optimizers:
+        return
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     missing = [m.name for m in managed if id(m.parameter) not in owned]
     if missing:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thinwire.program import State
+
 logger = logging.getLogger("thinwire")
 
 _warned = False
+_FRAMES = 16  # between a hook and the script, with a wrapper or two
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
@@ -24,6 +28,31 @@ def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
         return None
     scale: Tensor = scaler.scale(torch.ones((), dtype=torch.float32, device=device)).detach()
     return scale
+
+
+def found_scaler(state: State, device: torch.device) -> Any:
+    """From a hook of an optimizer: the ``GradScaler`` whose ``step(optimizer)`` has called it, or None.
+
+    Residuals that were kept with its scale in them are divided by it.
+    """
+    scaler = _calling_scaler()
+    if scaler is not None:
+        if (scale := loss_scale(scaler, device)) is not None:
+            state.rescale(1.0 / float(scale))
+        logger.info("thinwire: found the GradScaler of this optimizer; residuals are kept without its scale")
+    return scaler
+
+
+def _calling_scaler() -> Any:
+    """Nothing else tells which scaler belongs to an optimizer: no public call of torch, no loss that passes by here."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if isinstance(found := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return found
+    return None
 
 
 def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:

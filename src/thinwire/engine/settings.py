@@ -13,7 +13,10 @@ from thinwire.program import Plan
 class Settings:
     """The options of ``attach`` that are not the method's."""
 
-    unused: str = "zero"
+    start_compression_step: int | None = None
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    broadcast_buffers: bool = True
     pinned: Plan | None = None
     timeout: timedelta | None = None
     check_order: bool = False

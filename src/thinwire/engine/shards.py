@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thinwire.engine.memory import Memory
@@ -20,6 +20,7 @@ class Shards:
         paused: their programs, by bucket.
         light: which of them only receive and copy.
         where: per parameter its bucket, and its place there.
+        sums: per bucket, ``Method.sums`` of its method.
     """
 
     buckets: list[Bucket]
@@ -27,6 +28,7 @@ class Shards:
     paused: Mapping[int, Paused]
     light: list[int]
     where: list[tuple[int, int]]
+    sums: Sequence[Callable[[Sequence[int]], bool]]
     gathering: bool = False
     received: set[int] = field(default_factory=set)
 

@@ -29,6 +29,7 @@ class Stats:
     Attributes:
         method: what runs. note: why that is not what was asked for, if so. world_size: ranks.
         steps: synchronised backwards. rejected_steps: those with a non-finite value, whose state was not kept.
+        dropped_steps: those whose gradients no optimizer used, of methods with residuals; their state was not kept.
         bytes_sent: on the wire by this rank. dense_bytes: what S-SGD in the gradients' dtype would have sent.
         exposed_seconds: time that backward, and with a decoupled method the forward, waited for communication.
         deferred_seconds: the forward's share of it. rebuilt: whether the plan follows arrival order.
@@ -40,6 +41,7 @@ class Stats:
     world_size: int
     steps: int = 0
     rejected_steps: int = 0
+    dropped_steps: int = 0
     bytes_sent: int = 0
     dense_bytes: int = 0
     exposed_seconds: float = 0.0

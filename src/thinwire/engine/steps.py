@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -12,25 +14,36 @@ from torch import Tensor, nn
 
 from thinwire.engine.alone import Alone
 from thinwire.engine.backward_end import BackwardEnd
+from thinwire.engine.buffers import Buffers
 from thinwire.engine.channel import Channel
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.companion import Companion
 from thinwire.engine.deferred import Deferred
 from thinwire.engine.delivered import Delivered
-from thinwire.engine.memory import Memory, teach_malloc
+from thinwire.engine.hooks import ModuleHook
+from thinwire.engine.late_parameters import LateParameters
+from thinwire.engine.memory import Memory, delivered, teach_malloc
 from thinwire.engine.parameters import Managed, managed_parameters
 from thinwire.engine.pilot import Decision, Pilot
 from thinwire.engine.planning import make_plan, trace_plan
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.restart import tell_reset
-from thinwire.engine.scaler import loss_scale
+from thinwire.engine.scaler import found_scaler, loss_scale
 from thinwire.engine.second_plan import second_plan
 from thinwire.engine.settings import Settings
 from thinwire.engine.shards import Shards
+from thinwire.engine.step_watch import StepWatch
 from thinwire.methods.decoupling import deferring
-from thinwire.program import Bucket, Method, Plan, Program, State, Topology
+from thinwire.program import Bucket, Method, Plan, Program, State, Topology, is_identity
 
-ATTACHED = "_thinwire_sync"
+logger = logging.getLogger("thinwire")
+
+_attached: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def attached_to(model: nn.Module) -> Any:
+    """The GradientSync of a model, or None. A copy of the model has none."""
+    return _attached.get(id(model))
 
 
 class Steps:
@@ -54,6 +67,7 @@ class Steps:
         self._dense = dense
         self._managed = managed
         self._by_name = {m.name: m for m in managed}
+        self._names = {id(m.parameter): m.name for m in managed}
         self._comm = communicator
         self.scaler = scaler
         self.optimizers = tuple(optimizers)
@@ -63,6 +77,7 @@ class Steps:
         self.topology = topology
         self.rank = communicator.rank if communicator else 0
         self.state = State(self.rank, topology)
+        self._exact = False  # the method has not begun
         self._enabled = True
         self._owed = False  # gradients of a no_sync pass wait to be reduced
         self._handles: list[Any] = []
@@ -79,6 +94,13 @@ class Steps:
         self._deferred: Deferred | None = None
         self._inline = False  # programs of one exchange run in the thread of backward
         self._delivered = Delivered()
+        self._late = LateParameters(model)
+        self._watch = StepWatch(
+            lambda: self.state, lambda: self._names, expected=bool(optimizers), before=self._before_step
+        )
+        self._buffers_of_model: Buffers | None = None
+        self._told_unused = self._fresh = False
+        self._hands_over = settings.gradient_as_bucket_view
         self._end = BackwardEnd(self._finish)
         order = [m.index for m in reversed(managed)]
         backend = communicator.backend if communicator else "none"
@@ -89,21 +111,23 @@ class Steps:
             communicator.agree(self._facts(first))
             self._inline = communicator.backend == "gloo" and not communicator.spare_cores()
             communicator.broadcast([*model.parameters(), *model.buffers()])
+            if settings.broadcast_buffers and isinstance(communicator, Communicator):
+                self._buffers_of_model = Buffers(model, communicator)
             self._adopt(first)
             communicator.start()
             if communicator.device.type == "cpu":
                 teach_malloc()
             if (options := deferring(method)) is not None:
                 self._deferred = Deferred(model, managed, optimizers, communicator, self.state, options, self._fail)
-            self._install(optimizers)
+            self._install()
         else:
             self.plan = first
-        object.__setattr__(model, ATTACHED, self)
+        _attached[id(model)] = self
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
     def _facts(self, plan: Plan) -> dict[str, Any]:
-        kinds = {m.name: f"{list(m.shape)} {m.parameter.dtype}{' dense' if m.dense else ''}" for m in self._managed}
+        kinds = {m.name: m.description for m in self._managed}
         options = {key: str(value) for key, value in self.method.options().items()}
         return {
             "method": self.method.name,
@@ -113,7 +137,9 @@ class Steps:
             "frozen": [f"{n} {list(p.shape)}" for n, p in self.model.named_parameters() if not p.requires_grad],
             "buffers": [f"{n} {list(b.shape)}" for n, b in self.model.named_buffers()],
             "topology": list(self.topology.layout),
-            "unused": self._settings.unused,
+            "start_compression_step": self._start,
+            "find_unused_parameters": self._settings.find_unused_parameters,
+            "broadcast_buffers": self._settings.broadcast_buffers,
             "plan": plan.hash,
         }
 
@@ -123,6 +149,9 @@ class Steps:
         self.plan = plan
         traced = trace_plan(plan, self.method, self._dense, self._managed, self.topology, self.rank)
         self._comm.open_lanes(bucket for phase in traced for bucket in phase)
+        if self.state.step < self._start:
+            exact = trace_plan(plan, self._dense, self._dense, self._managed, self.topology, self.rank)
+            self._comm.open_lanes(bucket for phase in exact for bucket in phase)
         self._traced = traced
         self._where: list[list[int]] = []
         for phase in plan.phases:
@@ -133,7 +162,13 @@ class Steps:
             self._where.append(where)
         self._memory: dict[tuple[int, int], Memory] = {}
 
-    def _install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    @property
+    def _start(self) -> int:
+        """The first step at which the method runs."""
+        asked = self._settings.start_compression_step
+        return self.method.exact_start if asked is None else asked
+
+    def _install(self) -> None:
         for m in self._managed:
             self._handles.append(m.parameter.register_post_accumulate_grad_hook(partial(self._arrive, m.index)))
         readers: set[nn.Module] = set()
@@ -143,11 +178,9 @@ class Steps:
             self._update_before_untraced = torch.compiler.disable(self._update_before)
         for module in self.model.modules():
             if module in readers:
-                self._handles.append(module.register_forward_pre_hook(self._reader_hook, prepend=True))
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._reader_hook), prepend=True))
             elif module is self.model or any(True for _ in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(self._forward_hook))
-        for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_post_hook(self._stepped))
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._forward_hook)))
 
     # --- hooks ---------------------------------------------------------------------------------------------------
 
@@ -171,8 +204,18 @@ class Steps:
         if self._pilot is not None and timed and not self._running:
             self._pilot.timings.forward()
 
-    def _stepped(self, *_: Any) -> None:
-        self._delivered.fresh = False
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer of the process is about to step."""
+        if self._comm is None:
+            return
+        ours = self._late.check(optimizer, self._names)
+        if ours and self._running:
+            raise RuntimeError(
+                "optimizer.step() in the middle of the exchange: .grad holds the averages when backward() has ended, "
+                "so step() cannot be called from a hook inside it (nor after a backward that ended with an exception)"
+            )
+        if ours and self.scaler is None and self.method.has_residual:
+            self.scaler = found_scaler(self.state, self._comm.device)
 
     def _arrive(self, index: int, parameter: Tensor) -> None:
         if not self._enabled:
@@ -186,7 +229,12 @@ class Steps:
                 f"{self._managed[index].name} received a gradient twice in one backward, after its exchange had begun; "
                 "use torch.utils.checkpoint with use_reentrant=False, or share the module less"
             )
-        if self._delivered.fresh and self._delivered.added_to(index, parameter.grad):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise TypeError(
+                f"{self._managed[index].name} received a sparse gradient, which thinwire does not exchange: use "
+                "sparse=False"
+            )
+        if self._fresh and self._delivered.added_to(index, parameter.grad):
             raise RuntimeError(
                 "a second backward on top of averaged gradients: wrap all but the last in `with sync.no_sync():`, "
                 "or call optimizer.step() and zero_grad() in between"
@@ -206,7 +254,7 @@ class Steps:
         assert self._comm is not None
         light, once = self._method_of(bucket).light, self._once(bucket)
         self._comm.executor.ready(bucket, light=once and (light or self._inline))
-        if light and once and (made := self._buckets[bucket]) is not None and made.filled:
+        if light and once and self._hands_over and (made := self._buckets[bucket]) is not None and made.filled:
             self._hand_over(made)
 
     def _once(self, bucket: int) -> bool:
@@ -223,7 +271,7 @@ class Steps:
         memory.handed_over = True
         deferred = self._deferred is not None
         for slot, parameter, grad in zip(memory.slots, memory.parameters, memory.gradients):
-            if slot.value is None:  # unused here: gets its average at the end
+            if slot.value is None:  # unused here: gets its average at the end, if it is used elsewhere
                 memory.handed_over = False
             else:
                 slot.value = slot.result
@@ -235,10 +283,17 @@ class Steps:
         if self._broken:
             raise RuntimeError(f"this GradientSync is unusable after an earlier failure: {self._broken}")
         assert self._comm is not None
+        self._check_dtypes()
+        self._fresh = self._watch.fresh
+        self._watch.begin()
         if self._decision is not None:  # nothing is pending any more
             self._follow(self._decision)
         tell_reset(self.method, self.state)
         phase = self.state.step % len(self.plan.phases)
+        exact, self.state.start = self.state.step < self._start, self._start
+        if exact != self._exact:
+            self._exact = exact
+            self._memory.clear()  # it is the other method's
         self._running = True
         self._began = time.perf_counter()
         self._phase = phase
@@ -258,6 +313,8 @@ class Steps:
             self._deferred.begin()
         names = [entry.names for entry in self._entries]
         self._comm.begin(self.state.step, names, self._program, pause=self._deferred is not None)
+        if self._buffers_of_model is not None:
+            self._buffers_of_model.send()
         for index, left in enumerate(self._left):
             if not left:  # nothing of it is expected: what earlier passes left there is all
                 self._ready(index)
@@ -276,7 +333,7 @@ class Steps:
 
     def _method_of(self, bucket: int) -> Method:
         entry = self._entries[bucket]
-        return entry.applied(self._dense if entry.dense else self.method)
+        return entry.applied(self._dense if entry.dense or self._exact else self.method)
 
     def _finish(self) -> None:
         """End of backward: launch what is left, wait, commit, deliver."""
@@ -295,12 +352,15 @@ class Steps:
             self._fail(failure)
         if self._settings.check_order:
             self._comm.check_order()
+        if self._buffers_of_model is not None:
+            self._buffers_of_model.receive()
         if self._deferred is not None:
             self._defer()
         else:
-            used = self._used_anywhere() if self._settings.unused == "exact" else None
+            used = self._used_anywhere() if self._settings.find_unused_parameters else None
             self._commit()
             self._deliver(used)
+        self._watch.delivered()
         self._running = self._owed = False
         self._expected = None
         self._dense_bytes += self._dense_bytes_per_step()
@@ -321,6 +381,7 @@ class Steps:
             self.method = decision.method
             self._managed = managed_parameters(self.model, self.method, self._settings.dense)
             self._by_name = {m.name: m for m in self._managed}
+            self._names = {id(m.parameter): m.name for m in self._managed}
         self.why = decision.why
         self._adopt(decision.plan)
 
@@ -333,8 +394,8 @@ class Steps:
     def _commit(self) -> None:
         assert self._comm is not None
         if self._comm.device.type == "cuda":
-            self.state.end_step_on_device()
-        elif not self.state.end_step():
+            self.state.end_step_on_device(hold=self._watch.hold)
+        elif not self.state.end_step(hold=self._watch.hold):
             self._rejected += 1
 
     def _used_anywhere(self) -> list[bool]:
@@ -344,24 +405,54 @@ class Steps:
         return [any(row[i] for row in everyone) for i in range(len(mine))]
 
     def _deliver(self, used: list[bool] | None) -> None:
+        """Put the averages into ``.grad``, but of parameters that are frozen, or that no rank has used."""
         self._delivered.renew()
-        plain = used is None and not self.method.has_residual
-        for bucket in self._buckets:
+        watched = self.method.has_residual
+        for index, bucket in enumerate(self._buckets):
             assert bucket is not None
-            if plain and self._memory[self._phase, bucket.index].handed_over:
+            memory = self._memory[self._phase, index]
+            if memory.handed_over and used is None and not watched:
                 continue
-            for slot in bucket.slots:
+            method = self._method_of(index)
+            for place, (slot, parameter) in enumerate(zip(memory.slots, memory.parameters)):
                 m = self._by_name[slot.name]
-                if used is not None and not used[m.index]:
-                    m.parameter.grad = None
-                elif slot.result is not None:
-                    grad = m.parameter.grad
-                    if grad is None or grad.data_ptr() != slot.result.data_ptr() or grad.shape != slot.result.shape:
-                        m.parameter.grad = slot.result.data  # .data: a version counter of its own
-                if self.method.has_residual and (grad := m.parameter.grad) is not None:
-                    self._delivered.note(m.index, grad)
+                result, value = slot.result, slot.value
                 slot.value = slot.result = None  # the gradients' memory is not ours to keep
+                if not parameter.requires_grad:
+                    continue
+                if not memory.used[place] and self._unused(m, method, result, used):
+                    parameter.grad = None
+                elif result is not None:
+                    grad = parameter.grad
+                    if grad is None or grad.data_ptr() != result.data_ptr() or grad.stride() != result.stride():
+                        reused = memory.buffer is not None and not self._hands_over
+                        parameter.grad = delivered(parameter, result, value, copy=reused)
+                if watched and (grad := parameter.grad) is not None:
+                    self._delivered.note(m.index, grad)
         self._buckets = []
+
+    def _unused(self, m: Managed, method: Method, result: Tensor | None, used: list[bool] | None) -> bool:
+        """Whether a parameter that this rank has not used was used by no rank."""
+        if used is not None:
+            return not used[m.index]
+        if method.sums(m.shape):
+            return result is None or is_identity(result)
+        if not self._told_unused:
+            self._told_unused = True
+            logger.warning(
+                "thinwire: %s had no gradient on rank %d, which %s counts as zero: if no rank uses it, weight decay "
+                "and momentum go on moving it. attach(..., find_unused_parameters=True) leaves .grad at None there, "
+                "for one small exchange more per step", m.name, self.rank, method.name,
+            )  # fmt: skip
+        return False
+
+    def _check_dtypes(self) -> None:
+        for m in self._managed:
+            if m.parameter.dtype is not m.dtype or m.parameter.device != m.device:
+                raise RuntimeError(
+                    f"{m.name} is {m.parameter.dtype} on {m.parameter.device} now, but was {m.dtype} on {m.device} "
+                    "when the model was attached: detach(), change the model, and attach again"
+                )
 
     def _defer(self) -> None:
         """Leave the rest of the step to ``optimizer.step()`` and the next forward."""
@@ -374,9 +465,10 @@ class Steps:
                 where[self._by_name[name].index] = b, place
         light = [b for b in range(len(buckets)) if self._method_of(b).light or self._inline]
         memories = [self._memory[self._phase, b] for b in range(len(buckets))]
-        shards = Shards(buckets, memories, self._comm.executor.paused, light, where)
+        sums = [self._method_of(b).sums for b in range(len(buckets))]
+        shards = Shards(buckets, memories, self._comm.executor.paused, light, where, sums)
         started = time.perf_counter()
-        finite = self._deferred.take(shards, exact=self._settings.unused == "exact")
+        finite = self._deferred.take(shards, exact=self._settings.find_unused_parameters)
         self._exposed += time.perf_counter() - started
         if finite is not None and self.method.has_residual:
             self.state.verdict(finite())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,15 +14,16 @@ from torch import Tensor
 from thinwire.engine import clip, persistence
 from thinwire.engine.channel import Channel
 from thinwire.engine.communicator import Communicator
+from thinwire.engine.late import in_words
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.settings import Settings
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.engine.steps import ATTACHED, Steps
+from thinwire.engine.steps import Steps, _attached, attached_to
 from thinwire.planner.costs import Costs, assumed_compute
 from thinwire.planner.timeline import write_trace
 from thinwire.program import Plan, PlanBucket, Program, Scope, Topology
 
-__all__ = ["ATTACHED", "GradientSync", "Settings"]
+__all__ = ["GradientSync", "Settings", "attached_to"]
 
 
 class GradientSync(Steps):
@@ -51,8 +53,9 @@ class GradientSync(Steps):
             if not self._deferred.accumulated:
                 return
         if self._comm is not None and self._enabled and not self._running:
-            if self._delivered.fresh and not self.agree(self._owed):
+            if not self.agree(self._owed):
                 return  # what is there is averaged already
+            self.state.commit(self._by_name)  # earlier averages are still in .grad
             self._begin()
             self._rebuilt, before = True, self._rebuilt
             self._finish()
@@ -186,6 +189,7 @@ class GradientSync(Steps):
             world_size=self.topology.world_size,
             steps=self.state.step,
             rejected_steps=self._rejected,
+            dropped_steps=self._watch.dropped,
             bytes_sent=ledger.total,
             dense_bytes=self._dense_bytes,
             exposed_seconds=self._exposed + (self._deferred.exposed_seconds if self._deferred else 0.0),
@@ -267,6 +271,11 @@ class GradientSync(Steps):
 
     def detach(self) -> None:
         """Take the hooks out, end the communicator thread, give the process groups back. Idempotent, local."""
+        error = sys.exc_info()[1]
+        if self._running and self._broken is None:
+            self._broken = "it was detached in the middle of an exchange"
+        if isinstance(self._comm, Communicator) and (self._running or error is not None):
+            self._comm.leave(f"has left at step {self.state.step}" + (f" with {in_words(error)}" if error else ""))
         try:
             if self._deferred is not None:
                 self._deferred.detach(broken=self._broken is not None)
@@ -285,8 +294,9 @@ class GradientSync(Steps):
         self._channels.clear()
         if self._comm is not None:
             self._comm.close(broken=self._broken is not None)
-        if getattr(self.model, ATTACHED, None) is self:
-            object.__delattr__(self.model, ATTACHED)
+        self._watch.close()
+        if attached_to(self.model) is self:
+            del _attached[id(self.model)]
 
     def __enter__(self) -> GradientSync:
         return self

@@ -43,8 +43,8 @@ class ACP(LowRank, Decoupling):
         min_rate: least gain, in elements, for a tensor to be compressed.
         error_feedback: keep what was not sent and add it to the next gradient; False is for ablations.
         seed: of the first bases.
-        dense_steps: plain S-SGD steps at the start.
-        verify_every: steps between checks that the bases are bitwise equal on all ranks (also at step 1); 0: never.
+        verify_every: steps between checks that the bases are bitwise equal on all ranks (also at the second that is
+            compressed); 0: never.
         merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order: equal bits under any plan.
         collective, decoupled, guard, eager, check: as of :class:`~thinwire.methods.ssgd.SSGD`.
@@ -99,10 +99,10 @@ class ACP(LowRank, Decoupling):
         """One all-reduce of the moving factor; even steps move P, odd ones Q."""
         low, dense = self.sort(bucket)
         step = state.step  # before the rest waits: it may be counted meanwhile
-        if (not low or step < self.dense_steps) and self.decoupled:
+        if not low and self.decoupled:
             yield from average_decoupled(bucket, state, watch=True)
             return
-        if not low or step < self.dense_steps:
+        if not low:
             yield from average_flat(bucket, state, ordered=self.ordered, watch=True, collective=self.collective)
             return
         moving, fixed = ("p", "q") if step % 2 == 0 else ("q", "p")

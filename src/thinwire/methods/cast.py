@@ -86,6 +86,10 @@ class Cast(Decoupling, Method):
         sizes = super().payload(shapes, phase)
         return linear8.payload(sizes, self.block) if self.dtype == torch.int8 else [-(-size // 2) for size in sizes]
 
+    def sums(self, shape: Sequence[int]) -> bool:
+        """In 16 bits."""
+        return self.dtype != torch.int8
+
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:

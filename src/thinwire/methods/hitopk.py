@@ -60,6 +60,7 @@ class HiTopK(Method):
 
     name: ClassVar[str] = "hitopk"
     has_residual: ClassVar[bool] = True
+    exact_start: ClassVar[int] = 2
     shards: ClassVar[bool] = True
     collective: ClassVar[str] = "three_phase"  # of the buckets beside it that stay dense, which are small
 

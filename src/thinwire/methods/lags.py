@@ -40,6 +40,7 @@ class LAGS(Method):
 
     name: ClassVar[str] = "lags"
     has_residual: ClassVar[bool] = True
+    exact_start: ClassVar[int] = 2
 
     max_ratio: float = 1000
     exposed_seconds: float = 0.0

@@ -27,6 +27,7 @@ class LowRank(Method):
     """The options of the low-rank methods; see :class:`~thinwire.methods.acp.ACP`."""
 
     has_residual: ClassVar[bool] = True
+    exact_start: ClassVar[int] = 2
     factors: ClassVar[float] = 1.0  # of r (n + m) elements, the share that one step sends
 
     rank: int = 4
@@ -34,7 +35,6 @@ class LowRank(Method):
     min_rate: float = 2.0
     error_feedback: bool = True
     seed: int = 0
-    dense_steps: int = 0
     verify_every: int = 1000
     merge: Any = "auto"
     ordered: bool = False
@@ -46,7 +46,6 @@ class LowRank(Method):
             raise ValueError(f"min_rate={self.min_rate!r} must be a number of at least 0")
         check_flag("error_feedback", self.error_feedback)
         check_count("seed", self.seed)
-        check_count("dense_steps", self.dense_steps)
         check_count("verify_every", self.verify_every)
         check_merge(self.merge)
         check_flag("ordered", self.ordered)
@@ -64,6 +63,10 @@ class LowRank(Method):
             return min(self.rank, n, m)
         pays = self.rank * (n + m) * self.factors * self.min_rate < size
         return self.rank if self.rank < min(n, m) and pays else 0
+
+    def sums(self, shape: Sequence[int]) -> bool:
+        """Of what is not compressed."""
+        return not self.rank_of(shape)
 
     def sort(self, bucket: Bucket) -> tuple[list[Slot], list[Slot]]:
         """The bucket's compressed slots and its dense ones."""
@@ -94,7 +97,12 @@ def pack(factors: Sequence[Tensor], dense: Sequence[Slot] = (), ranks: int = 1) 
     """One message, a copy: the factors, then the dense gradients over ``ranks`` (as ``average_flat`` sends them)."""
     message = torch.cat([x.reshape(-1) for x in factors] + [slot.gradient().reshape(-1) for slot in dense])
     if dense:
-        message[sum(x.numel() for x in factors) :].mul_(1.0 / ranks)
+        begin = sum(x.numel() for x in factors)
+        message[begin:].mul_(1.0 / ranks)
+        for slot in dense:
+            if slot.value is not None:
+                message[begin : begin + 1].add_(0.0)  # not -0.0, which says that nobody used it
+            begin += slot.numel
     return message
 
 
@@ -122,7 +130,7 @@ def verify_bases(
         RuntimeError: they differ; names the tensors.
     """
     every = method.verify_every
-    due = every > 0 and (step == 1 or (step > 0 and step % every == 0))
+    due = every > 0 and (step == state.start + 1 or (step > 0 and step % every == 0))
     if not due or state.size == 1 or bases[0].device.type == "meta":
         return
     hashes = yield AllGather(torch.tensor([basis_hash(basis) for basis in bases], device=bases[0].device))

@@ -70,7 +70,7 @@ class PowerSGD(LowRank):
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """All-reduce A Q and the dense rest, then At P (tall matrices: transposed)."""
         low, dense = self.sort(bucket)
-        if not low or state.step < self.dense_steps:
+        if not low:
             yield from average_flat(bucket, state, ordered=self.ordered, watch=True)
             return
         matrices = [self._matrix(slot, state) for slot in low]

@@ -44,6 +44,10 @@ class SSGD(Decoupling, Method):
         check_collective(self.collective, ordered=self.ordered)
         check_decoupling(self, collective=self.collective)
 
+    def sums(self, shape: Sequence[int]) -> bool:
+        """Always."""
+        return True
+
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:

@@ -60,6 +60,7 @@ class TopK(Method):
 
     name: ClassVar[str] = "topk"
     has_residual: ClassVar[bool] = True
+    exact_start: ClassVar[int] = 2
 
     density: float
     exchange: str = "allgather"

@@ -27,6 +27,11 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.device.type != "meta" and a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
 
 
+def is_identity(x: Tensor) -> bool:
+    """Whether a sum over the ranks is of nothing: each brought -0.0, what adding changes nothing (a host read)."""
+    return not bool(x.any()) and bool(torch.signbit(x).all())
+
+
 class Slot:
     """One parameter's gradient in a bucket.
 
@@ -60,9 +65,9 @@ class Slot:
         self.result: Tensor | None = None
 
     def raw(self) -> Tensor:
-        """The gradient as autograd left it; zeros where unused."""
+        """The gradient as autograd left it; where unused -0.0, so that a sum over ranks shows whether any used it."""
         if self.value is None:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            return torch.full(self.shape, -0.0, dtype=self.dtype, device=self.device)
         return self.value
 
     def gradient(self) -> Tensor:
@@ -116,6 +121,7 @@ class Bucket:
         self.device = self.slots[0].device
         self._buffer = buffer
         self._views = views
+        self._firsts: list[Tensor] | None = None
         self._flat: Tensor | None = None
         for slot in self.slots:
             if slot.dtype != self.dtype:
@@ -161,7 +167,7 @@ class Bucket:
         for slot, view in zip(self.slots, self.split(flat) if self._views is None else self._views):
             slot.result = view
             if slot.value is None:
-                view.zero_()
+                view.fill_(-0.0)
             elif factor is not None and slot.numel >= _LARGE:
                 torch.mul(slot.value, factor, out=view)
             else:
@@ -171,7 +177,20 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
             if factor is not None:
                 torch._foreach_mul_(targets, factor)
+        if self._views is not None:
+            self._mark_used(flat)
         return flat
+
+    def _mark_used(self, flat: Tensor) -> None:
+        """Let the first element of every gradient that is there be another than -0.0: 0.0 is added."""
+        if self._firsts is None:
+            self._firsts, begin = [], 0
+            for slot in self.slots:
+                self._firsts.append(flat[begin : begin + min(1, slot.numel)])
+                begin += slot.numel
+        used = [first for slot, first in zip(self.slots, self._firsts) if slot.value is not None and slot.numel]
+        if used:
+            torch._foreach_add_(used, 0.0)
 
     def padded(self, multiple: int) -> Tensor | None:
         """``flat`` with zeros behind it up to a multiple of so many elements; None where the buffer has no room."""

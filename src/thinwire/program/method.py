@@ -28,6 +28,7 @@ class Method(abc.ABC):
         phases: number of fusion plans; step % phases chooses (ACP has two).
         has_residual: whether something is held back for a later step.
         exact: whether the result is the plain average.
+        exact_start: exact steps that a training begins with by default, before residuals and bases say anything.
         light: whether what comes before the first exchange costs no more than a copy.
         shards: whether its residual is of a part of the bucket, a slice of each parameter (``State.stage_slice``).
         alone: what a single rank, which runs S-SGD instead, has to do without; a clause for people.
@@ -37,6 +38,7 @@ class Method(abc.ABC):
     phases: ClassVar[int] = 1
     has_residual: ClassVar[bool] = False
     exact: ClassVar[bool] = False
+    exact_start: ClassVar[int] = 0
     light: ClassVar[bool] = False
     shards: ClassVar[bool] = False
     alone: ClassVar[str] = ""
@@ -48,6 +50,10 @@ class Method(abc.ABC):
 
     def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
         """Whether ``attach(dense="auto")`` should keep this parameter in plain S-SGD buckets."""
+        return False
+
+    def sums(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape arrives as the plain sum of what ranks bring, so that -0.0 stays -0.0."""
         return False
 
     def beside(self) -> Method | None:

@@ -1,8 +1,10 @@
 """What a method remembers between steps, by parameter name, in two phases.
 
 A program *stages* its new state while the step is still running; when the last bucket has ended, whoever runs the
-programs commits everything, if every verdict of the step holds, or nothing. So one overflow on one rank costs one step
-and never poisons a residual. The price is a second copy of the residuals while a step is in flight.
+programs accepts everything, if every verdict of the step holds, or nothing. So one overflow on one rank costs one step
+and never poisons a residual. What was accepted is in force at once, or *pending* until an optimizer has used the
+gradients: if they are dropped instead, so is what was held back of them. The price is a second copy of the residuals
+until then.
 
 Three kinds of memory. *Residuals* and *local* fields (a momentum) are this rank's own: a restart on another number of
 ranks hands their mean to every rank. *Shared* fields (a factor) are equal on all ranks.
@@ -10,7 +12,9 @@ ranks hands their mean to every rank. *Shared* fields (a factor) are equal on al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +36,38 @@ def extend(part: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     return whole.view(torch.Size(shape))
 
 
+@dataclass
+class _Changes:
+    """New state that is not in force."""
+
+    residuals: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    offsets: dict[str, int] = dataclasses.field(default_factory=dict)
+    fields: dict[Key, Tensor] = dataclasses.field(default_factory=dict)
+    locals: dict[Key, Tensor] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.residuals or self.fields or self.locals)
+
+    def clear(self) -> None:
+        for kind in (self.residuals, self.offsets, self.fields, self.locals):
+            kind.clear()
+
+    def update(self, other: _Changes) -> None:
+        self.residuals.update(other.residuals)
+        self.offsets.update(other.offsets)
+        self.fields.update(other.fields)
+        self.locals.update(other.locals)
+
+    def pop(self, names: Container[str]) -> _Changes:
+        """Take out what is there of these parameters."""
+        return _Changes(
+            {name: self.residuals.pop(name) for name in [*self.residuals] if name in names},
+            {name: self.offsets.pop(name) for name in [*self.offsets] if name in names},
+            {key: self.fields.pop(key) for key in [*self.fields] if key[1] in names},
+            {key: self.locals.pop(key) for key in [*self.locals] if key[1] in names},
+        )
+
+
 class State:
     """One rank's memory.
 
@@ -39,6 +75,7 @@ class State:
         rank: this rank. size: number of ranks. topology: which rank sits where.
         step: synchronised backwards so far, accepted or not; known on the host, so programs may branch on it.
         lr: the learning rate, where the caller knows it.
+        start: the first step at which the method runs; exact averages before.
     """
 
     def __init__(self, rank: int, topology: Topology) -> None:
@@ -47,14 +84,12 @@ class State:
         self.topology = topology
         self.step = 0
         self.lr: float | None = None
+        self.start = 0
         self.residuals: dict[str, Tensor] = {}
         self.offsets: dict[str, int] = {}  # of residuals that are slices of a parameter: where in it they begin
         self.fields: dict[Key, Tensor] = {}
         self.locals: dict[Key, Tensor] = {}
-        self._staged_residuals: dict[str, Tensor] = {}
-        self._staged_offsets: dict[str, int] = {}
-        self._staged_fields: dict[Key, Tensor] = {}
-        self._staged_locals: dict[Key, Tensor] = {}
+        self._staged, self._pending = _Changes(), _Changes()
         self._spare: dict[tuple[str, tuple[str, ...]], tuple[int, list[Tensor]]] = {}
         self._verdicts: list[Tensor] = []
 
@@ -105,11 +140,11 @@ class State:
     ) -> None:
         """Put new state aside until the verdict on the whole step is known."""
         if residual is not None:
-            self._staged_residuals[name] = residual
+            self._staged.residuals[name] = residual
         for field, value in (shared or {}).items():
-            self._staged_fields[field, name] = value
+            self._staged.fields[field, name] = value
         for field, value in (local or {}).items():
-            self._staged_locals[field, name] = value
+            self._staged.locals[field, name] = value
 
     def slice_of(self, name: str) -> tuple[int, Tensor] | None:
         """A residual that was staged as a slice, and where in the flattened parameter it begins; else all of it, 1-D.
@@ -121,8 +156,8 @@ class State:
 
     def stage_slice(self, name: str, offset: int, residual: Tensor) -> None:
         """As ``stage``, of the 1-D part of a parameter that begins at ``offset``: what this rank owes of it."""
-        self._staged_residuals[name] = residual
-        self._staged_offsets[name] = offset
+        self._staged.residuals[name] = residual
+        self._staged.offsets[name] = offset
 
     def extended(self, name: str, shape: Sequence[int]) -> Tensor:
         """The residual of a parameter of this shape, zeros where it is a slice (a new tensor in that case)."""
@@ -139,12 +174,15 @@ class State:
             return None
         return torch.stack([v.reshape(()) for v in self._verdicts]).all()
 
-    def end_step(self) -> bool:
-        """Commit the staged state if every verdict holds, else drop it. Returns whether it was accepted (host read)."""
+    def end_step(self, *, hold: bool = False) -> bool:
+        """Accept the staged state if every verdict holds, else drop it. Returns whether it was accepted (host read).
+
+        ``hold``: what is accepted stays pending until ``commit``.
+        """
         flag = self.accepted()
         accepted = flag is None or flag.device.type == "meta" or bool(flag)
         if accepted:
-            self._commit()
+            self._accept(hold)
         self._next_step()
         return accepted
 
@@ -157,33 +195,57 @@ class State:
             self.end_step()
         self.step = step
 
-    def end_step_on_device(self) -> None:
+    def end_step_on_device(self, *, hold: bool = False) -> None:
         """As ``end_step`` without a host read (CUDA): the choice is a ``torch.where`` on the current stream."""
         if self._recut():  # after a change of plan: old and new are different slices
-            self.end_step()
+            self.end_step(hold=hold)
             return
-        flag = self.accepted()
-        self.offsets.update(self._staged_offsets)
+        flag, staged = self.accepted(), self._staged
         if flag is not None:
-            for name, new in self._staged_residuals.items():
+            for name, new in staged.residuals.items():
                 old = self.residuals.get(name)
-                self.residuals[name] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
-            for key, new in self._staged_locals.items():
+                staged.residuals[name] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
+            for key, new in staged.locals.items():
                 old = self.locals.get(key)
-                self.locals[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
-            for key, new in self._staged_fields.items():
+                staged.locals[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
+            for key, new in staged.fields.items():
                 old = self.fields.get(key)
                 # A field never committed before has no old value; the new one is finite by its kernel's contract.
-                self.fields[key] = new if old is None else torch.where(flag, new, old)
-        else:
-            self._commit()
+                staged.fields[key] = new if old is None else torch.where(flag, new, old)
+        self._accept(hold)
         self._next_step()
 
-    def _commit(self) -> None:
-        self.residuals.update(self._staged_residuals)
-        self.offsets.update(self._staged_offsets)
-        self.fields.update(self._staged_fields)
-        self.locals.update(self._staged_locals)
+    def _accept(self, hold: bool) -> None:
+        if hold:
+            self._pending.update(self._staged)
+        else:
+            self._force(self._staged)
+
+    def _force(self, changes: _Changes) -> None:
+        self.residuals.update(changes.residuals)
+        self.offsets.update(changes.offsets)
+        self.fields.update(changes.fields)
+        self.locals.update(changes.locals)
+
+    @property
+    def pending(self) -> bool:
+        """Whether accepted state waits for ``commit``."""
+        return bool(self._pending)
+
+    def commit(self, names: Container[str]) -> None:
+        """Put the pending state of these parameters in force."""
+        self._force(self._pending.pop(names))
+
+    def drop_pending(self) -> None:
+        """Forget what is pending: the gradients that it was held back from were dropped."""
+        self._pending.clear()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all that is in gradient units, in force or pending: they were other units than was thought."""
+        for residuals in (self.residuals, self._pending.residuals):
+            residuals.update({name: value * factor for name, value in residuals.items()})
+        for local in (self.locals, self._pending.locals):
+            local.update({key: value * factor for key, value in local.items()})
 
     def _next_step(self) -> None:
         self.drop_step()
@@ -195,16 +257,13 @@ class State:
         """Whether a staged slice is not the committed one's part of its parameter."""
         return any(
             name in self.residuals
-            and (self.offsets.get(name) != offset or self.residuals[name].shape != self._staged_residuals[name].shape)
-            for name, offset in self._staged_offsets.items()
+            and (self.offsets.get(name) != offset or self.residuals[name].shape != self._staged.residuals[name].shape)
+            for name, offset in self._staged.offsets.items()
         )
 
     def drop_step(self) -> None:
         """Forget what was staged (after an error)."""
-        self._staged_residuals.clear()
-        self._staged_offsets.clear()
-        self._staged_fields.clear()
-        self._staged_locals.clear()
+        self._staged.clear()
         self._verdicts.clear()
 
     def snapshot(self) -> dict[str, Any]:
@@ -221,6 +280,7 @@ class State:
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Take over a snapshot (tensors are cloned); one without local fields has none."""
         self.drop_step()
+        self.drop_pending()
         self._spare.clear()
         self.step = int(snapshot["step"])
         self.residuals = {name: value.clone() for name, value in snapshot["residual"].items()}

@@ -1,0 +1,122 @@
+"""When gradients have been used: every optimizer that owns some of a model's parameters is watched.
+
+A method with residuals holds a part of each gradient back. If the gradient is used, that part is owed; if it is dropped
+(``zero_grad`` without a step: a GAN's pass through the other network, a skipped batch, a probe of a line search), so is
+the part. So what a backward leaves is pending until an optimizer steps, and forgotten if another backward comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from thinwire.program import State
+
+logger = logging.getLogger("thinwire")
+
+_PATIENCE = 3
+
+
+class StepWatch:
+    """Of one model.
+
+    Args:
+        state: of its method.
+        names: of its parameters, by ``id``.
+        expected: an optimizer was named, so its steps will come; else gradients count as used until one is seen.
+        before: called with each optimizer that is about to step.
+
+    Attributes:
+        fresh: averages lie in ``.grad`` that no optimizer has used.
+        dropped: how many backwards were.
+    """
+
+    def __init__(
+        self,
+        state: Callable[[], State],
+        names: Callable[[], Mapping[int, str]],
+        *,
+        expected: bool,
+        before: Callable[[torch.optim.Optimizer], None] | None = None,
+    ) -> None:
+        self._state, self._names, self._expected = state, names, expected
+        self._before = None if before is None else weakref.WeakMethod(before)
+        self._seen = self._told = self.fresh = False
+        self._used: set[str] = set()
+        self.dropped = 0
+        self._handles = [
+            register_optimizer_step_pre_hook(_weakly(self._step_begins)),
+            register_optimizer_step_post_hook(_weakly(self._step_ended)),
+        ]
+
+    @property
+    def hold(self) -> bool:
+        """Whether a step is to be awaited before what a backward leaves is in force."""
+        return self._seen or (self._expected and self.dropped < _PATIENCE)
+
+    def begin(self) -> None:
+        """A backward begins whose gradients will be exchanged."""
+        state = self._state()
+        again, self.fresh = self.fresh, False
+        if state.pending:
+            state.drop_pending()
+            self.dropped += 1
+            if self.dropped == _PATIENCE and not self._seen and state.rank == 0:
+                logger.warning(
+                    "thinwire: %d backwards, but no optimizer that owns these parameters has stepped: from now on all "
+                    "gradients count as used (attach with optimizer=None where the script updates weights by itself)",
+                    _PATIENCE,
+                )
+        if again and self._seen and not self._told and state.rank == 0:
+            self._told = True
+            logger.info(
+                "thinwire: gradients were exchanged twice before optimizer.step(). Where they add up, wrap all "
+                "backwards but the last in `with sync.no_sync():`; where they are dropped by zero_grad(), wrap that one"
+            )
+
+    def delivered(self) -> None:
+        """The averages lie in ``.grad``."""
+        self.fresh = True
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._before is not None and (before := self._before()) is not None:
+            before(optimizer)
+        if (used := self._with_gradient(optimizer)) and self._state().pending:
+            self._used |= used
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        names = self._names()
+        if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+            return
+        self._seen, self.fresh = True, False
+        state = self._state()
+        if state.pending:  # a closure has made gradients meanwhile
+            state.commit(self._used | self._with_gradient(optimizer))
+        self._used.clear()
+
+    def _with_gradient(self, optimizer: torch.optim.Optimizer) -> set[str]:
+        names = self._names()
+        owned = (p for group in optimizer.param_groups for p in group["params"] if id(p) in names)
+        return {names[id(p)] for p in owned if p.requires_grad and p.grad is not None}
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Any:
+    """A hook on all optimizers of the process, which does not keep the model alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (found := reference()) is not None:
+            found(optimizer)
+
+    return hook

@@ -1,0 +1,660 @@
+"""What users of DistributedDataParallel expect of a model after ``attach``; see docs/what_differs_from_ddp.md."""
+
+import copy
+import io
+import logging
+
+import cases
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import thinwire as tw
+from spawned import run
+
+pytestmark = pytest.mark.dist
+
+RESIDUAL = [
+    ("acp", {"rank": 1, "start_compression_step": 0}),
+    ("powersgd", {"rank": 1, "start_compression_step": 0}),
+    ("topk", {"density": 0.05, "start_compression_step": 0}),
+    ("signsgd", {}),
+    ("cast", {"dtype": "int8"}),
+]
+EXACT = [
+    ("ssgd", {}),
+    ("ssgd", {"ordered": True}),
+    ("cast", {"dtype": "bf16"}),
+    ("cast", {"dtype": "fp16"}),
+    ("dear", {}),
+]
+VIEWS = [("ssgd", {"gradient_as_bucket_view": False}), ("cast", {"gradient_as_bucket_view": False})]
+ADAMW = {"lr": 0.1, "weight_decay": 0.1}
+
+
+def _adamw(net, **options):
+    return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], **(ADAMW | options))
+
+
+def _sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+# --- frozen ---------------------------------------------------------------------------------------------------------
+
+
+def _freeze(rank, size):
+    """Three steps, then the first layer is frozen: how far it and the others moved in three more."""
+    found = {}
+    for make in (_adamw, _sgd):
+        for method, options in [*EXACT, *RESIDUAL, *VIEWS]:
+            net = cases.model()
+            optimizer = make(net)
+            with tw.attach(net, optimizer, method, **options) as sync:
+                for step in range(6):
+                    if step == 3:
+                        sync.synchronize()
+                        net[0].requires_grad_(False)
+                        before = [p.detach().clone() for p in net.parameters()]
+                    cases.loss_of(net, rank, step).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    assert step < 3 or net[0].weight.grad is None
+                sync.synchronize()
+            moved = [float((p.detach() - old).abs().max()) for p, old in zip(net.parameters(), before)]
+            found[make.__name__, method, str(options)] = moved
+    return found
+
+
+def test_a_frozen_parameter_stays():
+    for found in run(_freeze, 2):
+        for moved in found.values():
+            assert moved[:2] == [0.0, 0.0]
+            assert min(moved[2:]) > 0
+
+
+def _freeze_as_ddp(rank, size):
+    net, twin = cases.model(), DistributedDataParallel(cases.model(), find_unused_parameters=True)
+    optimizers = [_adamw(net), _adamw(twin)]
+    worst = 0.0
+    with tw.attach(net, optimizers[0], "ssgd"):
+        for step in range(6):
+            for m, optimizer in zip((net, twin), optimizers):
+                if step == 3:
+                    (m if m is net else m.module)[0].requires_grad_(False)
+                cases.loss_of(m, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            pairs = zip(net.parameters(), twin.parameters())
+            worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst
+
+
+def test_freezing_is_that_of_ddp():
+    assert run(_freeze_as_ddp, 2) == [0.0, 0.0]
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+
+def _copies(rank, size):
+    for method, options in (("ssgd", {}), ("acp", {"rank": 1}), ("dear", {})):
+        net = cases.model()
+        optimizer = _sgd(net)
+        with tw.attach(net, optimizer, method, **options) as sync:
+            for step in range(2):
+                cases.loss_of(net, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            sync.synchronize()
+            file = io.BytesIO()
+            torch.save(net, file)
+            file.seek(0)
+            copies = [copy.deepcopy(net), AveragedModel(net).module, torch.load(file, weights_only=False)]
+            sent = sync.stats().bytes_sent
+            for made in copies:
+                assert all(torch.equal(a, b) for a, b in zip(net.parameters(), made.parameters()))
+                cases.loss_of(made, rank, 5).backward()
+                assert made[0].weight.grad is not None
+            assert sync.stats().bytes_sent == sent  # nobody averages a copy's gradients
+            assert not torch.equal(net[0].weight.new_zeros(1), copies[0][0].weight.grad[:1, :1])
+            second = _sgd(copies[0])
+            copies[0].zero_grad()
+            with tw.attach(copies[0], second, "ssgd"):  # it can be attached itself
+                cases.loss_of(copies[0], rank, 6).backward()
+            cases.loss_of(net, rank, 2).backward()  # and the first goes on
+            assert sync.stats().bytes_sent > sent
+            optimizer.step()
+            optimizer.zero_grad()
+    return b"thinwire" in file.getvalue()
+
+
+def test_copies_are_not_attached():
+    assert run(_copies, 2) == [False, False]
+
+
+def _hook_pickles(rank, size):
+    ddp = DistributedDataParallel(cases.model())
+    ddp.register_comm_hook(*tw.ddp_hook("acp", rank=1))
+    optimizer = _sgd(ddp)
+    for step in range(3):
+        cases.loss_of(ddp, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    made = torch.load(file, weights_only=False)
+    assert all(torch.equal(a, b) for a, b in zip(ddp.parameters(), made.parameters()))
+    made.register_comm_hook(*tw.ddp_hook("acp", rank=1))
+    cases.loss_of(made, rank, 0).backward()
+    (_, state) = torch.load(io.BytesIO(_dumped(ddp._comm_hooks)), weights_only=False)[0]
+    return state.method.name
+
+
+def _dumped(x):
+    file = io.BytesIO()
+    torch.save(x, file)
+    return file.getvalue()
+
+
+def test_a_ddp_model_with_our_hook_can_be_saved():
+    assert run(_hook_pickles, 2) == ["acp", "acp"]
+
+
+# --- gradients that nobody used -------------------------------------------------------------------------------------
+
+
+def _discarded(rank, size):
+    """A backward whose gradients are dropped, then one whose true gradient is zero: what arrives of the second."""
+    found = {}
+    for method, options in RESIDUAL:
+        net = nn.Linear(16, 16)
+        optimizer = _sgd(net)
+        with tw.attach(net, optimizer, method, dense="none", **options) as sync:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+            net(x).square().mean().backward()
+            optimizer.step()
+            owed = {n: r.clone() for n, r in sync.state.residuals.items()}
+            optimizer.zero_grad()
+            for _ in range(2):
+                net(x).square().mean().backward()
+                optimizer.zero_grad()
+            (net(x).mean() * 0).backward()
+            left = {n: r.clone() for n, r in sync.state.residuals.items()}
+            optimizer.step()
+            found[method, str(options)] = (
+                all(torch.equal(owed[n], left[n]) for n in owed),
+                sync.stats().dropped_steps,
+                any(not torch.equal(owed[n], r) for n, r in sync.state.residuals.items()),
+            )
+    return found
+
+
+def test_what_was_held_back_of_a_dropped_gradient_is_dropped():
+    for found in run(_discarded, 2):
+        assert set(found.values()) == {(True, 2, True)}
+
+
+def _adversarial(rank, size, method, options, skip):
+    """DCGAN's loop in small: the generator's backward fills the discriminator's gradients, which zero_grad drops."""
+    torch.manual_seed(0)
+    judge = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+    of_judge, of_maker = (torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.999)) for net in (judge, maker))
+    draw = torch.Generator().manual_seed(rank)
+    loss, errors = nn.functional.binary_cross_entropy_with_logits, []
+    with tw.attach(judge, of_judge, method, **options) as a, tw.attach(maker, of_maker, method, **options) as b:
+        for _ in range(60):
+            real, noise = torch.randn(32, 8, generator=draw) + 2, torch.randn(32, 4, generator=draw)
+            judge.zero_grad()
+            made = maker(noise)
+            error = loss(judge(real), torch.ones(32, 1)) + loss(judge(made.detach()), torch.zeros(32, 1))
+            error.backward()
+            of_judge.step()
+            maker.zero_grad()
+            if skip:
+                with a.no_sync():
+                    loss(judge(made), torch.ones(32, 1)).backward()
+            else:
+                loss(judge(made), torch.ones(32, 1)).backward()
+            of_maker.step()
+            errors.append(error.item())
+        dropped = a.stats().dropped_steps, b.stats().dropped_steps
+    return [p.detach().clone() for p in judge.parameters()], sum(errors[-10:]) / 10, dropped
+
+
+@pytest.mark.parametrize("method", ["acp", "topk"])
+def test_a_gan_may_drop_the_generators_pass(method):
+    options = {"acp": {"rank": 1, "start_compression_step": 0}, "topk": {"density": 0.1, "start_compression_step": 0}}[
+        method
+    ]
+    written, careful = (run(_adversarial, 2, method, options, skip) for skip in (False, True))
+    assert written[0][2] == (59, 0)
+    assert careful[0][2] == (0, 0)
+    for a, b in zip(written[0][0], written[1][0]):
+        assert torch.equal(a, b)
+    exact = run(_adversarial, 2, "ssgd", {}, False)
+    assert abs(written[0][1] - exact[0][1]) < 0.15
+
+
+def _probes(rank, size):
+    """SAM's first pass is dropped; of a closure's passes the last counts."""
+    found = {}
+    for first_pass in (False, True):
+        net = cases.model()
+        optimizer = _sgd(net)
+        with tw.attach(net, optimizer, "topk", density=0.05, start_compression_step=0) as sync:
+            for step in range(4):
+                if first_pass:
+                    cases.loss_of(net, rank, 50 + step).backward()
+                    optimizer.zero_grad()
+                cases.loss_of(net, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found[first_pass] = [r.clone() for r in sync.state.residuals.values()]
+    for a, b in zip(found[False], found[True]):
+        assert torch.equal(a, b)
+    net = cases.model()
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4)
+    with tw.attach(net, optimizer, "topk", density=0.05, start_compression_step=0) as sync:
+        calls = 0
+
+        def closure():
+            nonlocal calls
+            calls += 1
+            optimizer.zero_grad()
+            loss = cases.loss_of(net, rank, 0)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return calls, sync.stats().dropped_steps
+
+
+def test_probes_leave_no_trace():
+    (calls, dropped), _ = run(_probes, 2)
+    assert calls > 3
+    assert dropped == calls - 3
+
+
+def _by_hand(rank, size):
+    """Scripts without an optimizer: every method that can."""
+    found = {}
+    for name, options in [*EXACT[:-1], *RESIDUAL, ("gtopk", {"density": 0.1}), ("dgc", {"density": 0.1}), ("qsgd", {})]:
+        net = cases.model()
+        with tw.attach(net, None, name, **options) as sync:
+            for step in range(8):
+                loss = cases.loss_of(net, rank, step % 2)
+                loss.backward()
+                for p in net.parameters():
+                    p.data.add_(p.grad, alpha=-0.05)
+                    p.grad = None
+                found[name, str(options)] = (loss.item(), sync.stats().dropped_steps)
+            assert not sync.method.has_residual or sync.state.residuals
+    with pytest.raises(ValueError, match="dear updates weights during the next forward"):
+        tw.attach(cases.model(), None, "dear")
+    with pytest.raises(ValueError, match="dear updates weights"):
+        tw.attach(cases.model(), method="dear")
+    first = cases.loss_of(cases.model(), rank, 1).item()
+    return all(loss < first and dropped == 0 for loss, dropped in found.values())
+
+
+def test_no_optimizer():
+    assert run(_by_hand, 2) == [True, True]
+
+
+def _never_stepped(rank, size):
+    """An optimizer is named, but the script updates weights by itself."""
+    lines = _log()
+    net = cases.model()
+    with tw.attach(net, _sgd(net), "topk", density=0.05, start_compression_step=0) as sync:
+        for step in range(6):
+            cases.loss_of(net, rank, step).backward()
+            for p in net.parameters():
+                p.data.add_(p.grad, alpha=-0.05)
+            net.zero_grad()
+        return sync.stats().dropped_steps, bool(sync.state.residuals), [x for x in lines if "optimizer=None" in x]
+
+
+def _log():
+    """What thinwire logs from now on."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("thinwire")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return lines
+
+
+def test_an_optimizer_that_never_steps_is_told_once():
+    first, second = run(_never_stepped, 2)
+    assert first[:2] == second[:2] == (3, True)
+    assert len(first[2]) == 1
+
+
+def _twice(rank, size):
+    lines = _log()
+    net = cases.model()
+    optimizer = _sgd(net)
+    with tw.attach(net, optimizer, "ssgd"):
+        for step in range(4):
+            for _ in range(2):  # nanoGPT's accumulation without no_sync
+                (cases.loss_of(net, rank, step) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [x for x in lines if "exchanged twice" in x]
+
+
+def test_a_second_exchange_is_told_once():
+    told, quiet = run(_twice, 2)
+    assert len(told) == 1
+    assert "sync.no_sync()" in told[0]
+    assert quiet == []
+
+
+# --- late parameters ------------------------------------------------------------------------------------------------
+
+
+def _late(rank, size):
+    sentences = []
+    for change in ("unfrozen", "added", "replaced"):
+        net = cases.model()
+        if change == "unfrozen":
+            net[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if change == "unfrozen":
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with tw.attach(net, optimizer, "ssgd"):
+            for step in range(3):
+                if step == 2:
+                    if change == "unfrozen":
+                        net[0].requires_grad_(True)
+                    elif change == "added":
+                        net.append(nn.Linear(5, 5))
+                        optimizer.add_param_group({"params": net[-1].parameters()})
+                    else:
+                        net[4] = nn.Linear(24, 24)
+                before = [p.detach().clone() for p in net.parameters()]
+                cases.loss_of(net, rank, step).backward()
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    sentences.append(str(error))
+                    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+                optimizer.zero_grad()
+        with tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "ssgd"):  # as the sentence says
+            cases.loss_of(net, rank, 3).backward()
+    other = cases.model()
+    net = cases.model()
+    both = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1)
+    with tw.attach(net, both, "ssgd"):  # another model's parameters are not this one's concern
+        for step in range(2):
+            (cases.loss_of(net, rank, step) + cases.loss_of(other, rank, step)).backward()
+            both.step()
+            both.zero_grad()
+    return sentences
+
+
+def test_late_parameters_are_named_before_they_drift():
+    for sentences in run(_late, 2):
+        assert len(sentences) == 3
+        for sentence, name in zip(sentences, ("0.weight, 0.bias", "7.weight, 7.bias", "4.weight, 4.bias")):
+            assert sentence.startswith(name)
+            assert "detach(), then attach again" in sentence
+
+
+# --- memory and strides of .grad ------------------------------------------------------------------------------------
+
+
+def _kept(rank, size):
+    found = {}
+    for method, options in [("ssgd", {}), ("cast", {}), *RESIDUAL]:
+        net = cases.model()
+        optimizer = _sgd(net)
+        with tw.attach(net, optimizer, method, gradient_as_bucket_view=False, **options):
+            kept = []
+            for step in range(3):
+                cases.loss_of(net, rank, step).backward()
+                kept.append([(p.grad, p.grad.clone()) for p in net.parameters()])
+                optimizer.step()
+                optimizer.zero_grad()
+        found[method, str(options)] = all(torch.equal(a, b) for pairs in kept for a, b in pairs)
+    return found
+
+
+def test_gradients_that_a_script_keeps_are_its_own():
+    for found in run(_kept, 2):
+        assert all(found.values()), found
+
+
+def _picture(last):
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    return net.to(memory_format=torch.channels_last) if last else net
+
+
+def _strides(rank, size):
+    found = {}
+    for method, options in [*EXACT, *RESIDUAL, *VIEWS]:
+        weights = []
+        for last in (False, True):
+            net = _picture(last)
+            optimizer = _adamw(net, lr=0.01, fused=True)
+            with tw.attach(net, optimizer, method, **options) as sync:
+                for step in range(3):
+                    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(9 * step + rank))
+                    net(x.to(memory_format=torch.channels_last) if last else x).square().mean().backward()
+                    if not sync.pending and method != "dear":
+                        assert all(p.grad.stride() == p.stride() for p in net.parameters())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                sync.synchronize()
+            weights.append([p.detach().clone() for p in net.parameters()])
+        if not (method in ("topk", "cast") and "int8" in str(options)) and method not in ("topk", "signsgd"):
+            found[method, str(options)] = max(float((a - b).detach().abs().max()) for a, b in zip(*weights))
+    return found
+
+
+def test_gradients_have_their_parameters_strides():
+    for found in run(_strides, 2):
+        assert max(found.values()) < 2e-3, found  # one step of Adam moves 0.01; wrong elements differ by several
+
+
+# --- buffers --------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """BatchNorm, a mask that never changes, and a dtype that Gloo does not know."""
+
+    def __init__(self, small=True):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.register_buffer("mask", torch.ones(100_000))
+        if small:
+            self.register_buffer("small", torch.zeros(4).to(torch.float8_e4m3fn))
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+def _statistics(rank, size):
+    found = {}
+    for followed in (True, False):
+        net = Normed()
+        twin = DistributedDataParallel(Normed(small=False), broadcast_buffers=followed)
+        net.small.copy_(torch.full((4,), float(rank)))
+        optimizers = [_sgd(net), _sgd(twin)]
+        with tw.attach(net, optimizers[0], "ssgd", broadcast_buffers=followed) as sync:
+            assert float(net.small.float().sum()) == 0
+            for step in range(4):
+                x = torch.randn(6, 8, generator=torch.Generator().manual_seed(9 * step + rank)) + rank
+                for m, optimizer in zip((net, twin), optimizers):
+                    m(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            sent = sync.stats().bytes_sent - sync.stats().dense_bytes
+        found[followed] = {k: v.clone() for k, v in net.state_dict().items() if "norm.running" in k}
+        found[followed, "ddp"] = {k: v.clone() for k, v in twin.module.state_dict().items() if "norm.running" in k}
+        assert sent < 10_000  # the mask stays where it is
+    return found
+
+
+def test_statistics_are_rank_0s_as_under_ddp():
+    first, second = run(_statistics, 2)
+    for name, value in first[True].items():
+        assert torch.equal(value, second[True][name])
+        assert torch.equal(value, first[True, "ddp"][name])
+        assert not torch.equal(first[False][name], second[False][name])
+        assert torch.equal(second[False][name], second[False, "ddp"][name])
+
+
+# --- the loss scale -------------------------------------------------------------------------------------------------
+
+
+def _scaled(rank, size):
+    found = {}
+    for handed in (True, False):
+        lines = _log()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        net = cases.model()
+        optimizer = _sgd(net)
+        with tw.attach(
+            net, optimizer, "topk", density=0.05, start_compression_step=0, scaler=scaler if handed else None
+        ) as sync:
+            for step in range(4):
+                scaler.scale(cases.loss_of(net, rank, step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            found[handed] = [r.clone() for r in sync.state.residuals.values()]
+            assert sync.scaler is scaler
+    return found, [x for x in lines if "GradScaler" in x]
+
+
+def test_a_grad_scaler_is_found():
+    for found, lines in run(_scaled, 2):
+        assert len(lines) == 1
+        for a, b in zip(found[True], found[False]):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+
+
+# --- unused parameters ----------------------------------------------------------------------------------------------
+
+
+class Uneven(nn.Module):
+    """One layer is used nowhere, one on rank 1 only, and one's gradients are -0.0 in every element."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.never, self.sometimes, self.negative, self.last = (nn.Linear(24, 24) for _ in range(5))
+
+    def forward(self, x, rank):
+        y = self.last(self.first(x)).square().mean()
+        if rank == 1:
+            y = y + self.sometimes(x).mean() + -0.0 * self.negative(x).abs().sum()
+        return y
+
+
+def _unused(rank, size, topology, listed):
+    found = {}
+    for method, options in listed:
+        net = Uneven()
+        optimizer = _adamw(net)
+        start = {n: p.detach().clone() for n, p in net.named_parameters()}
+        with tw.attach(net, optimizer, method, topology=topology, **options) as sync:
+            for step in range(3):
+                x = torch.randn(4, 24, generator=torch.Generator().manual_seed(9 * step + rank))
+                net(x, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            sync.synchronize()
+        moved = {n: float((p.detach() - start[n]).abs().max()) for n, p in net.named_parameters()}
+        found[method, str(options)] = moved, {n: p.detach().clone() for n, p in net.named_parameters()}
+    return found
+
+
+CARRYING = [*EXACT, *VIEWS, ("ssgd", {"merge": "none"}), ("dear", {"merge": "none"}), ("dear", {"guard": False})]
+FOUND = [(m, o | {"find_unused_parameters": True}) for m, o in RESIDUAL]
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "listed"),
+    [
+        (2, None, [*CARRYING, *FOUND]),
+        (3, None, CARRYING[:5]),
+        (4, (4, 2), [("ssgd", {"collective": "torus"}), ("ssgd", {"collective": "three_phase"}), ("dear", {})]),
+    ],
+)
+def test_what_no_rank_used_stays_as_it_is(size, layout, listed):
+    results = run(_unused, size, layout and tw.Topology(*layout), listed)
+    for key, (moved, weights) in results[0].items():
+        assert moved["never.weight"] == moved["never.bias"] == 0.0, key
+        assert min(v for n, v in moved.items() if "never" not in n) > 0, key  # decayed, at least
+        for other in results[1:]:
+            for name, value in weights.items():
+                assert torch.equal(value, other[key][1][name]), (key, name)
+
+
+def _warned(rank, size):
+    lines = _log()
+    net = Uneven()
+    with tw.attach(net, _adamw(net), "topk", density=0.1, start_compression_step=0):
+        for _ in range(2):
+            net(torch.ones(2, 24), rank).backward()
+            net.zero_grad()
+    return [x for x in lines if "find_unused_parameters" in x]
+
+
+def test_a_method_that_cannot_tell_says_so_once():
+    for lines in run(_warned, 2):
+        assert len(lines) == 1
+        assert ".weight had no gradient on rank" in lines[0]
+
+
+# --- sentences ------------------------------------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Parameter(torch.ones(8, 4)), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.last(embedding(x, self.table, sparse=True)).mean()
+
+
+def _sentences(rank, size):
+    found = []
+    net = Sparse()
+    with tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "ssgd"), pytest.raises(TypeError) as caught:
+        net(torch.tensor([1, 2])).backward()
+    found.append(str(caught.value))
+    net = cases.model()
+    with tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "ssgd"):
+        net.double()
+        with pytest.raises(RuntimeError) as caught:
+            cases.loss_of(net, rank, 0, dtype=torch.float64).backward()
+    found.append(str(caught.value))
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with tw.attach(net, optimizer, "ssgd"):
+        net[-1].weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+        with pytest.raises(RuntimeError) as caught:
+            cases.loss_of(net, rank, 0).backward()
+    found.append(str(caught.value))
+    return found
+
+
+def test_sentences():
+    for sparse, double, inside in run(_sentences, 2):
+        assert "table received a sparse gradient" in sparse
+        assert "0.weight is torch.float64 on cpu now, but was torch.float32" in double
+        assert "optimizer.step() in the middle of the exchange" in inside
