@@ -15,10 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from thinwire.collectives.bounded import bounded
 from thinwire.collectives.mesh import Mesh, open_mesh
 from thinwire.program.ops import Scope
 from thinwire.program.topology import Topology
 
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for Gloo
+_STORE_SECONDS = 2.0
 _pool: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
 _meshes: dict[tuple[Any, ...], list[Mesh]] = {}
 _unreachable: set[tuple[Any, ...]] = set()  # whose ranks found no way to one another: asked once, not per lane
@@ -36,6 +39,11 @@ def _fresh_pool() -> None:
         _meshes.clear()
         _unreachable.clear()
         _pool_owner = weakref.ref(world) if world is not None else None
+
+
+def seconds_of(timeout: timedelta | None) -> float:
+    """After how long a message fails; None: torch's limit."""
+    return (timeout or _DEFAULT_TIMEOUT).total_seconds()
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,11 @@ class Lanes:
         if free:
             group = free.pop(0)
         else:
-            made = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+            made = bounded(
+                seconds_of(self._timeout)
+                + _STORE_SECONDS,  # within its own limit, unless who holds the store is frozen
+                lambda: dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True),
+            )
             assert isinstance(made, dist.ProcessGroup)
             group = made
         self._leases.append((key, group))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.lanes import Lane, Lanes
+from thinwire.collectives.lanes import Lane, Lanes, seconds_of
 from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import all_gather_flat, issue, pairwise
 from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
@@ -54,7 +54,8 @@ class Communicator:
         self._topology = topology
         self._two_levels = topology.two_levels
         self._lanes = Lanes(self.ranks, topology, self.rank, timeout)
-        self._late = LateRanks(self.ranks, self.rank, f"{next(_numbers)}/{'-'.join(map(str, self.ranks[:64]))}")
+        label = f"{next(_numbers)}/{'-'.join(map(str, self.ranks[:64]))}"
+        self._late = LateRanks(self.ranks, self.rank, label, seconds_of(timeout))
         with self._meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self._wire = Wire(self._lanes, self.ledger, self._note)
@@ -170,7 +171,7 @@ class Communicator:
         """Exchanges outside of programs: what the network does to them is told in the same words."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             kind, words = _cause(error, self._late.report(0, "none", doing))
             raise RuntimeError(f"rank {self.ranks[self.rank]}: {doing} failed: {kind}: {words}") from error
 

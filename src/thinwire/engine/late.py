@@ -10,34 +10,19 @@ import atexit
 import contextlib
 import json
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
+
+from thinwire.collectives.bounded import bounded
 
 WAIT_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0
 
-T = TypeVar("T")
 _open: weakref.WeakSet[LateRanks] = weakref.WeakSet()
-
-
-def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """The answer of a store, or None if it fails or takes longer: its own calls can wait for ever."""
-    answers: list[T] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            answers.append(ask())
-
-    thread = threading.Thread(target=run, name="thinwire-store", daemon=True)
-    with contextlib.suppress(RuntimeError):  # newer Pythons start none while they end
-        thread.start()
-        thread.join(seconds)
-    return answers[0] if answers else None
 
 
 @atexit.register
@@ -60,13 +45,22 @@ class LateRanks:
         ranks: global ranks of the group.
         place: this rank's place in it.
         label: equal on all ranks, different for every GradientSync.
+        seconds: to wait for the store at first.
+
+    Raises:
+        RuntimeError: the store does not answer.
     """
 
-    def __init__(self, ranks: Sequence[int], place: int, label: str) -> None:
+    def __init__(self, ranks: Sequence[int], place: int, label: str, seconds: float) -> None:
         self._ranks, self._place, self._prefix = ranks, place, f"thinwire/{label}"
         # The error handler must not share a connection with a thread that may be blocked on it.
         store: Any = dist.distributed_c10d._get_default_store()
-        self._store = store.clone()
+        try:
+            self._store = bounded(seconds, store.clone)
+        except Exception as error:
+            raise RuntimeError(
+                f"rank {ranks[place]}: connecting failed: {in_words(error)}. {self._silent()}."
+            ) from error
         self._said = False
         _open.add(self)
 
@@ -78,17 +72,20 @@ class LateRanks:
         """Note for the others that this rank goes on no more, and why, unless it has left a note already."""
         if not self._said:
             self._said = True
-            within(
-                _LEAVING_SECONDS, lambda: self._store.set(f"{self._prefix}/{self._place}", json.dumps({"left": why}))
-            )
+            key, note = f"{self._prefix}/{self._place}", json.dumps({"left": why})
+            with contextlib.suppress(RuntimeError, TimeoutError):  # newer Pythons start no thread while they end
+                bounded(_LEAVING_SECONDS, lambda: self._store.set(key, note))
 
     def report(self, step: int, bucket: str, where: str) -> str:
         """Leave this rank's note, wait for the others', and say in a sentence who is missing."""
         self._said = True
-        answer = within(WAIT_SECONDS + 2.0, lambda: self._report(step, bucket, where))
-        return answer or (
-            f"rank {self._ranks[0]} (or whoever holds the store) does not answer any more: dead, frozen or cut off"
-        )
+        try:
+            return bounded(WAIT_SECONDS + 2.0, lambda: self._report(step, bucket, where))
+        except Exception:
+            return self._silent()
+
+    def _silent(self) -> str:
+        return f"rank {self._ranks[0]} (or whoever holds the store) does not answer any more: dead, frozen or cut off"
 
     def _report(self, step: int, bucket: str, where: str) -> str:
         mine = json.dumps({"step": step, "bucket": bucket, "where": where})
