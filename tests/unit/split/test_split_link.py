@@ -143,14 +143,29 @@ def test_cut_after_every_message(keys, tls, plan, messages):
 
 def refused(edge_keys, cloud_keys, says):
     front, back = halves()
-    server = Server(CloudEnd(back, "pair", RECIPE), credentials=cloud_keys)
-    thread = threading.Thread(target=server._accept)
+    ended = threading.Event()
+
+    class Refused(Exception):
+        pass
+
+    def say(sentence):
+        if sentence.startswith("refused a connection"):
+            raise Refused
+
+    server = Server(CloudEnd(back, "pair", RECIPE), credentials=cloud_keys, say=say)
+
+    def serve():
+        with pytest.raises(Refused):
+            server.serve(idle_seconds=60)
+        ended.set()
+
+    thread = threading.Thread(target=serve)
     thread.start()
     link = StageLink("127.0.0.1", server.port, edge_keys, receive_seconds=100, reconnect_seconds=0.5)
     with pytest.raises(TrustError, match=says):
         link.attach(edge_end(front))
     thread.join(60)
-    assert not thread.is_alive()
+    assert ended.is_set()
     link.close()
     server.close()
 
