@@ -5,6 +5,7 @@ Of a model in shards each shard keeps its slice and its optimizer, the server al
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,15 +48,42 @@ class Saved:
     run: int = 0
 
 
-def save(directory: str | Path, saved: Saved, keep: int = 2) -> Path:
-    """Write a checkpoint under another name, flush it, and rename it; older ones than the last ``keep`` are removed."""
+def prepare(directory: str | Path) -> None:
+    """Make the directory for checkpoints.
+
+    Raises:
+        ValueError: there can be none.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{directory} cannot hold checkpoints ({error.strerror}): give a directory") from error
+
+
+def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
+    """Write a checkpoint under another name, flush it, and rename it. Of the older ones one stays.
+
+    Args:
+        whole: the version that stays, for the other processes' checkpoints belong to it; None: the newest.
+
+    Raises:
+        OSError: it could not be written; those that are there are as they were.
+    """
     root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
     prefix = f"shard-{saved.index}-" if saved.index >= 0 else ""
     final = root / f"{prefix}version-{saved.version:09d}.pt"
-    write_whole(final, vars(saved))
-    for path in found(root, saved.index)[:-keep]:
-        path.unlink()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        write_whole(final, vars(saved))
+    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError of its zip writer
+        with contextlib.suppress(OSError):
+            final.with_name(f".partial-{final.name}").unlink()
+        raise OSError(f"the checkpoint {final} could not be written ({str(error).splitlines()[0]})") from error
+    older = [path for path in found(root, saved.index) if path != final]
+    stays = older[-1:] if whole is None else [path for path in older if version_of(path) == whole]
+    for path in older:
+        if path not in stays:
+            path.unlink()
     return final
 
 

@@ -81,9 +81,7 @@ class Server:
             if self._wire is not None:
                 waiting.append(self._wire)
             ready, _, _ = select.select(waiting, [], [], 0.5)
-            if (
-                self._wire is not None and self._wire in ready
-            ):  # first, and in every turn: newcomers take turns after it
+            if self._wire is not None and self._wire in ready:  # before newcomers, of whom each turn hears one
                 if self._answer() and left is not None:
                     left -= 1
                 self._heard_at = time.monotonic()

@@ -1,6 +1,7 @@
 """Training in virtual time against plain SGD: bit for bit where the protocol promises it, and its accounting."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -353,9 +354,44 @@ def test_a_journal_that_a_kill_cut_off_keeps_its_whole_lines_and_a_foreign_file_
     again = JournalWriter(path, bsp(), {"a": 1}, version=3)
     again.close()
     assert [update.version for update in Journal.read(path).updates] == [0, 1, 2]
-    path.write_text("what?\n")
-    with pytest.raises(ValueError, match="is no journal"):
+    assert [file.name for file in tmp_path.iterdir()] == ["journal"]
+    whole = path.read_bytes()
+    (tmp_path / ".partial-journal").mkdir()  # so that its new beginning cannot be written
+    with pytest.raises(ValueError, match=re.escape(f"the journal {path} cannot be written")):
+        JournalWriter(path, bsp(), {"a": 1}, version=2)
+    assert path.read_bytes() == whole
+
+
+SPOILED = [b"what?\n", b"", b"\xff\xfe\n", b"[]\n", b"5\n", b"[" * 100_000 + b"\n", b'{"settings": 5, "facts": {}}\n']
+
+
+@pytest.mark.parametrize("content", SPOILED, ids=[str(content[:12]) for content in SPOILED])
+def test_a_file_that_is_no_journal_is_named(tmp_path, content):
+    path = tmp_path / "journal"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="/journal is no journal"):
         Journal.read(path)
+
+
+def test_a_line_of_a_journal_that_cannot_be_is_refused_by_the_files_name(tmp_path):
+    path = tmp_path / "journal"
+    trace = simulate(bsp(), nodes=1, updates=2, step_seconds=equal)
+    writer = JournalWriter(path, bsp(), {})
+    for update in trace.journal.updates:
+        writer.write(update)
+    writer.close()
+    head, first, second = path.read_text().splitlines()
+    for line in ("5", "{}", '{"version": 1e999, "at": 0, "parts": []}', first.replace("[[", "[", 1)):
+        path.write_text(f"{head}\n{line}\n{second}\n")
+        with pytest.raises(ValueError, match="/journal is no journal"):
+            Journal.read(path)
+
+
+def test_a_journal_with_a_gap_is_not_replayed():
+    trace = simulate(bsp(), nodes=1, updates=5, step_seconds=equal, parameters=start(), gradient=gradient, outer=sgd())
+    journal = Journal(trace.journal.settings, {}, (*trace.journal.updates[:2], *trace.journal.updates[3:]))
+    with pytest.raises(ValueError, match="lacks the update that made version 3"):
+        replay(journal, start(), gradient, sgd())
 
 
 def test_no_more_pushes_wait_for_a_full_link_than_there_are_workers():
