@@ -410,3 +410,32 @@ def test_a_thousand_nodes():
     trace = simulate(inhad(4, start_nodes=1000), nodes=1000, updates=8, step_seconds=uneven, payload_bytes=1000)
     assert trace.gradients > 1000
     assert max(trace.staleness()) <= 4
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+@pytest.mark.parametrize(
+    "settings", [inhad(2), inhad(4, 1.0), bsp(), asp(), ssp(1)], ids=lambda s: f"{s.transfer}-{s.limit}"
+)
+def test_jitter_of_a_link_keeps_the_messages_of_a_connection_in_order(settings, shards):
+    """Weights that came before the WELCOME, or a fence after the weights, left a node without work for good."""
+    link = Link(0.01, 1e9, lambda rng: rng.expovariate(1 / 0.5))
+    trace = simulate(settings, nodes=3, workers=2, updates=60, seconds=3000.0, step_seconds=uneven, link=link,
+                     payload_bytes=1000, faults=[Fault(20.0, "cut", 1)], shards=shards)  # fmt: skip
+    assert len(trace.updates) == 60
+    assert settings.limit is None or max(trace.staleness()) <= settings.limit
+    again = simulate(settings, nodes=1, updates=20, seconds=3000.0, step_seconds=equal, link=link, shards=shards)
+    assert len(again.updates) == 20
+
+
+def test_submissions_that_are_not_finite_are_counted_while_their_node_lives():
+    def spoiled(theta, node, worker, step):
+        return gradient(theta, node, worker, step) * (float("nan") if node == 1 and step % 2 else 1.0)
+
+    trace = simulate(bsp(), nodes=2, updates=20, step_seconds=equal, parameters=start(), gradient=spoiled, outer=sgd())
+    assert trace.counters["not_finite"] == 10
+    assert not trace.counters["left"]
+    faults = [Fault(4.5, "cut", 1)]
+    trace = simulate(bsp(), nodes=2, updates=20, step_seconds=equal, parameters=start(), gradient=spoiled, outer=sgd(),
+                     faults=faults)  # fmt: skip
+    assert trace.counters["left"] == 1
+    assert 8 <= trace.counters["not_finite"] <= 11
