@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.engine.durable import read_file, write_whole
+from thinwire.methods.base import check_count
+from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.slices import slices
 
 _NAME = re.compile(r"(shard-(?P<index>\d+)-)?version-(?P<version>\d+)\.pt")
 
@@ -122,9 +126,37 @@ def load_slice(directory: str | Path, version: int, index: int, shards: int, run
 
 def _read(path: Path) -> Saved:
     try:
-        return Saved(**read_file(path))
+        saved = Saved(**read_file(path))
+        _check(saved)
+        return saved
     except Exception as error:  # torch's reader raises whatever it stumbles over
         raise ValueError(f"{path} is no checkpoint of a parameter server ({error}): remove it") from error
+
+
+def _check(saved: Saved) -> None:
+    """Raise ``ValueError`` unless all is of its kind and fits together."""
+    for name in ("version", "next_member", "shards", "index", "run"):
+        check_count(name, getattr(saved, name), -1 if name == "index" else 0)
+    for name in ("positions", "counters"):
+        found = getattr(saved, name)
+        if not isinstance(found, dict) or not all(isinstance(value, int) for value in found.values()):
+            raise ValueError(f"{name}={found!r} must be a dictionary of whole numbers")
+    groups = saved.optimizer.get("param_groups") if isinstance(saved.optimizer, dict) else None
+    of_server = saved.shards > 0 and saved.index < 0  # the shards have the weights and the optimizer
+    if not of_server and not (isinstance(groups, list) and isinstance(saved.optimizer.get("state"), dict)):
+        raise ValueError("its optimizer has no state_dict")
+    layout = Layout.from_json(saved.layout)
+    piece = slices(layout.numel, saved.shards)[saved.index] if saved.index >= 0 else slice(0, layout.numel)
+    _check_flat("theta", saved.theta, 0 if of_server else piece.stop - piece.start, layout.dtype)
+    if saved.buffers is not None:
+        _check_flat("buffers", saved.buffers, layout.buffers.numel, torch.float64)
+
+
+def _check_flat(name: str, x: object, numel: int, dtype: torch.dtype) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is no tensor")
+    if x.shape != (numel,) or (numel and x.dtype != dtype):
+        raise ValueError(f"{name} is {x.dtype} {list(x.shape)} where its layout has {dtype} [{numel}]")
 
 
 def version_of(path: Path) -> int:
