@@ -1,12 +1,17 @@
 """A disk that takes nothing more: training goes on, and what was written stays whole."""
 
 import contextlib
+import json
 import re
+import threading
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, gradient_of, model, sgd
+from parameter_cluster import Cluster, flat, free_port, gradient_of, model, sgd
+from typer.testing import CliRunner
 
+from thinwire.cli.main import app
+from thinwire.cli.ps_work import run_node
 from thinwire.parameter_server import Journal, Layout, Service, replay
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.presets import bsp, inhad
@@ -81,6 +86,22 @@ def test_at_the_end_an_unsaved_version_is_said(tmp_path):
     assert versions(folder) == [15, 20]
     assert "version 22" in cluster.service.unsaved
     assert "goes on from version 20" in cluster.service.unsaved
+
+
+def test_the_verb_ends_with_a_sentence_and_exit_code_1(tmp_path):
+    folder, port = tmp_path / "c", free_port()
+    obstruct(folder, "", range(1, 5))
+    node = threading.Thread(
+        target=run_node, args=(f"127.0.0.1:{port}", "mlp:width=16:layers=1", 1, 1), kwargs={"seed": 0}, daemon=True
+    )
+    node.start()
+    words = ["--model", "mlp:width=16:layers=1", "--updates", 4, "--save-every", 2, "--checkpoint", folder]
+    result = CliRunner().invoke(app, ["ps", "server", "--port", str(port), "--json", *map(str, words)])
+    node.join(60)
+    assert result.exit_code == 1, result.output
+    assert json.loads(result.stdout)["version"] == 4
+    assert f"error: the weights of version 4 are in no checkpoint in {folder}" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_shard_that_cannot_write_ends_nothing_and_the_others_keep_what_fits(tmp_path, caplog):

@@ -87,7 +87,8 @@ def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
     stays = older[-1:] if whole is None else [path for path in older if version_of(path) == whole]
     for path in older:
         if path not in stays:
-            path.unlink()
+            with contextlib.suppress(OSError):  # the new one is there, which is what counts
+                path.unlink()
     return final
 
 

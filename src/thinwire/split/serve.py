@@ -15,7 +15,7 @@ from thinwire.split.frames import Message
 from thinwire.split.ledger import ByteLedger
 from thinwire.split.link import DEFAULT_LIMIT
 from thinwire.split.session import CloudEnd
-from thinwire.split.tls import Credentials, check_plain
+from thinwire.split.tls import Credentials, check_plain, check_port
 from thinwire.split.wire import HANDSHAKE_SECONDS, Wire
 
 
@@ -55,6 +55,7 @@ class Server:
     def __post_init__(self) -> None:
         if self.credentials is None:
             check_plain(self.host, self.insecure)
+        check_port(self.port, 0)
         try:
             self._listener = socket.create_server((self.host, self.port))
         except OSError as error:
@@ -68,10 +69,10 @@ class Server:
 
         Args:
             edges: how many; None: for ever.
-            idle_seconds: how long nothing may come; None: any time.
+            idle_seconds: how long no edge may say anything; None: any time.
 
         Raises:
-            LinkError: nothing came for ``idle_seconds``.
+            LinkError: no edge has said anything for ``idle_seconds``.
         """
         self._say(f"listening at {self.host} port {self.port}{'' if self.credentials else ', in the clear'}")
         left = edges

@@ -324,6 +324,14 @@ def test_a_port_that_is_taken():
     taken.close()
 
 
+@pytest.mark.parametrize("port", [70000, -1, "x"])
+def test_what_is_no_port(port):
+    with pytest.raises(ValueError, match=f"port={port!r} must be a whole number from 0 to 65535"):
+        Server(CloudEnd(halves()[1], "pair", RECIPE), port=port)
+    with pytest.raises(ValueError, match=f"port={port!r} must be a whole number from 1 to 65535"):
+        StageLink("127.0.0.1", port)
+
+
 def test_keys_are_private_and_never_replaced(tmp_path):
     files = write_keys(tmp_path, ("cloud.example.org", "10.0.0.1"), ("a", "b-2"))
     pairs = [f"{name}.{end}" for name in ("cloud", "a", "b-2") for end in ("crt", "key")]
