@@ -79,10 +79,12 @@ def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         write_whole(final, vars(saved))
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError of its zip writer
+    except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             final.with_name(f".partial-{final.name}").unlink()
-        raise OSError(f"the checkpoint {final} could not be written ({str(error).splitlines()[0]})") from error
+        # a full disk makes torch's zip writer raise an error of its own, while that of the disk is being handled
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"the checkpoint {final} could not be written ({str(cause).splitlines()[0]})") from error
     older = [path for path in found(root, saved.index) if path != final]
     stays = older[-1:] if whole is None else [path for path in older if version_of(path) == whole]
     for path in older:
