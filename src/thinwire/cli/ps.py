@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from thinwire.cli.errors import RunFailed
+
 app = typer.Typer(
     help="Asynchronous training: a server, nodes that come and go, the same in virtual time.", no_args_is_help=True
 )
@@ -55,6 +57,8 @@ def server(
         )  # fmt: skip
         status = served(service)
     typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
+    if service.unsaved:
+        raise RunFailed(service.unsaved)
 
 
 @app.command()

@@ -55,8 +55,6 @@ def run_shard(server: str, index: int, outer: str | None, port: int, checkpoint:
         return {"index": index, "version": shard.run()}
     except (PairError, ServerLost, ShardRefused) as error:
         raise RunFailed(str(error)) from error
-    except OSError as error:
-        raise RunFailed(f"shard {index} cannot write its checkpoint: {error}") from error
 
 
 def _published(words: str) -> Outer | None:

@@ -111,11 +111,14 @@ class Listener:
 
     Raises:
         PairError: the port is taken.
+        ValueError: there is no such port.
     """
 
     def __init__(
         self, port: int = 0, host: str = "0.0.0.0", notes: dict[str, str] | None = None, *, store: bool = True
     ) -> None:
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+            raise ValueError(f"port={port!r} must be a whole number from 0 to 65535")
         self._probe(port, host)
         self.store: Any = None
         self._server: socket.socket | None = None

@@ -5,14 +5,19 @@ Of a model in shards each shard keeps its slice and its optimizer, the server al
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.engine.durable import read_file, write_whole
+from thinwire.methods.base import check_count
+from thinwire.parameter_server.layout import Layout
+from thinwire.parameter_server.slices import slices
 
 _NAME = re.compile(r"(shard-(?P<index>\d+)-)?version-(?P<version>\d+)\.pt")
 
@@ -47,15 +52,45 @@ class Saved:
     run: int = 0
 
 
-def save(directory: str | Path, saved: Saved, keep: int = 2) -> Path:
-    """Write a checkpoint under another name, flush it, and rename it; older ones than the last ``keep`` are removed."""
+def prepare(directory: str | Path) -> None:
+    """Make the directory for checkpoints.
+
+    Raises:
+        ValueError: there can be none.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{directory} cannot hold checkpoints ({error.strerror}): give a directory") from error
+
+
+def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
+    """Write a checkpoint under another name, flush it, and rename it. Of the older ones one stays.
+
+    Args:
+        whole: the version that stays, for the other processes' checkpoints belong to it; None: the newest.
+
+    Raises:
+        OSError: it could not be written; those that are there are as they were.
+    """
     root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
     prefix = f"shard-{saved.index}-" if saved.index >= 0 else ""
     final = root / f"{prefix}version-{saved.version:09d}.pt"
-    write_whole(final, vars(saved))
-    for path in found(root, saved.index)[:-keep]:
-        path.unlink()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        write_whole(final, vars(saved))
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            final.with_name(f".partial-{final.name}").unlink()
+        # a full disk makes torch's zip writer raise an error of its own, while that of the disk is being handled
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"the checkpoint {final} could not be written ({str(cause).splitlines()[0]})") from error
+    older = [path for path in found(root, saved.index) if path != final]
+    stays = older[-1:] if whole is None else [path for path in older if version_of(path) == whole]
+    for path in older:
+        if path not in stays:
+            with contextlib.suppress(OSError):  # the new one is there, which is what counts
+                path.unlink()
     return final
 
 
@@ -94,9 +129,37 @@ def load_slice(directory: str | Path, version: int, index: int, shards: int, run
 
 def _read(path: Path) -> Saved:
     try:
-        return Saved(**read_file(path))
+        saved = Saved(**read_file(path))
+        _check(saved)
+        return saved
     except Exception as error:  # torch's reader raises whatever it stumbles over
         raise ValueError(f"{path} is no checkpoint of a parameter server ({error}): remove it") from error
+
+
+def _check(saved: Saved) -> None:
+    """Raise ``ValueError`` unless all is of its kind and fits together."""
+    for name in ("version", "next_member", "shards", "index", "run"):
+        check_count(name, getattr(saved, name), -1 if name == "index" else 0)
+    for name in ("positions", "counters"):
+        found = getattr(saved, name)
+        if not isinstance(found, dict) or not all(isinstance(value, int) for value in found.values()):
+            raise ValueError(f"{name}={found!r} must be a dictionary of whole numbers")
+    groups = saved.optimizer.get("param_groups") if isinstance(saved.optimizer, dict) else None
+    of_server = saved.shards > 0 and saved.index < 0  # the shards have the weights and the optimizer
+    if not of_server and not (isinstance(groups, list) and isinstance(saved.optimizer.get("state"), dict)):
+        raise ValueError("its optimizer has no state_dict")
+    layout = Layout.from_json(saved.layout)
+    piece = slices(layout.numel, saved.shards)[saved.index] if saved.index >= 0 else slice(0, layout.numel)
+    _check_flat("theta", saved.theta, 0 if of_server else piece.stop - piece.start, layout.dtype)
+    if saved.buffers is not None:
+        _check_flat("buffers", saved.buffers, layout.buffers.numel, torch.float64)
+
+
+def _check_flat(name: str, x: object, numel: int, dtype: torch.dtype) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is no tensor")
+    if x.shape != (numel,) or (numel and x.dtype != dtype):
+        raise ValueError(f"{name} is {x.dtype} {list(x.shape)} where its layout has {dtype} [{numel}]")
 
 
 def version_of(path: Path) -> int:

@@ -57,6 +57,7 @@ class Fleet:
         run: number of the training.
         full: gradients of a whole round, for ``lr_scale``.
         ready: called with the shards' addresses when all are there.
+        failed: called with the reason when a checkpoint was not written.
 
     Attributes:
         saved_version: of the last checkpoint that all have written.
@@ -74,10 +75,11 @@ class Fleet:
         run: int,
         full: int,
         ready: Callable[[str], None],
+        failed: Callable[[str], None],
     ) -> None:
         self.roster, self.pieces = roster, slices(layout.numel, roster.count)
         self._dtype, self._settings, self._machine = layout.dtype, settings, machine
-        self._theta, self._run, self._full, self._ready = theta, run, full, ready
+        self._theta, self._run, self._full, self._ready, self._failed = theta, run, full, ready, failed
         item = 8 if settings.deterministic else layout.dtype.itemsize
         self._seconds = settings.lease_seconds + layout.numel * item / SLOWEST
         self._assemblies: dict[int, Assembly] = {}
@@ -124,8 +126,7 @@ class Fleet:
         if isinstance(message, Made):
             self._made(post, message)
         elif isinstance(message, Kept):
-            post.kept = message.version
-            self._write_if_all()
+            self._kept(post, message)
         elif isinstance(message, Arrived):
             post.traffic[message.member] = message.up, message.down
             return self._arrived(post, message, now)
@@ -283,13 +284,25 @@ class Fleet:
         """
         if self._saving is None and not self.lost:
             self._saving = directory, replace(saved, shards=len(self.pieces), run=self._run)
-            self.roster.post(Save(saved.version))
+            self.roster.post(Save(saved.version, -1 if self.saved_version is None else self.saved_version))
 
-    def _write_if_all(self) -> None:
-        if self._saving is not None and min(p.kept for p in self.roster.posts.values()) >= self._saving[1].version:
-            checkpoints.save(*self._saving)
-            self.saved_version = self._saving[1].version
+    def _kept(self, post: Post, message: Kept) -> None:
+        """A shard has written its part, or could not; after the last one the server writes its own."""
+        if self._saving is None or message.version != self._saving[1].version:
+            return
+        if message.failed:
             self._saving = None
+            self._failed(f"shard {post.index} could not write its checkpoint of version {message.version}")
+            return
+        post.kept = message.version
+        if any(other.kept != message.version for other in self.roster.posts.values()):
+            return
+        (directory, saved), self._saving = self._saving, None
+        try:
+            checkpoints.save(directory, saved)
+            self.saved_version = saved.version
+        except OSError as error:
+            self._failed(str(error))
 
     def settle(self, next_event: Callable[[], Event | None]) -> None:
         """See :class:`Keeper`."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import Tensor
 
+from thinwire.engine.durable import flush
 from thinwire.parameter_server.aggregate import Aggregator
 from thinwire.parameter_server.effects import Apply, Contribution
 from thinwire.parameter_server.local_work import LocalWork
@@ -77,8 +79,8 @@ class Journal:
         Raises:
             ValueError: it is no journal.
         """
-        lines = Path(path).read_text().splitlines()
         try:
+            lines = Path(path).read_text().splitlines()
             head = json.loads(lines[0])
             settings = Settings.from_json(json.dumps(head["settings"]))
             updates = []
@@ -89,7 +91,7 @@ class Journal:
                     if place != len(lines) - 1:
                         raise
             return cls(settings, dict(head["facts"]), tuple(updates))
-        except (IndexError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no journal of a parameter server ({error})") from error
 
 
@@ -99,24 +101,59 @@ class JournalWriter:
     Args:
         path: if it is there, updates below ``version`` are kept: a restarted server goes on with it.
         facts: model, seeds and the like.
+
+    Raises:
+        ValueError: the file cannot be written, or is there and is no journal.
     """
 
     def __init__(self, path: str | Path, settings: Settings, facts: dict[str, Any], version: int = 0) -> None:
+        self._path = Path(path)
         kept: Sequence[Update] = ()
-        if version and Path(path).exists():
+        if version and self._path.exists():
             kept = [update for update in Journal.read(path).updates if update.version < version]
-        self._file: IO[str] = Path(path).open("w")  # noqa: SIM115  closed by close()
-        self._line(json.dumps({"settings": json.loads(settings.to_json()), "facts": facts}))
-        for update in kept:
-            self._line(update.to_json())
+        head = json.dumps({"settings": json.loads(settings.to_json()), "facts": facts})
+        try:
+            if kept:
+                self._begin_again(head, kept)
+            self._file = self._path.open("ab" if kept else "wb", buffering=0)
+            self._whole = self._path.stat().st_size if kept else 0
+            if not kept:
+                self._line(head)
+        except OSError as error:
+            raise ValueError(f"the journal {path} cannot be written: {error}") from error
+
+    def _begin_again(self, head: str, kept: Sequence[Update]) -> None:
+        """Put the file's new beginning in the place of the old one; a kill leaves one of them, whole."""
+        side = self._path.with_name(f".partial-{self._path.name}")
+        try:
+            side.write_text("".join(f"{line}\n" for line in (head, *(update.to_json() for update in kept))))
+            flush(side)
+            side.replace(self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                side.unlink()
+            raise
 
     def write(self, update: Update) -> None:
-        """Append one, at once."""
-        self._line(update.to_json())
+        """Append one, at once.
+
+        Raises:
+            OSError: it could not be written. The file ends with the last one that could, and is closed.
+        """
+        try:
+            self._line(update.to_json())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._whole)
+            self.close()
+            raise OSError(f"the journal {self._path} could not be written ({error})") from error
 
     def _line(self, text: str) -> None:
-        self._file.write(text + "\n")
-        self._file.flush()
+        line = f"{text}\n".encode()
+        rest = line
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
+        self._whole += len(line)
 
     def close(self) -> None:
         """Close the file."""
@@ -144,9 +181,15 @@ def replay(
         The last weights.
 
     Raises:
-        ValueError: the run was compressed or balanced its local steps, which a journal does not hold.
+        ValueError: the run was compressed or balanced its local steps, which a journal does not hold; or updates are
+            missing.
     """
     settings = journal.settings
+    for place, update in enumerate(journal.updates):
+        if update.version != place:
+            raise ValueError(
+                f"the journal lacks the update that made version {place + 1}: a run can be replayed only from its start"
+            )
     if settings.compress_up or settings.compress_down:
         raise ValueError("a run with compression cannot be replayed: the journal does not hold the residuals")
     if getattr(settings.submit, "balance", False):

@@ -48,7 +48,7 @@ class Keeper(Protocol):
         """Make an update, at once or while others go on; then call ``done``, with the weights if ``show``."""
 
     def save(self, directory: str | Path, saved: checkpoints.Saved) -> None:
-        """Complete a checkpoint and write it."""
+        """Complete a checkpoint and write it. ``OSError``: it could not be written."""
 
     def tick(self, now: float) -> list[int]:
         """To be called several times per lease. Returns the members whose sums have not come whole in time."""

@@ -77,12 +77,19 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """Read what :meth:`to_json` wrote."""
-        data = json.loads(text)
-        dtype = torch.float64 if data["dtype"] == "torch.float64" else torch.float32
-        names, shapes = _read(data)
-        buffers = data.get("buffers", {"names": [], "shapes": [], "floats": 0})
-        return cls(names, shapes, dtype, BufferLayout(*_read(buffers), int(buffers["floats"])))
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it is not that.
+        """
+        try:
+            data = json.loads(text)
+            dtype = torch.float64 if data["dtype"] == "torch.float64" else torch.float32
+            names, shapes = _read(data)
+            buffers = data.get("buffers", {"names": [], "shapes": [], "floats": 0})
+            return cls(names, shapes, dtype, BufferLayout(*_read(buffers), int(buffers["floats"])))
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"{str(text)[:40]!r} is no layout of a model ({error})") from error
 
     # --- tensors --------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from thinwire.parameter_server.shard_messages import SHARD_KINDS, Dismiss, ShardMessage, Term, Update
 
-PROTOCOL = 3
+PROTOCOL = 4
 FRAME = struct.Struct("<16q")
 ROW_BYTES = 32
 _FLOATS = {"loss_sum", "weight", "loss", "seconds", "divisor", "factor"}
-_FLAGS = {"same", "delta", "keeps", "show"}
+_FLAGS = {"same", "delta", "keeps", "show", "failed"}
 
 
 @dataclass(frozen=True)

@@ -165,10 +165,20 @@ class Master:
         return True
 
     def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:
-        """Go on from a checkpoint's weights and ``state_dict``."""
+        """Go on from a checkpoint's weights and ``state_dict``.
+
+        Raises:
+            ValueError: it is of another optimizer.
+        """
         with torch.no_grad():
             self.theta.copy_(theta)
-        self.optimizer.load_state_dict(optimizer)
+        try:
+            self.optimizer.load_state_dict(optimizer)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint is of another optimizer ({error}): give the one that it was made with (outer=, or "
+                "--outer)"
+            ) from error
 
     def step(self, terms: Iterable[tuple[Tensor, float]], divisor: float, factor: float) -> None:
         """One update of these sums: see :func:`mean_gradient`; ``factor``: of the learning rate, this once."""

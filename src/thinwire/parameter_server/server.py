@@ -45,7 +45,8 @@ class Server:
 
     Attributes:
         members: the table, by member number.
-        counters: updates, applied, empty, late, stale (dropped for age), lost, in, pulls, joined, left, refused.
+        counters: updates, applied, empty, late, stale (dropped for age), not_finite (dropped by their nodes), lost, in,
+            pulls, joined, left, refused.
     """
 
     def __init__(
@@ -209,7 +210,9 @@ class Server:
         self._out.append(Refuse(hello.node, hello.instance, reason))
 
     def _note(self, member: Member, message: IterationNumber | Grad) -> None:
+        before = member.dropped
         member.note(message)
+        self.counters["not_finite"] += member.dropped - before
         self._refresh(member)
 
     def _refresh(self, member: Member) -> None:
@@ -378,7 +381,6 @@ class Server:
         self.waiting = [other for other in self.waiting if other != number]
         self.counters["left"] += 1
         self.counters["lost"] += max(0, member.seen - member.ack)
-        self.counters["not_finite"] += member.dropped
         self._out.append(Forget(number, reason))
         self._out.append(Log("left", {"node": member.node, "member": number, "reason": reason}))
         self._go_on()

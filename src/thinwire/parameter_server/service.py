@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import secrets
 import time
@@ -45,6 +46,8 @@ from thinwire.parameter_server.status import Ages, Status, status_of
 
 _FAREWELL_SECONDS = 5.0
 
+logger = logging.getLogger("thinwire")
+
 
 class Service:
     """Serves one model to nodes that come and go.
@@ -65,10 +68,16 @@ class Service:
             ``on_update_every``; they must not be edited. Shards send theirs to the server for it.
         on_status: called about twice a second.
 
+    Attributes:
+        unsaved: why the last weights are in no checkpoint, when the end has come and they should be.
+
     Raises:
-        ValueError: the checkpoint is of another model or another number of shards.
+        ValueError: the checkpoint is of another model or another number of shards, or directory or journal can never
+            be written.
         PairError: the port is taken.
     """
+
+    unsaved: str | None = None
 
     def __init__(
         self,
@@ -104,6 +113,8 @@ class Service:
         count = nodes or settings.start_nodes
         if shards:
             slices(self.layout.numel, shards)  # refuses a number that cannot be
+        if directory is not None:
+            checkpoints.prepare(directory)
         saved = self._load(shards)
         first = (time.time_ns() >> 20) << 10  # above all members of an earlier life, even of one without a checkpoint
         self.machine = Server(settings, first_member=first)
@@ -118,7 +129,6 @@ class Service:
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         self.keeper = self._make_keeper(outer or default_outer(settings, count), shards, count, saved)
         self._links = Links(settings, self.layout, self.keeper, self._tell)
-        self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None
         self._ages = Ages()
         self._began = time.monotonic()
         self._over = False
@@ -130,6 +140,11 @@ class Service:
             "outer": outer_text or ("auto" if outer is None else ""),
         }
         self._listener = Listener(port, host, notes)
+        try:  # only now: another server on this port may be writing it
+            self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None
+        except ValueError:
+            self._listener.close()
+            raise
 
     def _load(self, shards: int) -> checkpoints.Saved | None:
         saved = checkpoints.load(self._directory) if self._directory else None
@@ -153,7 +168,8 @@ class Service:
         roster = Roster(shards, settings.lease_seconds, number, self._directory is not None, self._tell)
         run = secrets.randbits(62) if saved is None else saved.run
         start = theta if saved is None else None
-        return Fleet(roster, self.layout, settings, self.machine, start, run=run, full=full, ready=self._publish)
+        return Fleet(roster, self.layout, settings, self.machine, start, run=run, full=full,
+                     ready=self._publish, failed=self._not_saved)  # fmt: skip
 
     def _publish(self, addresses: str) -> None:
         """The shards are all there: nodes may come."""
@@ -229,10 +245,20 @@ class Service:
                 self.keeper.settle(self._next_event)
                 self._save()
                 self.keeper.settle(self._next_event)
+                self._look_back()
         finally:
             if self._journal is not None:
                 self._journal.close()
             self.keeper.close(self.machine.version if self._over else None)
+
+    def _look_back(self) -> None:
+        """Whether the last weights were saved."""
+        assert self._directory is not None
+        there, version = checkpoints.found(self._directory), self.machine.version
+        if not self._over or (there and checkpoints.version_of(there[-1]) >= version):
+            return
+        self.unsaved = f"the weights of version {version} are in no checkpoint in {self._directory}; {self._goes_on()}"
+        logger.warning("%s; the model holds the last weights: save them elsewhere", self.unsaved)
 
     def _reached(self, updates: int = 0, gradients: int = 0) -> bool:
         """Whether the end is there, or will be after so many more."""
@@ -316,8 +342,7 @@ class Service:
 
     def _applied(self, effect: Apply, theta: Tensor | None) -> None:
         self._ages.add(effect)
-        if self._journal is not None:
-            self._journal.write(Update.of(effect, time.monotonic() - self._began))
+        self._record(effect)
         self._positions = dict(self.machine.positions)  # of what is applied; next, more may come in
         if self._reached(1, sum(len(part.rows) for part in effect.contributions)):
             self.machine.finished = True  # no more weights, and no more updates
@@ -328,6 +353,15 @@ class Service:
         if theta is not None and self._on_update is not None:
             self._on_update(version, theta)
         self._do(after)
+
+    def _record(self, effect: Apply) -> None:
+        if self._journal is None:
+            return
+        try:
+            self._journal.write(Update.of(effect, time.monotonic() - self._began))
+        except OSError as error:
+            self._journal = None
+            logger.warning("%s: training goes on, and the journal ends with version %d", error, effect.version)
 
     def _save(self) -> None:
         machine = self.machine
@@ -342,7 +376,20 @@ class Service:
             self.layout.to_json(),
             self.buffers.value,
         )
-        self.keeper.save(self._directory, saved)
+        try:
+            self.keeper.save(self._directory, saved)
+        except OSError as error:
+            self._not_saved(str(error))
+
+    def _not_saved(self, why: str) -> None:
+        logger.warning("%s; %s", why, self._goes_on())
+
+    def _goes_on(self) -> str:
+        """What would come of another start."""
+        assert self._directory is not None
+        there = checkpoints.found(self._directory)
+        start = f"goes on from version {checkpoints.version_of(there[-1])}" if there else "begins anew"
+        return f"a server that is started again {start}"
 
     def status(self) -> Status:
         """What is going on, now."""

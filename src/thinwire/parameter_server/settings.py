@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from thinwire.methods.base import check_count
 from thinwire.parameter_server.staleness import ALPHAS, LR_SCALES, NORMS, UNBOUNDED
 from thinwire.parameter_server.submit import Gradient, LocalSteps, Submission
 
@@ -83,23 +84,20 @@ class Settings:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown; there is {', '.join(map(repr, allowed))}")
-        for name, least in (
-            ("n", 1),
-            ("count", 1),
-            ("limit", 0),
-            ("clock_limit", 0),
-            ("buffer", 1),
-            ("start_nodes", 1),
-        ):
+        for name, least in (("count", 1), ("limit", 0), ("clock_limit", 0), ("buffer", 1), ("start_nodes", 1)):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= least):
-                raise ValueError(f"{name}={value!r} must be at least {least}")
-        if not (math.isfinite(self.lease_seconds) and self.lease_seconds > 0):
-            raise ValueError(f"lease_seconds={self.lease_seconds!r} must be above 0")
-        if not (math.isfinite(self.grace_seconds) and self.grace_seconds >= 0):
-            raise ValueError(f"grace_seconds={self.grace_seconds!r} must be at least 0")
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density={self.density!r} must be above 0 and at most 1")
+            if value is not None or name in ("buffer", "start_nodes"):
+                check_count(name, value, least)
+        if not (_is_number(self.n) and self.n >= 1):
+            raise ValueError(f"n={self.n!r} must be a number of at least 1")
+        if not (_is_number(self.lease_seconds) and self.lease_seconds > 0):
+            raise ValueError(f"lease_seconds={self.lease_seconds!r} must be a number above 0")
+        if not (_is_number(self.grace_seconds) and self.grace_seconds >= 0):
+            raise ValueError(f"grace_seconds={self.grace_seconds!r} must be a number of at least 0")
+        if not (_is_number(self.density) and 0 < self.density <= 1):
+            raise ValueError(f"density={self.density!r} must be a number above 0 and at most 1")
+        if not isinstance(self.submit, (Gradient, LocalSteps)):
+            raise ValueError(f"submit={self.submit!r} must be Gradient() or LocalSteps()")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -161,5 +159,9 @@ class Settings:
             if unknown or kind not in kinds:
                 raise ValueError(f"unknown fields {sorted(unknown)} or submission {kind!r}")
             return cls(submit=kinds[kind](**submit), **data)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, RecursionError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"these are no settings of a parameter server: {error}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.collectives.pair import Listener, Meeting, Pair, PairError, split_address
+from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.connection import Connection
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.line import shard_count
@@ -44,7 +45,7 @@ class Shard:
         leases: give up after so many leases without a server.
 
     Raises:
-        ValueError: this is no address.
+        ValueError: this is no address, or no directory.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class Shard:
         leases: float = 6.0,
     ) -> None:
         split_address(server)
+        if directory is not None:
+            checkpoints.prepare(directory)
         self.server, self.index = server, index
         self._outer, self._read_outer, self._directory, self._leases = outer, read_outer, directory, leases
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()

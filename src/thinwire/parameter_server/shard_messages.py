@@ -99,9 +99,11 @@ class Give:
 
 @dataclass(frozen=True)
 class Save:
-    """Write a checkpoint of this version, which is the present one."""
+    """Write a checkpoint of this version, which is the present one. ``whole``: the version of the last one that all
+    have written, which must stay; -1: there is none."""
 
     version: int
+    whole: int = -1
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,10 @@ class Made:
 
 @dataclass(frozen=True)
 class Kept:
-    """A shard has written the checkpoint of this version."""
+    """A shard has written the checkpoint of this version, or has ``failed`` to."""
 
     version: int
+    failed: bool = False
 
 
 @dataclass(frozen=True)

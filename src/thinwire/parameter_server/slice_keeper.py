@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from torch import Tensor
@@ -25,6 +26,8 @@ from thinwire.parameter_server.shard_messages import (
     Update,
 )
 from thinwire.parameter_server.slices import slices
+
+logger = logging.getLogger("thinwire")
 
 
 class SliceKeeper:
@@ -89,8 +92,7 @@ class SliceKeeper:
         if isinstance(message, Show):
             return [Made(self.version, self.weights)]
         if isinstance(message, Save):
-            self._save()
-            return [Kept(self.version)]
+            return [Kept(self.version, failed=not self._save(message.whole))]
         if isinstance(message, Discard):
             self.held.pop((message.member, message.seq), None)
         elif isinstance(message, Dismiss):
@@ -128,14 +130,20 @@ class SliceKeeper:
             self._snapshot = self.master.theta.clone()
         self.version = message.version + 1
 
-    def _save(self) -> None:
+    def _save(self, whole: int) -> bool:
+        """Returns whether it was written."""
         assert self._directory is not None
         master = self.master
         saved = checkpoints.Saved(
             master.theta.detach(), master.optimizer.state_dict(), self.version, 0, {}, {}, self.layout.to_json(),
             None, self._count, self._index, self._run,
         )  # fmt: skip
-        checkpoints.save(self._directory, saved)
+        try:
+            checkpoints.save(self._directory, saved, whole if whole >= 0 else None)
+        except OSError as error:
+            logger.warning("%s", error)
+            return False
+        return True
 
     # --- leaders --------------------------------------------------------------------------------------------------
 

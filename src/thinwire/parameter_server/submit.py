@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from thinwire.methods.base import check_count
 
 INNER = ("adamw", "sgd")
 
@@ -35,12 +38,11 @@ class LocalSteps:
     balance: bool = False
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps!r} must be at least 1")
+        check_count("steps", self.steps, 1)
         if self.inner not in INNER:
             raise ValueError(f"inner={self.inner!r} is unknown; there is {', '.join(map(repr, INNER))}")
-        if not self.lr > 0:
-            raise ValueError(f"lr={self.lr!r} must be above 0")
+        if not isinstance(self.lr, (int, float)) or not 0 < self.lr < math.inf:
+            raise ValueError(f"lr={self.lr!r} must be a number above 0")
 
 
 Submission = Gradient | LocalSteps

@@ -53,10 +53,12 @@ class _Node:
         draw = None if jitter is None else (lambda: jitter(sim.random))
         up, down = self.cards
         self.wires = {}
-        for name in ("control", "data")[: sim.settings.channels]:
-            pairs = {"up": (up, sim.cards[0]), "down": (sim.cards[1], down)}
-            for way, (source, target) in pairs.items():
-                self.wires[way, name] = _Wire(Channel(sim.time, source, target, self.link.latency_seconds, draw))
+        for way, source, target in (("up", up, sim.cards[0]), ("down", sim.cards[1], down)):
+            control = Channel(sim.time, source, target, self.link.latency_seconds, draw)
+            self.wires[way, "control"] = _Wire(control)
+            if sim.settings.channels == 2:
+                data = Channel(sim.time, source, target, self.link.latency_seconds, draw, behind=control)
+                self.wires[way, "data"] = _Wire(data, behind=self.wires[way, "control"])
         for index, (to, come_from) in enumerate(sim.shards.cards):
             for way, source, target in (("up", up, to), ("down", come_from, down)):
                 channel = Channel(sim.time, source, target, self.link.latency_seconds, draw)
@@ -65,12 +67,22 @@ class _Node:
 
 
 class _Wire:
-    """A channel and what waits for its sending end; to or from the server (-1) or a shard."""
+    """A channel and what waits for its sending end; to or from the server (-1) or a shard.
 
-    def __init__(self, channel: Channel, shard: int = -1) -> None:
-        self.channel, self.shard = channel, shard
-        self.queue: deque[tuple[Message | Piece, int]] = deque()
+    As on a `Connection`, messages of the wire ``behind`` which another is, the control's, may overtake it, never the
+    reverse: each waits until those that were queued there before it have been sent.
+    """
+
+    def __init__(self, channel: Channel, shard: int = -1, behind: _Wire | None = None) -> None:
+        self.channel, self.shard, self.behind = channel, shard, behind
+        self.queue: deque[tuple[Message | Piece, int, int]] = deque()  # the last: how many it waits for
+        self.queued = self.sent = 0
         self.busy = self.due = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next message must not go yet."""
+        return self.busy or (self.behind is not None and bool(self.queue) and self.behind.sent < self.queue[0][2])
 
 
 class _Simulation:
@@ -181,16 +193,19 @@ class _Simulation:
         self.time.after(self.shards.hop_seconds if way == "down" else 0.0, go)  # down: the server tells the shards
 
     def queue(self, node: _Node, way: str, name: str, message: Message | Piece, size: int) -> None:
-        node.wires[way, name].queue.append((message, size))
+        wire = node.wires[way, name]
+        wire.queue.append((message, size, 0 if wire.behind is None else wire.behind.queued))
+        wire.queued += 1
         self.pump(node, way, name)
 
     def pump(self, node: _Node, way: str, name: str) -> None:
         """Hand the next message to the channel when its end is free; a report only when nothing else waits."""
         wire = node.wires[way, name]
-        if wire.busy:
+        if wire.waits:
             return
         if wire.queue:
-            message, size = wire.queue.popleft()
+            message, size, _ = wire.queue.popleft()
+            wire.sent += 1
         elif wire.due:
             wire.due = False
             message, size = node.leader.report(self.time.now), FRAME.size
@@ -213,6 +228,8 @@ class _Simulation:
         if size > FRAME.size + 32 * len(getattr(message, "rows", ())) and not isinstance(message, Piece):
             self.time.after(node.link.latency_seconds, lambda: self.announce(node, way, size))
         wire.channel.send(size, lambda: self.deliver(node, way, message, wire.shard), sent)
+        if name == "control" and (way, "data") in node.wires:
+            self.pump(node, way, "data")
 
     def announce(self, node: _Node, way: str, size: int) -> None:
         """The frame of a tensor is there before it: who waits for it does not take the sender for dead."""

@@ -89,6 +89,7 @@ class Channel:
         latency_seconds: from one end to the other.
         jitter: seconds that each message takes longer; it still does not overtake.
         small_bytes: messages of at most that size do not queue behind others at the cards (packets interleave).
+        behind: a channel that these messages do not overtake either: what was sent on it before arrives before.
     """
 
     def __init__(
@@ -99,10 +100,11 @@ class Channel:
         latency_seconds: float,
         jitter: Callable[[], float] | None = None,
         small_bytes: int = 1500,
+        behind: Channel | None = None,
     ) -> None:
         check_number("latency_seconds", latency_seconds)
         self._time, self._source, self._target = time, source, target
-        self._latency, self._jitter, self._small = latency_seconds, jitter, small_bytes
+        self._latency, self._jitter, self._small, self._behind = latency_seconds, jitter, small_bytes, behind
         self._last = 0.0
         self.open = True
 
@@ -117,7 +119,7 @@ class Channel:
             left = self._source.carry(now, size)
             passed = self._target.carry(left, size) if self._target is not self._source else left
         arrival = passed + self._latency + (self._jitter() if self._jitter else 0.0)
-        self._last = max(self._last, arrival)
+        self._last = max(self._last, arrival, self._behind._last if self._behind is not None else 0.0)
         if sent is not None:
             self._time.after(left - now, sent)
 

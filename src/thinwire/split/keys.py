@@ -14,6 +14,8 @@ from thinwire.split.models import require
 
 _DAYS = 90
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
 
 
 def write_keys(
@@ -32,7 +34,8 @@ def write_keys(
         The files.
 
     Raises:
-        ValueError: no host, a name that is no file name, or a file is there already.
+        ValueError: no host or one that cannot be, a name that is no file name, a file is there already, or the
+            directory cannot be written.
     """
     require("cryptography")
     from cryptography import x509
@@ -47,13 +50,13 @@ def write_keys(
     for name in edges:
         if not _NAME.fullmatch(name) or name in ("ca", "cloud"):
             raise ValueError(f"edge name {name!r} must be letters, digits, - and _, and neither ca nor cloud")
+    known = [_host(host, x509) for host in hosts]
     if len(set(names)) < len(names):
         raise ValueError("two edges of one name: give each its own")
     paths = [folder / "ca.crt", *(folder / f"{name}.{end}" for name in names for end in ("crt", "key"))]
     for path in paths:
         if path.exists():
             raise ValueError(f"{path} is there already: choose another directory, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.timezone.utc)
 
     def certificate(name: str, key: Any, issuer: str, signer: Any, extensions: Sequence[tuple[Any, bool]]) -> bytes:
@@ -79,7 +82,7 @@ def write_keys(
         data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )  # fmt: skip
     basic = x509.BasicConstraints(ca=True, path_length=0)
-    paths[0].write_bytes(certificate(issuer, authority, issuer, authority, [(basic, True), (signs, True)]))
+    contents = [certificate(issuer, authority, issuer, authority, [(basic, True), (signs, True)])]
     for name in names:
         key = ec.generate_private_key(ec.SECP256R1())
         usage = ExtendedKeyUsageOID.SERVER_AUTH if name == "cloud" else ExtendedKeyUsageOID.CLIENT_AUTH
@@ -88,18 +91,37 @@ def write_keys(
             (x509.ExtendedKeyUsage([usage]), False),
         ]
         if name == "cloud":
-            extensions.append((x509.SubjectAlternativeName([_host(host, x509) for host in hosts]), False))
-        (folder / f"{name}.crt").write_bytes(certificate(name, key, issuer, authority, extensions))
-        secret = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            extensions.append((x509.SubjectAlternativeName(known), False))
+        contents.append(certificate(name, key, issuer, authority, extensions))
+        contents.append(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
         )
-        with os.fdopen(os.open(folder / f"{name}.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secret)
+    _write(folder, paths, contents)
     return paths
+
+
+def _write(folder: Path, paths: Sequence[Path], contents: Sequence[bytes]) -> None:
+    """All of the files or, if that cannot be, none of them."""
+    made: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in zip(paths, contents):
+            mode = 0o600 if path.suffix == ".key" else 0o666
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                made.append(path)
+                file.write(content)
+    except OSError as error:
+        for path in made:
+            path.unlink()
+        raise ValueError(f"cannot write to {folder}: {error}") from error
 
 
 def _host(host: str, x509: Any) -> Any:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not _HOST.fullmatch(host) or host.rpartition(".")[2].isdigit():
+            raise ValueError(f"host {host!r} is no name and no address: write --host cloud.example.org") from None
         return x509.DNSName(host)

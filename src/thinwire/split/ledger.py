@@ -29,6 +29,11 @@ class ByteLedger:
         direction[_NAMES.get(frame, frame if frame in _DATA else "control")] += payload
         direction["header"] += header
 
+    def add(self, other: ByteLedger) -> None:
+        """Count another's too."""
+        for name in ("sent", "received", "messages"):
+            getattr(self, name).update(getattr(other, name))
+
     @property
     def wire(self) -> int:
         """Everything that went through the socket, both ways."""

@@ -13,7 +13,7 @@ from thinwire.split.edge import EdgeEnd, printable
 from thinwire.split.errors import FrameError, LinkError, LinkTimeout, SessionError, TrustError
 from thinwire.split.frames import Message, Words
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.tls import Credentials, check_plain
+from thinwire.split.tls import Credentials, check_plain, check_port
 from thinwire.split.wire import Wire
 
 DEFAULT_LIMIT = 1 << 28  # bytes of one message
@@ -54,6 +54,7 @@ class StageLink:
     def __post_init__(self) -> None:
         if self.credentials is None:
             check_plain(self.host, self.insecure)
+        check_port(self.port, 1)
 
     def attach(self, edge: EdgeEnd) -> None:
         """Connect an edge and agree on the step to go on from.

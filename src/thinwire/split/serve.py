@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from thinwire.split.door import Door, Newcomer
+from thinwire.split.edge import printable
 from thinwire.split.errors import FrameError, LinkError, SessionError, SplitError
 from thinwire.split.frames import Message
 from thinwire.split.ledger import ByteLedger
 from thinwire.split.link import DEFAULT_LIMIT
 from thinwire.split.session import CloudEnd
-from thinwire.split.tls import Credentials, check_plain
+from thinwire.split.tls import Credentials, check_plain, check_port
 from thinwire.split.wire import HANDSHAKE_SECONDS, Wire
 
 
@@ -29,7 +31,8 @@ class Server:
         insecure: allow listening in the clear to other machines.
         hold_seconds: how long an edge whose connection was lost keeps its place against other edges.
         message_seconds: how long an edge may be silent within a message, or take nothing of one.
-        limit: bytes of one message, received.
+        hello_seconds: how long a new connection may take for the TLS handshake and hello, together.
+        limit: bytes of one message, received; before its hello is accepted a connection may send 64 KiB.
         ledger: bytes of all connections.
         say: called with a sentence for people when edges come, go or are refused.
     """
@@ -41,84 +44,105 @@ class Server:
     insecure: bool = False
     hold_seconds: float = 30.0
     message_seconds: float = 60.0
+    hello_seconds: float = HANDSHAKE_SECONDS
     limit: int = DEFAULT_LIMIT
     ledger: ByteLedger = field(default_factory=ByteLedger)
     say: Callable[[str], None] = lambda sentence: None
     _wire: Wire | None = None
     _lost_at: float = 0.0
+    _heard_at: float = 0.0
 
     def __post_init__(self) -> None:
         if self.credentials is None:
             check_plain(self.host, self.insecure)
+        check_port(self.port, 0)
         try:
             self._listener = socket.create_server((self.host, self.port))
         except OSError as error:
             raise ValueError(f"cannot listen at {self.host} port {self.port}: {error}") from error
         self.port = self._listener.getsockname()[1]
+        self._listener.setblocking(False)  # who was at the door when it was looked at may have gone
+        self._door = Door(self.credentials, self.limit, self.hello_seconds)
 
     def serve(self, edges: int | None = 1, idle_seconds: float | None = None) -> None:
         """Answer until so many edges have said bye.
 
         Args:
             edges: how many; None: for ever.
-            idle_seconds: how long nothing may come; None: any time.
+            idle_seconds: how long no edge may say anything; None: any time.
 
         Raises:
-            LinkError: nothing came for ``idle_seconds``.
+            LinkError: no edge has said anything for ``idle_seconds``.
         """
-        self.say(f"listening at {self.host} port {self.port}{'' if self.credentials else ', in the clear'}")
+        self._say(f"listening at {self.host} port {self.port}{'' if self.credentials else ', in the clear'}")
         left = edges
-        last = time.monotonic()
+        self._heard_at = time.monotonic()
         while left is None or left > 0:
-            waiting: list[socket.socket | Wire] = [self._listener] + ([self._wire] if self._wire is not None else [])
+            waiting: list[Wire | Door | socket.socket] = [self._door, self._listener]
+            if self._wire is not None:
+                waiting.append(self._wire)
             ready, _, _ = select.select(waiting, [], [], 0.5)
-            if not ready:
-                if self._wire is not None and self._wire.middle and time.monotonic() - last > self.message_seconds:
-                    self._lose("it fell silent within a message")
-                if idle_seconds is not None and time.monotonic() - last > idle_seconds:
-                    raise LinkError(f"no edge has said anything for {idle_seconds:g} s")
-                continue
-            last = time.monotonic()
+            if self._wire is not None and self._wire in ready:  # before newcomers, of whom each turn hears one
+                if self._answer() and left is not None:
+                    left -= 1
+                self._heard_at = time.monotonic()
+            if self._door in ready:
+                self._admit(self._door.next())
             if self._listener in ready:
                 self._accept()
-            elif self._answer() and left is not None:
-                left -= 1
+            silent = time.monotonic() - self._heard_at
+            if self._wire is not None and self._wire.middle and silent > self.message_seconds:
+                self._lose("it fell silent within a message")
+            if idle_seconds is not None and silent > idle_seconds:
+                raise LinkError(f"no edge has said anything for {idle_seconds:g} s")
 
     def _accept(self) -> None:
-        """Take a new connection, if it may come: handshake, hello, answer."""
+        """Take a new connection; the door hears who it is."""
         try:
             connected, address = self._listener.accept()
         except OSError as error:  # it was gone before it was taken, or there are too many files open
-            self.say(f"lost a connection: {error}")
+            self._say(f"lost a connection: {error}")
             return
-        wire = None
+        self._door.let_in(connected, address[0])
+
+    def _admit(self, newcomer: Newcomer) -> None:
+        """Answer a newcomer's hello, if it may come."""
+        wire = newcomer.wire
+        if wire is None or newcomer.hello is None:
+            self._refuse(newcomer, newcomer.error)
+            return
+        name = wire.peer or str(newcomer.hello.get("edge"))
+        holder = self.cloud.edge
+        held = self._wire is not None or time.monotonic() - self._lost_at < self.hold_seconds
         try:
-            wire = Wire(connected, self.credentials, server=True, ledger=self.ledger, limit=self.limit)
-            hello = wire.receive(HANDSHAKE_SECONDS, "hello")
-            if hello.kind != "hello" or hello.words is None:
-                raise SessionError(f"a connection began with {hello.kind!r} instead of hello")
-            name = wire.peer or str(hello.words.get("edge"))
-            holder = self.cloud.edge
-            held = self._wire is not None or time.monotonic() - self._lost_at < self.hold_seconds
             if holder and name != holder and held:
-                sentence = f"the cloud is busy with edge {holder!r}; this one comes after it"
+                sentence = f"the cloud is busy with edge {printable(holder)!r}; this one comes after it"
                 wire.send(Message("error", words={"sentence": sentence, "busy": True}), HANDSHAKE_SECONDS)
-                wire.close()
+                self._close(newcomer)
                 return
             try:
-                words = self.cloud.hello(hello.words, wire.peer)
+                words = self.cloud.hello(newcomer.hello, wire.peer)
             except SessionError as error:
-                wire.send(Message("error", words={"sentence": str(error)}), HANDSHAKE_SECONDS)
+                wire.send(Message("error", words={"sentence": printable(error)}), HANDSHAKE_SECONDS)
                 raise
             wire.send(Message("ready", words=words), HANDSHAKE_SECONDS)
         except (SplitError, OSError) as error:
-            self.say(f"refused a connection from {address[0]}: {error}")
-            (wire or connected).close()
+            self._refuse(newcomer, error)
             return
+        self.ledger.add(newcomer.ledger)
+        wire.admit(self.ledger)
         if self._wire is not None:
             self._wire.close()
-        self._wire = wire
-        self.say(f"edge {self.cloud.edge!r} {'is back' if words['known'] else 'begins'}, step {words['resume']}")
+        self._wire, self._heard_at = wire, time.monotonic()
+        self._say(f"edge {self.cloud.edge!r} {'is back' if words['known'] else 'begins'}, step {words['resume']}")
+
+    def _refuse(self, newcomer: Newcomer, why: Exception | None) -> None:
+        self._say(f"refused a connection from {newcomer.address}: {why}")
+        self._close(newcomer)
+
+    def _close(self, newcomer: Newcomer) -> None:
+        newcomer.close()
+        self.ledger.add(newcomer.ledger)
 
     def _answer(self) -> bool:
         """What came from the present edge. Returns whether it was bye."""
@@ -130,16 +154,16 @@ class Server:
             try:
                 reply = self.cloud.handle(request)
             except SessionError as error:
-                words = {"sentence": str(error)}
+                words = {"sentence": printable(error)}
                 self._wire.send(Message("error", request.step, request.sequence, words=words), self.message_seconds)
-                self.say(f"refused edge {self.cloud.edge!r}: {error}")
+                self._say(f"refused edge {self.cloud.edge!r}: {error}")
                 raise
             self._wire.send(reply, self.message_seconds)
         except (LinkError, FrameError, SessionError) as error:
             self._lose(str(error))
             return False
         if request.kind == "bye":
-            self.say(f"bye after {request.step} steps")
+            self._say(f"bye after {request.step} steps")
             self._wire.close()
             self._wire = None
             return True
@@ -147,13 +171,18 @@ class Server:
 
     def _lose(self, why: str) -> None:
         """The present edge's connection is over; it keeps its place for a while."""
-        self.say(f"edge {self.cloud.edge!r} is gone: {why}")
+        self._say(f"edge {self.cloud.edge!r} is gone: {why}")
         if self._wire is not None:
             self._wire.close()
         self._wire, self._lost_at = None, time.monotonic()
 
+    def _say(self, sentence: str) -> None:
+        """To people: a sentence may hold words of a stranger."""
+        self.say(printable(sentence))
+
     def close(self) -> None:
         """Stop listening."""
+        self._door.close()
         if self._wire is not None:
             self._wire.close()
             self._wire = None

@@ -86,5 +86,11 @@ def check_plain(host: str, insecure: bool) -> None:
         )
 
 
+def check_port(port: int, least: int) -> None:
+    """Raise ``ValueError`` for what is no port."""
+    if isinstance(port, bool) or not isinstance(port, int) or not least <= port <= 65535:
+        raise ValueError(f"port={port!r} must be a whole number from {least} to 65535")
+
+
 def _plain(fingerprint: str) -> str:
     return fingerprint.replace(":", "").strip().lower()

@@ -15,11 +15,15 @@ from thinwire.split.tls import Credentials
 
 _PIECE = 1 << 16
 _BURST = 1 << 18  # whole TLS records of 16 KiB
+_HELLO_BYTES = 1 << 16
 HANDSHAKE_SECONDS = 10.0
 
 
 class Wire:
     """A connected pair's end. Blocking, with a deadline for everything.
+
+    A server's takes 64 KiB at most, and has a deadline for the handshake and all that comes, until `admit`; a client's
+    has one for the handshake.
 
     TLS runs as an ``SSLObject`` over memory buffers, so ciphertext is counted where it leaves.
 
@@ -36,16 +40,27 @@ class Wire:
         host: str | None = None,
         ledger: ByteLedger,
         limit: int,
+        seconds: float = HANDSHAKE_SECONDS,
     ) -> None:
         self._socket = connected
         self._ledger = ledger
-        self._reader = MessageReader(limit, ledger)
+        self._limit = limit
+        self._reader = MessageReader(min(limit, _HELLO_BYTES) if server else limit, ledger)
+        self._seconds = seconds
+        self._deadline: float | None = time.monotonic() + seconds
         self._ready: deque[Message] = deque()
         self._tls: ssl.SSLObject | None = None
         self.peer: str | None = None
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if credentials is not None:
             self._handshake(credentials, server, host)
+        if not server:
+            self._deadline = None
+
+    def admit(self, ledger: ByteLedger) -> None:
+        """Its hello is accepted: messages may be long from now on, and take their time; they count in this ledger."""
+        self._deadline, self._reader.limit = None, self._limit
+        self._ledger = self._reader.ledger = ledger
 
     def fileno(self) -> int:
         """For ``selectors``."""
@@ -58,15 +73,13 @@ class Wire:
         except ValueError as error:
             raise LinkError(str(error)) from error
         tls = context.wrap_bio(self._in, self._out, server_side=server, server_hostname=None if server else host)
-        deadline = time.monotonic() + HANDSHAKE_SECONDS
         while True:
-            left = deadline - time.monotonic()
             try:
                 tls.do_handshake()
                 break
             except ssl.SSLWantReadError:
-                self._flush(left)
-                data = self._pull(left, "the TLS handshake")
+                self._flush(self._seconds)
+                data = self._pull(self._seconds, "the TLS handshake")
                 if not data:
                     raise LinkError("the other end closed during the TLS handshake: does it speak TLS?") from None
                 self._ledger.received["tls"] += len(data)
@@ -75,7 +88,7 @@ class Wire:
                 with contextlib.suppress(LinkError):  # tell the other end why, if it still listens
                     self._flush(1.0)
                 raise TrustError(_words(error)) from error
-        self._flush(HANDSHAKE_SECONDS)
+        self._flush(self._seconds)
         credentials.check_peer(tls.getpeercert(binary_form=True))
         subject = (tls.getpeercert() or {}).get("subject", ())
         self.peer = next((value for part in subject for name, value in part if name == "commonName"), None)  # type: ignore
@@ -182,10 +195,15 @@ class Wire:
             raise LinkError(f"the connection was lost: {error}") from error
 
     def _pull(self, seconds: float, waiting_for: str) -> bytes:
+        left = seconds if self._deadline is None else min(seconds, self._deadline - time.monotonic())
         try:
-            self._socket.settimeout(max(0.001, seconds))
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
             return self._socket.recv(_PIECE)
         except TimeoutError as error:
+            if self._deadline is not None:
+                raise LinkTimeout(f"{waiting_for} was not over within {self._seconds:g} s") from error
             raise LinkTimeout(f"nothing came for {seconds:g} s while waiting for {waiting_for}") from error
         except OSError as error:
             raise LinkError(f"the connection was lost while waiting for {waiting_for}: {error}") from error

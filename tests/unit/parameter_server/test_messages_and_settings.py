@@ -1,12 +1,15 @@
 """Frames, settings, presets, compression and checkpoints, each alone."""
 
 import contextlib
+import json
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.parameter_server import Service, serve, serve_shard
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.compress import Codec, Difference, Feedback
 from thinwire.parameter_server.layout import Layout, LayoutMismatch
@@ -16,6 +19,8 @@ from thinwire.parameter_server.outer import DelayedNesterov, Master
 from thinwire.parameter_server.presets import PRESETS, preset
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.settings import Settings
+from thinwire.parameter_server.shard_messages import Enlisted
+from thinwire.parameter_server.slice_keeper import SliceKeeper
 from thinwire.parameter_server.submit import LocalSteps
 
 numbers = st.integers(-(2**63), 2**63 - 1)
@@ -166,9 +171,10 @@ def test_layouts_differ_by_name():
 
 def test_a_checkpoint_is_whole_or_absent(tmp_path):
     master = Master(torch.arange(4.0), lambda params: torch.optim.SGD(params, 0.1, momentum=0.9), Settings())
+    layout = Layout.of(torch.nn.Linear(3, 1)).to_json()
     for version in range(1, 5):
         saved = checkpoints.Saved(
-            master.theta + version, master.optimizer.state_dict(), version, 9, {0: 3}, {"in": 2}, "{}"
+            master.theta + version, master.optimizer.state_dict(), version, 9, {0: 3}, {"in": 2}, layout
         )
         checkpoints.save(tmp_path, saved)
     (tmp_path / ".partial-000000009").write_bytes(b"cut off")
@@ -180,6 +186,88 @@ def test_a_checkpoint_is_whole_or_absent(tmp_path):
     with pytest.raises(ValueError, match="is no checkpoint"):
         checkpoints.load(tmp_path)
     assert checkpoints.load(tmp_path / "nowhere") is None
+
+
+def saved_options(network, **changes):
+    layout = Layout.of(network)
+    master = Master(layout.flat(network), lambda params: torch.optim.SGD(params, 0.1, momentum=0.9), Settings())
+    whole = checkpoints.Saved(master.theta, master.optimizer.state_dict(), 5, 9, {0: 3}, {"in": 2}, layout.to_json())
+    return vars(whole) | changes
+
+
+WRONG = [
+    ("theta", None), ("theta", "x"), ("theta", torch.zeros(3)), ("theta", torch.zeros(8, dtype=torch.float64)),
+    ("optimizer", None), ("optimizer", {}), ("optimizer", {"state": 5, "param_groups": 5}), ("version", "x"),
+    ("version", 2.5), ("version", -1), ("next_member", None), ("positions", []), ("positions", {"a": "b"}),
+    ("counters", None), ("counters", {"in": "b"}), ("layout", None), ("layout", ""), ("layout", "5"), ("layout", "{}"),
+    ("layout", '{"names": 5, "shapes": 5, "dtype": "x"}'), ("layout", "[" * 100_000), ("buffers", "x"),
+    ("buffers", torch.zeros(3)), ("shards", "x"), ("index", None), ("run", "x"), ("unheard", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", range(len(WRONG)), ids=[f"{name} {str(value)[:20]}" for name, value in WRONG])
+def test_a_checkpoint_with_wrong_content_is_named(tmp_path, place):
+    name, value = WRONG[place]
+    network = torch.nn.Linear(3, 2)
+    torch.save(saved_options(network, **{name: value}), tmp_path / "version-000000005.pt")
+    with pytest.raises(ValueError, match=r"version-000000005\.pt is no checkpoint of a parameter server"):
+        Service(network, Settings(), outer=lambda params: torch.optim.SGD(params, 0.1), updates=1, directory=tmp_path)
+
+
+def test_a_shards_checkpoint_with_wrong_content_is_named(tmp_path):
+    network = torch.nn.Linear(3, 2)
+    for name, value in (("theta", torch.zeros(3)), ("optimizer", {}), ("layout", "5")):
+        wrong = {"index": 0, "shards": 2, "run": 7, "theta": torch.zeros(4), name: value}
+        torch.save(saved_options(network, **wrong), tmp_path / "shard-0-version-000000005.pt")
+        shard = SliceKeeper(Settings(), Layout.of(network), lambda p: torch.optim.SGD(p, 0.1), 0, 2, 1, tmp_path)
+        with pytest.raises(ValueError, match=r"shard-0-version-000000005\.pt is no checkpoint of a parameter server"):
+            shard.on(Enlisted(5, 7))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"limit": "4"}, "limit='4' must be a whole number of at least 0"),
+        ({"limit": 2.5}, "limit=2.5 must be a whole number"),
+        ({"count": []}, "count=[] must be a whole number"),
+        ({"start_nodes": None}, "start_nodes=None must be a whole number of at least 1"),
+        ({"buffer": "8"}, "buffer='8' must be a whole number"),
+        ({"n": "2"}, "n='2' must be a number of at least 1"),
+        ({"n": None}, "n=None must be a number of at least 1"),
+        ({"lease_seconds": "10"}, "lease_seconds='10' must be a number above 0"),
+        ({"grace_seconds": None}, "grace_seconds=None must be a number of at least 0"),
+        ({"density": "x"}, "density='x' must be a number above 0"),
+        ({"submit": "x"}, "submit='x' must be Gradient() or LocalSteps()"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused_with_a_sentence(options, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Settings(**options)
+    changed = json.loads(Settings().to_json()) | options
+    if options.keys() != {"submit"}:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            Settings.from_json(json.dumps(changed))
+
+
+def test_local_steps_of_a_wrong_type_are_refused_with_a_sentence():
+    for options in ({"steps": "x"}, {"steps": 1.5}, {"lr": "x"}, {"lr": float("inf")}):
+        with pytest.raises(ValueError, match=rf"{next(iter(options))}=.* must be a"):
+            LocalSteps(**options)
+
+
+@pytest.mark.parametrize("text", ["", "5", "[]", "{}", "[" * 100_000, '{"submit": {"kind": []}}'], ids=lambda t: t[:9])
+def test_what_are_no_settings_is_refused_with_a_sentence(text):
+    with pytest.raises(ValueError, match="these are no settings of a parameter server"):
+        Settings.from_json(text)
+
+
+@pytest.mark.parametrize("port", [70000, -1, "x", None, 2.5])
+def test_a_port_that_cannot_be_is_refused_with_a_sentence(port):
+    says = re.escape(f"port={port!r} must be a whole number from 0 to 65535")
+    with pytest.raises(ValueError, match=says):
+        serve(torch.nn.Linear(3, 2), port=port, updates=1)
+    with pytest.raises(ValueError, match=says):
+        serve_shard("127.0.0.1:9", index=0, port=port)
 
 
 def test_sums_for_a_member_that_has_gone_are_refused_and_counted():

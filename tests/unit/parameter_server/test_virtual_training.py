@@ -1,6 +1,7 @@
 """Training in virtual time against plain SGD: bit for bit where the protocol promises it, and its accounting."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -353,9 +354,44 @@ def test_a_journal_that_a_kill_cut_off_keeps_its_whole_lines_and_a_foreign_file_
     again = JournalWriter(path, bsp(), {"a": 1}, version=3)
     again.close()
     assert [update.version for update in Journal.read(path).updates] == [0, 1, 2]
-    path.write_text("what?\n")
-    with pytest.raises(ValueError, match="is no journal"):
+    assert [file.name for file in tmp_path.iterdir()] == ["journal"]
+    whole = path.read_bytes()
+    (tmp_path / ".partial-journal").mkdir()  # so that its new beginning cannot be written
+    with pytest.raises(ValueError, match=re.escape(f"the journal {path} cannot be written")):
+        JournalWriter(path, bsp(), {"a": 1}, version=2)
+    assert path.read_bytes() == whole
+
+
+SPOILED = [b"what?\n", b"", b"\xff\xfe\n", b"[]\n", b"5\n", b"[" * 100_000 + b"\n", b'{"settings": 5, "facts": {}}\n']
+
+
+@pytest.mark.parametrize("content", SPOILED, ids=[str(content[:12]) for content in SPOILED])
+def test_a_file_that_is_no_journal_is_named(tmp_path, content):
+    path = tmp_path / "journal"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="/journal is no journal"):
         Journal.read(path)
+
+
+def test_a_line_of_a_journal_that_cannot_be_is_refused_by_the_files_name(tmp_path):
+    path = tmp_path / "journal"
+    trace = simulate(bsp(), nodes=1, updates=2, step_seconds=equal)
+    writer = JournalWriter(path, bsp(), {})
+    for update in trace.journal.updates:
+        writer.write(update)
+    writer.close()
+    head, first, second = path.read_text().splitlines()
+    for line in ("5", "{}", '{"version": 1e999, "at": 0, "parts": []}', first.replace("[[", "[", 1)):
+        path.write_text(f"{head}\n{line}\n{second}\n")
+        with pytest.raises(ValueError, match="/journal is no journal"):
+            Journal.read(path)
+
+
+def test_a_journal_with_a_gap_is_not_replayed():
+    trace = simulate(bsp(), nodes=1, updates=5, step_seconds=equal, parameters=start(), gradient=gradient, outer=sgd())
+    journal = Journal(trace.journal.settings, {}, (*trace.journal.updates[:2], *trace.journal.updates[3:]))
+    with pytest.raises(ValueError, match="lacks the update that made version 3"):
+        replay(journal, start(), gradient, sgd())
 
 
 def test_no_more_pushes_wait_for_a_full_link_than_there_are_workers():
@@ -374,3 +410,32 @@ def test_a_thousand_nodes():
     trace = simulate(inhad(4, start_nodes=1000), nodes=1000, updates=8, step_seconds=uneven, payload_bytes=1000)
     assert trace.gradients > 1000
     assert max(trace.staleness()) <= 4
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+@pytest.mark.parametrize(
+    "settings", [inhad(2), inhad(4, 1.0), bsp(), asp(), ssp(1)], ids=lambda s: f"{s.transfer}-{s.limit}"
+)
+def test_jitter_of_a_link_keeps_the_messages_of_a_connection_in_order(settings, shards):
+    """Weights that came before the WELCOME, or a fence after the weights, left a node without work for good."""
+    link = Link(0.01, 1e9, lambda rng: rng.expovariate(1 / 0.5))
+    trace = simulate(settings, nodes=3, workers=2, updates=60, seconds=3000.0, step_seconds=uneven, link=link,
+                     payload_bytes=1000, faults=[Fault(20.0, "cut", 1)], shards=shards)  # fmt: skip
+    assert len(trace.updates) == 60
+    assert settings.limit is None or max(trace.staleness()) <= settings.limit
+    again = simulate(settings, nodes=1, updates=20, seconds=3000.0, step_seconds=equal, link=link, shards=shards)
+    assert len(again.updates) == 20
+
+
+def test_submissions_that_are_not_finite_are_counted_while_their_node_lives():
+    def spoiled(theta, node, worker, step):
+        return gradient(theta, node, worker, step) * (float("nan") if node == 1 and step % 2 else 1.0)
+
+    trace = simulate(bsp(), nodes=2, updates=20, step_seconds=equal, parameters=start(), gradient=spoiled, outer=sgd())
+    assert trace.counters["not_finite"] == 10
+    assert not trace.counters["left"]
+    faults = [Fault(4.5, "cut", 1)]
+    trace = simulate(bsp(), nodes=2, updates=20, step_seconds=equal, parameters=start(), gradient=spoiled, outer=sgd(),
+                     faults=faults)  # fmt: skip
+    assert trace.counters["left"] == 1
+    assert 8 <= trace.counters["not_finite"] <= 11

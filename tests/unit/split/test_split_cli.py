@@ -41,6 +41,13 @@ def test_keys(tmp_path):
     pairs = [f"more/{name}.{end}" for name in ("cloud", "a", "b") for end in ("crt", "key")]
     assert made["files"] == ["more/ca.crt", *pairs]
     refused("is there already", "keys")
+    for host in ("", "a b", "cloud.example.org:7443", "ä.example.org", "-a", "a..b", "10.0.0.300"):
+        refused(f"host {host!r} is no name and no address", "keys", "--out", "other", "--host", host)
+    (tmp_path / "file").write_text("x")
+    refused("cannot write to file", "keys", "--out", "file")
+    refused("cannot write to file/below", "keys", "--out", "file/below")
+    assert not (tmp_path / "other").exists()
+    run("keys", "--out", "names", "--host", "*.example.org", "--host", "cloud_1", "--host", "::1")
 
 
 def test_plan_writes_both_halves_and_says_what_a_step_costs(tmp_path):

@@ -143,14 +143,29 @@ def test_cut_after_every_message(keys, tls, plan, messages):
 
 def refused(edge_keys, cloud_keys, says):
     front, back = halves()
-    server = Server(CloudEnd(back, "pair", RECIPE), credentials=cloud_keys)
-    thread = threading.Thread(target=server._accept)
+    ended = threading.Event()
+
+    class Refused(Exception):
+        pass
+
+    def say(sentence):
+        if sentence.startswith("refused a connection"):
+            raise Refused
+
+    server = Server(CloudEnd(back, "pair", RECIPE), credentials=cloud_keys, say=say)
+
+    def serve():
+        with pytest.raises(Refused):
+            server.serve(idle_seconds=60)
+        ended.set()
+
+    thread = threading.Thread(target=serve)
     thread.start()
     link = StageLink("127.0.0.1", server.port, edge_keys, receive_seconds=100, reconnect_seconds=0.5)
     with pytest.raises(TrustError, match=says):
         link.attach(edge_end(front))
     thread.join(60)
-    assert not thread.is_alive()
+    assert ended.is_set()
     link.close()
     server.close()
 
@@ -307,6 +322,14 @@ def test_a_port_that_is_taken():
     with pytest.raises(ValueError, match="cannot listen at"):
         Server(CloudEnd(halves()[1], "pair", RECIPE), port=taken.getsockname()[1])
     taken.close()
+
+
+@pytest.mark.parametrize("port", [70000, -1, "x"])
+def test_what_is_no_port(port):
+    with pytest.raises(ValueError, match=f"port={port!r} must be a whole number from 0 to 65535"):
+        Server(CloudEnd(halves()[1], "pair", RECIPE), port=port)
+    with pytest.raises(ValueError, match=f"port={port!r} must be a whole number from 1 to 65535"):
+        StageLink("127.0.0.1", port)
 
 
 def test_keys_are_private_and_never_replaced(tmp_path):

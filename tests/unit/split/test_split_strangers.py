@@ -1,0 +1,130 @@
+"""Connections of nobody in particular: silent, slow, long, or with words that no terminal should see."""
+
+import contextlib
+import socket
+import time
+
+import pytest
+import torch
+from split_ends import batch_of, edge_end, halves, in_process, linked, parameters, serving
+
+from thinwire.split import Credentials, write_keys
+from thinwire.split.door import MOST
+from thinwire.split.frames import Message, encode
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    write_keys(folder)
+    return {role: Credentials.of(folder, role) for role in ("cloud", "edge")}
+
+
+@contextlib.contextmanager
+def strangers(server, count, says=b""):
+    """So many connections that say this, and then nothing, but do not go."""
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(count)]
+        for one in made:
+            one.sendall(says)
+            one.settimeout(60)
+        yield made
+
+
+HELLO = b"".join(encode(Message("hello", words={"edge": "x" * 4000})))
+CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")  # the first bytes of a TLS handshake
+
+
+@pytest.mark.parametrize(
+    "tls,says", [(False, b""), (False, HELLO[:-1]), (True, b""), (True, CLIENT_HELLO)],
+    ids=["silent", "half a hello", "silent where TLS is due", "half a TLS handshake"],
+)  # fmt: skip
+def test_silent_strangers_do_not_keep_the_edge_out(keys, tls, says):
+    front, back = halves()
+    with (
+        serving(back, credentials=keys["cloud"] if tls else None) as server,
+        strangers(server, 20, says),
+        linked(server, edge_end(front), keys["edge"] if tls else None) as link,
+    ):
+        losses = [float(link._edge.step(batch_of(0)))]
+        with strangers(server, 20, says):
+            losses += [float(link._edge.step(batch_of(step))) for step in range(1, 6)]
+        link._edge.bye()
+    expected = in_process()
+    assert losses == expected[0]
+    assert torch.equal(parameters(back), expected[2])
+    assert link.reconnects == 0
+
+
+def test_of_too_many_strangers_the_longest_there_makes_room():
+    front, back = halves()
+    with (
+        serving(back, hello_seconds=600.0) as server,
+        strangers(server, MOST) as first,
+        strangers(server, 6),
+        linked(server, edge_end(front)) as link,
+    ):
+        assert [one.recv(1) for one in first[:6]] == [b""] * 6
+        link._edge.bye()
+    assert sum(f"{MOST} others came" in words for words in server.said) >= 6
+
+
+def test_handshake_and_hello_have_one_deadline(keys):
+    for credentials in (None, keys["cloud"]):
+        front, back = halves()
+        with serving(back, credentials=credentials, hello_seconds=2.0) as server:
+            with strangers(server, 1, CLIENT_HELLO if credentials else HELLO[:40]) as (slow,):
+                with contextlib.suppress(ConnectionError):
+                    for _ in range(200):
+                        slow.sendall(b"\x00")
+                        time.sleep(0.1)
+                assert not any(words.startswith("edge") for words in server.said)
+                assert any("was not over within 2 s" in words for words in server.said)
+            with linked(server, edge_end(front), keys["edge"] if credentials else None) as link:
+                link._edge.bye()
+
+
+def test_before_hello_nothing_long_is_taken():
+    front, back = halves()
+    with serving(back) as server:
+        whole = b"".join(encode(Message("z", parts=(("z", torch.zeros(1 << 15)),))))
+        with strangers(server, 1, whole[:100]) as (long,):
+            assert long.recv(1) == b""
+        assert any("over the limit of 65536 per message" in words for words in server.said)
+        with linked(server, edge_end(front)) as link:
+            link._edge.bye()
+
+
+def test_an_edge_that_waits_within_a_message_is_not_kept_by_strangers():
+    """Only what the edge says counts: a stranger's connections do not keep its place."""
+    front, back = halves()
+    edge = edge_end(front)
+    with serving(back, edges=1, message_seconds=0.5, hold_seconds=0.0) as server:
+        with strangers(server, 1, b"".join(encode(Message("hello", words=edge.hello())))) as (half,):
+            assert half.recv(1000)
+            half.sendall(b"TWF1")
+            for _ in range(200):
+                if any("fell silent within a message" in words for words in server.said):
+                    break
+                with strangers(server, 1):
+                    time.sleep(0.1)
+            else:
+                pytest.fail("the cloud still waits for the rest of the message")
+        with linked(server, edge_end(halves()[0], name="other")) as link:
+            link._edge.bye()
+
+
+def test_a_strangers_words_are_printable():
+    front, back = halves()
+    edge = edge_end(front)
+    spoiled = [edge.hello() | {what: "\ud800\x1b[31m\n" + "x" * 9000} for what in ("plan", "pair", "edge")]
+    with serving(back, hold_seconds=0.0) as server:
+        for words in spoiled:
+            with strangers(server, 1, b"".join(encode(Message("hello", words=words)))) as (one,):
+                assert one.recv(1000)
+        with linked(server, edge) as link:
+            link._edge.bye()
+    assert len(server.said) >= 5
+    for sentence in server.said:
+        assert sentence.isprintable()
+        assert len(sentence) <= 500
