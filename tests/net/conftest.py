@@ -6,14 +6,16 @@ import pytest
 from wires import namespaces
 
 from thinwire import lab
+from thinwire.lab.access import find_mode
 
 
 @pytest.fixture(params=["root", "user"])
 def mode(request, monkeypatch):
     """Force one mode after the other; skip those that the machine refuses."""
     monkeypatch.setenv("THINWIRE_LAB_MODE", request.param)
-    if lab.available() != request.param:
-        pytest.skip(f"network namespaces are not to be had here as {request.param}")
+    found, why = find_mode()
+    if found != request.param:
+        pytest.skip(f"network namespaces are not to be had here as {request.param}: {why}")
     return request.param
 
 
@@ -25,8 +27,9 @@ def any_mode(request, monkeypatch):
             pytest.skip("network namespaces are not to be had here")
         return lab.available()
     monkeypatch.setenv("THINWIRE_LAB_MODE", request.param)
-    if lab.available() != request.param:
-        pytest.skip(f"network namespaces are not to be had here as {request.param}")
+    found, why = find_mode()
+    if found != request.param:
+        pytest.skip(f"network namespaces are not to be had here as {request.param}: {why}")
     return request.param
 
 
