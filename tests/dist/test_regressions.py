@@ -466,6 +466,7 @@ def _control(rank, size):
     return first["bad"], [m2_torch(32768.0) / reference, m2_torch(1.0) / reference]
 
 
+@pytest.mark.slow
 def test_control_torch_hook_m1_m2(record_property):
     try:
         bad, ratios = run(_control, 2, seconds=40, fresh=True)[0]

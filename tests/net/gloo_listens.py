@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from thinwire.lab.shell import tool
 from thinwire.measure.doctor import gather, gloo_choice
 
 NAME = socket.gethostname()
@@ -23,12 +24,12 @@ ip link set far0 addrgenmode none
 ip link add br7 type bridge
 ip addr add 10.9.0.7/24 dev eth0
 ip addr add 10.9.0.8/24 dev eth0
-ip addr add 2001:db8::7/64 dev eth0 nodad
 ip addr add 10.8.0.7/24 dev br7
 ip link set far0 up
 ip link set eth0 up
 ip link set br7 up
 """
+IPV6 = "ip addr add 2001:db8::7/64 dev eth0 nodad"
 CASES = {
     "the name leads to the interface": (f"10.9.0.7 {NAME}", {}),
     "to its second address": (f"10.9.0.8 {NAME}", {}),
@@ -49,7 +50,8 @@ def listening():
     """Addresses of all sockets of this namespace that listen."""
     found = []
     for file, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/self/net/{file}").read_text().splitlines()[1:]:
+        table = Path(f"/proc/self/net/{file}")
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
             fields = line.split()
             if fields[3] == "0A":
                 raw = bytes.fromhex(fields[1].partition(":")[0])  # words in the machine's order of bytes
@@ -70,20 +72,26 @@ def real(folder, number):
     return found
 
 
+def ip(line, check=True):
+    return subprocess.run([tool("ip"), *line.split()[1:]], check=check).returncode == 0
+
+
 def main():
-    for line in SETUP.split("\n"):
-        if line:
-            subprocess.run(line.split(), check=True)
+    for line in SETUP.strip().split("\n"):
+        ip(line)
+    if not ip(IPV6, check=False):  # switched off on this machine
+        del CASES["to IPv6"]
     with tempfile.TemporaryDirectory() as folder:
         hosts = Path(folder) / "hosts"
         hosts.write_text("")
-        subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
+        subprocess.run([tool("mount"), "--bind", str(hosts), "/etc/hosts"], check=True)
         for number, (case, (lines, variables)) in enumerate(CASES.items()):
             hosts.write_text(lines + "\n")
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             os.environ.update(variables)
             choice = gloo_choice(gather())
             told = {"case": case, "address": choice.address, "problem": choice.problem, "why": choice.why}
+            told["cases"] = len(CASES)
             print(json.dumps({**told, "interfaces": choice.interfaces, "real": real(folder, number)}), flush=True)
 
 

@@ -1,6 +1,7 @@
 """A real comparison over an emulated link: the bytes that were counted are those of the formula."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -35,6 +36,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula():
     assert rows["ssgd"]["step_seconds"] > 0.8 * result["floor_seconds"]
     assert rows["ddp"]["loss"] == pytest.approx(rows["ssgd"]["loss"], rel=1e-4)
     assert rows["ddp"]["ratio"] == 1.0
+    assert re.search(r", TCP with \w+$", result["note"])
 
 
 def test_without_rights_the_bytes_are_labelled_otherwise(monkeypatch):

@@ -4,13 +4,15 @@ import os
 import re
 import signal
 import subprocess
+import sys
 
 import pytest
+from wires import CLI, collect, namespaces, runs, wait_until
 
-from conftest import CLI, collect, namespaces, runs, wait_until
 from thinwire import lab
 from thinwire.lab import leftovers
 from thinwire.lab.network import Network
+from thinwire.lab.shell import tool
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 
@@ -41,7 +43,7 @@ def running():
 
 
 def host_links():
-    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool("ip"), "-o", "link"], capture_output=True, text=True, check=True).stdout
 
 
 def test_the_machines_own_network_is_not_touched(mode):
@@ -146,6 +148,6 @@ def test_two_runs_of_one_process_at_a_time(mode):
 
 
 def test_a_missing_script_is_refused_before_anything_is_built(mode):
-    answer = subprocess.run([*CLI, "run", "--", "python", "no_such.py"], capture_output=True, text=True)
+    answer = subprocess.run([*CLI, "run", "--", sys.executable, "no_such.py"], capture_output=True, text=True)
     assert answer.returncode == 2
     assert re.fullmatch(r"error: script 'no_such.py' does not exist in [^\n]+\n", answer.stderr)

@@ -4,8 +4,8 @@ import json
 import sys
 
 import pytest
+from wires import collect
 
-from conftest import collect
 from thinwire import lab
 from thinwire.split import Link, Shape, SplitPlan, crossings, estimate, prepare, write_keys
 from thinwire.split.models.presets import preset

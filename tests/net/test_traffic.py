@@ -1,12 +1,16 @@
 """What goes over the wires, told by the byte counters. (How fast: benchmarks/link_rate.py.)"""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+from wires import collect
 
-from conftest import collect
 from thinwire import lab
+from thinwire.cli.main import app as cli
+from thinwire.lab.shell import tool
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 
@@ -83,7 +87,7 @@ def test_nodes_have_names_and_the_machine_keeps_its_own(mode):
 
 
 def test_each_node_has_its_own_rate(mode):
-    result, lines = collect(lab.Cluster.parse(4, 2, "1gbit,100mbit"), ["tc", "qdisc", "show", "dev", "eth0"])
+    result, lines = collect(lab.Cluster.parse(4, 2, "1gbit,100mbit"), [tool("tc"), "qdisc", "show", "dev", "eth0"])
     assert result.exit_code == 0
     for rank, rate in enumerate(["1Gbit", "1Gbit", "100Mbit", "100Mbit"]):
         assert " tbf " in lines[rank][0]
@@ -94,25 +98,54 @@ def test_a_delay_is_emulated_or_refused_in_one_sentence(mode):
     cluster = lab.Cluster.parse(2, 1, "100mbit", "2ms")
     refusal = ""
     try:
-        result, lines = collect(cluster, ["tc", "qdisc", "show", "dev", "eth0"])
+        result, lines = collect(cluster, [tool("tc"), "qdisc", "show", "dev", "eth0"])
     except lab.LabError as error:
         refusal = str(error)
     if refusal:
         assert "this kernel refuses a delay" in refusal
         assert "\n" not in refusal
-        pytest.skip("this kernel has no netem")
+        pytest.skip(refusal)
     assert result.exit_code == 0
     assert [line.split()[1] for line in lines[0]] == ["netem", "tbf"]
 
 
-def test_links_have_the_usual_congestion_control_and_the_machine_keeps_its_own():
-    path = "/proc/sys/net/ipv4/tcp_congestion_control"
-    with open(path) as file:
-        own = file.read()
-    with open("/proc/sys/net/ipv4/tcp_available_congestion_control") as file:
-        usual = "cubic" if "cubic" in file.read().split() else own.strip()
-    lines = []
-    lab.run(lab.Cluster.parse(2, 1, "1gbit"), ["cat", path], on_line=lambda _, line: lines.append(line))
-    assert lines == [usual] * 2
-    with open(path) as file:
-        assert file.read() == own
+CONGESTION = """
+import os, socket, time
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.create_server(("", address[1])) as server:
+        peer = server.accept()[0]
+else:
+    for _ in range(500):
+        try:
+            peer = socket.create_connection(address)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    peer.recv(1)
+print(peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
+"""
+
+
+@pytest.mark.parametrize("wanted", [None, ("no-such", "reno"), ("no-such",)])
+def test_the_lab_says_which_congestion_control_its_sockets_have(mode, wanted, monkeypatch):
+    own, known = (Path(f"/proc/sys/net/ipv4/tcp_{name}congestion_control").read_text() for name in ("", "available_"))
+    if wanted:
+        monkeypatch.setattr("thinwire.lab.network.CONGESTION_CONTROLS", wanted)
+    result, lines = collect(lab.Cluster.parse(2, 1, "1gbit"), [sys.executable, "-c", CONGESTION], timeout_seconds=250)
+    assert lines == [[result.congestion_control]] * 2
+    assert result.note.endswith(f"TCP with {result.congestion_control}")
+    assert json.loads(result.to_json())["congestion_control"] == result.congestion_control
+    if wanted is None and "cubic" in known.split():  # loaded, whether or not this machine allows it elsewhere
+        assert result.congestion_control == "cubic"
+    if wanted and "reno" in wanted:
+        assert result.congestion_control == "reno"
+    assert Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text() == own
+
+
+def test_doctor_says_which_congestion_control_the_lab_has(mode):
+    result, _ = collect(lab.Cluster(2), ["true"])
+    answer = CliRunner().invoke(cli, ["doctor", "--json"])
+    assert json.loads(answer.stdout)["lab_congestion_control"] == result.congestion_control
+    shown = CliRunner().invoke(cli, ["doctor"], env={"COLUMNS": "200"})
+    assert f"TCP with {result.congestion_control}" in shown.stdout

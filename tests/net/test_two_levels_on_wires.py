@@ -4,8 +4,8 @@ import json
 import sys
 
 import pytest
+from wires import collect
 
-from conftest import collect
 from thinwire import lab
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]

@@ -55,10 +55,20 @@ def doctor(
 
 
 def _here() -> Facts:
-    from thinwire.lab.access import find_mode
+    from thinwire.lab import Cluster, LabError
+    from thinwire.lab.access import find_mode, open_shell
+    from thinwire.lab.network import Network
     from thinwire.measure.doctor import gather
 
-    return gather(*find_mode())
+    mode, reason = find_mode()
+    control = None
+    if mode != "loopback":
+        try:
+            with open_shell(mode) as shell, Network(shell, Cluster(1)) as network:
+                control = network.congestion_control
+        except LabError as error:
+            reason = str(error)
+    return gather(mode, reason, control)
 
 
 def _read(path: Path) -> Facts:
@@ -126,7 +136,8 @@ def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
         "tcp": ", ".join(f"{name} {value}" for name, value in facts.tcp.items()) or "unknown",
         "tcp segments": f"{facts.segments} sent, {facts.retransmitted} of them again",
         "variables": ", ".join(f"{name}={value}" for name, value in facts.environment.items()) or "none",
-        "lab": _LAB.get(facts.lab, facts.lab),
+        "lab": _LAB.get(facts.lab, facts.lab)
+        + (f", TCP with {facts.lab_congestion_control}" if facts.lab_congestion_control else ""),
         "torch.compile": _COMPILE,
     }
     table = Table("what", "found", show_header=False)

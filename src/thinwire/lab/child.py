@@ -32,15 +32,6 @@ def set_hosts(text: str) -> None:
     _LIBC.umount2(b"/tmp", _MNT_DETACH)
 
 
-def set_congestion_control() -> None:
-    """Let this namespace's TCP be what most machines have, whatever this one has; best effort.
-
-    BBR, for one, empties a link on purpose for 0.2 s of every 10, in which a training step stands still.
-    """
-    with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as file:
-        file.write("cubic")
-
-
 def main(parent: int, directory: str, hosts: str, cores: str, command: list[str]) -> int:
     """Do the above; HOSTS is empty where mounts and network are the machine's. Returns 126 or 127: no command."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -54,7 +45,6 @@ def main(parent: int, directory: str, hosts: str, cores: str, command: list[str]
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     if hosts:
         set_hosts(hosts)
-        set_congestion_control()
     try:
         os.chdir(directory)
         os.execvp(command[0], command)

@@ -68,7 +68,7 @@ def run(
             address, port, interface = "127.0.0.1", loopback_port(master_port), "lo"
         else:
             network = stack.enter_context(Network(stack.enter_context(open_shell(mode)), cluster))
-            note = f"{cluster.describe()}, in network namespaces ({mode})"
+            note = f"{cluster.describe()}, in network namespaces ({mode}), TCP with {network.congestion_control}"
             address, port, interface = network.address(0), master_port or _DEFAULT_PORT, INTERFACE
         cores = [] if share_cores else usable_cores()
         began = time.monotonic()
@@ -88,7 +88,8 @@ def run(
         nothing = (0,) * cluster.nodes
         sent, received = network.traffic() if network is not None else (nothing, nothing)
         codes = tuple(code or 0 for code in ranks.exit_codes)
-    return LabResult(code, codes, seconds, network is not None, note, sent, received)
+    control = network.congestion_control if network is not None else None
+    return LabResult(code, codes, seconds, network is not None, note, sent, received, control)
 
 
 def _print_line(rank: int, line: str) -> None:

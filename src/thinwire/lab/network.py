@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -16,6 +17,19 @@ from thinwire.lab.shell import Shell
 
 INTERFACE = "eth0"
 """Name of a node's interface, in the namespace of that node."""
+CONGESTION_CONTROLS = ("cubic", "reno")
+"""What TCP shall have on the links, the first that the kernel has: CUBIC is the usual default, Reno is in every kernel.
+
+BBR, for one, empties a link on purpose for 0.2 s of every 10, in which a training step stands still.
+"""
+# A connection that is begun has the congestion control of its route; whether anybody answers does not matter.
+_ASK = """
+import socket, sys
+one = socket.socket()
+one.setblocking(False)
+one.connect_ex((sys.argv[1], 9))
+print(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode())
+"""
 
 
 class Network:
@@ -30,12 +44,15 @@ class Network:
         prefix = new_prefix()
         self.switch = f"{prefix}switch"
         self.nodes = [f"{prefix}node{node}" for node in range(cluster.nodes)]
+        self.congestion_control = ""
+        """What TCP really has on the links, as a socket of node 0 tells."""
         self._made: list[str] = []
         self._at_start: list[tuple[int, int]] = []
 
     def __enter__(self) -> Network:
         try:
             self._build()
+            self.congestion_control = self._ask_congestion_control()
             self._at_start = self._counters()
         except BaseException:
             self.close()
@@ -72,6 +89,7 @@ class Network:
             lines.append(f"link set port{node} master switch addrgenmode none up")
         self.shell.batch("ip", self.switch, lines)
         shaping: list[str] = []
+        wanted = list(CONGESTION_CONTROLS)
         for node, name in enumerate(self.nodes):
             link = self.cluster.link(node)
             lines = [
@@ -81,6 +99,7 @@ class Network:
                 f"link set {INTERFACE} up",
             ]
             self.shell.batch("ip", name, lines)
+            self._set_congestion_control(node, wanted)
             try:
                 self.shell.batch("tc", name, link.egress_of_node(INTERFACE))
             except LabError as error:
@@ -89,6 +108,24 @@ class Network:
                 raise LabError(f"this kernel refuses a delay (is netem there?), leave out --delay: {error}") from None
             shaping += link.egress_of_switch(f"port{node}")
         self.shell.batch("tc", self.switch, shaping)
+
+    def _set_congestion_control(self, node: int, wanted: list[str]) -> None:
+        """Give the node's route the first of these that the kernel has; those that it has not are taken out.
+
+        The route may have any, the namespace's setting only those of net.ipv4.tcp_allowed_congestion_control.
+        """
+        route = f"route replace 10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {self.address(node)}"
+        while wanted:
+            try:
+                self.shell.batch("ip", self.nodes[node], [f"{route} congctl {wanted[0]}"])
+            except LabError:
+                del wanted[0]
+            else:
+                return
+
+    def _ask_congestion_control(self) -> str:
+        ask = (sys.executable, "-I", "-S", "-c", _ASK, self.address(1))
+        return self.shell.run("ip", "netns", "exec", self.nodes[0], *ask).strip()
 
     def _counters(self) -> list[tuple[int, int]]:
         found = []

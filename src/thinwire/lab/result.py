@@ -19,6 +19,7 @@ class LabResult:
         sent_bytes: per node, what its interface sent: payload and headers; an offloaded packet counts its headers once.
             All zero on plain loopback.
         received_bytes: per node, what its interface received.
+        congestion_control: what TCP had on the links; None on plain loopback.
     """
 
     exit_code: int
@@ -28,6 +29,7 @@ class LabResult:
     note: str
     sent_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
+    congestion_control: str | None = None
 
     def to_json(self) -> str:
         """The same as one line of JSON."""

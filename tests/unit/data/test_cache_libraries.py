@@ -104,7 +104,7 @@ def test_webdataset_is_decoded_once(tmp_path, workers):
 def streaming(monkeypatch):
     """The real package, without its part for images, unused here: that wants a torchvision made for this very torch."""
     if importlib.util.find_spec("streaming") is None:
-        pytest.skip("mosaicml-streaming is not installed")
+        pytest.skip("mosaicml-streaming is not installed: it wants transformers below 5 and numpy below 2.2")
     monkeypatch.setitem(sys.modules, "streaming.vision", types.ModuleType("streaming.vision"))
     return importlib.import_module("streaming")
 

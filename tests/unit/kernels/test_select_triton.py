@@ -22,7 +22,9 @@ def test_kernels_equal_their_twins_in_the_interpreter():
     assert done.stdout.strip() == "equal", done.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
-def test_without_triton_the_option_says_so():
+def test_without_triton_the_option_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # nothing of that name can be imported
+    for name in ("", ".select"):
+        monkeypatch.delitem(sys.modules, f"thinwire.kernels.triton{name}", raising=False)
     with pytest.raises(ImportError, match="pip install triton"):
         top_k(torch.ones(3), 1, "histogram", engine="triton")

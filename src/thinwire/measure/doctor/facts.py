@@ -70,6 +70,7 @@ class Facts:
         open_files: how many this process may have open, soft and hard limit; None: unknown.
         shm_bytes: size of /dev/shm; None: there is none.
         lab: by which right the lab emulates links: "root", "user" or "loopback" (it cannot). lab_reason: why not.
+        lab_congestion_control: what TCP has on those links; None: unknown, or there are none.
     """
 
     thinwire: str
@@ -97,6 +98,7 @@ class Facts:
     shm_bytes: int | None = None
     lab: str = "loopback"
     lab_reason: str = ""
+    lab_congestion_control: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

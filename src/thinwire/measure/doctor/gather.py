@@ -23,12 +23,13 @@ _REQUIREMENT = re.compile(r"""^([\w.-]+)[^;]*;.*extra == ['"]([\w-]+)['"]""")
 _TOOLS = ("dev", "docs")
 
 
-def gather(lab: str = "loopback", lab_reason: str = "") -> Facts:
+def gather(lab: str = "loopback", lab_reason: str = "", lab_congestion_control: str | None = None) -> Facts:
     """Look around.
 
     Args:
         lab: by which right the lab emulates links; this floor cannot ask it.
         lab_reason: why not by a better one.
+        lab_congestion_control: what TCP has on those links.
     """
     from thinwire import __version__
 
@@ -65,6 +66,7 @@ def gather(lab: str = "loopback", lab_reason: str = "") -> Facts:
         shm_bytes=_shm(),
         lab=lab,
         lab_reason=lab_reason,
+        lab_congestion_control=lab_congestion_control,
     )
 
 
