@@ -6,6 +6,7 @@ import signal
 import cases
 import pytest
 import torch
+import torch.distributed as dist
 
 import thinwire as tw
 from spawned import run
@@ -183,3 +184,93 @@ def test_a_restart_after_a_kill_goes_on_bit_for_bit(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(weights, wanted))
         assert residuals.keys() == owed.keys()
         assert all(torch.equal(residuals[n], owed[n]) for n in owed)
+
+
+EVERY_METHOD = [
+    ("ssgd", {}),
+    ("ssgd", {"decoupled": True}),
+    ("dear", {}),
+    ("cast", {}),
+    ("cast", {"dtype": torch.int8}),
+    ("cast", {"decoupled": True}),
+    ("signsgd", {}),
+    ("onebit", {}),
+    ("qsgd", {}),
+    ("terngrad", {}),
+    ("topk", {"density": 0.1}),
+    ("gtopk", {"density": 0.1}),
+    ("oktopk", {"density": 0.1}),
+    ("dgc", {"density": 0.1}),
+    ("powersgd", {"rank": 2}),
+    ("acp", {"rank": 2}),
+    ("acp", {"rank": 2, "decoupled": True}),
+    ("acp", {"rank": 2, "collective": "auto"}),
+    ("hitopk", {"density": 0.1}),
+    ("omgs", {"density": 0.1}),
+    ("lags", {"max_ratio": 10.0}),
+    ("auto", {}),
+]
+
+
+def _begin(folder, index):
+    name, options = EVERY_METHOD[index]
+    net = cases.model()
+    momentum = 0.0 if name == "dgc" else 0.9  # dgc has its own
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=momentum)
+    nodes = tw.Topology(dist.get_world_size()) if name == "hitopk" else None  # it compresses between nodes
+    sync = tw.attach(net, optimizer, name, topology=nodes, **options)
+    step = tw.checkpoint.load(f"{folder}/{index}", net, optimizer, sync) or 0
+    return net, optimizer, sync, step
+
+
+def _owed(net, sync):
+    """What a rank owes, in whole tensors."""
+    shapes = {name: p.shape for name, p in net.named_parameters()}
+    return {
+        name: sync.state.extended(name, shapes[name]).reshape(shapes[name]).double() for name in sync.state.residuals
+    }
+
+
+def _every_method(rank, size, folder, steps):
+    """Load what is there, go on for some steps, save. Returns for each method: the step, what was owed, the weights."""
+    found = []
+    for index in range(len(EVERY_METHOD)):
+        net, optimizer, sync, step = _begin(folder, index)
+        loaded, weights = _owed(net, sync), cases.weights(net)
+        _steps(net, optimizer, rank, step, step + steps)
+        sync.synchronize()
+        tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, step + steps)
+        found.append((step, loaded, weights, _owed(net, sync), cases.weights(net)))
+        sync.detach()
+    return found
+
+
+def test_every_method_goes_from_two_ranks_to_one_and_back(tmp_path):
+    from thinwire.methods.registry import METHODS as registered
+
+    assert {name for name, _ in EVERY_METHOD} == {*registered, "auto"}
+    two, one, again = (run(_every_method, size, str(tmp_path), 3, seconds=300) for size in (2, 1, 2))
+    owing = set()
+    for (name, options), *before, alone, after, _ in zip(EVERY_METHOD, *two, *one, *again):
+        which = f"{name} {options}"
+        assert (alone[0], after[0]) == (3, 6), which
+        assert not any(torch.equal(a, b) for a, b in zip(alone[2], alone[4])), which  # one rank has trained
+        assert all(torch.equal(a, b) for a, b in zip(alone[4], after[2])), which
+        mean = {n: sum(rank[3].get(n, torch.zeros(())) for rank in before) / 2 for n in {*before[0][3], *before[1][3]}}
+        for name_, x in mean.items():
+            if x.any():
+                owing.add(name)
+                torch.testing.assert_close(after[1][name_], x, rtol=1e-6, atol=1e-7, msg=which)
+            else:
+                assert not after[1].get(name_, x).any(), which
+        assert {n for n, x in after[1].items() if x.any()} == {n for n, x in mean.items() if x.any()}, which
+    assert {"acp", "topk", "signsgd", "powersgd", "hitopk", "dgc"} <= owing
+
+
+def test_one_rank_and_then_two(tmp_path):
+    one, two = (run(_every_method, size, str(tmp_path), 2, seconds=300) for size in (1, 2))
+    for (name, options), alone, *ranks in zip(EVERY_METHOD, *one, *two):
+        for rank in ranks:
+            assert rank[0] == 2, (name, options)
+            assert all(torch.equal(a, b) for a, b in zip(alone[4], rank[2])), (name, options)
+            assert not any(x.any() for x in rank[1].values()), (name, options)

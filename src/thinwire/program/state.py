@@ -39,6 +39,7 @@ class State:
         rank: this rank. size: number of ranks. topology: which rank sits where.
         step: synchronised backwards so far, accepted or not; known on the host, so programs may branch on it.
         lr: the learning rate, where the caller knows it.
+        restored: a snapshot was taken over.
     """
 
     def __init__(self, rank: int, topology: Topology) -> None:
@@ -46,6 +47,7 @@ class State:
         self.size = topology.world_size
         self.topology = topology
         self.step = 0
+        self.restored = False
         self.lr: float | None = None
         self.residuals: dict[str, Tensor] = {}
         self.offsets: dict[str, int] = {}  # of residuals that are slices of a parameter: where in it they begin
@@ -222,6 +224,7 @@ class State:
         """Take over a snapshot (tensors are cloned); one without local fields has none."""
         self.drop_step()
         self._spare.clear()
+        self.restored = True
         self.step = int(snapshot["step"])
         self.residuals = {name: value.clone() for name, value in snapshot["residual"].items()}
         self.offsets = dict(snapshot.get("offset", {}))
