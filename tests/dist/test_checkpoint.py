@@ -1,7 +1,11 @@
 """Checkpoints: bit for bit at the same size, the mean of residuals at another, whole or not there."""
 
 import os
+import pathlib
+import resource
 import signal
+import subprocess
+import sys
 
 import cases
 import pytest
@@ -274,3 +278,198 @@ def test_one_rank_and_then_two(tmp_path):
             assert rank[0] == 2, (name, options)
             assert all(torch.equal(a, b) for a, b in zip(alone[4], rank[2])), (name, options)
             assert not any(x.any() for x in rank[1].values()), (name, options)
+
+
+def _full(rank, size, folder, who):
+    """Save; then with a limit on the size of a file for one rank; then without it again."""
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    _steps(net, optimizer, rank, 0, 2)
+    tw.checkpoint.save(folder, net, optimizer, sync, 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = []
+    for step in (3, 4):
+        _steps(net, optimizer, rank, step - 1, step)
+        if rank == who:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+        try:
+            tw.checkpoint.save(folder, net, optimizer, sync, step)
+        except OSError as error:
+            said.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    sync.agree(False)  # rank 0 has cleared up
+    left = sorted(os.listdir(folder))
+    sync.agree(False)  # all have looked
+    _steps(net, optimizer, rank, 4, 5)
+    tw.checkpoint.save(folder, net, optimizer, sync, 5)
+    weights = cases.weights(net)
+    sync.detach()
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    step = tw.checkpoint.load(folder, net, optimizer, sync)
+    sync.detach()
+    return said, left, step, all(torch.equal(a, b) for a, b in zip(weights, cases.weights(net)))
+
+
+@pytest.mark.parametrize("who, file", [(0, "rank-00000.pt"), (1, "rank-00001.pt")])
+def test_a_rank_that_cannot_write_is_named_by_all_and_training_goes_on(tmp_path, who, file):
+    """EFBIG comes the way that ENOSPC comes, and needs no full disk."""
+    for said, left, step, same in run(_full, 2, str(tmp_path), who):
+        assert said == [
+            f"no checkpoint was written at {tmp_path}/step-{step:09d}: "
+            f"rank {who}: File too large: {tmp_path}/.partial-{step:09d}/{file}"
+            for step in (3, 4)
+        ]
+        assert left == [".lock", "step-000000002"]
+        assert (step, same) == (5, True)
+
+
+FULL_DISK = """
+import os, sys, torch, thinwire as tw
+folder = sys.argv[1]
+net = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+sync = tw.attach(net, optimizer)
+tw.checkpoint.save(folder, net, optimizer, sync, 1)
+with open(f"{folder}/others", "wb") as file:
+    file.write(bytes(400_000))
+for step in (2, 3):
+    try:
+        tw.checkpoint.save(folder, net, optimizer, sync, step)
+    except OSError as error:
+        print(error)
+print(sorted(os.listdir(folder)))
+os.remove(f"{folder}/others")
+print(tw.checkpoint.save(folder, net, optimizer, sync, 4))
+print(tw.checkpoint.load(folder, net, optimizer, sync))
+"""
+
+
+def test_a_full_disk_is_said_and_keeps_nothing_of_the_checkpoint(tmp_path):
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path}"
+    try:
+        tried = subprocess.run([*inside, mount], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("a small disk needs unshare (util-linux)")
+    if tried.returncode:
+        pytest.skip(f"a small disk needs a mount namespace, which is not to be had here: {tried.stderr.strip()}")
+    script = [*inside, f'{mount} && exec "$@"', "sh", sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    said = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
+    for step, line in zip((2, 3), said):
+        assert line.startswith(f"no checkpoint was written at {tmp_path}/step-{step:09d}: rank 0: No space left on ")
+    assert said[2:] == ["['.lock', 'others', 'step-000000001']", f"{tmp_path}/step-000000004", "4"]
+
+
+def _killed_between_the_renames(rank, size, folder):
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    _steps(net, optimizer, rank, 0, 2)
+    tw.checkpoint.save(folder, net, optimizer, sync, 2)
+    torch.save(cases.weights(net), f"{folder}/weights")
+    _steps(net, optimizer, rank, 2, 4)
+    rename = pathlib.Path.rename
+
+    def die(self, target):
+        if self.name.startswith(".partial"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+
+    pathlib.Path.rename = die
+    tw.checkpoint.save(folder, net, optimizer, sync, 2)
+
+
+def test_a_kill_while_one_step_replaces_another_loses_neither_name(tmp_path):
+    run(_killed_between_the_renames, 1, str(tmp_path), expect_exit={0: -signal.SIGKILL})
+    assert not (tmp_path / "step-000000002").exists()
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    assert tw.checkpoint.load(tmp_path, net, optimizer, sync) == 2
+    assert tw.checkpoint.load(tmp_path, net, optimizer, sync, step=2) == 2
+    assert all(torch.equal(a, b) for a, b in zip(cases.weights(net), torch.load(tmp_path / "weights")))
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step-000000002", "weights"]
+    sync.detach()
+
+
+def _after_damage(rank, size, folder):
+    """What each rank loads, and says, where a file of one rank is damaged; then where all are."""
+    found = []
+    for _ in range(2):
+        net, optimizer, sync = _build("acp", {"rank": 2})
+        before = cases.weights(net)
+        try:
+            step = tw.checkpoint.load(folder, net, optimizer, sync)
+            _steps(net, optimizer, rank, step, step + 1)
+            found.append((step, cases.weights(net)))
+        except ValueError as error:
+            found.append((str(error), all(torch.equal(a, b) for a, b in zip(before, cases.weights(net)))))
+        sync.detach()
+        if rank == 0:
+            (pathlib.Path(folder) / "step-000000003" / "model.pt").write_bytes(b"")
+        dist.barrier()
+    return found
+
+
+def _three_and_six(rank, size, folder):
+    net, optimizer, sync = _build("acp", {"rank": 2})
+    for step in (3, 6):
+        _steps(net, optimizer, rank, step - 3, step)
+        tw.checkpoint.save(folder, net, optimizer, sync, step)
+    sync.detach()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_go_back_to_one_step_where_one_finds_its_file_damaged(tmp_path, size):
+    run(_three_and_six, 2, str(tmp_path))
+    file = tmp_path / "step-000000006" / "rank-00001.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    ranks = run(_after_damage, size, str(tmp_path))
+    for (step, weights), (said, untouched) in ranks:
+        assert step == 3
+        assert all(torch.equal(a, b) for a, b in zip(weights, ranks[0][0][1]))
+        assert f"rank 1: {file} is not as it was saved: its checksum differs" in said
+        assert "step-000000003/model.pt is not as it was saved" in said
+        assert untouched
+
+
+def _does_not_fit_on_one(rank, size, folder):
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    _steps(net, optimizer, rank, 0, 1)
+    tw.checkpoint.save(folder, net, optimizer, sync, 1)
+    sync.detach()
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    if rank == 1:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    before = cases.weights(net)
+    with pytest.raises(ValueError, match="step-000000001 does not fit"):
+        tw.checkpoint.load(folder, net, optimizer, sync)
+    assert all(torch.equal(a, b) for a, b in zip(before, cases.weights(net)))
+    assert not optimizer.state_dict()["state"]
+    _steps(net, optimizer, rank, 0, 1)
+    sync.detach()
+
+
+def test_what_does_not_fit_on_one_rank_is_taken_over_by_none(tmp_path):
+    run(_does_not_fit_on_one, 2, str(tmp_path))
+
+
+def _refused(rank, size, folder):
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    said = []
+    for _ in range(2):
+        _steps(net, optimizer, rank, 0, 1)
+        with pytest.raises(OSError, match="no checkpoint was written at") as error:
+            tw.checkpoint.save(folder, net, optimizer, sync, 7)
+        said.append(str(error.value))
+    sync.detach()
+    return said
+
+
+def test_a_second_job_is_refused_on_all_ranks(tmp_path):
+    net, optimizer, sync = _build("topk", {"density": 0.1})
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 1)
+    for said in run(_refused, 2, str(tmp_path)):
+        for sentence in said:
+            assert f"rank 0: another job writes checkpoints in {tmp_path} (process {os.getpid()} on " in sentence
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step-000000001"]
+    sync.detach()
