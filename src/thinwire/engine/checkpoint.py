@@ -15,7 +15,7 @@ import logging
 import operator
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -321,24 +321,23 @@ def _take_over(
 ) -> None:
     """Into model, optimizer and sync, on all ranks; or nowhere, if it does not fit on one."""
     problem = ""
-    undo: list[tuple[Any, Any]] = []
+    undo: list[Callable[[], Any]] = []
     try:
-        for name, saved in fitting.companions.items():
-            companion = sync.companions[name]
-            undo.append((companion, companion.state_dict()))
-            companion.load_state_dict(saved)
-        undo.append((model, {name: _kept(x) for name, x in model.state_dict().items()}))
+        weights = {name: _kept(x) for name, x in model.state_dict().items()}
+        undo.append(lambda: model.load_state_dict(weights))
         model.load_state_dict(content["model"])
-        undo.append((optimizer, optimizer.state_dict()))
+        moments = optimizer.state_dict()
+        undo.append(lambda: optimizer.load_state_dict(moments))
         optimizer.load_state_dict(content["optimizer"])
+        undo.append(persistence.restore(sync, fitting))
     except Exception as error:
         problem = _words(error)
     everyones = _tell(sync, problem)
     if problem := problem or _quoted(everyones):
-        for part, before in reversed(undo):
-            part.load_state_dict(before)
+        for back in reversed(undo):
+            back()
         raise ValueError(f"{path} does not fit: {problem}")
-    persistence.take_over(sync, fitting)
+    persistence.adopt(sync, fitting)
 
 
 def _kept(value: Any) -> Any:

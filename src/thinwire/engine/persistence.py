@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +145,7 @@ def split_shared(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A state that was found to fit, ready to be taken over.
+    """A state that was found to fit, for ``restore`` and then ``adopt``.
 
     Attributes:
         snapshot: for ``State.restore``.
@@ -161,13 +161,12 @@ class Fitting:
 def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
     """Restore; see ``GradientSync.load_state_dict``."""
     found = fitting(sync, state)
-    for name, saved in found.companions.items():
-        sync.companions[name].load_state_dict(saved)
-    take_over(sync, found)
+    restore(sync, found)
+    adopt(sync, found)
 
 
 def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
-    """What ``take_over`` needs of a state. Changes nothing.
+    """What is to be taken over of a state. Changes nothing.
 
     Raises:
         ValueError: it does not fit the model or the method, or lacks what this rank needs.
@@ -240,9 +239,32 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
     return Fitting(snapshot, companions, plan)
 
 
-def take_over(sync: GradientSync, found: Fitting) -> None:
-    """Restore all but the companions."""
+def restore(sync: GradientSync, found: Fitting) -> Callable[[], None]:
+    """Restore memory and companions. Returns what undoes it; if it raises, it is undone already."""
+    before, restored = sync.state.snapshot(), sync.state.restored
+    companions = [(sync.companions[name], saved) for name, saved in found.companions.items()]
+    earlier = [companion.state_dict() for companion, _ in companions]
+    loaded = 0
+
+    def undo() -> None:  # the step first: companions count from it
+        sync.state.restore(before)
+        sync.state.restored = restored
+        for (companion, _), state in zip(companions[:loaded], earlier):
+            companion.load_state_dict(state)
+
     sync.state.restore(found.snapshot)
+    try:
+        for companion, saved in companions:
+            companion.load_state_dict(saved)
+            loaded += 1
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def adopt(sync: GradientSync, found: Fitting) -> None:
+    """Put the saved plan in force, if it is to be. All ranks must call it."""
     if found.plan is not None:
         sync.adopt_plan(found.plan)
 
