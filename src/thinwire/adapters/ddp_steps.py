@@ -54,6 +54,7 @@ class DDPSteps:
         topology: Topology | None,
     ) -> None:
         self.method = method
+        self._named = method  # whose state is kept, where one rank runs S-SGD in its stead
         self._dense: Method = method.beside() or SSGD(ordered=bool(getattr(method, "ordered", False)))
         self._scaler, self._timeout, self._group, self._given = scaler, timeout, group, topology
         self._state: State | None = None
@@ -212,7 +213,7 @@ class DDPSteps:
     def _dense_here(self, name: str, parameter: Tensor) -> bool:
         """Whether the method leaves a parameter to plain averaging."""
         known = self._kept.get(name)
-        return self.method.dense(name, tuple(parameter.shape), None) if known is None else known
+        return self._named.dense(name, tuple(parameter.shape), None) if known is None else known
 
     def _program(self, index: int) -> Program:
         return self._programs[index]

@@ -138,6 +138,11 @@ def split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]
     return found
 
 
+def owes(state: Mapping[str, Any]) -> bool:
+    """Whether there is anything in it that another method could not take over."""
+    return any(key.startswith(("residual/", "local/", "shared/")) for key in state)
+
+
 def split_shared(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """The shared fields; a blank one was never committed (no method's is all zeros)."""
     return {f: {n: x for n, x in named.items() if x.any()} for f, named in split(state, "shared/").items()}
@@ -174,7 +179,7 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
     if state.get("version") != VERSION:
         raise ValueError(f"this is not a thinwire state of version {VERSION}; it says {state.get('version')!r}")
     method, size = method_of(sync), sync.topology.world_size
-    if state["method"] != method.name and any(key.startswith(("residual/", "local/", "shared/")) for key in state):
+    if state["method"] != method.name and owes(state):
         raise ValueError(
             f"the state was saved by {state['method']!r} but {method.name!r} is attached; attach with the same "
             "method, or start without this state (what was owed to the model is then lost)"
