@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from thinwire.kfac import KFAC
 
 
 def _job(method="ssgd", width=4, **options):
@@ -264,3 +265,21 @@ def test_a_job_that_was_passed_over_is_refused(tmp_path):
     assert [path.name for path in tw.checkpoint.complete(tmp_path)] == ["step-000000001"]
     (tmp_path / ".lock").unlink()
     tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+
+
+def test_a_companion_that_does_not_fit_changes_nothing(tmp_path):
+    def job(scaling):
+        net, optimizer, sync = _job()
+        return net, optimizer, sync, KFAC(net, sync, damping=0.1, scaling=scaling)
+
+    net, optimizer, sync, _ = job("authors")
+    _train(net, optimizer, 2)
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    sync.detach()
+    net, optimizer, sync, kfac = job("reference")
+    _train(net, optimizer)
+    before, passes = _state(net, optimizer, sync), kfac.passes
+    with pytest.raises(ValueError, match="saved with scaling='authors'"):
+        tw.checkpoint.load(tmp_path, net, optimizer, sync)
+    torch.testing.assert_close(_state(net, optimizer, sync), before, rtol=0, atol=0)
+    assert kfac.passes == passes
