@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from thinwire.engine.restart import tell_reset
 from thinwire.kfac import KFAC
+from thinwire.program import State
 
 
 def _job(method="ssgd", width=4, **options):
@@ -283,3 +285,13 @@ def test_a_companion_that_does_not_fit_changes_nothing(tmp_path):
         tw.checkpoint.load(tmp_path, net, optimizer, sync)
     torch.testing.assert_close(_state(net, optimizer, sync), before, rtol=0, atol=0)
     assert kfac.passes == passes
+
+
+def test_a_restarted_job_that_has_loaded_a_state_is_not_told_that_it_has_not(caplog, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    method, state = tw.method("acp", rank=2), State(0, tw.Topology(2))
+    state.restore({"step": 0, "residual": {}, "shared": {}})  # one rank, which counts no steps, has saved it
+    tell_reset(method, state)
+    assert not caplog.records
+    tell_reset(method, State(0, tw.Topology(2)))
+    assert "has loaded no state" in caplog.text
