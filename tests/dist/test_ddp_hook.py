@@ -1,5 +1,7 @@
 """``ddp_hook``: the same numbers as plain DDP and as LocalWorld, through everything DDP does to a hook."""
 
+import pathlib
+
 import cases
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from spawned import run
+from thinwire.adapters.ddp_module import checked, register
+from thinwire.adapters.ddp_ranks import load_from, save_in
 
 pytestmark = pytest.mark.dist
 
@@ -339,3 +343,43 @@ def test_a_silent_rank_is_named():
     message, _ = run(_silent, 2)
     assert "the exchange failed at step 3" in message
     assert "Rank 1 did not report: dead or late" in message
+
+
+KEPT = [("acp", {"rank": 2}), ("topk", {"density": 0.1}), ("dgc", {"density": 0.1}), ("hitopk", {"density": 0.1}),
+        ("signsgd", {}), ("cast", {}), ("ssgd", {})]  # fmt: skip
+
+
+def _kept(rank, size, folder):
+    """Take over what is there, train, save. Returns for each method what was owed before and after."""
+    found = []
+    for name, options in KEPT:
+        net = cases.model()
+        ddp = DistributedDataParallel(net, bucket_cap_mb=SMALL)
+        topology = tw.Topology(size) if name == "hitopk" else None
+        sync = register(ddp, checked(name, **options), framework="a test", world_size=size, topology=topology)
+        known = load_from(pathlib.Path(folder), name, sync)
+        shapes = {n: p.shape for n, p in net.named_parameters()}
+        owed = [{}, {}]
+        for i in range(2):
+            owed[i] = {n: sync.state.extended(n, shapes[n]).double() for n in sync.state.residuals}
+            if not i:
+                _train(net, ddp, rank, 3)
+        dist.barrier()
+        save_in(pathlib.Path(folder), name, sync)
+        dist.barrier()
+        found.append((known, *owed))
+        sync.close()
+    return found
+
+
+def test_one_rank_keeps_what_several_owed_until_there_are_several_again(tmp_path):
+    two, _, again = (run(_kept, size, str(tmp_path)) for size in (2, 1, 2))
+    owing = set()
+    for (name, _), *before, (known, after, _) in zip(KEPT, *two, again[1]):
+        assert known
+        for parameter in {*before[0][2], *before[1][2]}:
+            mean = sum(rank[2][parameter] for rank in before) / 2
+            if mean.any():
+                owing.add(name)
+                torch.testing.assert_close(after[parameter], mean, rtol=1e-6, atol=1e-7, msg=name)
+    assert owing == {"acp", "topk", "dgc", "hitopk", "signsgd"}

@@ -1,6 +1,8 @@
 """Federated runs on real ranks: the same bits as in one process, states that follow their clients, ranks that die."""
 
 import os
+import re
+import resource
 import signal
 import time
 
@@ -131,8 +133,8 @@ def _killed(rank, size, folder):
     return None
 
 
-def _resumed(rank, size, folder):
-    return train("scaffold", checkpoint=folder)
+def _resumed(rank, size, folder, name="scaffold"):
+    return train(name, checkpoint=folder)
 
 
 def test_a_rank_that_dies_is_an_error_and_the_run_goes_on(tmp_path):
@@ -145,6 +147,31 @@ def test_a_rank_that_dies_is_an_error_and_the_run_goes_on(tmp_path):
         assert [row.round for row in history.rounds] == [0, 1, 2, 3]
     alone, _ = train("scaffold", checkpoint=str(tmp_path))  # what ranks wrote, one process reads
     assert np.array_equal(alone, wanted)
+
+
+def _full(rank, size, folder, who):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_round(record):
+        if rank == who and record.round == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40, limit[1]))
+
+    try:
+        train("fedavg", checkpoint=folder, on_round=on_round)
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    return None
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_is_an_error_on_all_and_the_run_goes_on(tmp_path):
+    for said in run(_full, 2, str(tmp_path), 0):
+        assert re.fullmatch(rf"no checkpoint of round 2 was written in {tmp_path}: rank 0: .*File too large: .*", said)
+    assert not list(tmp_path.glob(".partial*"))
+    wanted, _ = train("fedavg")
+    for found, _ in run(_resumed, 2, str(tmp_path), "fedavg"):
+        assert np.array_equal(found, wanted)
 
 
 def _differ(rank, size, change):

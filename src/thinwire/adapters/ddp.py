@@ -96,7 +96,7 @@ class DDPSync(DDPSteps):
         Raises:
             TypeError: a parameter that thinwire does not exchange: complex, or with sparse gradients.
         """
-        managed = managed_parameters(model, self.method, "auto")
+        managed = managed_parameters(model, self._named, "auto")
         self._ordinals = Ordinals((m.name, m.parameter) for m in managed)
         self._kept = {m.name: m.dense for m in managed}
 
@@ -144,20 +144,23 @@ class DDPSync(DDPSteps):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, no side effect."""
         kept = [(name, p) for name, p in self.names() if not self._dense_here(name, p)]
-        return to_state_dict(self.state, self.method, kept, self._ordinals.source)
+        return to_state_dict(self.state, self._named, kept, self._ordinals.source)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
 
+        A single rank sends everything, so it pays nothing of what was owed: it keeps it, and ``state_dict`` hands it on
+        until there are several ranks again.
+
         Raises:
             ValueError: it is of another method, was not made by this hook, or lacks what this rank needs.
         """
-        from_state_dict(self.state, self.method, state, self._ordinals.source)
+        from_state_dict(self.state, self._named, state, self._ordinals.source)
         self._ordinals.fit(self.state)
 
     def __reduce__(self) -> Any:
         saved = self.state_dict() if self._state is not None and self._ordinals.source == "ddp" else self._saved
-        return _unpickled, (self.method, self._start, self._timeout, self._given, saved)
+        return _unpickled, (self._named, self._start, self._timeout, self._given, saved)
 
     @property
     def state(self) -> State:

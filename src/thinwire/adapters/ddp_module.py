@@ -6,7 +6,6 @@ Unlike ``ddp_hook`` alone, it knows the model in the wrapper: names, seeds and w
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -97,21 +96,6 @@ def register(
             "leave the other one out"
         ) from error
     return sync
-
-
-def restore(sync: DDPSync, saved: Mapping[str, Any]) -> None:
-    """Take over a state, where there is something to take over: one rank runs as ssgd, and owes nothing.
-
-    Raises:
-        ValueError: it is of another method or model, or lacks what this rank needs.
-    """
-    before, now = int(saved.get("world_size", 0)), sync.state.size
-    if saved.get("method") != sync.method.name and 1 in (before, now):
-        lost = "" if before == 1 else "; what they had not sent yet is dropped"
-        log.warning("thinwire: a state of %d ranks is not taken over by %d, as one rank compresses nothing%s",
-                    before, now, lost)  # fmt: skip
-        return
-    sync.load_state_dict(saved)
 
 
 def _inside(ddp: DistributedDataParallel) -> nn.Module:

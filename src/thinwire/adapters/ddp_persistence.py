@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.engine.persistence import VERSION, blank, local_keys, local_of, reshard, split, split_shared
+from thinwire.engine.persistence import VERSION, blank, local_keys, local_of, owes, reshard, split, split_shared
 from thinwire.program import Method, State
 
 log = logging.getLogger("thinwire")
@@ -61,7 +61,7 @@ def from_state_dict(state: State, method: Method, saved: Mapping[str, Any], sour
             "the state and the hook name parameters differently: one is of ddp_hook, which counts them, the other of a "
             "framework's adapter, which knows their names; load the state where it was saved"
         )
-    if saved["method"] != method.name:
+    if saved["method"] != method.name and owes(saved):
         raise ValueError(
             f"the state was saved by {saved['method']!r} but the hook runs {method.name!r}; use the same method, or "
             "start without this state (what was owed to the model is then lost)"
@@ -92,4 +92,6 @@ def from_state_dict(state: State, method: Method, saved: Mapping[str, Any], sour
     if shared and saved["options"] != _options(method):
         log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
         shared = {}
+    if state.size == 1:  # kept, not used: what is zero needs no memory
+        mine = {name: value for name, value in mine.items() if value.any()}
     state.restore({"step": saved["step"], "residual": mine, "shared": shared, "local": local})

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from thinwire.adapters.ddp import DDPSync
 from thinwire.adapters.ddp_group import control_device
-from thinwire.adapters.ddp_module import restore
 from thinwire.engine.durable import read_file, write_whole
 
 log = logging.getLogger("thinwire")
@@ -79,7 +78,7 @@ def load_from(folder: Path, name: str, sync: DDPSync, **facts: Any) -> bool:
         return False
     problem: Exception | None = None
     try:
-        restore(sync, _read(folder, name, sync, facts))
+        sync.load_state_dict(_read(folder, name, sync, facts))
     except (OSError, ValueError, KeyError) as error:
         problem = error
     if sync.agree(problem is not None):
@@ -89,20 +88,24 @@ def load_from(folder: Path, name: str, sync: DDPSync, **facts: Any) -> bool:
 
 
 def _read(folder: Path, name: str, sync: DDPSync, facts: Mapping[str, Any]) -> dict[str, Any]:
-    own = _file(folder, name, sync.rank)
-    start = own if own.exists() else _file(folder, name, 0)
+    own, start = _file(folder, name, sync.rank), _file(folder, name, 0)
+    if not start.exists():  # the folder is another machine's
+        start = own
     if not start.exists():
         raise ValueError(f"there is no {own.name}; all ranks have to save, and to see the folder that they load from")
     content = read_file(start)
-    for key, value in facts.items():
-        if content.get(key) != value:
-            raise ValueError(f"{start.name} does not belong to the model's {key}: it was saved by another run or step")
     state: dict[str, Any] = content["state"]
     before = int(state["world_size"])
     if before == sync.state.size:
-        if start is not own:
+        if not own.exists():
             raise ValueError(f"{own.name} is missing: all ranks have to save, and to see the folder they load from")
-        return state
+        mine = content if own == start else read_file(own)
+        _check(own, mine, facts)
+        found: dict[str, Any] = mine["state"]
+        if (found["step"], found["world_size"]) != (state["step"], before):
+            raise ValueError(f"{own.name} is of another step or number of ranks than {start.name}")
+        return found
+    _check(start, content, facts)
     for rank in range(before):
         other = _file(folder, name, rank)
         if not other.exists():
@@ -112,6 +115,12 @@ def _read(folder: Path, name: str, sync: DDPSync, facts: Mapping[str, Any]) -> d
             raise ValueError(f"{other.name} is of another step than {start.name}")
         state.update({key: value for key, value in theirs.items() if key.startswith(_OWN)})
     return state
+
+
+def _check(path: Path, content: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    for key, value in facts.items():
+        if content.get(key) != value:
+            raise ValueError(f"{path.name} does not belong to the model's {key}: it was saved by another run or step")
 
 
 def _file(folder: Path, name: str, rank: int) -> Path:

@@ -57,6 +57,7 @@ class DDPSteps:
         topology: Topology | None,
     ) -> None:
         self.method = method
+        self._named = method  # whose state is kept, where one rank runs S-SGD in its stead
         self._dense: Method = method.beside() or SSGD(ordered=bool(getattr(method, "ordered", False)))
         self._scaler, self._timeout, self._group, self._given = scaler, timeout, group, topology
         self._start = start
@@ -181,7 +182,8 @@ class DDPSteps:
         names = self._ordinals.of(parameters, last, self.state)
         views = gradient_views(buffer, parameters)
         job = _Job(buffer, _promise(buffer.device))
-        kept = [self._dense_here(name, p) for name, p in zip(names, parameters)]
+        exact = self.state.step < self.state.start
+        kept = [exact or self._dense_here(name, p) for name, p in zip(names, parameters)]
         programs: list[int] = []
         for dense in (False, True):
             slots = [
@@ -230,10 +232,8 @@ class DDPSteps:
 
     def _dense_here(self, name: str, parameter: Tensor) -> bool:
         """Whether the method leaves a parameter to plain averaging."""
-        if self.state.step < self.state.start:
-            return True
         known = self._kept.get(name)
-        return self.method.dense(name, tuple(parameter.shape), None) if known is None else known
+        return self._named.dense(name, tuple(parameter.shape), None) if known is None else known
 
     def _program(self, index: int) -> Program:
         return self._programs[index]

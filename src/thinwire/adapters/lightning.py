@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from thinwire.adapters.ddp import DDPSync
-from thinwire.adapters.ddp_module import checked, register, restore
+from thinwire.adapters.ddp_module import checked, register
 from thinwire.adapters.ddp_ranks import gathered_state
 from thinwire.program import Method, Topology
 
@@ -95,7 +95,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
             topology=Topology(world, here) if world % here == 0 else None,
         )
         if self._saved is not None:
-            restore(self.sync, self._saved)
+            self.sync.load_state_dict(self._saved)
         elif trainer.ckpt_path and self._method.has_residual:
             log.warning("thinwire: %s holds no state of ThinwireCallback: residuals begin at zero", trainer.ckpt_path)
         self._saved, self._model = None, weakref.ref(pl_module)
@@ -123,7 +123,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep a state for the start of ``fit``, before which there is no DDP module; during it, take it over."""
         if self._running and self.sync is not None:
-            restore(self.sync, state_dict)
+            self.sync.load_state_dict(state_dict)
         else:
             self._saved = dict(state_dict)
 

@@ -78,7 +78,7 @@ def run(
     with _ranks() as rank, _progress(made, quiet=rank != 0) as shown:
         try:
             history = made.simulate(on_round=shown, **options)
-        except (DeviceLost, NobodyAnswered, OverflowError) as error:
+        except (DeviceLost, NobodyAnswered, OverflowError, OSError) as error:
             raise RunFailed(str(error)) from error
     if rank != 0:
         return

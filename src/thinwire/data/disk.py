@@ -8,10 +8,11 @@ import struct
 import tempfile
 import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 _CRC = struct.Struct("<I")
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORGOTTEN_SECONDS = 3600.0
 
 
@@ -30,8 +31,9 @@ class DiskStore:
         self._partial = self.directory / "partial"
         self._partial.mkdir(parents=True, exist_ok=True)
         for path in self._partial.iterdir():
-            if time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # its writer is alive, and has renamed it
+                if time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS:
+                    path.unlink()
 
     def path(self, key: bytes) -> Path:
         """Where the sample of a key lies, or would."""

@@ -131,13 +131,15 @@ def attach(
     if world < 1:
         raise ValueError("this rank is not in the process group that was given to attach")
     alone = world == 1 and not (_solo and dist.is_initialized())
-    note = ""
+    note, named = "", None
     if alone:
         if not chosen.exact:
             note = f"one rank only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd{chosen.alone}"
             if chosen.alone:
                 logger.warning("thinwire: %s", note)
-        chosen = SSGD(merge=chosen.merge, **schedule(chosen))
+        named, chosen = chosen, SSGD(merge=chosen.merge, **schedule(chosen))
+        if getattr(named, "collective", "") == "auto":
+            named = replace(named, collective="flat")  # type: ignore[type-var]  # as below
     managed = managed_parameters(model, chosen, dense)
     check_optimizers(managed, optimizers)
     for o in optimizers:
@@ -165,6 +167,7 @@ def attach(
         check_order=check_order,
         note=note,
         dense=dense,
+        named=named,
     )
     pilot = None
     if isinstance(communicator, Communicator) and wanted(chosen, pinned, adaptive, auto):

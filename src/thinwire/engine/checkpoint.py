@@ -1,25 +1,46 @@
-"""Checkpoints that survive a kill and another number of ranks.
+"""Checkpoints that survive a kill, a full disk and another number of ranks.
 
-A checkpoint is a directory ``step-<n>``: ``model.pt`` (model, optimizer, step; from rank 0, equal on all) and
-``rank-<r>.pt`` for every rank's residuals. It is written under another name, flushed to disk, and renamed when all
-ranks have finished, so what is called ``step-<n>`` is always whole. Files are read with ``weights_only=True``.
+A checkpoint is a directory ``step-<n>``: ``model.pt`` (model, optimizer, step; from rank 0, equal on all),
+``rank-<r>.pt`` for every rank's residuals, and ``files.json`` with the checksums of these. It is written under another
+name, flushed to disk, and renamed when all ranks have finished, so what is called ``step-<n>`` is always whole. Files
+are read with ``weights_only=True``.
+
+What one rank meets, all ranks are told: they leave ``save`` and ``load`` together, with or without an exception.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import operator
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from thinwire.engine.durable import put_in_place, read_file, write_file
+from thinwire.engine import persistence
+from thinwire.engine.claim import hold
+from thinwire.engine.durable import (
+    digest_of,
+    finished,
+    put_in_place,
+    read_file,
+    remove,
+    sweep,
+    write_file,
+    write_text,
+)
 from thinwire.engine.sync import GradientSync
 
 _NAME = re.compile(r"step-(\d+)")
+_MODEL, _SUMS = "model.pt", "files.json"
+_QUOTED = 3  # ranks, at most
+log = logging.getLogger("thinwire")
 
 
 def save(
@@ -33,36 +54,44 @@ def save(
 ) -> Path:
     """Write a checkpoint. All ranks must call it, on a file system that they share.
 
+    From the first one on the directory is this job's, until ``sync.detach()`` or the end of rank 0's process: another
+    job that saves there is refused.
+
     Args:
         directory: holds the checkpoints; made if needed.
         step: the user's step; part of the name.
-        keep: how many to keep; older ones are removed. 0: all.
+        keep: how many to keep; older ones are removed, those of later steps left alone. 0: all.
 
     Returns:
         The checkpoint's directory.
+
+    Raises:
+        OSError: on all ranks, if one of them could not write, or another job writes there. Nothing is left of this
+            checkpoint, those before it are whole, and training can go on.
+        ValueError: ``step`` or ``keep`` is not a whole number of at least 0.
     """
+    step, keep = _count("step", step), _count("keep", keep)
     root = Path(directory)
     final, partial = root / f"step-{step:09d}", root / f".partial-{step:09d}"
-    problem = ""
-    try:
+    with _Together(sync, final, partial):  # nobody writes before the directory is there
         if sync.rank == 0:
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir(parents=True)
-        sync.agree(False)  # nobody writes before the directory is there
-        write_file(partial / f"rank-{sync.rank:05d}.pt", sync.state_dict())
+            _open(root, sync)
+            partial.mkdir()
+    sums: dict[str, str] = {}
+    with _Together(sync, final, partial) as written:
+        name = _rank_name(sync.rank)
+        sums[name] = write_file(partial / name, sync.state_dict())
         if sync.rank == 0:
             content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            write_file(partial / "model.pt", content)
-    except OSError as error:
-        problem = str(error)
-    if sync.agree(bool(problem)):
-        raise OSError(f"no checkpoint was written at {final}: {problem or 'another rank could not write'}")
-    if sync.rank == 0:
-        put_in_place(partial, final)
-        for path in complete(root)[:-keep] if keep else []:
-            shutil.rmtree(path)
-    sync.agree(False)
+            sums[_MODEL] = write_file(partial / _MODEL, content)
+        written.mine = sums
+    with _Together(sync, final, partial):
+        if sync.rank == 0:
+            for theirs in written.everyones:
+                sums |= theirs
+            write_text(partial / _SUMS, json.dumps({"world_size": len(written.everyones), "blake2b": sums}))
+            put_in_place(partial, final)
+            _keep(root, step, keep)
     return final
 
 
@@ -76,42 +105,240 @@ def load(
     """Take over the newest whole checkpoint, or that of ``step``. All ranks must call it.
 
     With the number of ranks it was saved from, training goes on bit for bit; with another, every rank gets the mean of
-    the old residuals, which keeps the update still owed to the model.
+    the old residuals, which keeps the update still owed to the model. One rank keeps it without paying it, for when
+    there are several again: see ``GradientSync.load_state_dict``.
+
+    If the newest is damaged (a file that is missing, cut off, or changed since), all ranks go back to the last one that
+    is whole, with a warning in the log ``thinwire`` that says what is wrong with it.
 
     Returns:
         The step it was saved at; None if there is none.
 
     Raises:
         FileNotFoundError: ``step`` was asked for and is not there.
-        ValueError: it does not fit this model or method.
+        NotADirectoryError: ``directory`` is something else.
+        ValueError: it does not fit this model or method, or all are damaged; ``step``'s, if it was asked for. Model,
+            optimizer and ``sync`` are then as they were.
     """
-    found = complete(directory)
     if step is not None:
-        found = [path for path in found if path.name == f"step-{step:09d}"]
-        if not found:
-            raise FileNotFoundError(f"{directory} holds no whole checkpoint of step {step}")
-    if not found:
-        return None
-    path = found[-1]
-    content: dict[str, Any] = read_file(path / "model.pt")
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-    files = sorted(path.glob("rank-*.pt"))
-    state: Mapping[str, Any]
-    if len(files) == sync.topology.world_size:
-        state = read_file(files[sync.rank])
-    else:
-        merged: dict[str, Any] = {}
-        for file in files:
-            merged.update(read_file(file))
-        state = merged
-    sync.load_state_dict(state)
-    return int(content["step"])
+        step = _count("step", step)
+    wanted = _agreed(Path(directory), sync, step)
+    damaged: list[str] = []
+    for path in reversed(wanted):
+        content: dict[str, Any] = {}
+        fitting, bad, misfit = None, "", ""
+        try:
+            content, state = _read(path, sync)
+        except Exception as error:
+            bad = _words(error)
+        else:
+            try:
+                fitting = persistence.fitting(sync, state)
+            except Exception as error:
+                misfit = _words(error)
+        rows = _tell(sync, [bad, misfit])
+        if bad := _quoted(row[0] for row in rows):
+            damaged.append(f"{path} cannot be loaded: {bad}")
+            continue
+        if misfit := misfit or _quoted(row[1] for row in rows):
+            raise ValueError(misfit)
+        assert fitting is not None
+        _take_over(path, content, model, optimizer, sync, fitting)
+        if damaged:
+            log.warning("thinwire: %s; going on from %s", "; ".join(damaged), path)
+        return int(content["step"])
+    if damaged:
+        raise ValueError(f"{directory} holds no whole checkpoint: {'; '.join(damaged)}")
+    return None
 
 
 def complete(directory: str | Path) -> list[Path]:
-    """The whole checkpoints in a directory, oldest first."""
+    """The whole checkpoints in a directory, oldest first.
+
+    Raises:
+        NotADirectoryError: it is something else.
+    """
     root = Path(directory)
-    if not root.is_dir():
-        return []
-    return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / "model.pt").exists())
+    if root.exists() and not root.is_dir():
+        raise NotADirectoryError(f"{root} is not a directory: checkpoints are kept in one")
+    return [path for path in finished(root, _NAME) if (path / _MODEL).exists()]
+
+
+class _Together:
+    """A part of ``save`` that all ranks end alike.
+
+    Attributes:
+        mine: plain data for the others.
+        everyones: afterwards, by rank.
+    """
+
+    def __init__(self, sync: GradientSync, final: Path, partial: Path) -> None:
+        self._sync, self._final, self._partial = sync, final, partial
+        self.mine: Any = None
+        self.everyones: list[Any] = []
+
+    def __enter__(self) -> _Together:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        rows = _tell(self._sync, ["" if error is None else _words(error), self.mine])
+        self.everyones = [row[1] for row in rows]
+        if problem := _quoted(row[0] for row in rows):
+            if self._sync.rank == 0:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            raise OSError(f"no checkpoint was written at {self._final}: {problem}") from error
+
+
+def _tell(sync: GradientSync, mine: Any) -> list[Any]:
+    """What every rank has to say, in plain data."""
+    if sync._comm is None:
+        return [mine]
+    return [json.loads(row) for row in sync._comm.gather(json.dumps(mine).encode())]
+
+
+def _quoted(problems: Iterable[str]) -> str:
+    """Every rank's problem, with its number; "" if there is none."""
+    said = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    more = [f"and {len(said) - _QUOTED} ranks more"] if len(said) > _QUOTED else []
+    return "; ".join(said[:_QUOTED] + more)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        found = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 0")
+    return found
+
+
+def _rank_name(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _open(root: Path, sync: GradientSync) -> None:
+    """Make the directory this job's, without what others have left unfinished."""
+    complete(root)
+    root.mkdir(parents=True, exist_ok=True)
+    if handle := hold(sync, root):
+        sync._handles.append(handle)
+    sweep(root)
+
+
+def _keep(root: Path, step: int, keep: int) -> None:
+    try:
+        for path in [path for path in complete(root) if _step_of(path) <= step][:-keep] if keep else []:
+            remove(path)
+    except OSError as error:
+        log.warning("thinwire: an old checkpoint was not removed: %s", _words(error))
+
+
+def _agreed(root: Path, sync: GradientSync, step: int | None) -> list[Path]:
+    """The checkpoints that rank 0 sees, oldest first; of ``step``, if given."""
+    problem, names = "", []
+    try:
+        names = [path.name for path in complete(root) if step in (None, _step_of(path))]
+    except OSError as error:
+        problem = _words(error)
+    rows = _tell(sync, [problem, names])
+    if problem := problem or _quoted(row[0] for row in rows):
+        raise NotADirectoryError(problem)
+    names = rows[0][1]
+    if not names:
+        others = [(rank, row[1][-1]) for rank, row in enumerate(rows) if row[1]]
+        if others:
+            raise ValueError(
+                f"rank {others[0][0]} finds {others[0][1]} in {root}, and rank 0 does not: checkpoints belong in a "
+                "directory that all ranks share"
+            )
+        if step is not None:
+            raise FileNotFoundError(f"{root} holds no whole checkpoint of step {step}")
+    return [root / name for name in names]
+
+
+def _read(path: Path, sync: GradientSync) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's part, and the state for this rank: its own, or on another number of ranks that of all.
+
+    Raises:
+        OSError, ValueError: a file is missing, or damaged; the message names it.
+    """
+    sums = _sums(path)
+    content = _checked(path / _MODEL, sums, ("model", "optimizer", "step"))
+    own = path / _rank_name(sync.rank)
+    first = own if own.exists() else path / _rank_name(0)
+    state = _checked(first, sums, ("version", "method", "options", "step", "world_size"))
+    size = int(state["world_size"])
+    if size == sync.topology.world_size:
+        return content, state if first == own else _checked(own, sums, ())  # the latter says that it is missing
+    for rank in range(size):
+        other = path / _rank_name(rank)
+        if other != first:
+            state = {**_checked(other, sums, ("version",)), **state}
+    return content, state
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """The checksums of the files, by name; none in a checkpoint of an earlier version."""
+    file = path / _SUMS
+    if not file.exists():
+        return {}
+    try:
+        return dict(json.loads(file.read_bytes())["blake2b"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is damaged") from error
+
+
+def _checked(file: Path, sums: dict[str, str], keys: Iterable[str]) -> dict[str, Any]:
+    if sums and file.exists() and digest_of(file) != sums.get(file.name):
+        raise ValueError(f"{file} is not as it was saved: its checksum differs")
+    content = read_file(file)
+    for key in keys:
+        if not isinstance(content, dict) or key not in content:
+            raise ValueError(f"{file} is not a file of a checkpoint: it holds no {key!r}")
+    return content
+
+
+def _take_over(
+    path: Path,
+    content: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sync: GradientSync,
+    fitting: persistence.Fitting,
+) -> None:
+    """Into model, optimizer and sync, on all ranks; or nowhere, if it does not fit on one."""
+    problem = ""
+    undo: list[Callable[[], Any]] = []
+    try:
+        weights = {name: _kept(x) for name, x in model.state_dict().items()}
+        undo.append(lambda: model.load_state_dict(weights))
+        model.load_state_dict(content["model"])
+        moments = optimizer.state_dict()
+        undo.append(lambda: optimizer.load_state_dict(moments))
+        optimizer.load_state_dict(content["optimizer"])
+        undo.append(persistence.restore(sync, fitting))
+    except Exception as error:
+        problem = _words(error)
+    everyones = _tell(sync, problem)
+    if problem := problem or _quoted(everyones):
+        for back in reversed(undo):
+            back()
+        raise ValueError(f"{path} does not fit: {problem}")
+    persistence.adopt(sync, fitting)
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

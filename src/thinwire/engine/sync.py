@@ -209,8 +209,11 @@ class GradientSync(Steps):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
 
+        A single rank sends everything, so it pays nothing of what was owed: it keeps it, and ``state_dict`` hands it on
+        until there are several ranks again. What is still kept when training ends has not reached the model.
+
         Raises:
-            ValueError: it does not fit the model, or lacks what this rank needs.
+            ValueError: it does not fit the model or the method, or lacks what this rank needs; nothing has changed.
         """
         if self._deferred is not None:
             self._deferred.complete()

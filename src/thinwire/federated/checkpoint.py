@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.engine.durable import put_in_place
+from thinwire.engine.durable import finished, put_in_place, remove
 from thinwire.federated import files
 from thinwire.federated.history import History
 
@@ -41,18 +41,26 @@ class Restored:
 def save(
     folder: Path, round: int, server: Mapping[str, Tensor], versions: Tensor | None, history: History, facts: Any
 ) -> None:
-    """Write the checkpoint of a round and remove the one before. Whole or not at all: one rename decides."""
+    """Write the checkpoint of a round and remove the one before. Whole or not at all: one rename decides.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it.
+    """
     final, partial = folder / f"round-{round:09d}", folder / f".partial-{round:09d}"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     tensors = dict(server)
     if versions is not None:
         tensors[_VERSIONS] = versions
-    files.write(partial / "server.safetensors", files.pack(tensors))
-    files.write_json(partial / "run.json", {"facts": facts, "history": history.to_json()})
-    put_in_place(partial, final)
-    for path in _whole(folder)[:-1]:
-        shutil.rmtree(path)
+    try:
+        partial.mkdir(parents=True)
+        files.write(partial / "server.safetensors", files.pack(tensors))
+        files.write_json(partial / "run.json", {"facts": facts, "history": history.to_json()})
+        put_in_place(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for path in finished(folder, _NAME)[:-1]:
+        remove(path)
 
 
 def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
@@ -61,7 +69,7 @@ def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
     Raises:
         ValueError: it is of another run: the first difference is named.
     """
-    found = _whole(folder)
+    found = finished(folder, _NAME)
     if not found:
         return None
     run = json.loads((found[-1] / "run.json").read_text())
@@ -73,12 +81,6 @@ def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
             )
     tensors = files.unpack((found[-1] / "server.safetensors").read_bytes())
     versions = tensors.pop(_VERSIONS, None)
-    done = int(_NAME.fullmatch(found[-1].name)[1])  # type: ignore[index]
+    done = int(found[-1].name.rpartition("-")[2])
     history = History.from_json(run["history"])
     return Restored(done + 1, tensors, None if versions is None else versions.to(torch.int32), history, run["facts"])
-
-
-def _whole(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))

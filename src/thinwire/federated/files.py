@@ -42,12 +42,18 @@ def unpack(data: bytes) -> dict[str, Tensor]:
 def write(path: Path, data: bytes, *, flush: bool = True) -> None:
     """Write a file, whole or not at all. ``flush``: it also survives a loss of power, from here on."""
     partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
-    with partial.open("wb") as file:
-        file.write(data)
-        if flush:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
 
 
 def write_json(path: Path, content: Any) -> None:

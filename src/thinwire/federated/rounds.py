@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,20 +119,34 @@ class Run:
         return replace(record, evaluation={name: float(value) for name, value in found.items()})
 
     def save(self, round: int, comm: Any) -> None:
-        """Write the checkpoint. All ranks call it: nobody goes on before it is whole."""
+        """Write the checkpoint. All ranks call it: nobody goes on before it is whole.
+
+        Raises:
+            OSError: on all ranks, if one could not write.
+        """
         store = self.device.store
-        if store is not None:
-            store.flush()
-        if comm is not None:
-            comm.gather(b"")  # all states are on disk
+        with self._together(round, comm):  # all states are on disk
+            if store is not None:
+                store.flush()
         assert self.folder is not None
-        if self.rank == 0:
-            versions = None if store is None else torch.from_numpy(store.versions)
-            checkpoints.save(self.folder, round, self.server.state(), versions, self.history, self.facts)
-        if comm is not None:
-            comm.gather(b"")
+        with self._together(round, comm):
+            if self.rank == 0:
+                versions = None if store is None else torch.from_numpy(store.versions)
+                checkpoints.save(self.folder, round, self.server.state(), versions, self.history, self.facts)
         if store is not None:
             store.durable()
+
+    @contextmanager
+    def _together(self, round: int, comm: Any) -> Iterator[None]:
+        cause, mine = None, b""
+        try:
+            yield
+        except OSError as error:
+            cause, mine = error, str(error).encode()
+        everyones = [mine] if comm is None else comm.gather(mine)
+        said = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(everyones) if text]
+        if said:
+            raise OSError(f"no checkpoint of round {round} was written in {self.folder}: {'; '.join(said)}") from cause
 
 
 def _bytes(payload: Mapping[str, Any]) -> int:

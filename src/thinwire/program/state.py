@@ -76,6 +76,7 @@ class State:
         step: synchronised backwards so far, accepted or not; known on the host, so programs may branch on it.
         lr: the learning rate, where the caller knows it.
         start: the first step at which the method runs; exact averages before.
+        restored: a snapshot was taken over.
     """
 
     def __init__(self, rank: int, topology: Topology) -> None:
@@ -83,6 +84,7 @@ class State:
         self.size = topology.world_size
         self.topology = topology
         self.step = 0
+        self.restored = False
         self.lr: float | None = None
         self.start = 0
         self.residuals: dict[str, Tensor] = {}
@@ -282,6 +284,7 @@ class State:
         self.drop_step()
         self.drop_pending()
         self._spare.clear()
+        self.restored = True
         self.step = int(snapshot["step"])
         self.residuals = {name: value.clone() for name, value in snapshot["residual"].items()}
         self.offsets = dict(snapshot.get("offset", {}))

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine.durable import put_in_place, read_file, write_file
+from thinwire.engine.durable import finished, put_in_place, read_file, remove, write_file
 from thinwire.split.errors import SessionError
 
 _NAME = re.compile(r"step-(\d+)")
@@ -21,24 +21,33 @@ def save(directory: Path, step: int, content: dict[str, Any], keep: int = 2) -> 
     final, partial = directory / f"step-{step:09d}", directory / f".partial-{step:09d}"
     if partial.exists():
         shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    write_file(partial / "state.pt", content)
-    put_in_place(partial, final)
-    for other in steps(directory)[:-keep]:
-        shutil.rmtree(directory / f"step-{other:09d}")
+    try:
+        partial.mkdir(parents=True)
+        write_file(partial / "state.pt", content)
+        put_in_place(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for path in _whole(directory)[:-keep]:
+        remove(path)
 
 
 def steps(directory: Path | None) -> list[int]:
     """The steps of the whole checkpoints in a directory, ascending."""
-    if directory is None or not directory.is_dir():
-        return []
-    found = (_NAME.fullmatch(path.name) for path in directory.iterdir() if (path / "state.pt").exists())
-    return sorted(int(match[1]) for match in found if match)
+    return [] if directory is None else [_step(path) for path in _whole(directory)]
 
 
 def load(directory: Path, step: int) -> dict[str, Any]:
-    """The content of a checkpoint."""
-    return read_file(directory / f"step-{step:09d}" / "state.pt")
+    """The content of a checkpoint.
+
+    Raises:
+        SessionError: it is not there, or damaged; the message names the file.
+    """
+    path = next((path for path in _whole(directory) if _step(path) == step), directory / f"step-{step:09d}")
+    try:
+        return read_file(path / "state.pt")
+    except (OSError, ValueError) as error:
+        raise SessionError(f"no checkpoint can be taken over: {error}") from error
 
 
 def check_pair(content: dict[str, Any], pair: str, directory: Path) -> None:
@@ -51,6 +60,14 @@ def check_pair(content: dict[str, Any], pair: str, directory: Path) -> None:
 
 def drop_after(directory: Path | None, step: int) -> None:
     """Remove checkpoints of later steps: training goes on from this one, and theirs is another future."""
-    for other in steps(directory):
-        if directory is not None and other > step:
-            shutil.rmtree(directory / f"step-{other:09d}")
+    for path in [] if directory is None else _whole(directory):
+        if _step(path) > step:
+            remove(path)
+
+
+def _whole(directory: Path) -> list[Path]:
+    return [path for path in finished(directory, _NAME) if (path / "state.pt").exists()]
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])

@@ -1,0 +1,297 @@
+"""Checkpoints on one rank: damaged files, wrong arguments, what a failed or killed writer leaves, two jobs."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.engine.restart import tell_reset
+from thinwire.kfac import KFAC
+from thinwire.program import State
+
+
+def _job(method="ssgd", width=4, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net, optimizer, tw.attach(net, optimizer, method, **options)
+
+
+def _train(net, optimizer, steps=1):
+    for _ in range(steps):
+        net(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def two_steps(tmp_path):
+    """A directory with steps 1 and 2, and the weights of both."""
+    net, optimizer, sync = _job()
+    weights = {}
+    for step in (1, 2):
+        _train(net, optimizer)
+        tw.checkpoint.save(tmp_path, net, optimizer, sync, step)
+        weights[step] = [p.detach().clone() for p in net.parameters()]
+    sync.detach()
+    return tmp_path, weights
+
+
+def _same(net, weights):
+    return all(torch.equal(a, b) for a, b in zip(net.parameters(), weights))
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(os.urandom(3000)),
+    "one bit": _flip,
+    "foreign": lambda path: torch.save({"epoch": 3}, path),
+    "a list": lambda path: torch.save([1, 2], path),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("name", ["model.pt", "rank-00000.pt"])
+@pytest.mark.parametrize(
+    "damage, sums", [*((d, True) for d in DAMAGES), *((d, False) for d in DAMAGES if d != "one bit")]
+)
+def test_a_damaged_step_is_named_and_the_one_before_it_is_taken(two_steps, caplog, damage, name, sums):
+    folder, weights = two_steps
+    file = folder / "step-000000002" / name
+    if not sums:
+        (folder / "step-000000002" / "files.json").unlink()
+    DAMAGES[damage](file)
+    net, optimizer, sync = _job()
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        assert tw.checkpoint.load(folder, net, optimizer, sync) == 1
+    assert _same(net, weights[1])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert str(file) in said
+    assert "going on from" in said
+    net, optimizer, sync = _job()
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(ValueError) as error:
+        tw.checkpoint.load(folder, net, optimizer, sync, step=2)
+    assert str(file) in str(error.value)
+    assert _same(net, before)
+
+
+def test_a_missing_rank_file_and_a_damaged_list_of_sums_are_named(two_steps):
+    folder, _ = two_steps
+    (folder / "step-000000002" / "rank-00000.pt").unlink()
+    (folder / "step-000000001" / "files.json").write_text("{")
+    net, optimizer, sync = _job()
+    with pytest.raises(ValueError) as error:
+        tw.checkpoint.load(folder, net, optimizer, sync)
+    assert "step-000000002/rank-00000.pt" in str(error.value)
+    assert "step-000000001/files.json is damaged" in str(error.value)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded(two_steps):
+    folder, weights = two_steps
+    (folder / "step-000000002" / "files.json").unlink()
+    net, optimizer, sync = _job()
+    assert tw.checkpoint.load(folder, net, optimizer, sync) == 2
+    assert _same(net, weights[2])
+
+
+def _state(net, optimizer, sync):
+    return [p.detach().clone() for p in net.parameters()], optimizer.state_dict()["state"], sync.state.step
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "method"])
+def test_what_does_not_fit_changes_nothing(tmp_path, what):
+    net, optimizer, sync = _job("acp", rank=2)
+    _train(net, optimizer, 2)
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    sync.detach()
+    net, optimizer, sync = _job("topk" if what == "method" else "acp", width=5 if what == "model" else 4,
+                                **({"density": 0.1} if what == "method" else {"rank": 2}))  # fmt: skip
+    if what == "optimizer":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    _train(net, optimizer)
+    before = _state(net, optimizer, sync)
+    with pytest.raises(ValueError, match=r"does not fit|by 'acp'|the model's parameter has \[5, 6\]"):
+        tw.checkpoint.load(tmp_path, net, optimizer, sync)
+    after = _state(net, optimizer, sync)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_the_older_step_is_not_taken_where_the_newest_does_not_fit(tmp_path):
+    net, optimizer, sync = _job()
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 1)
+    sync.detach()
+    wide, wide_optimizer, wide_sync = _job(width=5)
+    tw.checkpoint.save(tmp_path, wide, wide_optimizer, wide_sync, 2)
+    net, optimizer, sync = _job()
+    with pytest.raises(ValueError, match="step-000000002 does not fit"):
+        tw.checkpoint.load(tmp_path, net, optimizer, sync)
+
+
+@pytest.mark.parametrize(
+    "options", [{"step": -1}, {"step": 1.5}, {"step": None}, {"step": True}, {"step": "3"}, {"step": 3, "keep": -1},
+                {"step": 3, "keep": None}, {"step": 3, "keep": 0.5}],
+)  # fmt: skip
+def test_wrong_numbers_are_refused_before_anything_is_written(tmp_path, options):
+    net, optimizer, sync = _job()
+    name, value = list(options.items())[-1]
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number of at least 0"):
+        tw.checkpoint.save(tmp_path / "new", net, optimizer, sync, **options)
+    assert not (tmp_path / "new").exists()
+
+
+def test_whole_numbers_of_other_kinds_are_taken(tmp_path):
+    net, optimizer, sync = _job()
+    for step in (np.int64(3), torch.tensor(4)):
+        tw.checkpoint.save(tmp_path, net, optimizer, sync, step)
+    assert tw.checkpoint.load(tmp_path, net, optimizer, sync, np.int64(3)) == 3
+    with pytest.raises(ValueError, match="step=-1 must be"):
+        tw.checkpoint.load(tmp_path, net, optimizer, sync, -1)
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path):
+    net, optimizer, sync = _job()
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(NotADirectoryError, match="file is not a directory"):
+        tw.checkpoint.load(file, net, optimizer, sync)
+    with pytest.raises(OSError, match=r"no checkpoint was written at .*file is not a directory"):
+        tw.checkpoint.save(file, net, optimizer, sync, 1)
+    with pytest.raises(OSError, match=r"no checkpoint was written at .*Not a directory: "):
+        tw.checkpoint.save(file / "below", net, optimizer, sync, 1)
+    assert file.read_text() == "mine"
+
+
+def test_what_killed_writers_left_is_removed_and_later_steps_are_left_alone(two_steps):
+    folder, _ = two_steps
+    shutil.copytree(folder / "step-000000001", folder / ".partial-000000007")
+    shutil.copytree(folder / "step-000000001", folder / ".old-step-000000001")
+    shutil.copytree(folder / "step-000000001", folder / "step-000000009")
+    (folder / "notes").mkdir()
+    net, optimizer, sync = _job()
+    for step in (2, 3, 4):
+        tw.checkpoint.save(folder, net, optimizer, sync, step, keep=1)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".lock", "notes", "step-000000004", "step-000000009"]
+
+
+def test_steps_are_sorted_as_numbers(tmp_path):
+    net, optimizer, sync = _job()
+    for step in (999_999_999, 1_000_000_000):
+        tw.checkpoint.save(tmp_path, net, optimizer, sync, step)
+    assert tw.checkpoint.load(tmp_path, net, optimizer, sync) == 1_000_000_000
+
+
+OTHER_JOB = """
+import sys, torch, thinwire as tw
+net = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+sync = tw.attach(net, optimizer)
+try:
+    tw.checkpoint.save(sys.argv[1], net, optimizer, sync, 1)
+    print("saved", flush=True)
+except OSError as error:
+    print(error, flush=True)
+sys.stdin.readline()
+sync.detach()
+print("detached", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def other_job():
+    started = []
+
+    def start(folder):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, "-c", OTHER_JOB, str(folder)], **pipes))
+        return started[-1], started[-1].stdout.readline().strip()
+
+    yield start
+    for job in started:
+        job.kill()
+        job.communicate()
+
+
+def test_a_second_job_in_one_directory_is_refused_until_the_first_is_dead(tmp_path, other_job):
+    other, said = other_job(tmp_path)
+    assert said == "saved"
+    net, optimizer, sync = _job()
+    with pytest.raises(OSError, match=f"no checkpoint was written at .*another job .* in {tmp_path}") as error:
+        tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    assert f"process {other.pid} on " in str(error.value)
+    assert [path.name for path in tw.checkpoint.complete(tmp_path)] == ["step-000000001"]
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    _, said = other_job(tmp_path)  # a third: this process has it now
+    assert f"process {os.getpid()} on " in said
+    sync.detach()
+    assert other_job(tmp_path)[1] == "saved"
+
+
+def test_a_detached_sync_gives_the_directory_back_and_another_of_this_process_keeps_it(tmp_path, other_job):
+    jobs = [_job(), _job()]
+    for net, optimizer, sync in jobs:
+        tw.checkpoint.save(tmp_path, net, optimizer, sync, 1)
+    jobs[0][2].detach()
+    assert "another job" in other_job(tmp_path)[1]
+    jobs[1][2].detach()
+    assert other_job(tmp_path)[1] == "saved"
+
+
+def test_a_job_that_was_passed_over_is_refused(tmp_path):
+    """As where the file system has no locks: the job that came last has the directory."""
+    net, optimizer, sync = _job()
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 1)
+    (tmp_path / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 12, "since": "today"}))
+    with pytest.raises(OSError, match="process 12 on 'elsewhere', since 'today'"):
+        tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    assert [path.name for path in tw.checkpoint.complete(tmp_path)] == ["step-000000001"]
+    (tmp_path / ".lock").unlink()
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+
+
+def test_a_companion_that_does_not_fit_changes_nothing(tmp_path):
+    def job(scaling):
+        net, optimizer, sync = _job()
+        return net, optimizer, sync, KFAC(net, sync, damping=0.1, scaling=scaling)
+
+    net, optimizer, sync, _ = job("authors")
+    _train(net, optimizer, 2)
+    tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
+    sync.detach()
+    net, optimizer, sync, kfac = job("reference")
+    _train(net, optimizer)
+    before, passes = _state(net, optimizer, sync), kfac.passes
+    with pytest.raises(ValueError, match="saved with scaling='authors'"):
+        tw.checkpoint.load(tmp_path, net, optimizer, sync)
+    torch.testing.assert_close(_state(net, optimizer, sync), before, rtol=0, atol=0)
+    assert kfac.passes == passes
+
+
+def test_a_restarted_job_that_has_loaded_a_state_is_not_told_that_it_has_not(caplog, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    method, state = tw.method("acp", rank=2), State(0, tw.Topology(2))
+    state.restore({"step": 0, "residual": {}, "shared": {}})  # one rank, which counts no steps, has saved it
+    tell_reset(method, state)
+    assert not caplog.records
+    tell_reset(method, State(0, tw.Topology(2)))
+    assert "has loaded no state" in caplog.text
