@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from spawned import run
+from spawned import free_port, run
 
 pytestmark = pytest.mark.dist
 
@@ -180,3 +182,79 @@ def test_random_delays_never_hang():
 @pytest.mark.timeout(3600)
 def test_random_delays_never_hang_in_a_hundred_repetitions():
     assert _same(run(_delayed, 4, 100, 200, seconds=3500))
+
+
+def _recovers(rank, size, who):
+    """An exception in the middle of a backward, on all ranks or on one; all go on in the same processes."""
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    options = {"rank": 1, "start_compression_step": 0, "merge": "none", "timeout": 15}
+    sync, said, step, armed = tw.attach(net, optimizer, "acp", **options), "", 0, True
+    while step < 6:
+        if armed and step == 3 and rank in who:
+            handle = net[2].weight.register_hook(_out_of_memory)
+        try:
+            cases.loss_of(net, rank, step).backward()
+        except RuntimeError as error:
+            said, armed = str(error), False
+            if rank in who:
+                handle.remove()
+            optimizer.zero_grad()
+            state = sync.state_dict()
+            try:
+                raise error
+            except RuntimeError:
+                sync.detach()
+            sync = tw.attach(net, optimizer, "acp", **options)
+            sync.load_state_dict(state)
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+    sync.detach()
+    return said, cases.weights(net)
+
+
+def _out_of_memory(gradient):
+    raise RuntimeError("out of memory, say")
+
+
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
+def test_going_on_after_an_exception(who):
+    undisturbed = run(_recovers, 2, ())
+    for rank, (said, weights) in enumerate(run(_recovers, 2, who, fresh=True)):
+        if rank in who:
+            assert said == "out of memory, say"
+        else:
+            assert "Rank 1 has left at step 3 with RuntimeError: out of memory, say" in said
+        for a, b in zip(weights, undisturbed[rank][1]):
+            assert torch.equal(a, b)
+
+
+RAISES = """
+import torch, torch.distributed as dist, thinwire as tw
+dist.init_process_group("gloo")
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+tw.attach(net, optimizer, "ssgd", timeout=30)
+for step in range(4):
+    if step == 2 and dist.get_rank() == 1:
+        raise KeyError("a batch that is not there")
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_rank_whose_own_code_failed_is_not_called_dead():
+    started = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RAISES], stderr=subprocess.PIPE, text=True, env=started | {"RANK": str(r)}
+        )
+        for r in range(2)
+    ]
+    first, second = (process.communicate()[1] for process in ranks)
+    assert "Rank 1 has ended with KeyError: 'a batch that is not there'" in first
+    assert "KeyError" in second
+    assert [process.returncode for process in ranks] == [1, 1]

@@ -109,8 +109,8 @@ def test_attach_on_cpus_makes_one_group():
 
 
 def _without_a_way(rank, size):
-    real = mesh_module._listen
-    mesh_module._listen = (lambda _: None) if rank == size - 1 else real
+    real = mesh_module.listen
+    mesh_module.listen = (lambda _: None) if rank == size - 1 else real
     try:
         held = _lanes(rank, size)
         lane = held.get("mesh-test", Scope.WORLD, 0, two_way=True)
@@ -119,7 +119,7 @@ def _without_a_way(rank, size):
         held.release()
         return lane.mesh is None and lane.back is not None and again.mesh is None, found
     finally:
-        mesh_module._listen = real
+        mesh_module.listen = real
         lanes_module._unreachable.clear()
 
 

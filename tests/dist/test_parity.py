@@ -658,3 +658,47 @@ def test_sentences():
         assert "table received a sparse gradient" in sparse
         assert "0.weight is torch.float64 on cpu now, but was torch.float32" in double
         assert "optimizer.step() in the middle of the exchange" in inside
+
+
+# --- exact steps at the start ---------------------------------------------------------------------------------------
+
+STARTS = [
+    ("acp", {"rank": 1}),
+    ("powersgd", {"rank": 1}),
+    ("acp", {"rank": 1, "decoupled": True, "eager": True}),
+    *((name, {"density": 0.1}) for name in ("topk", "gtopk", "oktopk", "omgs")),
+    ("hitopk", {"density": 0.1, "topology": tw.Topology(2)}),
+    ("signsgd", {}),
+    ("cast", {"dtype": "int8"}),
+]
+
+
+def _starts(rank, size):
+    """Per method and start: at which of five steps the weights move as under exact averages."""
+    found = {}
+    for name, options in STARTS:
+        for start in (None, 0, 3):
+            nets = [cases.model(), cases.model()]
+            optimizers = [_sgd(net) for net in nets]
+            exact = []
+            with (
+                tw.attach(nets[0], optimizers[0], "ssgd", merge="none"),
+                tw.attach(nets[1], optimizers[1], name, start_compression_step=start, **options) as sync,
+            ):
+                for step in range(5):
+                    for net, optimizer in zip(nets, optimizers):
+                        cases.loss_of(net, rank, step).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    sync.synchronize()
+                    pairs = zip(nets[0].parameters(), nets[1].parameters())
+                    exact.append(all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs))
+            found[name, str(options), start] = exact.index(False) if False in exact else 5
+    return found
+
+
+def test_low_rank_and_topk_begin_with_two_exact_steps():
+    for found in run(_starts, 2):
+        for (name, _, start), exact in found.items():
+            default = 0 if name in ("signsgd", "cast") else 2
+            assert exact == (default if start is None else start), (name, start)

@@ -26,7 +26,7 @@ from thinwire.collectives.stream import Stream
 logger = logging.getLogger(__name__)
 
 MOST_RANKS = 16  # beyond, all pairs are too many connections, and a ring's chunks no smaller than theirs
-_MEETING_SECONDS = 10.0
+MEETING_SECONDS = 10.0
 _MOST_UNKNOWN = 128
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for Gloo
 _CHANNELS = 2
@@ -63,10 +63,10 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     """
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or dist.get_backend(group) != "gloo":
         return None
-    server, secret = _listen(2 * len(ranks)), secrets.token_bytes(_SECRET_BYTES)
-    cards = _exchange(_card(server, secret), group, len(ranks))
+    server, secret = listen(2 * len(ranks)), secrets.token_bytes(_SECRET_BYTES)
+    cards = _exchange(card_of(server, secret), group, len(ranks))
     with server or contextlib.nullcontext():
-        sockets = _meet(server, secret, cards, rank) if server is not None and all(cards) else None
+        sockets = meet(server, secret, cards, rank) if server is not None and all(cards) else None
     everyone = torch.tensor([sockets is not None], dtype=torch.int32)
     dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group)
     if not everyone.item():
@@ -81,7 +81,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     return Mesh(streams)
 
 
-def _listen(backlog: int) -> socket.socket | None:
+def listen(backlog: int) -> socket.socket | None:
     """A server on the interface that Gloo would take, as far as one can know."""
     try:
         return socket.create_server((_address(), 0), backlog=backlog)
@@ -106,7 +106,7 @@ def _address() -> str:
     return "127.0.0.1"
 
 
-def _card(server: socket.socket | None, secret: bytes) -> bytes:
+def card_of(server: socket.socket | None, secret: bytes) -> bytes:
     """Where this rank listens, and for which word; empty: nowhere."""
     if server is None:
         return b""
@@ -122,7 +122,7 @@ def _exchange(card: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
     return [card if any(card) else b"" for card in cards]
 
 
-def _meet(
+def meet(
     server: socket.socket, secret: bytes, cards: Sequence[bytes], rank: int
 ) -> dict[tuple[int, int], socket.socket] | None:
     """Connect to every lower rank, be found by every higher one; None if somebody does not come.
@@ -131,7 +131,7 @@ def _meet(
     """
     found: dict[tuple[int, int], socket.socket] = {}
     unknown: dict[socket.socket, bytes] = {}  # what they have said so far, the oldest first
-    deadline = time.monotonic() + _MEETING_SECONDS
+    deadline = time.monotonic() + MEETING_SECONDS
     try:
         for peer in range(rank):
             host, _, port = cards[peer][_SECRET_BYTES:].rstrip(b"\0").decode().rpartition(":")

@@ -30,7 +30,8 @@ from thinwire.engine.parameters import Managed
 from thinwire.engine.partial import Closed, Frozen
 from thinwire.engine.shards import Part, Shards
 from thinwire.methods.decoupling import Decoupling
-from thinwire.program import State, is_identity
+from thinwire.program import State
+from thinwire.program.bucket import is_identity
 
 logger = logging.getLogger("thinwire")
 

@@ -34,7 +34,8 @@ from thinwire.engine.settings import Settings
 from thinwire.engine.shards import Shards
 from thinwire.engine.step_watch import StepWatch
 from thinwire.methods.decoupling import deferring
-from thinwire.program import Bucket, Method, Plan, Program, State, Topology, is_identity
+from thinwire.program import Bucket, Method, Plan, Program, State, Topology
+from thinwire.program.bucket import is_identity
 
 logger = logging.getLogger("thinwire")
 

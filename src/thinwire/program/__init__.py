@@ -3,7 +3,7 @@
 What does not live here: any real communication (collectives/, engine/), and any particular method (methods/).
 """
 
-from thinwire.program.bucket import Bucket, Slot, is_identity, working_dtype
+from thinwire.program.bucket import Bucket, Slot, working_dtype
 from thinwire.program.local_world import LocalWorld
 from thinwire.program.lockstep import OrderError
 from thinwire.program.method import Method
@@ -51,6 +51,5 @@ __all__ = [
     "Slot",
     "State",
     "Topology",
-    "is_identity",
     "working_dtype",
 ]

@@ -109,15 +109,6 @@ def test_collectives_of_a_bucket(method):
     assert kinds((0, 4), (0,)) == []
 
 
-@pytest.mark.parametrize("method", [ACP(rank=2, dense_steps=3), PowerSGD(rank=2, dense_steps=3)], ids=label)
-def test_dense_steps_come_first(method):
-    world = LocalWorld(2)
-    for step in range(6):
-        gradients = draw(step, {"w": (16, 16)}, 2)
-        out = world.step(method, gradients)[0]["w"]
-        assert torch.equal(out, (gradients[0]["w"] + gradients[1]["w"]) / 2) == (step < 3)
-
-
 @pytest.mark.parametrize("kind", [ACP, PowerSGD])
 def test_a_flipped_bit_is_found(kind):
     method = kind(rank=2, verify_every=4, min_rate=1)
