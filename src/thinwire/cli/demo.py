@@ -24,11 +24,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where demo.png and demo.json go.")] = Path("thinwire-out"),
     json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
-    """Train a character GPT over an emulated 200 Mb/s link: DDP, exact thinwire, thinwire with ACP."""
+    """Train a character GPT over an emulated 200 Mb/s link: DDP, exact thinwire, thinwire with Power-SGD."""
     from rich.console import Console
 
     from thinwire import lab
-    from thinwire.bench.demo import TWO_LINES, demo_spec, judge_demo
+    from thinwire.bench.demo import advice, demo_spec, judge_demo
     from thinwire.bench.plots import plot_curves
     from thinwire.bench.table import seconds
     from thinwire.cli.ranks import run_ranks
@@ -37,7 +37,9 @@ def demo(
     spec = demo_spec(quick=quick, link=LINK, link_bits=lab.parse_rate(LINK), steps=steps)
     cluster = lab.Cluster.parse(spec.workers, 1, None if quick else LINK, None)
     link = "no limit (--quick)" if quick else LINK
-    console.print(f"character GPT, {spec.workers} workers on this machine, link {link}; DDP, then exact, then ACP")
+    console.print(
+        f"character GPT, {spec.workers} workers on this machine, link {link}; DDP, then exact, then Power-SGD"
+    )
     record, launched = run_ranks(spec, cluster, total_steps=5 + steps * (4 if quick else 5))
     emulated = launched.emulated and not quick
     result = judge_demo(spec, record, emulated=emulated, note=launched.note)
@@ -62,10 +64,7 @@ def demo(
             + ("--quick runs without a link." if quick else launched.note)
         )
     console.print(f"written: {out / 'demo.json'}" + (f", {picture}" if picture else ""))
-    console.print("\nIn your own script:\n")
-    console.print(
-        TWO_LINES + "  # before the loop, which stays as it is", highlight=False, markup=False, soft_wrap=True
-    )
+    console.print("\n" + advice(result), highlight=False, markup=False, soft_wrap=True)
     if any(row.error for row in result.rows):
         raise typer.Exit(1)
 

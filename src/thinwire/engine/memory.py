@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from thinwire.engine.streams import read_here
 from thinwire.program import Bucket, PlanBucket, Slot
 
 
@@ -41,8 +42,8 @@ class Memory:
             grad = parameter.grad if parameter.requires_grad else None  # frozen since: what is left there is not ours
             slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
             slot.result = None
-            if grad is not None and grad.is_cuda:
-                grad.record_stream(torch.cuda.current_stream(grad.device))  # freed while a side stream still reads it
+            if grad is not None and grad.is_cuda:  # the program runs on a side stream
+                read_here(grad)
         self.used = [slot.value is not None for slot in self.slots]
         self.handed_over = False
         if self._made is None:

@@ -7,12 +7,22 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinwire.engine import ranges
 from thinwire.engine.recorder import Recorder
 from thinwire.engine.runner import Paused
 from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.program.ops import NextForward, Program
+
+
+def read_here(x: Tensor) -> None:
+    """Say that the current stream reads memory that another one made, which may be let go before it has.
+
+    The allocator then gives it away only when this stream is past what has been issued so far.
+    """
+    if x.is_cuda:
+        x.record_stream(torch.cuda.current_stream(x.device))
 
 
 class StreamExecutor:

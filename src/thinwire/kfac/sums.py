@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.engine.streams import read_here
 from thinwire.kernels.symmetric import pack_upper, packed_size
 from thinwire.kfac.factors import examples_in, gradient_rows, gradient_scale, input_rows, input_scale, second_moment
 from thinwire.kfac.layers import Preconditioned
@@ -77,6 +78,7 @@ class LayerSums:
         if moment is None:
             size = packed_size((shape.d_a, shape.d_g)[side]) + 1
             return torch.zeros(size, dtype=shape.dtype, device=weight.device)
+        read_here(moment)  # made in backward, read and let go on the stream of the exchange
         examples = self._examples + self._batch
         if side == 0:
             factor = input_scale(self._scaling, examples, self._rows[0])

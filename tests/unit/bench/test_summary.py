@@ -5,7 +5,7 @@ import math
 import pytest
 from rich.console import Console
 
-from thinwire.bench.demo import at, judge_demo
+from thinwire.bench.demo import advice, at, judge_demo
 from thinwire.bench.plots import check_plot, plot_bench
 from thinwire.bench.race import seconds_to
 from thinwire.bench.record import Point, RowRecord, RunRecord
@@ -106,3 +106,22 @@ def test_the_demo_predicts_only_what_it_could_not_measure():
     assert measured.predicted_seconds is None
     assert predicted.predicted_seconds == pytest.approx(0.3 + 8e6 * 8 / 1e7)
     assert (measured.loss_at_equal_steps, measured.loss_at_equal_seconds) == (4.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        (
+            {"ddp": 2.9, "thinwire ssgd": 2.9, "thinwire powersgd": 2.5},
+            'tw.attach(model, optimizer, "powersgd", rank=4)',
+        ),
+        ({"ddp": 2.9, "thinwire ssgd": 2.4, "thinwire powersgd": 2.5}, 'tw.attach(model, optimizer, "ssgd")'),
+        ({"ddp": 2.4, "thinwire ssgd": 2.4, "thinwire powersgd": 2.5}, "no row was ahead of DDP"),
+        ({"ddp": 2.4, "thinwire ssgd": 2.395}, "no row was ahead of DDP"),
+    ],
+)
+def test_the_demo_recommends_what_won_and_nothing_else(losses, said):
+    rows = [row(n, 1.0, curve=[Point(0, 0.0, 5.0, 5.0), Point(9, 12.0, x, x)]) for n, x in losses.items()]
+    words = advice(judge_demo(SPEC, record(*rows), emulated=True, note=""))
+    assert said in words
+    assert ("tw.attach" in words) == ("tw.attach" in said)
