@@ -179,5 +179,5 @@ def test_readme_script_runs_on_two_ranks(tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "acp" in done.stdout
+    assert "powersgd:" in done.stdout
     assert "one rank only" not in done.stdout
