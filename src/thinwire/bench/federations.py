@@ -6,10 +6,6 @@ What does not live here: algorithms, partitions and readers (federated/).
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
-import os
-import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.bench.functions import check_options, load_function, told
 from thinwire.bench.words import nearest, split_options
 from thinwire.federated import ArrayClients, FedAvg, Federation, FunctionClients, TextClients, partition
 
@@ -128,27 +125,16 @@ def build_federation(name: str) -> Federation:
     from thinwire.federated.federation import check_federation
 
     function, options = split_options(name)
-    build = BUILT_IN.get(function) or _imported(function)
-    accepted = inspect.signature(build).parameters
-    for key in options:
-        if key not in accepted:
-            raise ValueError(f"{function!r} has no option {key!r}; {nearest(key, accepted)}")
-    return check_federation(build(**options), name)
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module, colon, function = name.partition(":")
-    if not colon:
+    ours = function in BUILT_IN
+    if not ours and ":" not in function:
         raise ValueError(f"unknown federation {name!r}; {nearest(name, BUILT_IN)}, or module:function of your own")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module.removesuffix(".py")), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"federation {name!r} cannot be loaded: {error}") from error
-    if not callable(found):
-        raise ValueError(f"federation {name!r} is not a function")
-    return found  # type: ignore[no-any-return]
+    build = BUILT_IN[function] if ours else load_function(function.replace(".py:", ":"), "federation")
+    check_options(repr(function), build, options, ours=ours)
+    if ours:
+        return build(**options)
+    with told(f"federation {function!r}"):
+        made = build(**options)
+    return check_federation(made, name)
 
 
 ALGORITHMS = ("FedAvg", "FedProx", "FedOpt", "FedNova", "Mime", "Scaffold", "FedDyn")

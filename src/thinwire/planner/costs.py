@@ -13,6 +13,7 @@ from thinwire.planner.checks import check_number
 from thinwire.planner.curves import Curve, Linear, Table, curve_from_data, curve_to_data
 from thinwire.planner.formulas import KINDS, copies, startups
 from thinwire.program.ops import Scope
+from thinwire.program.plan import UNREADABLE
 
 __all__ = ["Costs", "Key", "Linear", "Table", "assumed_compute"]
 
@@ -190,7 +191,7 @@ class Costs:
             if len(lines) < len(shares):
                 raise ValueError("a CPU share must be a line")
             return cls(exchanges, compute, lines)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"these are not thinwire costs: {error}") from error
 
     @property

@@ -31,6 +31,9 @@ def build(lr=0.1):
 
 def nothing():
     return 3
+
+def raises():
+    return {}["x"]
 """
 
 
@@ -160,6 +163,10 @@ def test_prediction(alone):
     [
         (["run", "digit"], "unknown federation 'digit'; did you mean 'digits'?"),
         (["run", "digits:client=3"], "has no option 'client'; did you mean 'clients'?"),
+        (["run", "digits:clients=abc"], "clients='abc' must be a whole number of at least 1"),
+        (["run", "digits:clients=-3"], "clients=-3 must be a whole number of at least 1"),
+        (["run", "mine_that_is_wrong:raises"], "mine_that_is_wrong.py, line 17: KeyError: 'x'"),
+        (["run", "digits", "--trace", "deep.json"], "deep.json"),
         (["run", "digits", "--algorithm", "fedprox:nu=1"], "fedprox has no option 'nu'"),
         (["run", "digits", "--algorithm", "adam"], "unknown algorithm 'adam'"),
         (["run", "digits", "--compress", "topp"], "unknown method"),
@@ -178,6 +185,7 @@ def test_prediction(alone):
 )
 def test_what_is_wrong_is_a_sentence(alone, arguments, words):
     (alone / "mine_that_is_wrong.py").write_text(MINE)
+    (alone / "deep.json").write_text("[" * 100_000)
     done = call("federated", *arguments)
     assert done.exit_code == 2, done.output
     assert words in done.output

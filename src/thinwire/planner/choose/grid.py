@@ -12,6 +12,7 @@ from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import bound_by
 from thinwire.program import Topology
+from thinwire.program.plan import UNREADABLE
 
 BITS_PER_SECOND = (1e8, 1e9, 1e10, 2.5e10, 1e11)
 WORKERS = (2, 4, 8, 16, 32, 64)
@@ -63,7 +64,7 @@ class Map:
             data: Any = json.loads(text)
             cells = tuple(tuple(Cell(**cell) for cell in row) for row in data["cells"])
             return cls(tuple(map(float, data["bits_per_second"])), tuple(map(int, data["workers"])), cells)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire map: {error}") from error
 
 
