@@ -86,6 +86,7 @@ class Question:
             self.ranks_per_node,
             node_bits_per_second=self.device.node_bits_per_second,
             node_latency_seconds=self.device.node_latency_seconds,
+            trees=self.device.backend == "nccl",
             compute={**self.device.compute(), **(known.compute if known else {})},
             cpu_share=known.cpu_share if known else None,
         )

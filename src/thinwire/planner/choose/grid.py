@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.planner.choose.rank import Candidates, judge, price
+from thinwire.planner.choose.rank import Candidates, judge, price, without_startups
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import bound_by
@@ -106,7 +106,8 @@ def map_of(
         for topology in clusters:
             prices = costs(bits, topology)
             points, _ = price(candidates, model_profile, topology, prices, where, lossy=lossy)
-            verdict = judge(points, topology, lossy=lossy)
+            alone = without_startups(model_profile, topology, prices, where)
+            verdict = judge(points, topology, alone, lossy=lossy)
             dense = verdict.dense
             bound = bound_by(dense.method, model_profile, topology, prices, plan=dense.timeline.plan, **where)
             why = f"{verdict.sentence}; {dense.label} is bound by {bound}"
