@@ -195,6 +195,8 @@ def test_sigint_is_raised_again_after_the_end():
         (["--delay", "x", "--", "true"], "delay 'x'"),
         (["--master-port", "70000", "--", "true"], "master port 70000"),
         (["--grace", "-1", "--", "true"], "grace must not be negative"),
+        (["--grace", "nan", "--", "true"], "grace must not be negative"),
+        (["--timeout", "nan", "--", "true"], "the timeout must be positive"),
         (["--workers", "2"], "no command to run"),
         (["--", "no-such-command"], "command 'no-such-command' does not exist"),
         (["--", "/"], "command '/' does not exist or cannot"),

@@ -21,7 +21,22 @@ def test_rates_are_read(text, rate):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "fast", "1", "1 gbit", "1gb", "-1gbit", "1e3mbit", "gbit", "1gbit2", "1,5gbit", "99kbit", "2tbit", "0gbit"],
+    [
+        "",
+        "fast",
+        "1",
+        "1 gbit",
+        "1gb",
+        "-1gbit",
+        "1e3mbit",
+        "gbit",
+        "1gbit2",
+        "1,5gbit",
+        "99kbit",
+        "2tbit",
+        "0gbit",
+        "\u0661gbit",
+    ],
 )
 def test_what_is_no_rate_is_refused_with_an_example(text):
     with pytest.raises(LabError, match=r"write .*\dg?m?bit"):

@@ -5,10 +5,7 @@ What does not live here: algorithms, partitions and readers (federated/).
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import os
-import sys
+import dataclasses
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire.bench.functions import check_options, load_function, told
 from thinwire.bench.words import nearest, split_options
 from thinwire.federated import ArrayClients, FedAvg, Federation, FunctionClients, TextClients, partition
 
@@ -127,40 +125,38 @@ def build_federation(name: str) -> Federation:
     from thinwire.federated.federation import check_federation
 
     function, options = split_options(name)
-    build = BUILT_IN.get(function) or _imported(function)
-    accepted = inspect.signature(build).parameters
-    for key in options:
-        if key not in accepted:
-            raise ValueError(f"{function!r} has no option {key!r}; {nearest(key, accepted)}")
-    return check_federation(build(**options), name)
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module, colon, function = name.partition(":")
-    if not colon:
+    ours = function in BUILT_IN
+    if not ours and ":" not in function:
         raise ValueError(f"unknown federation {name!r}; {nearest(name, BUILT_IN)}, or module:function of your own")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module.removesuffix(".py")), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"federation {name!r} cannot be loaded: {error}") from error
-    if not callable(found):
-        raise ValueError(f"federation {name!r} is not a function")
-    return found  # type: ignore[no-any-return]
+    build = BUILT_IN[function] if ours else load_function(function.replace(".py:", ":"), "federation")
+    check_options(repr(function), build, options, ours=ours)
+    if ours:
+        return build(**options)
+    with told(f"federation {function!r}"):
+        made = build(**options)
+    return check_federation(made, name)
 
 
 ALGORITHMS = ("FedAvg", "FedProx", "FedOpt", "FedNova", "Mime", "Scaffold", "FedDyn")
+TUNED: Mapping[str, Mapping[str, Any]] = {
+    "FedOpt": {"server_lr": 0.02},
+    "Mime": {"beta": 0.5},
+    "Scaffold": {"clip": 1.0},
+    "FedDyn": {"clip": 1.0},
+}
+"""What these need otherwise than FedAvg, by trial on ``digits``: with local rates that suit FedAvg, an adaptive server
+that takes steps of 1, and variates of unlike clients that are seldom seen, diverge."""
 
 
-def build_algorithm(text: str, compress: str | None = None) -> Any:
+def build_algorithm(text: str, base: Any = None, compress: str | None = None) -> Any:
     """``"scaffold:lr=0.1"``; ``compress`` as ``"topk:density=0.01"``.
 
-    Raises:
-        ValueError: a name or an option that is not there.
-    """
-    import dataclasses
+    What is not named is as in ``base``, the algorithm of a federation, where it sets more than the defaults; of another
+    algorithm's own needs (``TUNED``) nothing is taken over.
 
+    Raises:
+        ValueError: a name or an option that is not there, or options that do not go together.
+    """
     from thinwire import federated
 
     name, options = split_options(text)
@@ -173,14 +169,38 @@ def build_algorithm(text: str, compress: str | None = None) -> Any:
         if key not in fields:
             raise ValueError(f"{name} has no option {key!r}; {nearest(key, fields)}")
     given = {key: None if value == "none" else value for key, value in options.items()}
-    return compressed(cls(**given), compress)
+    kept = {key: value for key, value in _set_in(_inner(base)).items() if key in fields and key not in given}
+    if type(_inner(base)) is not cls:
+        kept = {key: value for key, value in kept.items() if key not in TUNED.get(type(_inner(base)).__name__, {})}
+        if given.get("rule") != "sgd":  # a server that is FedAvg's
+            kept |= TUNED.get(cls.__name__, {})
+    try:
+        made = cls(**{**kept, **given})
+    except ValueError as error:
+        if not kept:
+            raise
+        words = ", ".join(f"{key}={value}" for key, value in kept.items())
+        raise ValueError(f"{error} (not named, so kept: {words}; name what is to differ, as {name}:lr=0.1)") from error
+    return compressed(made, compress, base)
 
 
-def compressed(algorithm: Any, compress: str | None) -> Any:
-    """The algorithm, with its clients' changes compressed by a method such as ``"topk:density=0.01"``."""
-    if compress is None:
-        return algorithm
+def _inner(algorithm: Any) -> Any:
+    """Without the compression around it."""
+    return getattr(algorithm, "inner", algorithm)
+
+
+def _set_in(algorithm: Any) -> dict[str, Any]:
+    """The options of an algorithm that are not the defaults of its class."""
+    fields = dataclasses.fields(algorithm) if dataclasses.is_dataclass(algorithm) else ()
+    return {f.name: getattr(algorithm, f.name) for f in fields if f.init and getattr(algorithm, f.name) != f.default}
+
+
+def compressed(algorithm: Any, compress: str | None, base: Any = None) -> Any:
+    """The algorithm, with its clients' changes compressed by a method such as ``"topk:density=0.01"``, else as in
+    ``base``."""
     from thinwire.federated import Compressed
 
-    method, options = split_options(compress)
-    return Compressed(algorithm, method, **options)
+    if compress is not None:
+        method, options = split_options(compress)
+        return Compressed(_inner(algorithm), method, **options)
+    return Compressed(algorithm, base.method) if isinstance(base, Compressed) else algorithm

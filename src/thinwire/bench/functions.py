@@ -1,19 +1,30 @@
-"""``module:function`` of the user's own, found from the current directory too."""
+"""``module:function`` of the user's own: found from the current directory too, its options checked, its errors told."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import math
 import os
 import sys
-from collections.abc import Callable
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from thinwire.bench.words import nearest
+
+_OURS = str(Path(__file__).parents[1])
+_NOT_THE_USERS = (_OURS, "<", *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
     """Import ``module:function``; ``what`` says in errors what it was meant to be, such as ``"model"``.
 
     Raises:
-        ValueError: there is no such module, or no such function in it.
+        ValueError: there is no such module, no such function in it, or its import fails.
     """
     module_name, _, function_name = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -22,6 +33,60 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{what} {name!r} cannot be loaded: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{what} {name!r} cannot be loaded: {in_words(error)}") from error
     if not callable(function):
         raise ValueError(f"{what} {name!r} is not a function")
     return function
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """An exception in code of the user's becomes ``ValueError``, one sentence with its place; ``what`` has failed."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} failed: {in_words(error)}") from error
+
+
+def in_words(error: Exception) -> str:
+    """``file, line: Type: message``; the place is the innermost one that is neither thinwire's nor a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    place: tuple[str, int | None] | None = (own[-1].filename, own[-1].lineno) if own else None
+    words = str(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        place, words = (error.filename, error.lineno), error.msg
+    at = f"{os.path.relpath(place[0])}, line {place[1]}: " if place else ""
+    lines = words.strip().splitlines()
+    return f"{at}{type(error).__name__}" + (f": {lines[0]}" if lines else "")
+
+
+def check_options(label: str, function: Callable[..., Any], options: Mapping[str, Any], *, ours: bool) -> None:
+    """Raise ``ValueError`` for an option that a function does not take.
+
+    Of a function of ``ours`` the values are checked too, against the kind of each default: counts are at least 1 (0
+    where the default is), rates above 0.
+    """
+    accepted = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
+        return
+    for key, value in options.items():
+        if key not in accepted:
+            raise ValueError(f"{label} has no option {key!r}; {nearest(key, accepted)}")
+        if ours and (wanted := _wanted(accepted[key].default, value)):
+            raise ValueError(f"{label}: {key}={value!r} must be {wanted}")
+
+
+def _wanted(default: Any, value: Any) -> str | None:
+    """What stands for a default of such a kind; None: the value does."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int):
+        least = min(default, 1)
+        good = number and isinstance(value, int) and value >= least
+        return None if good else f"a whole number of at least {least}"
+    if isinstance(default, float):
+        return None if number and math.isfinite(value) and value > 0 else "a number above 0"
+    return None

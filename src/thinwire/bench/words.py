@@ -12,7 +12,7 @@ def value(text: str) -> Value:
     """An option's value: a bool, an int, a float, else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
+    for kind in (int, float) if text.isascii() else ():
         try:
             return kind(text)
         except ValueError:

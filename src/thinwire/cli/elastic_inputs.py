@@ -116,7 +116,7 @@ def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
     try:
         data = json.loads(content)
         content = json.dumps(data["sub_net"]) if "sub_net" in data else content
-    except (json.JSONDecodeError, TypeError):
+    except (TypeError, ValueError, RecursionError):
         pass  # from_json says what is wrong
     made = SubNet.from_json(content)
     net.space.check(made)

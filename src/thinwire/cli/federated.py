@@ -27,7 +27,11 @@ _FEDERATION = Annotated[
 def run(
     federation: _FEDERATION = "digits",
     algorithm: Annotated[
-        str | None, typer.Option(help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, as scaffold:lr=0.1.")
+        str | None,
+        typer.Option(
+            help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, as scaffold:lr=0.1; "
+            "what is not named stays as the federation has it."
+        ),
     ] = None,
     compress: Annotated[str | None, typer.Option(help="Method for the clients' changes, as topk:density=0.01.")] = None,
     rounds: Annotated[int | None, typer.Option(help="In all; a resumed run goes on to this number.")] = None,
@@ -51,7 +55,7 @@ def run(
 
     from thinwire.bench.federations import build_algorithm, build_federation, compressed
     from thinwire.bench.plots import check_plot
-    from thinwire.cli.federated_tables import failures, rounds_table, traffic
+    from thinwire.cli.federated_tables import failures, in_force, outcome, rounds_table, traffic
     from thinwire.federated import ClientStateStore, ClientTrace, DeviceLost, NobodyAnswered
 
     if plot is not None:
@@ -63,7 +67,7 @@ def run(
     torch.set_num_threads(threads)
     made = build_federation(federation)
     if algorithm is not None:
-        made.algorithm = build_algorithm(algorithm, compress)
+        made.algorithm = build_algorithm(algorithm, made.algorithm, compress)
     else:
         made.algorithm = compressed(made.algorithm, compress)
     given = {"rounds": rounds, "cohort": cohort, "seed": seed, "reduction": reduction, "evaluate_every": evaluate_every}
@@ -75,7 +79,10 @@ def run(
     if made.algorithm.stateful:
         folder = None if checkpoint is None else checkpoint / "states"
         options["state"] = ClientStateStore(len(made.clients), folder, state_memory)
+    console = Console()
     with _ranks() as rank, _progress(made, quiet=rank != 0) as shown:
+        if rank == 0 and not json:
+            console.print(in_force(made.algorithm), markup=False, highlight=False)
         try:
             history = made.simulate(on_round=shown, **options)
         except (DeviceLost, NobodyAnswered, OverflowError, OSError) as error:
@@ -93,8 +100,8 @@ def run(
     if json:
         typer.echo(history.to_json())
         return
-    console = Console()
     console.print(rounds_table(history))
+    console.print(outcome(history), markup=False)
     console.print(traffic(history), markup=False)
     for sentence in failures(history):
         console.print(sentence, style="yellow", markup=False)
@@ -163,7 +170,7 @@ def serve(
     from rich.console import Console
 
     from thinwire.adapters.flower_deploy import Deployment, DeploymentFailed
-    from thinwire.cli.federated_tables import failures
+    from thinwire.cli.federated_tables import failures, outcome
     from thinwire.federated import History
 
     console = Console(stderr=True)
@@ -179,10 +186,7 @@ def serve(
     if json:
         typer.echo(history.to_json())
         return
-    last = history.rounds[-1]
-    numbers = {**last.metrics, **last.evaluation}
-    words = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-    typer.echo(f"{len(history.rounds)} rounds on {history.about['nodes']} nodes: {words}; written: {out}")
+    typer.echo(f"{outcome(history)}, on {history.about['nodes']} nodes; written: {out}")
     for sentence in failures(history):
         console.print(sentence, style="yellow", markup=False)
 

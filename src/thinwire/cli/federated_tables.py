@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -11,6 +11,33 @@ if TYPE_CHECKING:
     from thinwire.federated import History, Prediction, RoundRecord
 
 _MOST_ROWS = 40
+_CONSTANT = ("decay", 1.0)
+"""A rate that stays."""
+
+
+def in_force(algorithm: Any) -> str:
+    """The algorithm and its options, those that are off left out."""
+    from thinwire.federated.aggregator import facts
+
+    inner = getattr(algorithm, "inner", algorithm)
+    found = facts(inner)
+    said = f"{found.pop('algorithm')} with {_words(found)}"
+    if inner is not algorithm:
+        said += f"; changes compressed by {algorithm.method.name} with {_words(algorithm.method.options())}"
+    return said
+
+
+def _words(options: Mapping[str, Any]) -> str:
+    on = {key: value for key, value in options.items() if value not in (None, False, 0) and (key, value) != _CONSTANT}
+    return ", ".join(f"{key}={value}" for key, value in on.items())
+
+
+def outcome(history: History) -> str:
+    """What a run has come to: the numbers of its last round."""
+    last = history.rounds[-1]
+    numbers = {"loss of the clients" if name == "loss" else name: value for name, value in last.metrics.items()}
+    words = ", ".join(f"{name} {value:.4g}" for name, value in {**numbers, **last.evaluation}.items())
+    return f"after {len(history.rounds)} rounds: {words}"
 
 
 def rounds_table(history: History) -> Table:
@@ -27,7 +54,9 @@ def rounds_table(history: History) -> Table:
             shown.append(rows[-1])
     numbers = sorted({name for row in rows for name in row.evaluation})
     traced = any(row.client_seconds is not None for row in rows)
-    title = f"{about['algorithm']}: {about['cohort']} of {about['clients']} clients a round, {about['devices']} devices"
+    devices = "1 device" if about["devices"] == 1 else f"{about['devices']} devices"
+    name = f"{about['inner']['algorithm']}, compressed" if "inner" in about else about["algorithm"]
+    title = f"{name}: {about['cohort']} of {about['clients']} clients a round, {devices}"
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     failing = any(row.failed for row in rows)
     columns = ["round", "schedule", "loss", *numbers, "seconds", "busy", "MB up"]

@@ -86,6 +86,7 @@ class Question:
             self.ranks_per_node,
             node_bits_per_second=self.device.node_bits_per_second,
             node_latency_seconds=self.device.node_latency_seconds,
+            trees=self.device.backend == "nccl",
             compute={**self.device.compute(), **(known.compute if known else {})},
             cpu_share=known.cpu_share if known else None,
         )
@@ -150,8 +151,11 @@ def read_question(
         raise ValueError(f"--workers {workers} is no multiple of --ranks-per-node {ranks_per_node}")
     candidates, named = read_methods(methods)
     assumed = read_device(device, built_in=profile is None and model in BUILTIN)
+    known_model = read_model(model, profile, batch_size, flops, assumed)
+    if not known_model.elements:
+        raise ValueError(f"{profile or model}: the profile holds no gradients: there is nothing to send")
     return Question(
-        read_model(model, profile, batch_size, flops, assumed),
+        known_model,
         candidates,
         named,
         Topology(workers, ranks_per_node),
@@ -229,7 +233,7 @@ def _measure(model: str) -> ModelProfile:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from thinwire.bench.models.registry import FILES, build_model, check_model
+    from thinwire.bench.models.registry import FILES, build_model, check_model, loss_of
     from thinwire.measure import profile_model
 
     name, _ = split_options(model)
@@ -242,7 +246,7 @@ def _measure(model: str) -> ModelProfile:
         workload = build_model(model)
         return profile_model(
             workload.model,
-            lambda step: workload.loss(workload.model, step, 0),
+            loss_of(workload, 0),
             steps=10,
             warmup=2,
             name=workload.name,

@@ -62,7 +62,8 @@ def probe(
     else:
         if backend == "nccl":
             raise ValueError("the lab's ranks use gloo; for nccl start the verb with torchrun")
-        result, note = _in_lab(workers or 2, ranks_per_node or 1, link, delay, max_bytes, seconds)
+        workers, ranks_per_node = (2 if workers is None else workers), (1 if ranks_per_node is None else ranks_per_node)
+        result, note = _in_lab(workers, ranks_per_node, link, delay, max_bytes, seconds)
     costs = result.costs
     out.write_text(costs.to_json() + "\n")
     if json:

@@ -74,7 +74,7 @@ def _profile(
 ) -> ModelProfile:
     import torch
 
-    from thinwire.bench.models.registry import build_model
+    from thinwire.bench.models.registry import build_model, loss_of
     from thinwire.measure import profile_model
 
     workload = build_model(model)
@@ -83,7 +83,7 @@ def _profile(
         torch.distributed.barrier()
     return profile_model(
         workload.model,
-        lambda step: workload.loss(workload.model, step, rank),
+        loss_of(workload, rank),
         steps=steps,
         warmup=warmup,
         name=workload.name,

@@ -21,6 +21,7 @@ from thinwire.elastic.cost_volume import correlation, soft_argmax
 from thinwire.elastic.space import SubNet
 from thinwire.elastic.stereo import ElasticStereo, check_size
 from thinwire.measure.timing import settle
+from thinwire.program.plan import UNREADABLE
 
 Progress = Callable[[int, int], None]
 
@@ -89,7 +90,7 @@ class LatencyTable:
                 data[name] = {key: Timing(**value) for key, value in data[name].items()}
             data["size"] = tuple(data["size"])
             return cls(**data)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a latency table of thinwire elastic: {error}") from error
 
 

@@ -12,6 +12,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.program.plan import UNREADABLE
+
 Block = tuple[int, int]
 """(kernel size, expansion ratio) of one block."""
 
@@ -65,7 +67,7 @@ class SubNet:
             stages = tuple(tuple((int(k), int(e)) for k, e in stage) for stage in data["stages"])
             refine = data.get("refine")
             return cls(stages, None if refine is None else (int(refine[0]), int(refine[1])))
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a sub-network of `thinwire elastic`: {error}") from error
 
     @property

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thinwire.program.plan import UNREADABLE
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -84,7 +86,7 @@ def read_speeds(path: str | Path) -> Sequence[Speed]:
         speeds = [Speed(**row) for row in rows]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f'{path} must hold a JSON list such as [{{"seconds_per_sample": 0.01, "up_bits_per_second": 1e7}}]: {error}'
         ) from error

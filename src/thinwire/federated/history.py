@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from thinwire.program.plan import UNREADABLE
+
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -87,5 +89,5 @@ class History:
         try:
             data: Any = json.loads(text)
             return cls([RoundRecord.from_dict(row) for row in data["rounds"]], dict(data["about"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a history of a federated run: {error}") from error

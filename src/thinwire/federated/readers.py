@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.federated.data import ArrayClients
 from thinwire.federated.partition import by_key
+from thinwire.program.plan import UNREADABLE
 
 
 class TextClients:
@@ -92,7 +93,7 @@ def read_leaf(
                 inputs.append(x)
                 labels.append(y)
                 keys += [user] * len(y)
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{path} is not in LEAF's form: {error}") from error
     parts, users = by_key(keys)
     return ArrayClients((torch.cat(inputs), torch.cat(labels)), parts), users

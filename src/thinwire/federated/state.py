@@ -68,6 +68,8 @@ class ClientStateStore:
         *,
         write_through: bool = False,
     ) -> None:
+        if population < 1:
+            raise ValueError(f"population={population} must be at least 1: it is the number of clients")
         if memory_bytes < 0:
             raise ValueError(f"memory_bytes={memory_bytes} must not be negative")
         self.population = population
@@ -116,8 +118,10 @@ class ClientStateStore:
         """A client's state as of the last committed round; None: it has none. Not to be edited.
 
         Raises:
+            ValueError: there is no such client.
             StateUnavailable: its file is gone or damaged.
         """
+        self._check(client)
         version = int(self.versions[client])
         if version == _NONE:
             return None
@@ -147,12 +151,17 @@ class ClientStateStore:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="thinwire-states")
         self._coming[key] = self._reader.submit(self._read, *key)
 
+    def _check(self, client: int) -> None:
+        if not 0 <= client < self.population:
+            raise ValueError(f"client {client} is none of the {self.population} clients, 0 to {self.population - 1}")
+
     def put(self, client: int, state: StateDict, round: int) -> None:
         """A client's new state; others see it once the round is committed.
 
         Raises:
-            ValueError: the round was committed already.
+            ValueError: there is no such client, or the round was committed already.
         """
+        self._check(client)
         if round <= int(self.versions[client]):
             raise ValueError(f"client {client} has a state of round {self.versions[client]}, later than {round}")
         packed = files.pack(state)

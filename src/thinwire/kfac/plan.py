@@ -11,6 +11,7 @@ import torch
 
 from thinwire.kernels.symmetric import packed_size
 from thinwire.program import CROSS, NODE, WORLD, Scope, Topology
+from thinwire.program.plan import UNREADABLE
 
 TRANSPORTS = ("broadcast", "owner_fused", "allgather")
 """How inverses travel: one message for each, one for each owner, or one for all."""
@@ -173,7 +174,7 @@ class KFACPlan:
                 data[name] = tuple(tuple(int(i) for i in bucket) for bucket in data[name])
             data["owners"] = tuple(int(owner) for owner in data["owners"])
             return cls(**data)
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a K-FAC plan: {error}") from error
 
     @property

@@ -55,7 +55,7 @@ def run(
     environment = {**os.environ, **(env or {})}
     check_command(command, environment)
     check_port(master_port)
-    if grace_seconds < 0 or (timeout_seconds is not None and timeout_seconds <= 0):
+    if not grace_seconds >= 0 or (timeout_seconds is not None and not timeout_seconds > 0):
         raise LabError(
             "grace must not be negative and the timeout must be positive: use for example --grace 30 --timeout 600"
         )

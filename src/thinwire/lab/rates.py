@@ -9,7 +9,7 @@ from thinwire.lab.errors import LabError
 
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _SECONDS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1)}
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([a-z/]*)")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z/]*)")
 
 SLOWEST = 100 * 10**3
 FASTEST = 10**12

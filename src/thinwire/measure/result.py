@@ -12,6 +12,7 @@ from thinwire.planner.costs import Costs, Key
 from thinwire.planner.curves import Curve, Linear, Table, curve_from_data, curve_to_data
 from thinwire.planner.formulas import KINDS
 from thinwire.program.ops import Scope
+from thinwire.program.plan import UNREADABLE
 
 _SCOPES = [scope.value for scope in Scope]
 _BUS = {"AllReduce": 2.0, "ReduceScatter": 1.0, "AllGather": 1.0, "AllToAll": 1.0}
@@ -158,7 +159,7 @@ class ProbeResult:
                 {str(name): curve_from_data(curve) for name, curve in data["compute"].items()},
                 float(data["seconds"]),
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not the result of a thinwire probe: {error}") from error
 
 

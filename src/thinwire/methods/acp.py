@@ -8,9 +8,9 @@ P and apply P Pt mean(A). A pair of steps is one power iteration. Elements sent 
 rest.
 
 Differences from the paper: the first bases are seeded by parameter name; factors are orthogonalised at the end of a
-step instead of before the exchange; the error is the *local* one, A_w minus what rank w sent (its mean is the
-paper's, its norm does not grow); only tensors where it pays are compressed (``compress="matrices"``: all); rejected
-steps leave no trace.
+step instead of before the exchange; the error is the *local* one, A_w minus what rank w sent, as in the authors' code
+(its mean is the paper's, its norm does not grow); only tensors where it pays are compressed (``compress="matrices"``:
+all); rejected steps leave no trace.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@ survive all merges, over P. E: this rank's entries that were dropped on the way,
 
 Differences from the paper: a butterfly in place of a tree and a broadcast, so that every rank sees when one of its own
 entries is dropped and keeps it (the paper's rule takes an entry for sent whenever its index is in the final list, even
-if it came from others, and loses up to 2 % of the gradient so); any number of ranks; indices are 32-bit integers; fp32
-values only. As in the paper, the merges miss part of the true top k of the sum.
+if it came from others, and loses the rest for good: of the sum of all gradients over 60 steps of 600 elements, at a
+density of 0.05, 17 % with 4 ranks and 26 % with 8 where gradients have nothing in common, 9 and 15 % where a common
+part is twice the noise); any number of ranks; indices are 32-bit integers; fp32 values only. As in the paper, the
+merges miss part of the true top k of the sum.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Paper: Shi et al.: Communication-efficient distributed deep learning with merged
 INFOCOM 2020. The program is that of :class:`~thinwire.methods.topk.TopK`; what is new is the plan.
 
 Differences from the paper: the default plan is the exact optimum under the paper's own cost model, which its greedy
-rule misses (``schedule="greedy"`` runs that); costs are measured at start for any number of workers; a message is
+rule misses (``schedule="greedy"`` runs that, and decides on the pair of layers that backward yields first too, which
+the authors' code never parts); costs are measured at start for any number of workers; a message is
 values and indices together; selection runs beside backward where a core or a stream is free.
 """
 

@@ -6,7 +6,8 @@ A = M + E, n x m. P = orthogonalised sum of A Q, then Q = sum of At P; applied: 
 (n + m) plus the dense rest, which rides in the first message. ACP-SGD sends half of that in one exchange.
 
 Differences from the paper: QR instead of Gram-Schmidt; the query that is carried over is orthogonalised (same
-space, better conditioned); seeded by parameter name; the error is the *local* one (A_w minus P Q_wt); a tall matrix
+space, better conditioned); seeded by parameter name; the error is the *local* one (A_w minus P Q_wt), as in
+the authors' later library (epfml/powersgd) and unlike torch's hook; a tall matrix
 (n > m) counts as its transpose, else what a rank owes outside the m-dimensional column space of the mean would
 never be sent; rejected steps leave no trace.
 """

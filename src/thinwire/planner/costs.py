@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.planner.checks import check_number
-from thinwire.planner.curves import Curve, Linear, Table, curve_from_data, curve_to_data
-from thinwire.planner.formulas import KINDS, copies, startups
+from thinwire.planner.curves import Curve, Linear, RingOrTree, Table, curve_from_data, curve_to_data
+from thinwire.planner.formulas import KINDS, copies, startups, tree
 from thinwire.program.ops import Scope
+from thinwire.program.plan import UNREADABLE
 
 __all__ = ["Costs", "Key", "Linear", "Table", "assumed_compute"]
 
@@ -84,7 +85,14 @@ class Costs:
         source = "scaled from {} in a {} of {}".format(*near)
         startup = startups(kind, members) / startups(near[0], near[2])
         rest = copies(kind, members) / copies(near[0], near[2])
-        return self.exchanges[near].stretched(startup, rest, source)
+        curve = self.exchanges[near]
+        if not isinstance(curve, RingOrTree):
+            return curve.stretched(startup, rest, source)
+        ring = curve.ring.stretched(startup, rest, source)
+        if kind != "AllReduce":
+            return ring
+        depth = tree(1.0, 1.0, members)[0] / tree(1.0, 1.0, near[2])[0]
+        return RingOrTree(ring, curve.tree.stretched(depth, 1.0, source))
 
     def seconds(self, kind: str, scope: Scope | str, members: int, message_bytes: float, share: float = 1.0) -> float:
         """Duration of one exchange; ``message_bytes`` are those of one rank, as ``program.trace`` gives them.
@@ -120,10 +128,11 @@ class Costs:
         efficiency: float = 0.94,
         node_bits_per_second: float = 40e9,
         node_latency_seconds: float = 20e-6,
+        trees: bool = False,
         compute: Mapping[str, Curve] | None = None,
         cpu_share: Mapping[str, Linear] | None = None,
     ) -> Costs:
-        """Assumed costs from a link's data sheet, by ring formulas.
+        """Assumed costs from a link's data sheet, by the formulas of rings.
 
         Args:
             bits_per_second: line rate of one machine's network card; its ranks share it.
@@ -133,6 +142,7 @@ class Costs:
             efficiency: share of the line rate that payload gets.
             node_bits_per_second: rate between ranks of one machine.
             node_latency_seconds: start-up inside one machine.
+            trees: sums may also go along trees, where that is cheaper, as with NCCL; Gloo's go in rings at every size.
             compute: curves of compute; None: ``assumed_compute()``.
             cpu_share: see the class.
 
@@ -159,12 +169,16 @@ class Costs:
             "node": (ranks_per_node, node_latency_seconds, inner, ranks_per_node),
             "cross": (workers // ranks_per_node, latency_seconds, outer * ranks_per_node, 1),
         }
-        source = f"{bits_per_second / 1e9:g} Gbit/s at {efficiency:.0%}, {latency_seconds * 1e6:g} us, ring formulas"
+        way = "ring and tree formulas" if trees else "ring formulas"
+        source = f"{bits_per_second / 1e9:g} Gbit/s at {efficiency:.0%}, {latency_seconds * 1e6:g} us, {way}"
         exchanges: dict[Key, Curve] = {}
         for scope, (members, a, b, sharing) in groups.items():
             for kind in KINDS if members > 1 else ():
                 rest = b * copies(kind, members, sharing)
-                exchanges[kind, scope, members] = Linear(a * startups(kind, members), rest, "assumed", source)
+                ring = Linear(a * startups(kind, members), rest, "assumed", source)
+                along = Linear(*tree(a, b, members), "assumed", source)
+                both = trees and kind == "AllReduce"
+                exchanges[kind, scope, members] = RingOrTree(ring, along) if both else ring
         return cls(exchanges, assumed_compute() if compute is None else compute, cpu_share or {})
 
     def to_json(self) -> str:
@@ -190,7 +204,7 @@ class Costs:
             if len(lines) < len(shares):
                 raise ValueError("a CPU share must be a line")
             return cls(exchanges, compute, lines)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"these are not thinwire costs: {error}") from error
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -90,12 +91,49 @@ class Table:
         return Table(points, "assumed", source)
 
 
-Curve: TypeAlias = Linear | Table
+@dataclass(frozen=True)
+class RingOrTree:
+    """The cheaper of two ways to sum, which NCCL chooses between by size.
+
+    A tree passes pieces on. With pieces of n bytes, S bytes to be sent and D steps from the leaves to the root and
+    back, there are D + S / n steps of a start-up and a piece each; for the best n they take (sqrt(D a) + sqrt(S b))^2.
+
+    Attributes:
+        ring: the whole of it.
+        tree: start-ups along the tree, and its bytes, as if nothing had to wait for a piece.
+    """
+
+    ring: Linear
+    tree: Linear
+
+    @property
+    def provenance(self) -> Provenance:
+        """Of both."""
+        return self.ring.provenance
+
+    @property
+    def source(self) -> str:
+        """Of both."""
+        return self.ring.source
+
+    def __call__(self, size: float) -> float:
+        """Seconds for so many bytes."""
+        rest = self.tree.seconds_per_byte * size
+        return min(self.ring(size), (math.sqrt(self.tree.startup_seconds) + math.sqrt(rest)) ** 2)
+
+    def stretched(self, startup: float, rest: float, source: str) -> RingOrTree:
+        """A guess: all start-ups times one factor, the rest times another."""
+        return RingOrTree(self.ring.stretched(startup, rest, source), self.tree.stretched(startup, rest, source))
+
+
+Curve: TypeAlias = Linear | Table | RingOrTree
 
 
 def curve_to_data(curve: Curve) -> dict[str, Any]:
     """What JSON can hold of a curve."""
     numbers: dict[str, Any]
+    if isinstance(curve, RingOrTree):
+        return {"ring": curve_to_data(curve.ring), "tree": curve_to_data(curve.tree)}
     if isinstance(curve, Linear):
         numbers = {"startup_seconds": curve.startup_seconds, "seconds_per_byte": curve.seconds_per_byte}
     else:
@@ -105,6 +143,11 @@ def curve_to_data(curve: Curve) -> dict[str, Any]:
 
 def curve_from_data(data: dict[str, Any]) -> Curve:
     """Read back what ``curve_to_data`` gave."""
+    if "ring" in data:
+        ring, tree = curve_from_data(data["ring"]), curve_from_data(data["tree"])
+        if not (isinstance(ring, Linear) and isinstance(tree, Linear)):
+            raise ValueError("ring and tree must be lines")
+        return RingOrTree(ring, tree)
     if "points" in data:
         return Table(tuple((x, y) for x, y in data["points"]), data["provenance"], str(data["source"]))
     return Linear(

@@ -1,4 +1,4 @@
-"""How start-up and rate of a link become the cost of a collective: rings, and where not, what Gloo does.
+"""How start-up and rate of a link become the cost of a collective: rings, and where not, what Gloo does; trees of sums.
 
 A cost is ``startups * a + copies * bytes * b``, with a = seconds per message on the link, b = seconds per byte, and
 bytes those of ONE rank's message as ``program.trace`` gives them: for AllReduce the tensor, for ReduceScatter the whole
@@ -52,3 +52,12 @@ def copies(kind: str, members: int, sharing: int = 1) -> float:
     if kind == "Exchange":
         return min(1, others)
     raise ValueError(f"{kind!r} is not an operation; there are {', '.join(KINDS)}")
+
+
+def tree(a: float, b: float, members: int) -> tuple[float, float]:
+    """Start-up and seconds per byte of an all-reduce along trees that share the links out: up, then down.
+
+    Every rank sends the message twice, once on the way up and once on the way down, cut into pieces that follow one
+    another (:class:`~thinwire.planner.curves.RingOrTree`).
+    """
+    return 2 * math.ceil(math.log2(members)) * a, 2 * b

@@ -15,6 +15,7 @@ from typing import Any
 
 from thinwire.planner.costs import Costs
 from thinwire.program.ops import Scope
+from thinwire.program.plan import UNREADABLE
 from thinwire.program.topology import Topology
 from thinwire.program.trace import Step
 
@@ -99,7 +100,7 @@ class CollectiveTable:
         try:
             data: Any = json.loads(text)
             return cls(tuple((start, way) for start, way in data["entries"]), str(data["provenance"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a table of collectives: {error}") from error
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.planner.checks import check_seconds
+from thinwire.program.plan import UNREADABLE
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Placement:
         try:
             data: Any = json.loads(text)
             return cls(tuple(int(i) for i in data["owner"]), float(data["makespan"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire placement: {error}") from error
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.planner.checks import Price, check_number, check_seconds, check_sizes, priced
+from thinwire.program.plan import UNREADABLE
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Ratios:
             if len(kept) != len(dense):
                 raise ValueError("kept and dense differ in length")
             return cls(kept, dense, float(data["finish_seconds"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"these are not thinwire ratios: {error}") from error
 
     @property

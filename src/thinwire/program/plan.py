@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thinwire.program.method import Method
 
+UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError)
+"""What reading back JSON can raise where the text holds something else, infinite numbers, or is nested too deeply."""
+
 
 @dataclass(frozen=True)
 class PlanBucket:
@@ -117,7 +120,7 @@ class Plan:
                 for phase in data["phases"]
             )
             return cls(phases, str(data.get("rule", "given")))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire plan: {error}") from error
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from thinwire.program.ops import Scope
 
@@ -26,8 +27,8 @@ class Topology:
     ranks_per_node: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1, not {self.world_size}")
+        if not isinstance(self.world_size, Integral) or self.world_size < 1:
+            raise ValueError(f"world_size must be a whole number of at least 1, not {self.world_size!r}")
         layout = self.ranks_per_node
         if layout is None:
             layout = 1

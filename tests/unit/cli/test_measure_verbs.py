@@ -27,6 +27,8 @@ def alone(monkeypatch, tmp_path):
     [
         (["probe", "--link", "1furlong"], "furlong"),
         (["probe", "--workers", "-1"], "at least 1"),
+        (["probe", "--workers", "0"], "at least 1"),
+        (["probe", "--workers", "2", "--ranks-per-node", "0"], "at least 1"),
         (["probe", "--workers", "3", "--ranks-per-node", "2"], "multiple"),
         (["probe", "--max-bytes", "100"], "at least 8192"),
         (["probe", "--seconds", "0"], "positive"),
@@ -47,6 +49,58 @@ def test_wrong_words_are_one_sentence_and_exit_2(words, says):
     assert result.stderr.startswith("error: ")
     assert says in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+OWN = """import torch
+DATA = {}
+
+def build(width=3):
+    return DATA["weights"]
+
+def loses():
+    return torch.nn.Linear(2, 2), lambda model, step, rank: DATA["x"]
+
+def refuses():
+    raise ValueError("width must be even")
+"""
+
+
+@pytest.mark.parametrize("verb", [["profile"], ["bench", "--model"], ["plan"]])
+@pytest.mark.parametrize(
+    "model,says",
+    [
+        ("own_syntax:build", "own_syntax.py, line 2: SyntaxError: "),
+        ("own_raises:build", "own_raises.py, line 1: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_of_ones_own_that_cannot_be_imported(verb, model, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_syntax.py").write_text("import torch\ndef build(:\n    pass\n")
+    (tmp_path / "own_raises.py").write_text("1 / 0\n")
+    result = runner.invoke(app, [*verb, model])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"error: model '{model}' cannot be loaded: ")
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("verb", ["profile", "plan"])
+@pytest.mark.parametrize(
+    "function,says",
+    [
+        ("build", "line 5: KeyError: 'weights'"),
+        ("loses", "line 8: KeyError: 'x'"),
+        ("refuses", "line 11: ValueError: width must be even"),
+        ("build:width=2:depth=3", "no option 'depth'"),
+    ],
+)
+def test_an_error_of_ones_own_is_told_with_its_place(verb, function, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_fails.py").write_text(OWN)
+    result = runner.invoke(app, [verb, f"own_fails:{function}"])
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize("words", [["probe", "--workers", "3"], ["profile", "mlp"]])

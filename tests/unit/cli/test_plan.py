@@ -236,9 +236,24 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         (["resnet50", "--out", "."], "--out ."),
         (["no_such_module:build"], "cannot be loaded"),
         (["mlp:depth=3"], "no option 'depth'"),
+        (["chargpt:layers=abc"], "layers='abc' must be a whole number of at least 1"),
+        (["chargpt:layers=-1"], "layers=-1 must be a whole number of at least 1"),
+        (["chargpt:layers=2.5"], "layers=2.5 must be a whole number of at least 1"),
+        (["chargpt:fused=3"], "fused=3 must be true or false"),
+        (["chargpt:lr=nan"], "lr=nan must be a number above 0"),
+        (["deep.json"], "deep.json: this is not a thinwire profile: maximum recursion"),
+        (["resnet50", "--costs", "deep.json"], "deep.json: these are not thinwire costs: maximum recursion"),
+        (["huge.json"], "huge.json: this is not a thinwire profile"),
+        (["no_tensors.json"], "no_tensors.json: the profile holds no gradients"),
+        (["resnet50", "--link", "\u0661gbit"], "is not a number"),
     ],
 )
 def test_wrong_words_are_one_sentence_and_exit_2(words, says, tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "huge.json").write_text(
+        builtin("resnet50").to_json().replace('"dtype_bytes": 4', '"dtype_bytes": 1e999')
+    )
+    (tmp_path / "no_tensors.json").write_text(ModelProfile("none", (), 1.0).to_json())
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00\x80")
     (tmp_path / "empty.json").write_text(Costs({}).to_json())

@@ -1,13 +1,20 @@
 """The verbs: a run from start to end, JSON, sentences for what is wrong."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from thinwire.bench.federations import ALGORITHMS, build_algorithm
 from thinwire.cli.main import app
-from thinwire.federated import History, files
+from thinwire.federated import Compressed, FedAvg, FedOpt, History, Scaffold, files
+
+PAGE = Path(__file__).parents[3] / "docs" / "federated.md"
+NAMED = re.compile(r"^thinwire (federated run digits --algorithm (\S+).*)$", re.MULTILINE)
 
 SMALL = ["federated", "run", "digits:clients=12:width=2:hidden=8", "--rounds", "2", "--cohort", "4"]
 MINE = """
@@ -24,6 +31,9 @@ def build(lr=0.1):
 
 def nothing():
     return 3
+
+def raises():
+    return {}["x"]
 """
 
 
@@ -62,6 +72,67 @@ def test_a_run_with_everything(alone):
     assert [row.round for row in History.from_json(again.stdout).rounds] == [0, 1, 2]
 
 
+def accuracy(done):
+    assert done.exit_code == 0, done.output
+    return list(History.from_json(done.stdout).evaluations.values())[-1]["accuracy"]
+
+
+def test_the_page_has_the_command():
+    assert [name for _, name in NAMED.findall(PAGE.read_text())] == ["scaffold", "fedopt:rule=yogi"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_begins_to_learn_by_the_pages_command(alone, name):
+    words = shlex.split(NAMED.search(PAGE.read_text())[1].replace("scaffold", name.lower()))
+    assert accuracy(call(*words, "--rounds", 10, "--json")) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ALGORITHMS, "FedOpt:rule=adagrad", "FedOpt:rule=sgd"])
+def test_every_algorithm_learns_by_the_pages_command(alone, name):
+    words = shlex.split(NAMED.search(PAGE.read_text())[1].replace("scaffold", name.lower()))
+    assert accuracy(call(*words, "--json")) >= 0.85
+
+
+@pytest.mark.slow
+def test_the_pages_other_command(alone):
+    words = shlex.split(NAMED.findall(PAGE.read_text())[1][0])
+    assert accuracy(call(*words, "--json")) >= 0.85
+    assert (alone / "curves.png").stat().st_size > 1000
+
+
+def test_what_is_not_named_is_kept_of_the_federation():
+    base = FedAvg(lr=0.2, epochs=5, batch_size=None, weight_decay=0.01, server_lr=0.5)
+    assert build_algorithm("fedavg:lr=0.3", base) == FedAvg(
+        lr=0.3, epochs=5, batch_size=None, weight_decay=0.01, server_lr=0.5
+    )
+    assert build_algorithm("scaffold:epochs=1", base) == Scaffold(
+        lr=0.2, epochs=1, batch_size=None, weight_decay=0.01, server_lr=0.5, clip=1.0
+    )
+    assert build_algorithm("scaffold:clip=none", base).clip is None
+    assert build_algorithm("fedopt", base).server_lr == 0.02  # a rate of FedAvg's server says nothing of Adam's
+    assert build_algorithm("fedopt:rule=sgd", base).server_lr == 0.5
+    assert build_algorithm("fedavg", FedOpt(server_lr=0.03, lr=0.4)) == FedAvg(lr=0.4)
+    squeezed = build_algorithm("fedprox", Compressed(base, "topk", density=0.1))
+    assert (squeezed.inner.epochs, squeezed.method.density) == (5, 0.1)
+    assert build_algorithm("fedprox", squeezed, "topk:density=0.2").method.density == 0.2
+
+
+def test_options_that_are_kept_and_do_not_go_together_are_named():
+    with pytest.raises(ValueError, match=r"leave momentum= out \(not named, so kept: .*momentum=0.9.*scaffold:lr"):
+        build_algorithm("scaffold", FedAvg(momentum=0.9))
+    assert build_algorithm("scaffold:momentum=0", FedAvg(momentum=0.9)).momentum == 0
+
+
+def test_the_options_in_force_are_printed(alone):
+    done = call(*SMALL, "--algorithm", "fedprox:mu=0.25", "--compress", "topk:density=0.1")
+    assert done.exit_code == 0, done.output
+    words = " ".join(done.stdout.split())
+    assert words.startswith("FedProx with lr=0.2, epochs=5, batch_size=10, server_lr=1.0, weights=samples, mu=0.25;")
+    assert "changes compressed by topk with density=0.1" in words
+    assert "after 2 rounds: loss of the clients" in words
+
+
 def test_the_table(alone):
     done = call(*SMALL, "--plot", "curves.png")
     assert done.exit_code == 0, done.output
@@ -92,6 +163,10 @@ def test_prediction(alone):
     [
         (["run", "digit"], "unknown federation 'digit'; did you mean 'digits'?"),
         (["run", "digits:client=3"], "has no option 'client'; did you mean 'clients'?"),
+        (["run", "digits:clients=abc"], "clients='abc' must be a whole number of at least 1"),
+        (["run", "digits:clients=-3"], "clients=-3 must be a whole number of at least 1"),
+        (["run", "mine_that_is_wrong:raises"], "mine_that_is_wrong.py, line 17: KeyError: 'x'"),
+        (["run", "digits", "--trace", "deep.json"], "deep.json"),
         (["run", "digits", "--algorithm", "fedprox:nu=1"], "fedprox has no option 'nu'"),
         (["run", "digits", "--algorithm", "adam"], "unknown algorithm 'adam'"),
         (["run", "digits", "--compress", "topp"], "unknown method"),
@@ -110,6 +185,7 @@ def test_prediction(alone):
 )
 def test_what_is_wrong_is_a_sentence(alone, arguments, words):
     (alone / "mine_that_is_wrong.py").write_text(MINE)
+    (alone / "deep.json").write_text("[" * 100_000)
     done = call("federated", *arguments)
     assert done.exit_code == 2, done.output
     assert words in done.output

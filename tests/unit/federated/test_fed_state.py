@@ -116,6 +116,13 @@ def test_what_cannot_be_read_is_an_error_with_the_clients_name(tmp_path):
         store.put(3, vector(2), 0)
     with pytest.raises(ValueError, match="must not be negative"):
         ClientStateStore(1, memory_bytes=-1)
+    with pytest.raises(ValueError, match="population=-1 must be at least 1"):
+        ClientStateStore(-1)
+    for client in (-1, 10):
+        with pytest.raises(ValueError, match=f"client {client} is none of the 10 clients, 0 to 9"):
+            store.get(client)
+        with pytest.raises(ValueError, match=f"client {client} is none of the 10 clients"):
+            store.put(client, vector(1), 0)
 
 
 def test_other_peoples_files_are_left_alone(tmp_path):

@@ -11,6 +11,7 @@ from timelines import DeAR, Hierarchical, profile_of
 
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
+from thinwire.methods.gtopk import GTopK
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.ssgd import SSGD
@@ -269,6 +270,20 @@ def test_a_model_without_tensors():
     assert ranking.best.label == "ssgd"
     assert all(e.speedup == 1.0 and e.bytes_sent == 0 for e in ranking.entries)
     assert Ranking.from_json(ranking.to_json()) == ranking
+
+
+@pytest.mark.parametrize("elements", [1, 10, 1000])
+@pytest.mark.parametrize("workers", [4, 64])
+def test_a_lossy_method_that_saves_start_ups_alone_is_not_recommended(elements, workers):
+    """One gathering of a few numbers has half the start-ups of a ring, whatever it leaves out."""
+    candidates = (*ALL, ("gtopk", GTopK(density=0.01)))
+    few = profile_of([elements], [1e-4], 1e-4)
+    ranking = choose(candidates, few, Topology(workers), costs_of(1e10, 5e-5, workers))
+    assert min(e.step_seconds for e in ranking.lossy) < 0.9 * ranking.best.step_seconds
+    assert ranking.best.label == "ssgd"
+    assert ranking.sentence.startswith("dense is enough here: ")
+    assert "start-ups" in ranking.sentence
+    assert not choose(candidates, RESNET, Topology(workers), costs_of(1e10, 5e-5, workers)).best.dense
 
 
 @pytest.mark.parametrize("value,text", [(0.00027, "0.27 ms"), (0.0123, "12.3 ms"), (0.1, "100 ms"), (2.5, "2500 ms")])

@@ -69,6 +69,42 @@ def test_ring_formulas():
         assert costs.seconds(kind, "node", 1, d) == 0.0
 
 
+def test_small_sums_go_along_trees_where_there_are_trees():
+    a, b = 1e-4, 8 / 1e9
+    ring = Costs.of_link(1e9, a, 1024, efficiency=1.0)
+    both = Costs.of_link(1e9, a, 1024, efficiency=1.0, trees=True)
+    for kind in KINDS:
+        for size in (4, 10**5, 10**12):
+            assert both.seconds(kind, WORLD, 1024, size) <= ring.seconds(kind, WORLD, 1024, size)
+            if kind != "AllReduce":
+                assert both.seconds(kind, WORLD, 1024, size) == ring.seconds(kind, WORLD, 1024, size)
+    assert both.seconds("AllReduce", WORLD, 1024, 0) == pytest.approx(20 * a)
+    assert both.seconds("AllReduce", WORLD, 1024, 10**12) == ring.seconds("AllReduce", WORLD, 1024, 10**12)
+    # A tree of depth 20 with pieces of n bytes, the best of many n; the formula takes n for a real number.
+    size = 10**6
+    pieced = min((20 + 2 * size / n) * (a + n * b) for n in range(1000, 200_000, 10))
+    assert both.seconds("AllReduce", WORLD, 1024, size) == pytest.approx(pieced, rel=1e-6)
+    # Two ranks have nothing to gain, and sizes that were not priced follow the formulas.
+    assert Costs.of_link(1e9, a, 2, trees=True).seconds("AllReduce", WORLD, 2, 4) == pytest.approx(2 * a, rel=1e-3)
+    small = Costs.of_link(1e9, a, 4, efficiency=1.0, trees=True)
+    for kind in KINDS:
+        assert small.seconds(kind, WORLD, 1024, size) == pytest.approx(both.seconds(kind, WORLD, 1024, size), rel=1e-9)
+    assert Costs.from_json(both.to_json()) == both
+    with pytest.raises(ValueError, match="not thinwire costs"):
+        Costs.from_json(
+            both.to_json().replace(
+                '"tree": {"startup_seconds": 0.002, "seconds_per_byte": 1.6e-08', '"tree": {"points": [[1, 1]]'
+            )
+        )
+
+
+def test_what_was_measured_rules_over_trees():
+    measured = Linear(1.0, 1e-9, "measured here")
+    costs = Costs({("AllReduce", "world", 1024): measured})
+    assert costs.seconds("AllReduce", WORLD, 1024, 4) == measured(4)
+    assert costs.lookup("AllReduce", WORLD, 2048)(0) == pytest.approx(2047 / 1023)
+
+
 def test_two_levels_share_the_card_of_a_machine():
     a, b = 1e-4, 8 / (1e9 * 0.94)
     costs = Costs.of_link(1e9, a, 16, 4, node_bits_per_second=8e9, node_latency_seconds=1e-5)

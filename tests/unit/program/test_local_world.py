@@ -60,9 +60,17 @@ def test_plan_json_hash_and_check():
         plan.check(["a", "b"])
     with pytest.raises(ValueError, match="appear twice"):
         Plan.of([["a", "a"]]).check(["a"])
-    for text in ("", "[]", '{"phases": 3}', '{"phases": [[{"names": ["a"]}]]}'):
+    kept = '{"phases": [[{"names": ["a"], "dense": false, "kept": %s}]]}'
+    deep = "[" * 100_000
+    for text in ("", "[]", '{"phases": 3}', '{"phases": [[{"names": ["a"]}]]}', kept % '"x"', kept % "1e999", deep):
         with pytest.raises(ValueError, match="not a thinwire plan"):
             Plan.from_json(text)
+
+
+@pytest.mark.parametrize("size", ["x", 2.5, 0, None])
+def test_a_world_of_no_size(size):
+    with pytest.raises(ValueError, match=f"world_size must be a whole number of at least 1, not {size!r}"):
+        LocalWorld(size)
 
 
 def test_topology():

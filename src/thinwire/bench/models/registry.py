@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from thinwire.bench.functions import load_function
+from thinwire.bench.functions import check_options, load_function, told
 from thinwire.bench.words import nearest, split_options
 
 if TYPE_CHECKING:
@@ -24,15 +23,9 @@ FILES = {
 
 
 def check_model(text: str) -> None:
-    """Raise ``ValueError`` for a name or an option that no model has; imports the model's file, builds nothing."""
+    """Raise ``ValueError`` for what no model has, or takes; imports the model's file, builds nothing."""
     name, options = split_options(text)
-    function = _function(name)
-    accepted = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
-        return
-    for key in options:
-        if key not in accepted:
-            raise ValueError(f"model {name!r} has no option {key!r}; {nearest(key, accepted)}")
+    check_options(f"model {name!r}", _function(name), options, ours=name in FILES)
 
 
 def build_model(text: str, seed: int = 0) -> Workload:
@@ -45,8 +38,22 @@ def build_model(text: str, seed: int = 0) -> Workload:
     check_model(text)
     name, options = split_options(text)
     torch.manual_seed(seed)
-    built = _function(name)(**options)
+    function = _function(name)
+    if name in FILES:
+        return _as_workload(name, function(**options))
+    with told(f"model {name!r}"):
+        built = function(**options)
     return _as_workload(name, built)
+
+
+def loss_of(workload: Workload, rank: int) -> Callable[[int], Any]:
+    """step -> loss, of ``rank``'s batches; what a user's own raises is told in one sentence."""
+
+    def loss(step: int) -> Any:
+        with told(f"the loss of {workload.name!r}"):
+            return workload.loss(workload.model, step, rank)
+
+    return loss
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -7,7 +7,10 @@ Client: delta / a, where a is the L1 norm of how its gradients add up: tau for t
 (tau - r (1 - r^tau) / (1 - r)) / (1 - r); with FedProx's pull, (1 - (1 - lr mu)^tau) / (lr mu).
 Server: theta += server_lr * mean(a) * mean(delta / a). With equal step counts it is FedAvg.
 
-Differences from the paper: momentum and pull are not combined (refused); the server's own momentum is left out.
+Differences from the paper: momentum and pull are not combined (refused); the server's own momentum is left out. The
+authors' code (JYWa/FedNova) steps by the mean number of local steps where mu > 0 and by mean(a) elsewhere; here it is
+mean(a) always, so that with equal step counts FedNova with mu is FedProx with mu: at lr 0.3, mu 0.5 and 6 steps, 4.15
+where theirs has 6.
 """
 
 from __future__ import annotations

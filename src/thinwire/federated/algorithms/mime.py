@@ -45,6 +45,8 @@ class Mime(Algorithm):
             raise ValueError(f"beta={self.beta} must be at least 0 and below 1")
         if self.momentum:
             raise ValueError("Mime's momentum is the server's: give beta=, and leave momentum= out")
+        if self.clip is not None:
+            raise ValueError("Mime's corrected gradients are not clipped: leave clip= out")
 
     @property
     def visits(self) -> int:

@@ -5,7 +5,8 @@ Paper: Shi et al.: Towards scalable distributed training of deep learning on pub
 
 Differences from the paper: where fewer than k entries reach the mean (one huge entry, or a density above about 0.4),
 the search begins at 0: no threshold below the mean could be tried and most of the choice would be random. The window
-is circular. ``base="mean", window="line"`` is the published rule.
+is circular. ``base="mean", window="line"`` is the rule as the paper prints it. The CUDA kernels that are public search
+from the least magnitude (``base="min"``) and need no such repair.
 """
 
 from __future__ import annotations

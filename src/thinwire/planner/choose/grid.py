@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.planner.choose.rank import Candidates, judge, price
+from thinwire.planner.choose.rank import Candidates, judge, price, without_startups
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import bound_by
 from thinwire.program import Topology
+from thinwire.program.plan import UNREADABLE
 
 BITS_PER_SECOND = (1e8, 1e9, 1e10, 2.5e10, 1e11)
 WORKERS = (2, 4, 8, 16, 32, 64)
@@ -63,7 +64,7 @@ class Map:
             data: Any = json.loads(text)
             cells = tuple(tuple(Cell(**cell) for cell in row) for row in data["cells"])
             return cls(tuple(map(float, data["bits_per_second"])), tuple(map(int, data["workers"])), cells)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire map: {error}") from error
 
 
@@ -105,7 +106,8 @@ def map_of(
         for topology in clusters:
             prices = costs(bits, topology)
             points, _ = price(candidates, model_profile, topology, prices, where, lossy=lossy)
-            verdict = judge(points, topology, lossy=lossy)
+            alone = without_startups(model_profile, topology, prices, where)
+            verdict = judge(points, topology, alone, lossy=lossy)
             dense = verdict.dense
             bound = bound_by(dense.method, model_profile, topology, prices, plan=dense.timeline.plan, **where)
             why = f"{verdict.sentence}; {dense.label} is bound by {bound}"

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from thinwire.planner.timeline.bottleneck import Bound
+from thinwire.program.plan import UNREADABLE
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Ranking:
                 str(data["sentence"]),
                 tuple((str(label), str(reason)) for label, reason in data["left_out"]),
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire ranking: {error}") from error
 
     def __hash__(self) -> int:

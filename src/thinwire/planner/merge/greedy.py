@@ -55,6 +55,9 @@ def greedy_omgs(
 ) -> Merge:
     """Merge-or-close as OMGS has it (INFOCOM 2020), in backward order, selection on the backward stream.
 
+    The authors' code (HKBU-HPML/OMGS-SGD) begins its loop one pair later: the two tensors that backward yields first
+    always share a message there, and may be parted here. Let it begin with that pair, and its groups are these.
+
     Args:
         sizes: elements per tensor, in backward order.
         backward_seconds: from the gradient before to this one.

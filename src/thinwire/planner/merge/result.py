@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.program.plan import UNREADABLE
+
 
 @dataclass(frozen=True)
 class Merge:
@@ -44,7 +46,7 @@ class Merge:
             data: Any = json.loads(text)
             groups = [[int(i) for i in group] for group in data["groups"]]
             return cls(groups, float(data["finish_seconds"]), str(data["rule"]), bool(data["exact"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire merge: {error}") from error
 
     @property

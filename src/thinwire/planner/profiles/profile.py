@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.planner.checks import check_number
 from thinwire.planner.curves import Provenance, check_provenance
+from thinwire.program.plan import UNREADABLE
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class ModelProfile:
                 data["provenance"],
                 str(data["source"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"this is not a thinwire profile: {error}") from error
 
     @property

@@ -53,14 +53,14 @@ def bound_by(
     free = {name: curve.stretched(0, 0, "free") for name, curve in costs.compute.items()}
     without: dict[Bound, float] = {
         "compute": seconds(model_profile.scaled(0.0), costs, 0.0),
-        "network bandwidth": seconds(model_profile, _network(costs, startup=1, rest=0), optimizer_seconds),
-        "network latency": seconds(model_profile, _network(costs, startup=0, rest=1), optimizer_seconds),
+        "network bandwidth": seconds(model_profile, network_free(costs, startup=1, rest=0), optimizer_seconds),
+        "network latency": seconds(model_profile, network_free(costs, startup=0, rest=1), optimizer_seconds),
         "method compute": seconds(model_profile, replace(costs, compute=free), optimizer_seconds),
     }
     return min(without, key=lambda name: without[name])
 
 
-def _network(costs: Costs, *, startup: int, rest: int) -> Costs:
+def network_free(costs: Costs, *, startup: int, rest: int) -> Costs:
     """The same costs with the network's start-ups or rates made free."""
     return replace(
         costs,
