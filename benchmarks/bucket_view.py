@@ -1,8 +1,8 @@
 """What it is worth that ``.grad`` is the bucket's memory: ``python benchmarks/bucket_view.py``
 
-``ssgd`` with ``gradient_as_bucket_view=True`` (the default, memory that the next backward overwrites) and False (memory of
-its own, as under DDP's default), beside DDP with both, in turns; the median of several runs. Prints seconds a step and
-writes ``benchmarks/results/bucket_view.json``.
+``ssgd`` with ``gradient_as_bucket_view=True`` (the default, memory that the next backward overwrites) and False (memory
+of its own, as under DDP's default), beside DDP with both, in turns; the median of several runs. Prints seconds a step
+and writes ``benchmarks/results/bucket_view.json``.
 """
 
 from __future__ import annotations

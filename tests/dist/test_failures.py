@@ -1,5 +1,6 @@
 """What goes wrong between ranks ends with a sentence on every rank, never with a hang."""
 
+import math
 import os
 import signal
 import subprocess
@@ -115,10 +116,19 @@ def test_bad_input_is_one_sentence():
         ({"method": "ssgd", "find_unused_parameters": "maybe"}, "find_unused_parameters"),
         ({"method": "ssgd", "dense": "all"}, "dense"),
         ({"method": "ssgd", "plan": "adaptive!"}, "plan"),
+        ({"method": "acp", "start_compression_step": -1}, "start_compression_step"),
+        *(({"method": "ssgd", "timeout": value}, "timeout") for value in (-1, 0, "x", True, math.nan, math.inf)),
     ]:
         with pytest.raises(ValueError, match=word) as error:
             tw.attach(net, optimizer, **kwargs)
         assert "\n" not in str(error.value)
+    for name, value in (("scaler", 5), ("topology", 5)):
+        with pytest.raises(TypeError, match=f"{name}=5 must be a"):
+            tw.attach(net, optimizer, **{name: value})
+        with pytest.raises(TypeError, match=f"{name}=5 must be a"):
+            tw.ddp_hook("ssgd", **{name: value})
+    with pytest.raises(ValueError, match="timeout=-1 must be"):
+        tw.ddp_hook("ssgd", timeout=-1)
     with pytest.raises(ValueError, match="does not own"):
         tw.attach(nn.Linear(4, 4), optimizer)
     with pytest.raises(ValueError, match="no trainable"):

@@ -20,6 +20,7 @@ from thinwire.adapters.ddp_names import Ordinals
 from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
 from thinwire.adapters.ddp_steps import DDPSteps
 from thinwire.engine.parameters import managed_parameters
+from thinwire.engine.settings import check_scaler, check_topology, checked_timeout
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.methods.base import check_count
 from thinwire.methods.registry import resolve
@@ -64,7 +65,9 @@ def ddp_hook(
             f"{chosen.name} leaves a part of its exchange to the next forward, but DDP wants all gradients at the end "
             "of backward: use thinwire.attach, or a method without decoupled=True"
         )
-    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    limit = checked_timeout(timeout)
+    check_scaler(scaler)
+    check_topology(topology)
     if start_compression_step is not None:
         check_count("start_compression_step", start_compression_step)
     return DDPSync(chosen, scaler, start_compression_step, limit, group, topology), thinwire_hook

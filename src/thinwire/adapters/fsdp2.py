@@ -18,6 +18,7 @@ from thinwire.adapters.fsdp2_groups import Group, groups_of
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
 from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
 from thinwire.engine.communicator import Communicator
+from thinwire.engine.settings import checked_timeout
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Method, Topology
@@ -81,7 +82,7 @@ def attach(
             note = f"one replica only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd"
         chosen = SSGD()
     else:
-        comm = Communicator(group, Topology(size), groups[0].device, _limit(timeout))
+        comm = Communicator(group, Topology(size), groups[0].device, checked_timeout(timeout))
     try:
         return ReplicaSync(model, groups, chosen, comm, scaler, note, start_compression_step)
     except BaseException as error:
@@ -123,7 +124,7 @@ def attach_reduce_scatter(
     shards = groups[0].shards
     _same(groups, "shards", [dist.get_process_group_ranks(one.shards) for one in groups])
     size = dist.get_world_size(shards)
-    comm = None if size == 1 else Communicator(shards, Topology(size), groups[0].device, _limit(timeout))
+    comm = None if size == 1 else Communicator(shards, Topology(size), groups[0].device, checked_timeout(timeout))
     return CompressedReduceScatter(groups, chosen, comm)
 
 
@@ -172,7 +173,3 @@ def _same(groups: list[Group], what: str, ranks: list[Any]) -> None:
                 f"module {one.name!r} lies on another mesh than {groups[0].name!r} ({what} {other}, not {ranks[0]}); "
                 "use one mesh for the whole model"
             )
-
-
-def _limit(timeout: timedelta | float | None) -> timedelta | None:
-    return timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout

@@ -18,7 +18,7 @@ from thinwire.engine.communicator import Communicator
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
 from thinwire.engine.pilot import Pilot, wanted
 from thinwire.engine.retune import Retune
-from thinwire.engine.settings import Settings
+from thinwire.engine.settings import Settings, check_scaler, check_topology, checked_timeout
 from thinwire.engine.sync import GradientSync, attached_to
 from thinwire.methods.base import check_count
 from thinwire.methods.decoupling import deferring, schedule
@@ -127,6 +127,9 @@ def attach(
     pinned = plan if isinstance(plan, Plan) else None
     if auto and pinned is not None:
         raise ValueError('a pinned plan and "auto" exclude each other: name the method that the plan was made for')
+    limit = checked_timeout(timeout)
+    check_scaler(scaler)
+    check_topology(topology)
     world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     if world < 1:
         raise ValueError("this rank is not in the process group that was given to attach")
@@ -149,7 +152,6 @@ def attach(
         chosen = replace(chosen, collective="flat")  # type: ignore[type-var]  # nothing to choose from, nor to measure
     if topology.world_size != world:
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
-    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     communicator: Communicator | Alone | None = None
     if not alone:
         communicator = Communicator(group, topology, managed[0].parameter.device, limit)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from thinwire.engine.parameters import DenseRule
-from thinwire.program import Method, Plan
+from thinwire.program import Method, Plan, Topology
 
 
 @dataclass(frozen=True)
@@ -27,3 +29,34 @@ class Settings:
     note: str = ""
     dense: DenseRule = "auto"
     named: Method | None = None
+
+
+def checked_timeout(timeout: Any) -> timedelta | None:
+    """A limit in seconds, or a timedelta, as the latter; None stays None.
+
+    Raises:
+        ValueError: it is no limit.
+    """
+    if isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    elif timeout is None:
+        return None
+    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and math.isfinite(timeout):
+        seconds = timeout
+    else:
+        seconds = 0
+    if seconds <= 0:
+        raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0, a timedelta, or None")
+    return timedelta(seconds=seconds)
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raise ``TypeError`` unless this is a GradScaler, or like one, or None."""
+    if scaler is not None and not (callable(getattr(scaler, "scale", None)) and hasattr(scaler, "is_enabled")):
+        raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler or None")
+
+
+def check_topology(topology: Any) -> None:
+    """Raise ``TypeError`` unless this is a Topology or None."""
+    if topology is not None and not isinstance(topology, Topology):
+        raise TypeError(f"topology={topology!r} must be a thinwire.Topology or None")

@@ -123,6 +123,8 @@ class Bucket:
         self._views = views
         self._firsts: list[Tensor] | None = None
         self._flat: Tensor | None = None
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"{self.slots[0].name} is {self.dtype}: gradients are floating-point numbers")
         for slot in self.slots:
             if slot.dtype != self.dtype:
                 raise ValueError(
