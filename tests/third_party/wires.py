@@ -99,7 +99,7 @@ def assert_trains(results, *, falls, near, count=6):
 def assert_equal(ours, theirs):
     """Losses and weights of every step, bit for bit.
 
-    ``attach`` halves a sum of two gradients where DDP sums two halves: the same number, as halving rounds nothing.
+    No rounding to allow for: all divide by the ranks before the sum, and a sum of two numbers has one order.
     """
     assert ours.losses == theirs.losses
     assert len(ours.weights) == len(theirs.weights) > 0
