@@ -1,0 +1,128 @@
+"""DCGAN's loop: two networks, two Adams; what the generator's pass leaves in the discriminator is dropped."""
+
+from functools import partial
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from wires import LOSSY, WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both
+
+from spawned import run
+
+pytestmark = pytest.mark.dist
+
+NOISE, BATCH, STEPS = 12, 16, 24
+
+
+def _generator():
+    return nn.Sequential(
+        nn.ConvTranspose2d(NOISE, 24, 4, bias=False),
+        nn.BatchNorm2d(24),
+        nn.ReLU(inplace=True),
+        nn.ConvTranspose2d(24, 1, 4, stride=2, padding=1, bias=False),
+        nn.Tanh(),
+    )
+
+
+def _discriminator():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, stride=2, padding=1, bias=False),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(16, 1, 2, bias=False),
+        nn.Sigmoid(),
+    )
+
+
+def _weights_init(module):
+    if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
+        nn.init.normal_(module.weight, 0.0, 0.05)
+    elif isinstance(module, nn.BatchNorm2d):
+        nn.init.normal_(module.weight, 1.0, 0.02)
+        nn.init.zeros_(module.bias)
+
+
+def _train(rank, way, method="ssgd", *, held=False, steps=STEPS, **how):
+    """The discriminator's loss is what is recorded.
+
+    Args:
+        held: whether the pass over real images stays on its rank until the one over made images.
+    """
+    torch.manual_seed(999)
+    images = torch.tensor(load_digits().images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    made_by, judged_by = _generator().apply(_weights_init), _discriminator().apply(_weights_init)
+    of_g = torch.optim.Adam(made_by.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    of_d = torch.optim.Adam(judged_by.parameters(), lr=4e-3, betas=(0.5, 0.999))
+    criterion, draw, trail = nn.BCELoss(), torch.Generator().manual_seed(rank), Trail()
+    real_label, fake_label = torch.ones(BATCH), torch.zeros(BATCH)
+    with Wire(way, made_by, of_g, method, **how) as g, Wire(way, judged_by, of_d, method, **how) as d:
+        for _ in range(steps):
+            d.net.zero_grad()
+            real = images[torch.randint(len(images), (BATCH,), generator=draw)]
+            with d.sync_if(not held):
+                of_real = criterion(d.net(real).view(-1), real_label)
+                of_real.backward()
+            fake = g.net(torch.randn(BATCH, NOISE, 1, 1, generator=draw))
+            of_fake = criterion(d.net(fake.detach()).view(-1), fake_label)
+            of_fake.backward()
+            of_d.step()
+            g.net.zero_grad()
+            criterion(d.net(fake).view(-1), real_label).backward()  # on top of what of_d has used
+            of_g.step()
+            trail.step(of_real + of_fake, judged_by, made_by)
+        trail.buffers = [b.clone() for net in (made_by, judged_by) for b in net.buffers()]
+        if way != "ddp":
+            trail.stats = [g.ours.stats(), d.ours.stats()]
+    return trail
+
+
+def _exact(rank, size, held):
+    return {way: _train(rank, way, held=held) for way in ("ddp", "hook", "attach")}
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_ssgd_is_ddp(held):
+    results = run(_exact, 2, held)
+    for found in results:
+        for way in ("hook", "attach"):
+            assert_equal(found[way], found["ddp"])
+            assert [s.dropped_steps for s in found[way].stats] == [0, 0]  # nothing is kept, so nothing is dropped
+    assert_ranks_equal([found["attach"] for found in results])
+    # DDP sends rank 0's statistics before a forward, and attach after a backward: on rank 0 they are the same.
+    first, second = results
+    for a, b, theirs in zip(first["attach"].buffers, second["attach"].buffers, first["ddp"].buffers):
+        assert torch.equal(a, b)
+        assert torch.equal(a, theirs)
+
+
+def _as_written(rank, size):
+    sentences = []
+    for method, how in LOSSY:
+        try:
+            _train(rank, "attach", method, steps=4, **how)
+        except RuntimeError as error:
+            sentences.append(str(error))
+    return sentences
+
+
+def test_two_passes_before_a_step_are_an_error_where_the_old_average_would_be_sent_again():
+    for sentences in run(_as_written, 2):
+        assert len(sentences) == len(LOSSY)
+        assert all("wrap all but the last in `with sync.no_sync():`" in text for text in sentences)
+
+
+def _lossy(rank, size, way):
+    return both(partial(_train, rank, held=True), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lossy_methods_train(way):
+    results = run(_lossy, 2, way)
+    assert_trains(results, falls=0.15, near=0.5)
+    for name, trail in results[0].items():
+        if name != "ssgd" and way == "attach":  # what the generator's pass leaves to the discriminator
+            assert trail.stats[0].dropped_steps == 0, name
+            assert trail.stats[1].dropped_steps > STEPS / 2, name
