@@ -1,8 +1,10 @@
 """What users of DistributedDataParallel expect of a model after ``attach``; see docs/what_differs_from_ddp.md."""
 
 import copy
+import inspect
 import io
 import logging
+from datetime import timedelta
 
 import cases
 import pytest
@@ -545,6 +547,34 @@ def test_a_grad_scaler_is_found():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
+def _resumed_with_a_scale(rank, size):
+    def made(**options):
+        net, scaler = cases.model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = _sgd(net)
+        options = {"density": 0.05, "start_compression_step": 0} | options
+        return net, scaler, optimizer, tw.attach(net, optimizer, "topk", **options)
+
+    net, scaler, optimizer, sync = made()
+    for step in range(3):
+        scaler.scale(cases.loss_of(net, rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = sync.state_dict()
+    sync.detach()
+    *_, sync = made()
+    with sync, pytest.raises(ValueError, match=r"saved with a GradScaler in use.*scaler="):
+        sync.load_state_dict(state)
+    *_, sync = made(scaler=scaler)
+    with sync:
+        sync.load_state_dict(state)
+    return state["scaled"]
+
+
+def test_a_state_with_a_loss_scale_wants_its_scaler():
+    assert run(_resumed_with_a_scale, 2) == [True, True]
+
+
 # --- unused parameters ----------------------------------------------------------------------------------------------
 
 
@@ -702,3 +732,46 @@ def test_low_rank_and_topk_begin_with_two_exact_steps():
         for (name, _, start), exact in found.items():
             default = 0 if name in ("signsgd", "cast") else 2
             assert exact == (default if start is None else start), (name, start)
+
+
+# --- options of DDP and its groups that a hook meets ----------------------------------------------------------------
+
+
+def _left_out(rank, size):
+    """torch 2.13 lets DDP skip buckets in which nothing was used."""
+    torch.manual_seed(0)
+    net = nn.Module()
+    net.used, net.unused = nn.Linear(100, 5000, bias=False), nn.Linear(100, 100, bias=False)
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 1.5, "skip_all_reduce_unused_params": True}
+    net.forward = lambda x: net.used(x).square().mean()
+    ddp = DistributedDataParallel(net, **options)
+    ddp.register_comm_hook(*tw.ddp_hook("ssgd", timeout=20))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    try:
+        for _ in range(5):
+            ddp(torch.ones(2, 100)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(
+    "skip_all_reduce_unused_params" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="this torch's DDP has no skip_all_reduce_unused_params",
+)
+def test_ddp_that_skips_buckets_is_told():
+    for said in run(_left_out, 2, fresh=True, seconds=120):
+        assert "skip_all_reduce_unused_params" in said
+
+
+def _limit_of_the_group(rank, size):
+    group = torch.distributed.new_group(list(range(size)), timeout=timedelta(seconds=41))
+    net = cases.model()
+    with tw.attach(net, None, "ssgd", group=group) as ours, tw.attach(cases.model(), None, "ssgd", timeout=7) as theirs:
+        return [sync._comm.timeout.total_seconds() for sync in (ours, theirs)]
+
+
+def test_the_limit_is_that_of_the_group():
+    assert run(_limit_of_the_group, 2) == [[41.0, 7.0]] * 2

@@ -20,6 +20,7 @@ from thinwire.adapters.ddp_names import Ordinals
 from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
 from thinwire.adapters.ddp_steps import DDPSteps
 from thinwire.engine.parameters import managed_parameters
+from thinwire.engine.persistence import check_scaled, scaled
 from thinwire.engine.settings import check_scaler, check_topology, checked_timeout
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.methods.base import check_count
@@ -125,6 +126,7 @@ class DDPSync(DDPSteps):
             world_size=state.size,
             steps=state.step,
             rejected_steps=self._rejected,
+            dropped_steps=self._watch.dropped,
             bytes_sent=ledger.total,
             dense_bytes=round(self._dense_bytes),
             rebuilt=len(self._layouts) > 1,
@@ -147,7 +149,7 @@ class DDPSync(DDPSteps):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, no side effect."""
         kept = [(name, p) for name, p in self.names() if not self._dense_here(name, p)]
-        return to_state_dict(self.state, self._named, kept, self._ordinals.source)
+        return to_state_dict(self.state, self._named, kept, self._ordinals.source) | scaled(self._scaler)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
@@ -158,6 +160,8 @@ class DDPSync(DDPSteps):
         Raises:
             ValueError: it is of another method, was not made by this hook, or lacks what this rank needs.
         """
+        if self.state.size > 1:
+            check_scaled(state, self._scaler)
         from_state_dict(self.state, self._named, state, self._ordinals.source)
         self._ordinals.fit(self.state)
 

@@ -25,7 +25,7 @@ from thinwire.collectives.topology import topology_of
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.restart import tell_reset
 from thinwire.engine.scaler import found_scaler, loss_scale
-from thinwire.engine.step_watch import StepWatch
+from thinwire.engine.step_watch import StepWatch, owned
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Bucket, Method, Program, Slot, State, Topology
 from thinwire.program.trace import Step
@@ -133,10 +133,10 @@ class DDPSteps:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer of the process is about to step."""
-        if self._scaler is None and self.method.has_residual and self._comm is not None:
-            names = self._ordinals.names
-            if any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
-                self._scaler = found_scaler(self.state, self._comm.device)
+        if self._scaler is not None or self._comm is None or not self.method.has_residual:
+            return
+        if owned(optimizer, self._ordinals.names):
+            self._scaler = found_scaler(self.state, self._comm.device)
 
     # --- one bucket ---------------------------------------------------------------------------------------------
 
@@ -145,6 +145,11 @@ class DDPSteps:
         buffer = bucket.buffer()
         if bucket.index() == 0:
             _refuse_changing_divisor()
+        elif self.state.size > 1 and bucket.index() != len(self._jobs):
+            raise RuntimeError(
+                "DDP has left out a bucket, and a hook cannot know for whom to wait: use thinwire.ddp_hook without "
+                "skip_all_reduce_unused_params=True"
+            )
         if buffer.is_sparse:
             raise TypeError("DDP brings a sparse gradient; use Embedding(sparse=False) with thinwire.ddp_hook")
         with torch.no_grad():

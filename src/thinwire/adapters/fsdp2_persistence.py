@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.engine.persistence import VERSION, blank, split
+from thinwire.engine.persistence import VERSION, blank, check_scaled, scaled, split
 
 if TYPE_CHECKING:
     from thinwire.adapters.fsdp2_replicas import ReplicaSync
@@ -42,6 +42,7 @@ def to_state_dict(sync: ReplicaSync) -> dict[str, Any]:
         "options": _options(sync),
         "step": sync.state.step,
         "replicas": sync.topology.world_size,
+        **scaled(sync.scaler),
     }
     pieces, snapshot, rank = sync.pieces, sync.state.snapshot(), sync.rank
     local = [(name, piece.parameter.to_local()) for name, piece in pieces.items()]
@@ -73,6 +74,7 @@ def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
             f"the state was saved by {saved['method']!r} but {sync.method.name!r} is attached; attach the same method, "
             "or start without this state (what was owed to the model is then lost)"
         )
+    check_scaled(saved, sync.scaler)
     old, new = int(saved["replicas"]), sync.topology.world_size
     if old != new:
         raise ValueError(

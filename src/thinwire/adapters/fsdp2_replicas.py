@@ -25,9 +25,9 @@ from thinwire.adapters.traced import traced
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.communicator import Communicator
 from thinwire.engine.restart import tell_reset
-from thinwire.engine.scaler import loss_scale
+from thinwire.engine.scaler import found_scaler, loss_scale
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.engine.step_watch import StepWatch
+from thinwire.engine.step_watch import StepWatch, owned
 from thinwire.engine.wire import Failure
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Bucket, Method, Slot, State, Topology
@@ -65,9 +65,10 @@ class ReplicaSync:
         self.state = State(self.rank, self.topology)
         self.state.start = method.exact_start if start is None else start
         names = {id(p): name for name, p in model.named_parameters()}
-        self._watch = StepWatch(lambda: self.state, lambda: names, expected=False)
+        self._watch = StepWatch(lambda: self.state, lambda: names, expected=False, before=self._before_step)
+        self._names = names
         self._dense: Method = method.beside() or SSGD(ordered=bool(getattr(method, "ordered", False)))
-        self._groups, self._comm, self._scaler, self._note = tuple(groups), comm, scaler, note
+        self._groups, self._comm, self.scaler, self._note = tuple(groups), comm, scaler, note
         self.shards = groups[0].shards
         # A method that keeps something must know of a bad value in any shard, not in its own alone.
         self._watches = not method.light and dist.get_world_size(self.shards) > 1
@@ -116,6 +117,11 @@ class ReplicaSync:
             "parameters": {piece.name: list(piece.shape) for group in self._groups for piece in group.pieces},
             "buffers": [f"{name} {list(buffer.shape)}" for name, buffer in self.model.named_buffers()],
         }
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer of the process is about to step."""
+        if self.scaler is None and self.method.has_residual and owned(optimizer, self._names):
+            self.scaler = found_scaler(self.state, self._groups[0].device)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -166,7 +172,7 @@ class ReplicaSync:
         if not self._seen:
             self._watch.begin()
             tell_reset(self.method, self.state)
-            self._scale = loss_scale(self._scaler, group.device)
+            self._scale = loss_scale(self.scaler, group.device)
             self.state.lr = None
         self._seen.add(group.index)
         self._end.note()

@@ -49,7 +49,7 @@ class Communicator:
         self.rank = dist.get_rank(group)
         self.backend = _backend(group, device)
         self.device = device
-        self.timeout = timeout
+        self.timeout = timeout = timeout or _timeout_of(group, device)
         self.ledger = Ledger()
         self._topology = topology
         self._two_levels = topology.two_levels
@@ -226,6 +226,16 @@ def _cause(error: BaseException, who: str) -> tuple[str, str]:
     """The kind of an error; and its text, with who was late."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])[:200].rstrip(". ")
     return type(error).__name__, f"{text}. {who[0].upper()}{who[1:]}."
+
+
+def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """That of the user's group, where its backend says it."""
+    whole: Any = group if group is not None else dist.group.WORLD
+    try:
+        found = whole._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) else None
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

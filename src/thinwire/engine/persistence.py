@@ -46,7 +46,7 @@ def to_state_dict(sync: GradientSync) -> dict[str, Any]:
         "rank": rank,
         "plan": sync.plan.to_json(),
     }
-    flat |= _blank_of(sync, method)
+    flat |= scaled(sync.scaler) | _blank_of(sync, method)
     for name, value in snapshot["residual"].items():
         flat[f"residual/{rank}/{name}"] = value
     flat.update(local_keys(snapshot, rank))
@@ -138,6 +138,20 @@ def split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]
     return found
 
 
+def scaled(scaler: Any) -> dict[str, bool]:
+    """What a state says of a loss scale that is in force; nothing if there is none."""
+    return {} if scaler is None or not scaler.is_enabled() else {"scaled": True}
+
+
+def check_scaled(state: Mapping[str, Any], scaler: Any) -> None:
+    """Raise ``ValueError`` if what is owed cannot be added to the next gradients, which carry an unknown scale."""
+    if state.get("scaled") and scaler is None and owes(state):
+        raise ValueError(
+            "the state was saved with a GradScaler in use, which must be known before the next backward: hand it over "
+            "as scaler="
+        )
+
+
 def owes(state: Mapping[str, Any]) -> bool:
     """Whether there is anything in it that another method could not take over."""
     return any(key.startswith(("residual/", "local/", "shared/")) for key in state)
@@ -184,6 +198,8 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
             f"the state was saved by {state['method']!r} but {method.name!r} is attached; attach with the same "
             "method, or start without this state (what was owed to the model is then lost)"
         )
+    if size > 1:
+        check_scaled(state, sync.scaler)
     residuals, offsets = split(state, "residual/"), split(state, "offset/")
     old_size = int(state["world_size"])
     local = local_of(state, sync.rank, old_size == size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class StepWatch:
 
     def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         names = self._names()
-        if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+        if not owned(optimizer, names):
             return
         self._seen, self.fresh = True, False
         state = self._state()
@@ -109,6 +109,11 @@ class StepWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def owned(optimizer: torch.optim.Optimizer, names: Container[int]) -> bool:
+    """Whether an optimizer has some of the parameters with these ids."""
+    return any(id(p) in names for group in optimizer.param_groups for p in group["params"])
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Any:
