@@ -284,6 +284,12 @@ def merge_plans(data: Any) -> Iterator[Row]:
                 yield claim(f"{label} / ddp, {model}, {link}", row["measured"] / here["ddp"]["measured"])
 
 
+def bucket_view(data: Any) -> Iterator[Row]:
+    """What it is worth that ``.grad`` is the bucket's memory."""
+    for row in data:
+        yield claim(f"ssgd, step with .grad in the bucket / with its own, {row['model']}", row["ratio"])
+
+
 def lars(data: Any) -> Iterator[Row]:
     """The price of the norms, and how exact the rates are."""
     for row in data["rows"]:
@@ -320,6 +326,7 @@ SOURCES = {
     "main_figures": Source("python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures),
     "predictions": Source("python benchmarks/predictions.py", "plan.md", predictions),
     "auto": Source("python benchmarks/auto.py --workers 4", "plan.md", auto),
+    "bucket_view": Source("python benchmarks/bucket_view.py", "what_differs_from_ddp.md", bucket_view),
     "dear": Source("python benchmarks/dear.py", "methods/dear.md", dear),
     "merge_plans": Source("python benchmarks/merge_plans.py", "methods/common.md", merge_plans),
     "hierarchy": Source("python benchmarks/hierarchy.py", "methods/hitopk.md", hierarchy),
