@@ -579,17 +579,20 @@ def test_a_state_with_a_loss_scale_wants_its_scaler():
 
 
 class Uneven(nn.Module):
-    """One layer is used nowhere, one on rank 1 only, and one's gradients are -0.0 in every element."""
+    """One layer is used nowhere; on rank 1 only: one, one whose gradients are -0.0, one whose are so in 16 bits."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.never, self.sometimes, self.negative, self.last = (nn.Linear(24, 24) for _ in range(5))
+        names = ("first", "never", "sometimes", "negative", "tiny", "last")
+        for name in names:
+            self.add_module(name, nn.Linear(24, 24))
 
     def forward(self, x, rank):
         y = self.last(self.first(x)).square().mean()
         if rank == 1:
             y = y + self.sometimes(x).mean() + -0.0 * self.negative(x).abs().sum()
+            y = y + -1e-30 * self.tiny(x.abs()).sum() - 1e-42 * self.tiny(x.abs()).sum()
         return y
 
 

@@ -114,7 +114,7 @@ class Cast(Decoupling, Method):
             yield from linear8.two_step(bucket, state, self.block)
             return
         flat = bucket.flat if bucket.flat.element_size() >= 4 else bucket.flat.float()
-        message = flat.div_(state.size).to(self.dtype)
+        message = bucket.mark_used(flat.div_(state.size).to(self.dtype))
         if self.decoupled:
             bucket.write((yield from decoupled_sum(message, state)))
             return

@@ -8,6 +8,7 @@ the loss scale. The same pair exists per tensor on :class:`Slot`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -121,7 +122,7 @@ class Bucket:
         self.device = self.slots[0].device
         self._buffer = buffer
         self._views = views
-        self._firsts: list[Tensor] | None = None
+        self._marked: tuple[Tensor, list[Tensor]] | None = None  # a message, and the first elements in it
         self._flat: Tensor | None = None
         if not self.dtype.is_floating_point:
             raise ValueError(f"{self.slots[0].name} is {self.dtype}: gradients are floating-point numbers")
@@ -154,7 +155,7 @@ class Bucket:
         """As ``flat``, divided by ``ranks`` on the way, in the same pass over memory: their sum is the average."""
         if self._flat is not None:
             raise RuntimeError(f"bucket {self.index}: shares() comes first, or not at all")
-        return self._gather(1.0 / ranks)
+        return self.mark_used(self._gather(1.0 / ranks))
 
     def _gather(self, factor: float | None) -> Tensor:
         if self._flat is not None:
@@ -179,20 +180,23 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
             if factor is not None:
                 torch._foreach_mul_(targets, factor)
-        if self._views is not None:
-            self._mark_used(flat)
         return flat
 
-    def _mark_used(self, flat: Tensor) -> None:
-        """Let the first element of every gradient that is there be another than -0.0: 0.0 is added."""
-        if self._firsts is None:
-            self._firsts, begin = [], 0
-            for slot in self.slots:
-                self._firsts.append(flat[begin : begin + min(1, slot.numel)])
-                begin += slot.numel
-        used = [first for slot, first in zip(self.slots, self._firsts) if slot.value is not None and slot.numel]
+    def mark_used(self, message: Tensor) -> Tensor:
+        """Let the first element of every gradient in a message, laid out as ``flat``, be another than -0.0.
+
+        To be called last, as scaling and casts turn small numbers into -0.0. Without a layout of its own (``views``)
+        somebody else looks after what is unused.
+        """
+        if self._views is None or message.device.type == "meta":
+            return message
+        if self._marked is None or self._marked[0].data_ptr() != message.data_ptr():
+            begins = itertools.accumulate((slot.numel for slot in self.slots), initial=0)
+            self._marked = message, [message[b : b + min(1, s.numel)] for s, b in zip(self.slots, begins)]
+        used = [first for slot, first in zip(self.slots, self._marked[1]) if slot.value is not None and slot.numel]
         if used:
             torch._foreach_add_(used, 0.0)
+        return message
 
     def padded(self, multiple: int) -> Tensor | None:
         """``flat`` with zeros behind it up to a multiple of so many elements; None where the buffer has no room."""
