@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from loops import LOSSY, WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both
 from sklearn.datasets import load_digits
 from torch import nn
-from wires import LOSSY, WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both
 
 from spawned import run
 

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from loops import GPT, LOSSY, WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both, text
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
-from wires import GPT, LOSSY, WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both, text
 
 import thinwire as tw
 from spawned import run

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from wires import GPT, LOSSY, WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both, text
+from loops import GPT, LOSSY, WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both, text
 
 import thinwire as tw
 from spawned import run

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from loops import WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both, text
 from torch import nn
-from wires import WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both, text
 
 from spawned import run
 

@@ -79,12 +79,11 @@ def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         write_whole(final, vars(saved))
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         with contextlib.suppress(OSError):
             final.with_name(f".partial-{final.name}").unlink()
-        # a full disk makes torch's zip writer raise an error of its own, while that of the disk is being handled
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise OSError(f"the checkpoint {final} could not be written ({str(cause).splitlines()[0]})") from error
+        why = f"[Errno {error.errno}] {error.strerror}"  # its own text has the path of the partial file too
+        raise OSError(f"the checkpoint {final} could not be written ({why})") from error
     older = [path for path in found(root, saved.index) if path != final]
     stays = older[-1:] if whole is None else [path for path in older if version_of(path) == whole]
     for path in older:
