@@ -284,6 +284,34 @@ def test_probes_leave_no_trace():
     assert dropped == calls - 3
 
 
+def _every_second(rank, size, name, options, dropping):
+    """Every step is followed by a backward that is dropped, as in a GAN."""
+    torch.manual_seed(0)
+    net = nn.Linear(32, 32, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    target = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    with tw.attach(net, optimizer, name, **options) as sync:
+        for step in range(150):
+            x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+            loss = (net(x) - x @ target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if dropping:
+                (-net(x).square().mean()).backward()
+                optimizer.zero_grad()
+        return loss.item(), sync.stats().dropped_steps, sync.state_dict()["step"]
+
+
+@pytest.mark.parametrize(("name", "options"), [("acp", {"rank": 4}), ("powersgd", {"rank": 4})])
+def test_dropped_passes_take_no_turn_of_what_alternates(name, options):
+    (plain, none, _), _ = run(_every_second, 2, name, options, False)
+    (dropped, many, steps), _ = run(_every_second, 2, name, options, True)
+    assert (none, many, steps) == (0, 148, 300)  # the first was among the exact steps
+    assert plain < 1
+    assert dropped < 2 * plain + 0.01
+
+
 def _by_hand(rank, size):
     """Scripts without an optimizer: every method that can."""
     found = {}
@@ -515,6 +543,28 @@ def test_statistics_are_rank_0s_as_under_ddp():
         assert torch.equal(value, first[True, "ddp"][name])
         assert not torch.equal(first[False][name], second[False][name])
         assert torch.equal(second[False][name], second[False, "ddp"][name])
+
+
+def _two_backwards(rank, size):
+    """Forwards before backwards, and a buffer that the module replaces: as DDP, none of it is an error."""
+    net = Normed()
+    optimizer = _sgd(net)
+    with tw.attach(net, optimizer, "ssgd"):
+        for step in range(3):
+            draw = torch.Generator().manual_seed(9 * step + rank)
+            first, second = net(torch.randn(6, 8, generator=draw)), net(torch.randn(6, 8, generator=draw))
+            first.square().mean().backward()
+            second.square().mean().backward()
+            net.mask = torch.ones(10 + 5 * rank + step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.norm.running_mean.clone(), len(net.mask)
+
+
+def test_buffers_disturb_no_second_backward_and_may_be_replaced():
+    (first, short), (second, long) = run(_two_backwards, 2)
+    assert torch.equal(first, second)
+    assert (short, long) == (12, 17)
 
 
 # --- the loss scale -------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class DDPSync(DDPSteps):
         if self._comm is None:
             return Stats(self.method.name, self._note, state.size, state.step)
         ledger = self._comm.ledger
-        phase = state.step % self.method.phases
+        phase = state.turn % self.method.phases
         buckets = []
         for names, elements, dense in self._layouts[-1] if self._layouts else ():
             traced = self._traces[names, dense]

@@ -9,7 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.engine.persistence import VERSION, blank, local_keys, local_of, owes, reshard, split, split_shared
+from thinwire.engine.persistence import (
+    VERSION,
+    blank,
+    counted,
+    local_keys,
+    local_of,
+    owes,
+    reshard,
+    split,
+    split_shared,
+)
 from thinwire.program import Method, State
 
 log = logging.getLogger("thinwire")
@@ -38,6 +48,7 @@ def to_state_dict(
         "rank": state.rank,
         "names": source,
         "residuals": len(snapshot["residual"]),
+        **counted(snapshot),
     }
     kept = list(compressed)
     if not method.shards:
@@ -94,4 +105,6 @@ def from_state_dict(state: State, method: Method, saved: Mapping[str, Any], sour
         shared = {}
     if state.size == 1:  # kept, not used: what is zero needs no memory
         mine = {name: value for name, value in mine.items() if value.any()}
-    state.restore({"step": saved["step"], "residual": mine, "shared": shared, "local": local})
+    state.restore(
+        {"step": saved["step"], "dropped": saved.get("dropped", 0), "residual": mine, "shared": shared, "local": local}
+    )

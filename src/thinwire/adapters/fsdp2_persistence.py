@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.engine.persistence import VERSION, blank, check_scaled, scaled, split
+from thinwire.engine.persistence import VERSION, blank, check_scaled, counted, scaled, split
 
 if TYPE_CHECKING:
     from thinwire.adapters.fsdp2_replicas import ReplicaSync
@@ -45,6 +45,7 @@ def to_state_dict(sync: ReplicaSync) -> dict[str, Any]:
         **scaled(sync.scaler),
     }
     pieces, snapshot, rank = sync.pieces, sync.state.snapshot(), sync.rank
+    flat |= counted(snapshot)
     local = [(name, piece.parameter.to_local()) for name, piece in pieces.items()]
     for key, value in blank(sync.method, local, sync.topology, rank).items():
         kind, _, rest = key.partition("/")
@@ -96,7 +97,15 @@ def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
         shared = {}
     elif shared and not drawn and int(saved["step"]):
         log.warning("thinwire: the shards are cut otherwise; factors are drawn anew, residuals are kept")
-    sync.state.restore({"step": saved["step"], "residual": residuals, "shared": shared, "local": fields})
+    sync.state.restore(
+        {
+            "step": saved["step"],
+            "dropped": saved.get("dropped", 0),
+            "residual": residuals,
+            "shared": shared,
+            "local": fields,
+        }
+    )
 
 
 def _fields(saved: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:

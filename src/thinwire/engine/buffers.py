@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -30,26 +30,18 @@ class Buffers:
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._comm = communicator
-        self._owners = [(name, module) for name, module in model.named_modules() if module._buffers]
-        self._follow: list[int] | None = None  # places of the modules whose buffers travel; None: not known yet
-        self._first = [self._print(module) for _, module in self._owners]
+        self._owners = [_Owner(name, module) for name, module in model.named_modules() if module._buffers]
+        self._follow: list[_Owner] | None = None  # whose buffers travel; None: not known yet
+        self._first = [self._print(owner) for owner in self._owners]
         self._still: list[tuple[str, Tensor, int]] = []  # what does not travel: name, tensor, version
-        self._message: Tensor | None = None
         self._wait: Callable[[], Tensor] | None = None
 
     def send(self) -> None:
         """A backward begins: let rank 0's buffers travel."""
-        if not self._follow:
-            return
-        parts = [x.detach().contiguous().reshape(-1).view(torch.uint8) for _, x in self._travelling()]
-        message = torch.cat(parts)
-        if self._message is not None and self._message.numel() != message.numel():
-            raise RuntimeError(
-                "a buffer of the model has another size than in earlier steps, so rank 0's cannot be taken over: "
-                "attach with broadcast_buffers=False"
+        if self._follow:
+            self._wait = self._comm.broadcast_later(
+                torch.cat([_bytes(x) for o in self._follow for x in o.held.values()])
             )
-        self._message = message
-        self._wait = self._comm.broadcast_later(message)
 
     @torch.no_grad()
     def receive(self) -> None:
@@ -59,22 +51,30 @@ class Buffers:
             self.send()
         if self._wait is not None:
             message, self._wait, begin = self._wait(), None, 0
-            for _, x in self._travelling():
-                if self._comm.rank:
-                    x.copy_(message[begin : begin + x.nbytes].view(x.dtype).view(x.shape))
-                begin += x.nbytes
+            for owner in self._follow or ():
+                for x in owner.held.values():
+                    piece = message[begin : begin + x.nbytes]
+                    begin += x.nbytes
+                    if torch.equal(piece, _bytes(x)):
+                        continue
+                    value = piece.view(x.dtype).view(x.shape)
+                    if owner.norm:  # as BatchNorm itself does: a second backward may have saved this version
+                        x.data.copy_(value)
+                    elif self._comm.rank:
+                        x.copy_(value)
         self._tell_late()
 
     def _learn(self) -> None:
-        """After the first step: which modules' buffers change, on any rank."""
+        """After the first step: which modules' buffers change, on any rank. Replaced ones are each rank's own."""
         mine = bytes(
-            isinstance(module, _NormBase) or self._print(module) != first
-            for (_, module), first in zip(self._owners, self._first)
+            2 if owner.replaced else int(owner.norm or self._print(owner) != first)
+            for owner, first in zip(self._owners, self._first)
         )
         everyone = self._comm.gather(mine) if mine else []
-        self._follow = [place for place in range(len(mine)) if any(row[place] for row in everyone)]
-        resting = [owner for place, owner in enumerate(self._owners) if place not in self._follow]
-        self._still = [(f"{name}.{key}", x, x._version) for name, m in resting for key, x in _present(m)]
+        follow = [max(row[place] for row in everyone) == 1 for place in range(len(mine))]
+        self._follow = [owner for owner, travels in zip(self._owners, follow) if travels]
+        resting = [owner for owner, travels in zip(self._owners, follow) if not travels]
+        self._still = [(f"{o.name}.{key}", x, x._version) for o in resting for key, x in o.held.items()]
         self._first = []
 
     def _tell_late(self) -> None:
@@ -87,20 +87,28 @@ class Buffers:
                 self._still = []
                 return
 
-    def _travelling(self) -> Iterator[tuple[str, Tensor]]:
-        for place in self._follow or ():
-            yield from _present(self._owners[place][1])
-
-    def _print(self, module: nn.Module) -> bytes | list[tuple[int, int]]:
+    def _print(self, owner: _Owner) -> bytes | list[int]:
         """What tells whether a module's buffers are still the same. Statistics change without a new version."""
-        held = [x for _, x in _present(module)]
         if self._comm.device.type != "cpu":
-            return [(id(x), x._version) for x in held]
+            return [x._version for x in owner.held.values()]
         found = hashlib.blake2b(digest_size=16)
-        for x in held:
+        for x in owner.held.values():
             found.update(memory_of(x.detach().contiguous()))
         return found.digest()
 
 
-def _present(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((key, x) for key, x in module._buffers.items() if x is not None and x.numel())
+class _Owner:
+    """A module and the buffers that it had at ``attach``; one that takes the place of another is not exchanged."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self._module = name, module
+        self.norm = isinstance(module, _NormBase)
+        self.held = {key: x for key, x in module._buffers.items() if x is not None and x.numel()}
+
+    @property
+    def replaced(self) -> bool:
+        return any(self._module._buffers.get(key) is not x for key, x in self.held.items())
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -46,7 +46,7 @@ def to_state_dict(sync: GradientSync) -> dict[str, Any]:
         "rank": rank,
         "plan": sync.plan.to_json(),
     }
-    flat |= scaled(sync.scaler) | _blank_of(sync, method)
+    flat |= counted(snapshot) | scaled(sync.scaler) | _blank_of(sync, method)
     for name, value in snapshot["residual"].items():
         flat[f"residual/{rank}/{name}"] = value
     flat.update(local_keys(snapshot, rank))
@@ -136,6 +136,11 @@ def split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]
             first, _, name = key[len(prefix) :].partition("/")
             found.setdefault(first, {})[name] = value
     return found
+
+
+def counted(snapshot: Mapping[str, Any]) -> dict[str, int]:
+    """The dropped steps of a snapshot; nothing if there are none."""
+    return {"dropped": snapshot["dropped"]} if snapshot["dropped"] else {}
 
 
 def scaled(scaler: Any) -> dict[str, bool]:
@@ -236,6 +241,7 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
     device = sync.device
     snapshot = {
         "step": state["step"],
+        "dropped": state.get("dropped", 0),
         "residual": {name: value.to(device) for name, value in mine.items()},
         "offset": offset,
         "shared": {f: {name: value.to(device) for name, value in named.items()} for f, named in shared.items()},

@@ -290,7 +290,7 @@ class Steps:
         if self._decision is not None:  # nothing is pending any more
             self._follow(self._decision)
         tell_reset(self.method, self.state)
-        phase = self.state.step % len(self.plan.phases)
+        phase = self.state.turn % len(self.plan.phases)
         exact, self.state.start = self.state.step < self._start, self._start
         if exact != self._exact:
             self._exact = exact

@@ -81,7 +81,7 @@ class GradientSync(Steps):
 
     def _last_plan(self) -> tuple[PlanBucket, ...]:
         """The buckets of the last step."""
-        return self.plan.buckets(max(0, self.state.step - 1))
+        return self.plan.buckets(max(0, self.state.turn - 1))
 
     def run(self, program: Program, *, lane: str = "control") -> Any:
         """Run a program on tensors that are not parameters, now, in the calling thread, on lanes of its own.
@@ -172,7 +172,7 @@ class GradientSync(Steps):
         """Counters since ``attach``."""
         if self._comm is None:
             return Stats(self.method.name, self._settings.note, 1, self.state.step)
-        phase = self.state.step % len(self.plan.phases)
+        phase = self.state.turn % len(self.plan.phases)
         buckets = tuple(
             BucketStats(
                 entry.names,

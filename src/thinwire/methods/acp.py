@@ -98,14 +98,14 @@ class ACP(LowRank, Decoupling):
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-reduce of the moving factor; even steps move P, odd ones Q."""
         low, dense = self.sort(bucket)
-        step = state.step  # before the rest waits: it may be counted meanwhile
+        step, turn = state.step, state.turn  # before the rest waits: it may be counted meanwhile
         if not low and self.decoupled:
             yield from average_decoupled(bucket, state, watch=True)
             return
         if not low:
             yield from average_flat(bucket, state, ordered=self.ordered, watch=True, collective=self.collective)
             return
-        moving, fixed = ("p", "q") if step % 2 == 0 else ("q", "p")
+        moving, fixed = ("p", "q") if turn % 2 == 0 else ("q", "p")
         bases = [self.basis(fixed, slot, state) for slot in low]
         local = [self._project(slot, state, basis, moving) for slot, basis in zip(low, bases)]
         message = pack(local, dense, state.size)

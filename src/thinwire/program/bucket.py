@@ -89,6 +89,9 @@ class Slot:
                 torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.value is None else self.value
             )
         self.result.copy_(x.reshape(self.shape))
+        if self.value is None and self.dtype != x.dtype and self.numel and not x.is_meta:
+            nobody = x.signbit().all() & ~x.any()  # what rounds to -0.0 is not the -0.0 of nobody's
+            self.result.view(-1)[:1].add_(torch.where(nobody, -0.0, 0.0).to(self.dtype))
 
 
 class Bucket:
@@ -122,7 +125,7 @@ class Bucket:
         self.device = self.slots[0].device
         self._buffer = buffer
         self._views = views
-        self._marked: tuple[Tensor, list[Tensor]] | None = None  # a message, and the first elements in it
+        self._firsts: list[Tensor] | None = None  # elements of ``flat``
         self._flat: Tensor | None = None
         if not self.dtype.is_floating_point:
             raise ValueError(f"{self.slots[0].name} is {self.dtype}: gradients are floating-point numbers")
@@ -185,15 +188,17 @@ class Bucket:
     def mark_used(self, message: Tensor) -> Tensor:
         """Let the first element of every gradient in a message, laid out as ``flat``, be another than -0.0.
 
-        To be called last, as scaling and casts turn small numbers into -0.0. Without a layout of its own (``views``)
-        somebody else looks after what is unused.
+        To be called last, as scaling and casts turn small numbers into -0.0.
         """
-        if self._views is None or message.device.type == "meta":
+        if message.device.type == "meta":
             return message
-        if self._marked is None or self._marked[0].data_ptr() != message.data_ptr():
+        firsts = self._firsts if message is self._flat else None
+        if firsts is None:
             begins = itertools.accumulate((slot.numel for slot in self.slots), initial=0)
-            self._marked = message, [message[b : b + min(1, s.numel)] for s, b in zip(self.slots, begins)]
-        used = [first for slot, first in zip(self.slots, self._marked[1]) if slot.value is not None and slot.numel]
+            firsts = [message[b : b + min(1, s.numel)] for s, b in zip(self.slots, begins)]
+            if message is self._flat and self._views is not None:  # the same memory in every step
+                self._firsts = firsts
+        used = [first for slot, first in zip(self.slots, firsts) if slot.value is not None and slot.numel]
         if used:
             torch._foreach_add_(used, 0.0)
         return message

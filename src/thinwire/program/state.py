@@ -76,6 +76,7 @@ class State:
         step: synchronised backwards so far, accepted or not; known on the host, so programs may branch on it.
         lr: the learning rate, where the caller knows it.
         start: the first step at which the method runs; exact averages before.
+        dropped: steps of which nothing was kept, as no optimizer used their gradients.
         restored: a snapshot was taken over.
     """
 
@@ -86,7 +87,8 @@ class State:
         self.step = 0
         self.restored = False
         self.lr: float | None = None
-        self.start = 0
+        self.start = self.dropped = 0
+        self._committed = False  # something of the last step
         self.residuals: dict[str, Tensor] = {}
         self.offsets: dict[str, int] = {}  # of residuals that are slices of a parameter: where in it they begin
         self.fields: dict[Key, Tensor] = {}
@@ -94,6 +96,11 @@ class State:
         self._staged, self._pending = _Changes(), _Changes()
         self._spare: dict[tuple[str, tuple[str, ...]], tuple[int, list[Tensor]]] = {}
         self._verdicts: list[Tensor] = []
+
+    @property
+    def turn(self) -> int:
+        """Steps without the dropped ones: what alternates goes by it, or two kinds of steps would fall on one side."""
+        return self.step - self.dropped
 
     def residual(self, slot: Slot) -> Tensor:
         """What this rank still owes for a parameter: fp32 (fp64 for fp64), its shape, unscaled; zeros at the start."""
@@ -219,6 +226,7 @@ class State:
 
     def _accept(self, hold: bool) -> None:
         if hold:
+            self._committed = False
             self._pending.update(self._staged)
         else:
             self._force(self._staged)
@@ -236,10 +244,14 @@ class State:
 
     def commit(self, names: Container[str]) -> None:
         """Put the pending state of these parameters in force."""
-        self._force(self._pending.pop(names))
+        ready = self._pending.pop(names)
+        self._committed = self._committed or bool(ready)
+        self._force(ready)
 
     def drop_pending(self) -> None:
         """Forget what is pending: the gradients that it was held back from were dropped."""
+        if self._pending and not self._committed:
+            self.dropped += 1
         self._pending.clear()
 
     def rescale(self, factor: float) -> None:
@@ -273,6 +285,7 @@ class State:
         residuals = {name: value.detach().clone() for name, value in self.residuals.items()}
         return {
             "step": self.step,
+            "dropped": self.dropped,
             "residual": residuals,
             "offset": dict(self.offsets),
             "shared": _by_field(self.fields),
@@ -285,7 +298,7 @@ class State:
         self.drop_pending()
         self._spare.clear()
         self.restored = True
-        self.step = int(snapshot["step"])
+        self.step, self.dropped = int(snapshot["step"]), int(snapshot.get("dropped", 0))
         self.residuals = {name: value.clone() for name, value in snapshot["residual"].items()}
         self.offsets = dict(snapshot.get("offset", {}))
         self.fields = _by_key(snapshot["shared"])
