@@ -388,6 +388,39 @@ def test_a_second_exchange_is_told_once():
     assert quiet == []
 
 
+def _added_up(rank, size):
+    """Averages that are added to, though another optimizer has stepped, or a local pass came between."""
+    said = []
+    net = cases.model()
+    often, seldom = (torch.optim.SGD(net[i].parameters(), lr=0.01) for i in (0, 2))
+    rest = torch.optim.SGD([p for i in (4, 6) for p in net[i].parameters()], lr=0.01)
+    with tw.attach(net, [often, seldom, rest], "topk", density=0.1, start_compression_step=0):
+        try:
+            for step in range(3):
+                cases.loss_of(net, rank, step).backward()
+                for optimizer in (often, rest) if step % 2 == 0 else (often, rest, seldom):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except RuntimeError as error:
+            said.append(str(error))
+    net = cases.model()
+    optimizer = _sgd(net)
+    with tw.attach(net, optimizer, "topk", density=0.1, start_compression_step=0) as sync:
+        try:
+            cases.loss_of(net, rank, 0).backward()
+            with sync.no_sync():
+                cases.loss_of(net, rank, 1).backward()
+            cases.loss_of(net, rank, 2).backward()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_averages_that_are_added_to_are_told_per_parameter():
+    for said in run(_added_up, 2, fresh=True):
+        assert ["a second backward on top of averaged gradients" in sentence for sentence in said] == [True, True]
+
+
 # --- late parameters ------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 
@@ -18,6 +20,11 @@ class Delivered:
     def note(self, index: int, grad: Tensor) -> None:
         """A parameter's average, as it is now."""
         self._noted[index] = grad, grad._version
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """An optimizer is about to use these: what is added from then on is the script's affair."""
+        for index in indices:
+            self._noted.pop(index, None)
 
     def added_to(self, index: int, grad: Tensor | None) -> bool:
         """Whether autograd just added to an average that nobody has touched since."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import sys
 import time
 import weakref
@@ -29,7 +30,8 @@ _open: weakref.WeakSet[LateRanks] = weakref.WeakSet()
 def _tell_the_end() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for ranks in list(_open):
-        ranks.leave("has ended its program" if error is None else f"has ended with {in_words(error)}")
+        if ranks.process == os.getpid():  # a fork has ended, not the rank
+            ranks.leave("has ended its program" if error is None else f"has ended with {in_words(error)}")
 
 
 def in_words(error: BaseException) -> str:
@@ -61,7 +63,7 @@ class LateRanks:
             raise RuntimeError(
                 f"rank {ranks[place]}: connecting failed: {in_words(error)}. {self._silent()}."
             ) from error
-        self._said = False
+        self._said, self.process = False, os.getpid()
         _open.add(self)
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class Steps:
             lambda: self.state, lambda: self._names, expected=bool(optimizers), before=self._before_step
         )
         self._buffers_of_model: Buffers | None = None
-        self._told_unused = self._fresh = False
+        self._told_unused = False
         self._hands_over = settings.gradient_as_bucket_view
         self._end = BackwardEnd(self._finish)
         order = [m.index for m in reversed(managed)]
@@ -215,12 +215,20 @@ class Steps:
                 "optimizer.step() in the middle of the exchange: .grad holds the averages when backward() has ended, "
                 "so step() cannot be called from a hook inside it (nor after a backward that ended with an exception)"
             )
-        if ours and self.scaler is None and self.method.has_residual:
+        if not ours or not self.method.has_residual:
+            return
+        held = (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names)
+        self._delivered.forget(self._by_name[self._names[id(p)]].index for p in held)
+        if self.scaler is None:
             self.scaler = found_scaler(self.state, self._comm.device)
 
     def _arrive(self, index: int, parameter: Tensor) -> None:
         if not self._enabled:
             self._owed = True
+            if self._delivered.added_to(index, parameter.grad):
+                self._delivered.note(
+                    index, parameter.grad
+                )  # as it is now: the next exchange would send the average again
             return
         if not self._running:
             self._begin()
@@ -235,7 +243,7 @@ class Steps:
                 f"{self._managed[index].name} received a sparse gradient, which thinwire does not exchange: use "
                 "sparse=False"
             )
-        if self._fresh and self._delivered.added_to(index, parameter.grad):
+        if self._delivered.added_to(index, parameter.grad):
             raise RuntimeError(
                 "a second backward on top of averaged gradients: wrap all but the last in `with sync.no_sync():`, "
                 "or call optimizer.step() and zero_grad() in between"
@@ -285,7 +293,6 @@ class Steps:
             raise RuntimeError(f"this GradientSync is unusable after an earlier failure: {self._broken}")
         assert self._comm is not None
         self._check_dtypes()
-        self._fresh = self._watch.fresh
         self._watch.begin()
         if self._decision is not None:  # nothing is pending any more
             self._follow(self._decision)
