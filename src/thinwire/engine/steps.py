@@ -225,10 +225,8 @@ class Steps:
     def _arrive(self, index: int, parameter: Tensor) -> None:
         if not self._enabled:
             self._owed = True
-            if self._delivered.added_to(index, parameter.grad):
-                self._delivered.note(
-                    index, parameter.grad
-                )  # as it is now: the next exchange would send the average again
+            if (grad := parameter.grad) is not None and self._delivered.added_to(index, grad):
+                self._delivered.note(index, grad)  # as it is now: the next exchange would send the average again
             return
         if not self._running:
             self._begin()
