@@ -80,6 +80,7 @@ class DDPSteps:
         self._programs: list[Program] = []
         self._program_names: list[list[str]] = []
         self._last: int | None = None
+        self._joined = False
         self._ended = 0
         self._layout: list[tuple[tuple[str, ...], int, bool]] = []
         self._layouts: list[list[tuple[tuple[str, ...], int, bool]]] = []
@@ -144,7 +145,7 @@ class DDPSteps:
         """Hand one of DDP's buckets to the runner. The future's value is the average, in the bucket's own memory."""
         buffer = bucket.buffer()
         if bucket.index() == 0:
-            _refuse_changing_divisor()
+            self._joined = _has_joined()
         elif self.state.size > 1 and bucket.index() != len(self._jobs):
             raise RuntimeError(
                 "DDP has left out a bucket, and a hook cannot know for whom to wait: use thinwire.ddp_hook without "
@@ -266,9 +267,10 @@ class DDPSteps:
         job.promise.set_result(job.buffer)
 
     def _commit(self, like: Tensor) -> None:
+        hold = self._watch.hold and not self._joined
         if like.is_cuda:
-            self.state.end_step_on_device(hold=self._watch.hold)
-        elif not self.state.end_step(hold=self._watch.hold):
+            self.state.end_step_on_device(hold=hold)
+        elif not self.state.end_step(hold=hold):
             self._rejected += 1
         self._watch.delivered()
         if not self._layouts or self._layouts[-1] != self._layout:
@@ -295,12 +297,16 @@ class DDPSteps:
         return value
 
 
-def _refuse_changing_divisor() -> None:
-    """DDP's ``Join`` calls hooks for a rank that has no more input, and does not tell them what to divide by."""
+def _has_joined() -> bool:
+    """Whether DDP's ``Join`` calls for a rank that has no more input: it does not step, but the others use its zeros.
+
+    Raises:
+        RuntimeError: the others want another divisor, of which hooks are not told.
+    """
     frame = sys._getframe(1)
     for _ in range(4):
         if frame.f_back is None:
-            return
+            return False
         frame = frame.f_back
         joined = frame.f_code.co_name == "_match_all_reduce_for_bwd_pass"
         if joined and not getattr(frame.f_locals["self"], "_divide_by_initial_world_size", True):
@@ -308,6 +314,9 @@ def _refuse_changing_divisor() -> None:
                 "join(divide_by_initial_world_size=False) has no effect on a communication hook, which divides by "
                 "all ranks: use the default, divide_by_initial_world_size=True, or no hook"
             )
+        if joined:
+            return True
+    return False
 
 
 def _promise(device: torch.device) -> torch.futures.Future[Any]:
