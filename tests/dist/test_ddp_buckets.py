@@ -111,6 +111,8 @@ def _join(rank):
                 optimizer.step()
                 optimizer.zero_grad()
                 norms.append(_norm(state))
+        assert state.stats().steps == 3 + 9
+        assert rank == 1 or state.stats().dropped_steps == 0  # the others use a joined rank's zeros
         found.append((norms[2], _norm(state), state.stats().steps, all(w.isfinite().all() for w in cases.weights(net))))
         state.close()
     return found
