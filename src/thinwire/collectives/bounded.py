@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 T = TypeVar("T")
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for Gloo
+
+
+def seconds_of(timeout: timedelta | None) -> float:
+    """After how long a message fails; None: torch's limit."""
+    return (timeout or _DEFAULT_TIMEOUT).total_seconds()
 
 
 def bounded(seconds: float, call: Callable[[], T]) -> T:

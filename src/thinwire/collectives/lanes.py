@@ -15,12 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.collectives.bounded import bounded
+from thinwire.collectives.bounded import bounded, seconds_of
 from thinwire.collectives.mesh import Mesh, open_mesh
 from thinwire.program.ops import Scope
 from thinwire.program.topology import Topology
 
-_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for Gloo
 _STORE_SECONDS = 2.0
 _pool: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
 _meshes: dict[tuple[Any, ...], list[Mesh]] = {}
@@ -39,11 +38,6 @@ def _fresh_pool() -> None:
         _meshes.clear()
         _unreachable.clear()
         _pool_owner = weakref.ref(world) if world is not None else None
-
-
-def seconds_of(timeout: timedelta | None) -> float:
-    """After how long a message fails; None: torch's limit."""
-    return (timeout or _DEFAULT_TIMEOUT).total_seconds()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.bounded import seconds_of
 from thinwire.collectives.courier import courier
 from thinwire.collectives.stream import Stream
 
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 MOST_RANKS = 16  # beyond, all pairs are too many connections, and a ring's chunks no smaller than theirs
 MEETING_SECONDS = 10.0
 _MOST_UNKNOWN = 128
-_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for Gloo
 _CHANNELS = 2
 _SECRET_BYTES = 16
 _CARD_BYTES = 256
@@ -74,7 +74,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
         logger.info("thinwire: the ranks cannot reach one another directly, so Gloo carries everything")
         return None
     assert sockets is not None
-    seconds = (timeout or _DEFAULT_TIMEOUT).total_seconds()
+    seconds = seconds_of(timeout)
     streams: list[dict[int, Stream]] = [{} for _ in range(_CHANNELS)]
     for (peer, channel), connection in sockets.items():
         streams[channel][peer] = Stream(connection, f"rank {ranks[peer]}", seconds, courier())

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.lanes import Lane, Lanes, seconds_of
+from thinwire.collectives.bounded import seconds_of
+from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import all_gather_flat, issue, pairwise
 from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
