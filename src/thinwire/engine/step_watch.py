@@ -86,8 +86,8 @@ class StepWatch:
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._before is not None and (before := self._before()) is not None:
             before(optimizer)
-        if (used := self._with_gradient(optimizer)) and self._state().pending:
-            self._used |= used
+        if self._names() and self._state().pending:
+            self._used |= self._with_gradient(optimizer)
 
     def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         names = self._names()
