@@ -63,7 +63,7 @@ class DDPSteps:
         self._start = start
         self._saved: dict[str, Any] | None = None  # of the hook that this one was unpickled from
         self._watch = StepWatch(
-            lambda: self.state, lambda: self._ordinals.names, expected=False, before=self._before_step
+            lambda: self._state, lambda: self._ordinals.names, expected=False, before=self._before_step
         )
         self._state: State | None = None
         self._comm: Communicator | None = None

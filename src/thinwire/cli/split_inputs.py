@@ -121,7 +121,7 @@ def read_share(text: str, task: Task) -> Task:
     from dataclasses import replace
 
     place, slash, count = text.partition("/")
-    if not slash or not place.isdigit() or not count.isdigit() or not 1 <= int(place) <= int(count):
+    if not slash or not place.isdecimal() or not count.isdecimal() or not 1 <= int(place) <= int(count):
         raise ValueError(f"share {text!r} is no part of a whole: write for example 1/4")
     if int(count) > len(task.train):
         raise ValueError(f"share {text!r}: there are only {len(task.train)} samples")

@@ -241,7 +241,7 @@ def split_address(address: str) -> tuple[str, int]:
         ValueError: it is not that.
     """
     host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(f"address {address!r} is no host:port: write for example 10.0.0.1:29400")
     return host, int(port)
 

@@ -26,7 +26,7 @@ class StepWatch:
     """Of one model.
 
     Args:
-        state: of its method.
+        state: of its method; None before there is one.
         names: of its parameters, by ``id``.
         expected: an optimizer was named, so its steps will come; else gradients count as used until one is seen.
         before: called with each optimizer that is about to step.
@@ -38,7 +38,7 @@ class StepWatch:
 
     def __init__(
         self,
-        state: Callable[[], State],
+        state: Callable[[], State | None],
         names: Callable[[], Mapping[int, str]],
         *,
         expected: bool,
@@ -62,6 +62,7 @@ class StepWatch:
     def begin(self) -> None:
         """A backward begins whose gradients will be exchanged."""
         state = self._state()
+        assert state is not None
         again, self.fresh = self.fresh, False
         if state.pending:
             state.drop_pending()
@@ -86,7 +87,7 @@ class StepWatch:
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._before is not None and (before := self._before()) is not None:
             before(optimizer)
-        if self._names() and self._state().pending:
+        if (state := self._state()) is not None and state.pending:
             self._used |= self._with_gradient(optimizer)
 
     def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +96,7 @@ class StepWatch:
             return
         self._seen, self.fresh = True, False
         state = self._state()
-        if state.pending:  # a closure has made gradients meanwhile
+        if state is not None and state.pending:  # a closure has made gradients meanwhile
             state.commit(self._used | self._with_gradient(optimizer))
         self._used.clear()
 

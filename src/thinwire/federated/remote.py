@@ -244,7 +244,7 @@ class RemoteServer:
         for key, x in answer.tensors.items():
             if key.startswith(prefix):
                 client, _, name = key[len(prefix) :].partition("/")
-                if not client.isdigit() or int(client) not in good or name not in self.algorithm.operators:
+                if not client.isdecimal() or int(client) not in good or name not in self.algorithm.operators:
                     raise Refused(f"it answers with {key!r}, which nobody asked for")
                 sums.collected.setdefault(int(client), {})[name] = x
         sums.samples, sums.clients = sum(self._samples[c] for c in good), len(good)

@@ -52,6 +52,7 @@ def eth(**changes):
 CASES = {
     "healthy": ({}, None, [], ""),
     "healthy, under torchrun": ({"environment": TORCHRUN, "master": HEAD, "threads": 4}, None, [], ""),
+    "a setting that is no number": ({"tcp": {"tcp_rmem": "4096 131072 ¹"}}, None, [], ""),
     "debian's hosts file, one machine": (
         {"hostname": DEBIAN}, None, [("warning", "hostname-loopback")], "GLOO_SOCKET_IFNAME=eth0",
     ),

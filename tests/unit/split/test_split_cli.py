@@ -143,6 +143,7 @@ def test_wrong_addresses_keys_and_shares(tmp_path):
     refused("certificate: keys/edge.crt is no file", "edge", "halves", "--keys", "keys")
     refused("give --keys too", "edge", "halves", "--fingerprint", "00")
     refused("share '5/4' is no part", "edge", "halves", "--share", "5/4")
+    refused("share '¹/4' is no part", "edge", "halves", "--share", "¹/4")
     refused("is the half of the edge", "cloud", "halves/edge.safetensors")
     refused("no connection with 127.0.0.1", "edge", "halves", "--cloud", "127.0.0.1:9", "--reconnect", "0", code=1)
     run("keys")

@@ -72,5 +72,5 @@ def quality(setting: Setting) -> Iterator[Finding]:
 
 def _largest(triple: str) -> int:
     """The last number of such a setting."""
-    words = triple.split()
-    return int(words[-1]) if words and words[-1].isdigit() else 0
+    last = (triple.split() or [""])[-1]
+    return int(last) if last.isdecimal() else 0
