@@ -19,9 +19,9 @@ $(DOCS_STAMP): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/thinwire demo
 
-# Two processes: one has the ranks and the wires, see tests/sharing.py. One alone: .venv/bin/python -m pytest
+# See tests/sharing.py. In one process: .venv/bin/python -m pytest
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m ''

@@ -1,18 +1,21 @@
-"""How the tests are shared out when pytest runs in several processes (``-n 2``): whole files, ranks one at a time."""
+"""How the tests are shared out when pytest runs in several processes (``-n 3``): whole files, wires one at a time."""
 
 from xdist.scheduler import LoadScopeScheduling
 
-RANKS = ("tests/dist/", "tests/third_party/")
-CHAINS = (*RANKS, "tests/net/")
+WIRES = "tests/net/"
 
 
 class ByFile(LoadScopeScheduling):
-    """A process takes a file at a time; of those that start ranks or emulate a network, it takes the whole folder.
+    """A process takes a file at a time, but all of those that emulate a network: they share the cores' time.
 
-    The folders with ranks are one: ranks are kept for the next file.
+    More processes than cores: many tests wait, for a rank that is late or a server that comes back. In the order of the
+    folders: files with ranks and wires take longest, so they come first.
     """
+
+    def __init__(self, config, log):
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
 
     def _split_scope(self, nodeid):
         file = nodeid.split("::", 1)[0]
-        scope = next((folder for folder in CHAINS if file.startswith(folder)), file)
-        return RANKS[0] if scope in RANKS else scope
+        return WIRES if file.startswith(WIRES) else file

@@ -103,8 +103,8 @@ def _everyday(rank, size):
         twins = [everyday(rank, m, plan=plan, scaled=scaled) for m in (tw.SSGD(ordered=True), tw.DeAR(check=True))]
         assert_same(*twins)
         factors = {"rank": 2, "min_rate": 1.0, "ordered": True}
-        twins = [everyday(rank, tw.ACP(**factors, decoupled=d), scaled=scaled, plan=None) for d in (False, True)]
-        assert_same(*twins)
+        schedules = [{}, {"decoupled": True}, {"decoupled": True, "eager": True}]
+        assert_same(*[everyday(rank, tw.ACP(**factors, **options), scaled=scaled) for options in schedules])
     names = [name for name, _ in cases.model().named_parameters()]
     single, each, odd = [names[::-1]], [[n] for n in reversed(names)], [names[3:], names[:3]]
     changing = everyday(rank, tw.DeAR(merge="single"), adopt=[each, odd, single, each, single, odd])

@@ -273,3 +273,35 @@ def test_sub_groups():
         assert results[a][0] == 2
         assert all(torch.equal(x, y) for x, y in zip(results[a][1], results[b][1]))
     assert not torch.equal(results[0][1][0], results[1][1][0])
+
+
+def _two_in_one_backward(rank, size, method):
+    """Two attached models whose exchanges overlap: their groups must not be made on the way, in threads."""
+    nets = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    syncs = [tw.attach(n, o, method) for n, o in zip(nets, optimizers)]
+    at_attach = [len(sync._comm._lanes._held) for sync in syncs]
+    for step in range(6):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        sum(net(x).square().mean() for net in nets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    made = [len(sync._comm._lanes._held) - before for sync, before in zip(syncs, at_attach)]
+    weights = [p.detach() for net in nets for p in net.parameters()]
+    for sync in syncs:
+        sync.detach()
+    return made, weights
+
+
+_FACTORS = {"rank": 2, "verify_every": 2, "min_rate": 1.0, "merge": "none"}
+
+
+@pytest.mark.parametrize(
+    "method", [tw.ACP(**_FACTORS), tw.PowerSGD(**_FACTORS), tw.TopK(0.1), tw.Cast("int8")], ids=lambda m: m.name
+)
+def test_two_models_in_one_backward(method):
+    ranks = run(_two_in_one_backward, 2, method)
+    assert [made for made, _ in ranks] == [[0, 0], [0, 0]]
+    for mine, others in zip(ranks[0][1], ranks[1][1]):
+        assert torch.equal(mine, others)

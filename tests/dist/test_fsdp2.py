@@ -162,6 +162,24 @@ def _bad_values(rank, mesh):
     return bad, kept, rejected, moved, finite
 
 
+def _dropped(rank, mesh):
+    """Steps with a backward between them that no optimizer uses: residuals and weights are as without it."""
+    found = []
+    for probing in (False, True):
+        net = sharded(mesh)
+        sync = tw.adapters.fsdp2.attach(net, "topk", density=0.1, start_compression_step=0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for step in range(4):
+            if probing and step:
+                cases.loss_of(net, rank, 50 + step, WIDTH).backward()
+                optimizer.zero_grad()
+            step_of(net, optimizer, rank, step)
+        found.append((whole(net), copy.deepcopy(sync.state.residuals), sync.state.dropped))
+        sync.detach()
+    (plain, owed, none), (probed, still_owed, three) = found
+    return _same(plain, probed), _same(owed, still_owed), any(x.any() for x in owed.values()), none, three
+
+
 def _saved(rank, mesh, folder):
     """Through DCP with model and optimizer, then on in another object: bit for bit."""
     net = sharded(mesh)
@@ -297,6 +315,7 @@ def _everything(rank, size, folder):
         "exact": _exact(rank, mesh),
         "methods": _methods(rank, mesh, METHODS),
         "bad values": _bad_values(rank, mesh),
+        "dropped": _dropped(rank, mesh),
         "saved": _saved(rank, mesh, folder),
         "scattered": _scattered(rank, mesh),
         "refusals": _refusals(rank, mesh),
@@ -372,6 +391,11 @@ def test_accumulation_by_either_switch():
 def test_an_infinite_value_in_one_shard_leaves_every_shards_state(four):
     for result in four:
         assert result["bad values"] == (True, True, 1, True, True)
+
+
+def test_a_dropped_backward_leaves_no_trace(four):
+    for result in four:
+        assert result["dropped"] == (True, True, True, 0, 3)
 
 
 def test_dcp_goes_on_bit_for_bit(four):

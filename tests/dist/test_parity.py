@@ -284,6 +284,34 @@ def test_probes_leave_no_trace():
     assert dropped == calls - 3
 
 
+def _reduced_later(rank, size):
+    """A step by ``synchronize()``, with and without a dropped backward before it; and one that keeps that backward."""
+    found = []
+    for probe, kept in ((False, False), (True, False), (True, True)):
+        net = cases.model()
+        optimizer = _sgd(net)
+        with tw.attach(net, optimizer, "topk", density=0.05, start_compression_step=0) as sync:
+            for step in range(4):
+                if probe and step == 2:
+                    cases.loss_of(net, rank, 50).backward()
+                    if not kept:
+                        optimizer.zero_grad()
+                with sync.no_sync():
+                    cases.loss_of(net, rank, step).backward()
+                sync.synchronize()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(([r.clone() for r in sync.state.residuals.values()], sync.stats().dropped_steps))
+    return found
+
+
+def test_synchronize_after_a_dropped_backward_owes_nothing_of_it():
+    for (never, none), (dropped, one), (kept, still_none) in run(_reduced_later, 2):
+        assert (none, one, still_none) == (0, 1, 0)
+        assert all(torch.equal(a, b) for a, b in zip(never, dropped))
+        assert not all(torch.equal(a, b) for a, b in zip(never, kept))
+
+
 def _every_second(rank, size, name, options, dropping):
     """Every step is followed by a backward that is dropped, as in a GAN."""
     torch.manual_seed(0)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.program import Method, Scope, Topology
-from thinwire.program.trace import Step, steady_step, trace
+from thinwire.program import Method, Topology
+from thinwire.program.trace import Step, steady_step, trace, with_rare_rounds
 
 
 def traced(
@@ -24,6 +24,4 @@ def traced(
     """
     steps = [*(steady_step(method, phase) for phase in range(method.phases)), *range(method.phases)]
     found = [trace(method, shapes, topology, rank=rank, step=step, dtype=dtype) for step in steps]
-    if getattr(method, "verify_every", 0):  # a round that a trace does not see
-        found += [[*one, Step("AllGather", Scope.WORLD, 0, 0)] for one in found]
-    return found
+    return with_rare_rounds(method, found)

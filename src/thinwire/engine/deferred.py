@@ -172,6 +172,8 @@ class Deferred:
                     with torch.no_grad():
                         parameter.fill_(torch.nan)
             self._pending.setdefault(bucket, []).append(part)
+        if self._whole and parts:
+            self._settle()
 
     def _after_step(self, *_: Any) -> None:
         if self._shards is not None and self._pending:

@@ -26,6 +26,10 @@ class Delivered:
         for index in indices:
             self._noted.pop(index, None)
 
+    def holds(self, index: int, grad: Tensor | None) -> bool:
+        """Whether a ``.grad`` is still the tensor in which the average came."""
+        return grad is not None and index in self._noted and self._noted[index][0] is grad
+
     def added_to(self, index: int, grad: Tensor | None) -> bool:
         """Whether autograd just added to an average that nobody has touched since."""
         delivered, version = self._noted.get(index, (None, 0))

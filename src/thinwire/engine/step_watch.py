@@ -64,6 +64,7 @@ class StepWatch:
         state = self._state()
         assert state is not None
         again, self.fresh = self.fresh, False
+        self._used.clear()  # of a step that raised
         if state.pending:
             state.drop_pending()
             self.dropped += 1

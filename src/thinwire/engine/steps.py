@@ -36,6 +36,7 @@ from thinwire.engine.step_watch import StepWatch
 from thinwire.methods.decoupling import deferring
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
 from thinwire.program.bucket import is_identity
+from thinwire.program.trace import with_rare_rounds
 
 logger = logging.getLogger("thinwire")
 
@@ -149,7 +150,7 @@ class Steps:
         assert self._comm is not None
         self.plan = plan
         traced = trace_plan(plan, self.method, self._dense, self._managed, self.topology, self.rank)
-        self._comm.open_lanes(bucket for phase in traced for bucket in phase)
+        self._comm.open_lanes(program for phase in traced for program in with_rare_rounds(self.method, phase))
         if self.state.step < self._start:
             exact = trace_plan(plan, self._dense, self._dense, self._managed, self.topology, self.rank)
             self._comm.open_lanes(bucket for phase in exact for bucket in phase)

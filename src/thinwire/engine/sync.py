@@ -55,7 +55,7 @@ class GradientSync(Steps):
         if self._comm is not None and self._enabled and not self._running:
             if not self.agree(self._owed):
                 return  # what is there is averaged already
-            self.state.commit(self._by_name)  # earlier averages are still in .grad
+            self.state.commit({m.name for m in self._managed if self._delivered.holds(m.index, m.parameter.grad)})
             self._begin()
             self._rebuilt, before = True, self._rebuilt
             self._finish()

@@ -48,6 +48,12 @@ def trace(
     return _run(method, shapes, state, dtype, kept)
 
 
+def with_rare_rounds(method: Method, programs: Sequence[Sequence[Step]]) -> list[list[Step]]:
+    """Programs, and the round that they end with now and then: low-rank methods compare bases (no trace sees it)."""
+    rare = [Step("AllGather", Scope.WORLD, 0, 0)] if getattr(method, "verify_every", 0) else []
+    return [[*one, *rare] for one in programs]
+
+
 def memory(
     method: Method, shapes: Sequence[tuple[str, Sequence[int]]], topology: Topology, *, rank: int, dtype: torch.dtype
 ) -> State:
