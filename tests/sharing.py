@@ -1,21 +1,21 @@
-"""How the tests are shared out when pytest runs in several processes (``-n 3``): whole files, wires one at a time."""
+"""How the tests are shared out when pytest runs in several processes (``-n 3``): whole files, or chains of them."""
 
 from xdist.scheduler import LoadScopeScheduling
 
-WIRES = "tests/net/"
+WIRES, RANKS, OTHERS = "tests/net/", "tests/dist/", "tests/third_party/"
 
 
 class ByFile(LoadScopeScheduling):
-    """A process takes a file at a time, but all of those that emulate a network: they share the cores' time.
+    """A process takes a file at a time; those that emulate a network are one chain, those with ranks two.
 
-    More processes than cores: many tests wait, for a rank that is late or a server that comes back. In the order of the
-    folders: files with ranks and wires take longest, so they come first.
+    More processes than cores, as many of these wait: for a rank that is late, a server that comes back. More chains of
+    ranks at a time would only take turns on the cores.
     """
-
-    def __init__(self, config, log):
-        super().__init__(config, log)
-        config.option.loadscopereorder = False
 
     def _split_scope(self, nodeid):
         file = nodeid.split("::", 1)[0]
-        return WIRES if file.startswith(WIRES) else file
+        if file.startswith(WIRES):
+            return WIRES
+        if file.startswith(RANKS):
+            return "ranks, a to f" if file < RANKS + "test_g" else "ranks, g to z"
+        return "ranks, a to f" if file.startswith(OTHERS) else file

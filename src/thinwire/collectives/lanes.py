@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from thinwire.collectives.bounded import bounded, seconds_of
@@ -84,10 +85,20 @@ class Lanes:
         topology: over ``len(ranks)`` ranks.
         rank: this rank's place in the group.
         timeout: of the collectives; None keeps torch's.
+        device: of NCCL's tensors. There one group serves all lanes over the same ranks: ops are issued by one thread in
+            the plan's order, each group costs memory on the card, and groups must not be used in different orders.
     """
 
-    def __init__(self, ranks: tuple[int, ...], topology: Topology, rank: int, timeout: timedelta | None) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        topology: Topology,
+        rank: int,
+        timeout: timedelta | None,
+        device: torch.device | None = None,
+    ) -> None:
         self._ranks, self._topology, self._rank, self._timeout = ranks, topology, rank, timeout
+        self._device = device
         self._held: dict[tuple[str, Scope, int], Lane] = {}
         self._leases: list[tuple[tuple[Any, ...], dist.ProcessGroup]] = []
         self._leased_meshes: list[tuple[tuple[Any, ...], Mesh]] = []
@@ -113,6 +124,8 @@ class Lanes:
         members = self._topology.members(scope, self._rank)
         ranks, place = tuple(self._ranks[r] for r in members), members.index(self._rank)
         separate = apart(self._topology)
+        if self._device is not None and ranks in self._first:
+            return Lane(self._first[ranks], ranks, place, apart=separate)
         meeting = self._first.get(ranks) if bare and separate and len(ranks) > 1 else None
         if meeting is not None and (mesh := self._lease_mesh(meeting, ranks, place)) is not None:
             return Lane(meeting, ranks, place, mesh, bare=True, apart=separate)
@@ -148,6 +161,8 @@ class Lanes:
             )
             assert isinstance(made, dist.ProcessGroup)
             group = made
+            if self._device is not None:  # NCCL connects at the first op, which must be one of all ranks
+                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         self._leases.append((key, group))
         self._first.setdefault(ranks, group)
         return group

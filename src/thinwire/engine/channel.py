@@ -16,7 +16,7 @@ from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import Pending
 from thinwire.engine.alone import AloneExecutor
 from thinwire.engine.communicator import Communicator
-from thinwire.engine.executor import Executor, StreamExecutor, ThreadExecutor
+from thinwire.engine.executor import Executor, executor_for
 from thinwire.engine.wire import MakeProgram, Wire
 from thinwire.program import Collective, Scope, Topology
 
@@ -48,14 +48,13 @@ class Channel:
         self._lanes: Lanes | None = None
         self._executor: Executor | AloneExecutor = AloneExecutor()
         if communicator is not None:
-            lanes = Lanes(communicator.ranks, topology, communicator.rank, communicator.timeout)
+            lanes = communicator.lanes_of(topology)
             for scope in sorted(depth, key=lambda s: s.value):
                 for round_ in range(1 if communicator.backend == "nccl" else depth[scope]):
                     lanes.get(purpose, scope, round_)
             self._lanes = lanes
             wire = _Purposed(lanes, self.ledger, purpose)
-            kind = StreamExecutor if communicator.backend == "nccl" else ThreadExecutor
-            self._executor = kind(wire, communicator.device)
+            self._executor = executor_for(communicator.backend, wire, communicator.device)
 
     @property
     def under_way(self) -> bool:

@@ -21,7 +21,7 @@ from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import all_gather_flat, issue, pairwise
 from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
-from thinwire.engine.executor import Executor, StreamExecutor, ThreadExecutor
+from thinwire.engine.executor import Executor, executor_for
 from thinwire.engine.late import LateRanks
 from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.measure.cores import place, spare_places
@@ -49,12 +49,14 @@ class Communicator:
         self.ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         self.rank = dist.get_rank(group)
         self.backend = _backend(group, device)
+        if self.backend == "nccl":
+            _check_whole(group)
         self.device = device
         self.timeout = timeout = timeout or _timeout_of(group, device)
         self.ledger = Ledger()
         self._topology = topology
         self._two_levels = topology.two_levels
-        self._lanes = Lanes(self.ranks, topology, self.rank, timeout)
+        self._lanes = self.lanes_of(topology)
         label = f"{next(_numbers)}/{'-'.join(map(str, self.ranks[:64]))}"
         self._late = LateRanks(self.ranks, self.rank, label, seconds_of(timeout))
         with self._meeting("connecting"):
@@ -66,6 +68,10 @@ class Communicator:
         self._names: Sequence[Sequence[str]] = ()
         self._spare: bool | None = None
         self.executor: Executor
+
+    def lanes_of(self, topology: Topology) -> Lanes:
+        """Lanes of these ranks, none yet; where NCCL carries them, few of its communicators."""
+        return Lanes(self.ranks, topology, self.rank, self.timeout, self.device if self.backend == "nccl" else None)
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise ``ValueError``, naming the difference, unless all ranks bring the same facts."""
@@ -108,8 +114,7 @@ class Communicator:
 
     def start(self) -> None:
         """Start the executor; after everything at ``attach`` that can fail."""
-        kind = StreamExecutor if self.backend == "nccl" else ThreadExecutor
-        self.executor = kind(self._wire, self.device)
+        self.executor = executor_for(self.backend, self._wire, self.device)
 
     def open_lanes(self, programs: Iterable[Sequence[Step]]) -> None:
         """Make the process groups that a plan's programs need, in the same order on all ranks."""
@@ -135,6 +140,7 @@ class Communicator:
 
     def begin(self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, *, pause: bool = False) -> None:
         """Open a step; ``pause``: its programs stop at their ``NextForward``, see the executors."""
+        self._refuse_graphs()
         self._step, self._names = step, names
         self.executor.begin(len(names), make, pause=pause)
 
@@ -142,8 +148,16 @@ class Communicator:
         self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, failed: Callable[[], None]
     ) -> None:
         """Open a step whose ``names`` grow until a bucket is ready as the last; ``failed``: see the executors."""
+        self._refuse_graphs()
         self._step, self._names = step, names
         self.executor.begin(None, make, failed)
+
+    def _refuse_graphs(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "thinwire cannot be captured in a CUDA graph, which would repeat one step's seeds and phases for ever: "
+                "capture the model's forward and backward inside sync.no_sync(), and exchange outside"
+            )
 
     def finish(self) -> str | None:
         """Wait for the step's programs. Returns a sentence if one failed."""
@@ -246,4 +260,25 @@ def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
         name = dict(part.split(":") for part in name.split(","))[device.type]
     if name not in ("gloo", "nccl"):
         raise ValueError(f"the process group's backend is {name}; thinwire runs on gloo and nccl")
+    if name == "gloo" and device.type != "cpu":
+        raise ValueError(
+            f"the parameters are on {device}, but the process group's backend for it is gloo, which sends from CPUs: "
+            'call init_process_group("cpu:gloo,cuda:nccl")'
+        )
     return name
+
+
+def _check_whole(group: dist.ProcessGroup | None) -> None:
+    """Raise ``ValueError`` where torch would wait for ranks that do not come.
+
+    With a device bound to the default group, torch makes every other group by splitting its communicator: a call of all
+    its ranks (``distributed_c10d._new_process_group_helper``).
+    """
+    whole: Any = dist.group.WORLD
+    if group is None or getattr(whole, "bound_device_id", None) is None:
+        return
+    if dist.get_world_size(group) != dist.get_world_size():
+        raise ValueError(
+            "a group of some of the ranks cannot be split further where init_process_group was given a device_id: "
+            "leave device_id out, and call torch.cuda.set_device"
+        )

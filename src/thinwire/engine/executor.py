@@ -1,8 +1,16 @@
 """Who runs the programs: threads for Gloo (``threads.py``), a side stream for NCCL (``streams.py``)."""
 
+import torch
+
 from thinwire.engine.streams import StreamExecutor
 from thinwire.engine.threads import ThreadExecutor
+from thinwire.engine.wire import Wire
 
-__all__ = ["Executor", "StreamExecutor", "ThreadExecutor"]
+__all__ = ["Executor", "executor_for"]
 
 Executor = ThreadExecutor | StreamExecutor
+
+
+def executor_for(backend: str, wire: Wire, device: torch.device) -> Executor:
+    """The one for tensors of this device, which ``backend`` carries."""
+    return StreamExecutor(wire, device) if backend == "nccl" else ThreadExecutor(wire)

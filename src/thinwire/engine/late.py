@@ -22,6 +22,7 @@ from thinwire.collectives.bounded import bounded
 
 WAIT_SECONDS = 5.0
 _LEAVING_SECONDS = 2.0
+_MOST_NAMED = 8
 
 _open: weakref.WeakSet[LateRanks] = weakref.WeakSet()
 
@@ -96,7 +97,9 @@ class LateRanks:
         notes = {self._ranks[p]: self._read(p) for p in range(len(self._ranks)) if p not in missing}
         left = [f"rank {rank} {note['left']}" for rank, note in notes.items() if "left" in note]
         if missing:
-            left.append(", ".join(f"rank {self._ranks[place]}" for place in missing) + " did not report: dead or late")
+            named = ", ".join(f"rank {self._ranks[place]}" for place in missing[:_MOST_NAMED])
+            more = f" and {len(missing) - _MOST_NAMED} others" if len(missing) > _MOST_NAMED else ""
+            left.append(f"{named}{more} did not report: dead or late")
         if left:
             return "; ".join(left)
         places: dict[str, list[int]] = {}

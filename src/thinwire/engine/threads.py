@@ -51,13 +51,12 @@ class _Step:
 
 @dataclass(eq=False, slots=True)
 class _Event:
-    """A bucket is ready (``pending`` is None), or its op has completed; None for the bucket: a second half begins."""
+    """A bucket is ready (``pending`` is None), or its op has completed."""
 
     step: _Step
-    bucket: int | None
+    bucket: int
     pending: Pending | None = None
     last: bool = False
-    cuda: Any = None
     where: str = "start"
 
 
@@ -72,7 +71,7 @@ def _no_grad() -> AbstractContextManager[Any]:
 class ThreadExecutor:
     """Runs each step's programs under one lock, in the communicator thread or, if light, in the caller's."""
 
-    def __init__(self, wire: Wire, device: torch.device) -> None:
+    def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over the current step and its runner
@@ -81,7 +80,6 @@ class ThreadExecutor:
         self._second: _Step | None = None  # the same of a second half
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
-        self._cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(target=self._loop, name="thinwire-communicator", daemon=True)
         self._thread.start()
 
@@ -99,18 +97,15 @@ class ThreadExecutor:
             self._step = self._begun = step
 
     def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
-        """The bucket's gradients are complete (in the current stream's order on CUDA).
+        """The bucket's gradients are complete.
 
         ``light``: its program has one exchange, and is to be run by who calls this and ``finish``.
         """
-        step, cuda = self._step, None
+        step = self._step
         if step is None:  # it has failed; finish() says so
             return
-        if self._cuda is not None:
-            cuda = torch.cuda.Event()
-            cuda.record()
-        event = _Event(step, bucket, None, last, cuda)
-        if light and cuda is None and self._lock.acquire(blocking=False):
+        event = _Event(step, bucket, None, last)
+        if light and self._lock.acquire(blocking=False):
             step.light.add(bucket)
             try:
                 with _no_grad():
@@ -125,8 +120,6 @@ class ThreadExecutor:
         step = self._begun
         assert step is not None
         self._complete(step)
-        if self._cuda is not None:
-            torch.cuda.current_stream().wait_stream(self._cuda)
         return self.failure
 
     def _complete(self, step: _Step, place: int | None = None) -> None:
@@ -162,18 +155,15 @@ class ThreadExecutor:
             ended = {place: threading.Event() for place in range(len(order))}
             runner = Runner.resume([self.paused[b] for b in order], self._issue, lambda place: ended[place].set())
             step = _Step(self._begun.make, None, False, runner, order=tuple(order), over=ended)
-            if self._cuda is None:
-                step.light.update(place for place, bucket in enumerate(order) if bucket in light)
+            step.light.update(place for place, bucket in enumerate(order) if bucket in light)
             self._second = step
             self._step = step if order else None
-            if order and self._cuda is None:
+            if order:
                 with _no_grad():
                     self._advance([], alone=True)
-        if self._cuda is not None:
-            self._events.put(_Event(step, None))
 
     def wait(self, bucket: int) -> Failure | None:
-        """Block until a program of the second half has ended, or one failed. CUDA: order this stream after it."""
+        """Block until a program of the second half has ended, or one failed."""
         step = self._second
         assert step is not None
         assert step.order is not None
@@ -181,8 +171,6 @@ class ThreadExecutor:
         if place in step.light and not step.over[place].is_set():
             self._complete(step, place)
         step.over[place].wait()
-        if self._cuda is not None:
-            torch.cuda.current_stream().wait_stream(self._cuda)
         return self.failure
 
     def close(self) -> None:
@@ -191,7 +179,7 @@ class ThreadExecutor:
         self._thread.join(timeout=10)
 
     def _loop(self) -> None:
-        with torch.no_grad(), torch.cuda.stream(self._cuda) if self._cuda is not None else nullcontext():
+        with torch.no_grad():
             while (event := self._events.get()) is not None:
                 with self._lock:
                     self._advance([event])
@@ -257,8 +245,6 @@ class ThreadExecutor:
         return events
 
     def _take(self, step: _Step, event: _Event) -> None:
-        if event.bucket is None:
-            return
         step.bucket, step.where = step.number(event.bucket), event.where
         if event.pending is not None:
             step.runner.completed(event.bucket, event.pending.wait())
@@ -266,8 +252,6 @@ class ThreadExecutor:
         if step.more:
             step.runner.grow(event.bucket + 1)
             step.more = not event.last
-        if event.cuda is not None:
-            torch.cuda.current_stream().wait_event(event.cuda)
         step.runner.start(event.bucket, step.make(event.bucket))
 
     def _issue(self, op: Collective, scope: Scope, round_: int, place: int) -> None:

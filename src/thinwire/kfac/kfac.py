@@ -153,6 +153,8 @@ class KFAC:
                 costs = measured_costs(self._ranks, shapes, choices.method)
             self._costs = costs or Costs({})
             plan = make_plan(shapes, world, choices, self._costs)
+        if self._device.type == "cuda":  # two of NCCL's communicators are to be used in one order on all ranks
+            plan = replace(plan, overlap=False)
         plan.check(shapes, world, method=choices.method)
         if self._ranks is not None:
             self._ranks.agree_on({"K-FAC": {"plan": plan.to_json(), **self._options.facts()}})

@@ -54,7 +54,7 @@ class KFACPlan:
         schedule: its name.
         method: "inverse", "inverse_pi" or "eigen".
         a_buckets, g_buckets: indices of layers that share a message: A in forward order, G in backward order.
-        overlap: messages leave during the passes; False: after backward.
+        overlap: messages leave during the passes; False: when the step is made, after the gradients' (always on CUDA).
         exchange: factors are averaged over the ranks; False: their owner uses its own batch alone.
         workers: ranks that precondition each layer; with fewer than all, in groups of neighbours.
         owners: who inverts item ``2 i`` (A of layer i) and ``2 i + 1`` (G); -1: every rank that needs it.

@@ -76,11 +76,15 @@ class FactorRounds:
             self._leave(index)
 
     def end(self) -> None:
-        """The passes are over: all other messages leave."""
+        """The passes are over: where the plan overlaps, all other messages leave."""
+        self._closed = True
+        if self.plan.overlap:
+            self._leave_all()
+
+    def _leave_all(self) -> None:
         for index, left in enumerate(self._left):
             if left >= 0:
                 self._leave(index)
-        self._closed = True
 
     def _leave(self, index: int) -> None:
         self._left[index] = -1
@@ -98,10 +102,14 @@ class FactorRounds:
         return Bucket(index, slots)
 
     def drain(self) -> float:
-        """Wait for the round that has ended and fold it, once. Returns the seconds of waiting."""
+        """Wait for the round that has ended and fold it, once. Returns the seconds of waiting.
+
+        Where the plan does not overlap, its messages leave here: all ranks come by in the same order, as NCCL demands.
+        """
         if not self._closed:
             return 0.0
         self._closed = False
+        self._leave_all()
         waited = self._channel.wait()
         if not self.plan.exchange:  # the owner's own batch
             for layer in range(len(self.plan.layers)):

@@ -76,7 +76,7 @@ def probe(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     sizes = message_sizes(largest=largest_bytes)
-    lanes = Lanes(ranks, topology, rank, timeout)
+    lanes = Lanes(ranks, topology, rank, timeout, device if "nccl" in backend else None)
     broken = True
     try:
         wire = Wire(lanes, topology, rank, device, counts_cpu="gloo" in backend)

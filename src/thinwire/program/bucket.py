@@ -166,8 +166,9 @@ class Bucket:
         buffer = self._buffer
         if buffer is None:
             buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        flat = self._flat = buffer[: self.numel]
+        flat = buffer[: self.numel]
         if self.device.type == "meta":  # shapes alone: arithmetic on meta tensors would import torch's compiler, 2 s
+            self._flat = flat
             return flat
         targets, sources = [], []
         for slot, view in zip(self.slots, self.split(flat) if self._views is None else self._views):
@@ -183,6 +184,7 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
             if factor is not None:
                 torch._foreach_mul_(targets, factor)
+        self._flat = flat  # last: another thread may take it from here that gradients are no longer read
         return flat
 
     def mark_used(self, message: Tensor) -> Tensor:

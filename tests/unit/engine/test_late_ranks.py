@@ -1,0 +1,22 @@
+"""Who is late, said so that it can be read."""
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
+
+from thinwire.engine import late
+
+
+@pytest.fixture
+def many(monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("fake", store=store, rank=3, world_size=1024)
+    monkeypatch.setattr(late, "WAIT_SECONDS", 0.1)
+    yield late.LateRanks(range(1024), 3, "test", 5.0)
+    dist.destroy_process_group()
+
+
+def test_of_a_thousand_a_few_are_named(many):
+    assert many.report(7, "2 (fc.weight)", "AllReduce") == (
+        "rank 0, rank 1, rank 2, rank 4, rank 5, rank 6, rank 7, rank 8 and 1015 others did not report: dead or late"
+    )
