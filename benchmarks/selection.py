@@ -24,11 +24,10 @@ from rich.table import Table
 from torch import Tensor
 
 from thinwire.kernels.select import ALGORITHMS, keep_count, top_k
-from thinwire.kernels.select.reuse import Controller, find, reuse
 
 RESULTS = Path(__file__).parent / "results" / "select.json"
 TARGETS = {"threshold": 2.0, "histogram": 1.5}  # of torch.topk, on a CPU at 2^25 elements and density 0.001
-OURS = (*ALGORITHMS, "reuse")
+OURS = ALGORITHMS
 
 
 def heavy(d: int, device: torch.device) -> Tensor:
@@ -58,9 +57,6 @@ def contenders(x: Tensor, k: int) -> dict[str, Callable[[], Tensor]]:
     calls["torch.kthvalue"] = lambda: torch.kthvalue(x.abs(), x.numel() - k + 1).indices
     for name in ALGORITHMS:
         calls[name] = lambda name=name: top_k(x, k, name, draw)[1]  # type: ignore[misc]
-    room = Controller().capacity(x.numel(), k)
-    level = find(x, k, room)[2]
-    calls["reuse"] = lambda: reuse(x, level, room, draw)[1]
     return calls
 
 

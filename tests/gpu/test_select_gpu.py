@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from thinwire.kernels.select import ALGORITHMS, top_k
-from thinwire.kernels.select.reuse import find, reuse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -47,26 +46,12 @@ def test_as_on_the_cpu(algorithm, d, k, no_host_read):
         assert (got != want).float().mean() < 0.01
 
 
-def test_reuse_as_on_the_cpu(no_host_read):
-    x = torch.randn(10**6, generator=seeded())
-    threshold = find(x, 1000, 1250)[2]
-    want = reuse(x, threshold, 1250, seeded())
-    there, level = x.cuda(), threshold.cuda()
-    reuse(there, level, 1250, seeded())
-    no_host_read()
-    got = reuse(there, level, 1250, seeded())
-    torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(got[1].sort().values.cpu(), want[1].sort().values)
-    assert int(got[2]) == int(want[2])
-
-
 @needs_triton
 def test_triton_kernels_equal_their_twins():
     sys.path.insert(0, str(Path(__file__).parent))
     import triton_cases
 
     triton_cases.histograms("cuda")
-    triton_cases.fused("cuda")
 
 
 @needs_triton

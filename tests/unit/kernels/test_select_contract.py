@@ -101,7 +101,7 @@ def test_refusals():
     assert options_of("exact") == ()
     for algorithm, options, words in (
         ("histogram", {"passes": 0}, "passes=0 must lie in 1..3"),
-        ("histogram", {"engine": "cuda"}, 'write "torch" or "triton"'),
+        ("histogram", {"engine": "cuda"}, 'write "auto", "torch" or "triton"'),
         ("histogram", {"samplings": 3}, "no option 'samplings'; its options: passes, window, engine"),
         ("mstopk", {"samplings": 0}, "samplings=0"),
         ("mstopk", {"base": "median"}, "base='median' is unknown"),

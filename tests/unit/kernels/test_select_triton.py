@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter; on a GPU: tests/gpu."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -9,17 +10,41 @@ from pathlib import Path
 import pytest
 import torch
 
+from thinwire.kernels import triton
 from thinwire.kernels.select import top_k
 
-CASES = Path(__file__).parents[2] / "gpu" / "triton_cases.py"
+GPU = Path(__file__).parents[2] / "gpu"
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def _said(script, **variables):
+    environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1", **variables}
+    done = subprocess.run([sys.executable, str(GPU / script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_triton
 def test_kernels_equal_their_twins_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, str(CASES)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "equal", done.stderr
+    assert _said("triton_cases.py", TRITON_INTERPRET="1") == "equal"
+
+
+@needs_triton
+def test_kernels_compile_for_six_cards_without_a_spill(tmp_path):
+    found = json.loads(_said("triton_ahead.py", TRITON_CACHE_DIR=str(tmp_path)))
+    assert found == {key: [0, 0, 0] for key in ["75", "80", "90", "100", "gfx90a", "gfx942"]}
+
+
+def test_kernels_are_taken_for_cuda_tensors_alone(monkeypatch):
+    class OnCard(torch.Tensor):
+        is_cuda = True
+
+    x = torch.ones(3)
+    assert not triton.serves(x)
+    monkeypatch.setattr(triton, "_installed", lambda: True)
+    assert triton.serves(x.as_subclass(OnCard))
+    monkeypatch.setattr(triton, "_installed", lambda: False)
+    assert not triton.serves(x.as_subclass(OnCard))
 
 
 def test_without_triton_the_option_says_so(monkeypatch):

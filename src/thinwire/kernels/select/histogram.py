@@ -14,12 +14,12 @@ from torch import Tensor
 
 from thinwire.kernels.select.band import Band, check_window, take
 from thinwire.kernels.select.magnitudes import Magnitudes, Number
-from thinwire.kernels.triton import require
+from thinwire.kernels.triton import require, serves
 
 _DIGITS = {torch.float32: (11, 10, 10), torch.float64: (11, 11, 11, 10, 10, 10)}
 _KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _INFINITE = {torch.float32: 0x7F800000, torch.float64: 0x7FF0000000000000}
-ENGINES = ("torch", "triton")
+ENGINES = ("auto", "torch", "triton")
 
 
 def histogram(
@@ -29,7 +29,7 @@ def histogram(
     *,
     passes: int | None = None,
     window: str = "circular",
-    engine: str = "torch",
+    engine: str = "auto",
 ) -> Tensor:
     """Indices of k entries: exact but for the choice among equal magnitudes.
 
@@ -39,21 +39,21 @@ def histogram(
         generator: for the window.
         passes: digits that are looked at; None: all.
         window: see ``band``.
-        engine: who counts the digits of fp32 on a GPU: "torch" or "triton".
+        engine: who counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton where it is installed.
     """
     field = Magnitudes(x, k)
     digits = _DIGITS[field.dtype]
     if passes is not None and not 1 <= passes <= len(digits):
         raise ValueError(f"passes={passes} must lie in 1..{len(digits)}")
     if engine not in ENGINES:
-        raise ValueError(f'engine={engine!r} is unknown; write "torch" or "triton"')
+        raise ValueError(f'engine={engine!r} is unknown; write "auto", "torch" or "triton"')
     if engine == "triton":
         require()
     check_window(window)
     return take(field, search(field, digits[:passes], engine), generator, window)
 
 
-def search(field: Magnitudes, digits: tuple[int, ...], engine: str = "torch") -> Band:
+def search(field: Magnitudes, digits: tuple[int, ...], engine: str = "auto") -> Band:
     """The interval of bit patterns that holds the k-th magnitude."""
     shift = sum(_DIGITS[field.dtype])
     prefix = torch.zeros((), dtype=torch.int64, device=field.x.device)
@@ -84,7 +84,7 @@ def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str
     keys = _KEYS[field.dtype]
     if not field.host:
         (a,) = field.pieces()
-        if engine == "triton" and keys == torch.int32:
+        if keys == torch.int32 and (engine == "triton" or (engine == "auto" and serves(a))):
             from thinwire.kernels.triton import select  # late: optional
 
             return select.digits(a.view(keys), prefix, shift, bits)

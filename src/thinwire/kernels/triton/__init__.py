@@ -5,7 +5,20 @@ What does not live here: anything that works without Triton; its modules are imp
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
+
+from torch import Tensor
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernels are to be taken for a tensor, where nobody has asked for them or against."""
+    return x.is_cuda and _installed()
 
 
 def require() -> None:

@@ -1,0 +1,47 @@
+"""Compiles the Triton kernels for cards that are not there. Prints, as JSON, what each would spill from registers."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from thinwire.kernels.triton import select
+
+TARGETS = [
+    *(GPUTarget("cuda", arch, 32) for arch in (75, 80, 90, 100)),
+    *(GPUTarget("hip", arch, 64) for arch in ("gfx90a", "gfx942")),
+]
+KEYS = {"keys": "*i32", "prefix": "*i64", "counts": "*i64"}
+CASES = [("i32", 31, 11), ("i32", 20, 10), ("i64", 31, 11)]  # of the size; bits above the digit, and in it
+
+
+def compiled(target, size, shift, bits):
+    constants = {"SHIFT": shift, "BITS": bits, "BLOCK": select._BLOCK, "TURNS": select._TURNS}
+    signature = {**KEYS, "size": size, **dict.fromkeys(constants, "constexpr")}
+    return triton.compile(ASTSource(fn=select._digits, signature=signature, constexprs=constants), target=target)
+
+
+def spilled(kernel):
+    """Bytes of local memory, stack or scratch that a thread needs."""
+    if "cubin" not in kernel.asm:
+        found = re.findall(r"(?:private_segment_fixed_size|[sv]gpr_spill_count):\s*(\d+)", kernel.asm["amdgcn"])
+    else:
+        tool = Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        found = re.findall(r"(?:STACK|LOCAL):(\d+)", said)
+    assert found, "nothing is said about spills"
+    return sum(map(int, found))
+
+
+if __name__ == "__main__":
+    json.dump({str(t.arch): [spilled(compiled(t, *case)) for case in CASES] for t in TARGETS}, sys.stdout)
