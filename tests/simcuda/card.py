@@ -41,6 +41,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire
+from thinwire.kernels import seeding
+from thinwire.methods.regions import regions
 
 HERE = Path(__file__).parent
 SOURCE = str(Path(thinwire.__file__).parent) + "/"
@@ -571,3 +573,5 @@ class Card:
         finally:
             for one in reversed(patches):
                 one.stop()
+            for kept in (regions, seeding._on_card):  # what the package keeps of a card
+                kept.cache_clear()

@@ -36,11 +36,12 @@ def ran(name):
             run.step()
         waits = [one for one in run.card.waits if not one.where.startswith(("test: ", "torch.optim/"))]
         launches = run.card.launches
-    return Counter(map(str, run.card.findings)), Counter(map(str, waits)), launches
+        generators = run.card.names["torch.Generator"]
+    return Counter(map(str, run.card.findings)), Counter(map(str, waits)), launches, generators
 
 
 def counts(name):
-    _, waits, launches = ran(name)
+    _, waits, launches, _ = ran(name)
     return {"waits": sum(waits.values()), "launches": launches}
 
 
@@ -57,6 +58,32 @@ def test_counts(name):
 @pytest.mark.parametrize("name", sorted(set(CASES) - set(WAITING)))
 def test_a_steady_step_never_waits(name):
     assert not ran(name)[1]
+
+
+@pytest.mark.parametrize("name", ["qsgd", "terngrad", "DDP, qsgd"])
+def test_no_generator_is_made_in_a_step(name):
+    assert ran(name)[3] == 0
+
+
+@pytest.mark.parametrize("name", ["unused", "unused and topk", "unused and dear"])
+def test_what_nobody_uses_is_read_once_a_step(name):
+    assert sum(ran(name)[1].values()) == COUNTED
+
+
+@pytest.mark.parametrize("name", [name for name in WAITING if "K-FAC" in name and "eigen" not in name])
+def test_inverting_waits_for_no_single_factor(name):
+    """``torch.linalg.eigh`` waits by itself."""
+    assert not any("kernels/inverse.py" in one for one in ran(name)[1])
+
+
+@pytest.mark.parametrize("name", ["acp-rank=2-min_rate=1.0", "powersgd-rank=2-min_rate=1.0"])
+def test_low_rank_waits_once_to_compare_its_bases(name):
+    with CASES[name]() as run:
+        run.step()  # the plan is made again
+        run.card.waits.clear()
+        for _ in range(STEPS):
+            run.step()
+        assert [one.where.split(":")[0] for one in run.card.waits] == ["methods/lowrank.py"]
 
 
 def test_the_file_has_no_other_cases():

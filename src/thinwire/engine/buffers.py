@@ -55,10 +55,12 @@ class Buffers:
                 for x in owner.held.values():
                     piece = message[begin : begin + x.nbytes]
                     begin += x.nbytes
-                    if torch.equal(piece, _bytes(x)):
+                    if not x.is_cuda and torch.equal(piece, _bytes(x)):  # the host would wait for a card's answer
                         continue
                     value = piece.view(x.dtype).view(x.shape)
-                    if owner.norm:  # as BatchNorm itself does: a second backward may have saved this version
+                    if (
+                        owner.norm or x.is_cuda
+                    ):  # as BatchNorm itself does: a second backward may have saved this version
                         x.data.copy_(value)
                     elif self._comm.rank:
                         x.copy_(value)

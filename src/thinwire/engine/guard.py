@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire.engine.alone import Alone
 from thinwire.engine.communicator import Communicator
+from thinwire.kernels.upload import upload
 from thinwire.methods.base import all_finite
 
 
@@ -46,7 +47,7 @@ def exchange(
     message = (~finite).to(torch.uint8).view(1)
     if used is not None:
         bits = torch.from_numpy(np.packbits(np.array(used, dtype=bool)))
-        message = torch.cat([message, bits.to(device)])
+        message = torch.cat([message, upload(bits, device)])
     answer = functools.cache(communicator.gather_later(message))
     anywhere = None
     if used is not None:

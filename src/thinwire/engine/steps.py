@@ -34,6 +34,7 @@ from thinwire.engine.settings import Settings
 from thinwire.engine.shards import Shards
 from thinwire.engine.step_watch import StepWatch
 from thinwire.engine.streams import StreamExecutor
+from thinwire.kernels.upload import upload
 from thinwire.methods.decoupling import deferring
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
 from thinwire.program.bucket import is_identity
@@ -414,6 +415,9 @@ class Steps:
     def _used_anywhere(self) -> list[bool]:
         assert self._comm is not None
         mine = bytes(m.parameter.grad is not None for m in self._managed)
+        if self._comm.device.type == "cuda":  # as many on all ranks: one exchange, of which the host reads once
+            flags = upload(torch.tensor(list(mine), dtype=torch.uint8), self._comm.device)
+            return [bool(x) for x in self._comm.gather_tensor(flags).amax(0).tolist()]
         everyone = self._comm.gather(mine)
         return [any(row[i] for row in everyone) for i in range(len(mine))]
 

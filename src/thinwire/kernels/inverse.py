@@ -4,6 +4,9 @@ What fails is tried again by a ladder of *levels*, which ranks can agree on: 0, 
 hundred and a thousand times the damping; 4, fp64 on the CPU with the damping as asked for; ``FAILED``, nothing helped
 and the caller keeps what it had. CUDA's factorisations have failed or converged to nonsense on ill-conditioned input
 (pytorch issues 94772, 105359), hence the last step. Nothing here writes into a factor: damping goes into a copy.
+
+Whether level 0 has done it is a tensor that ``first_inverse`` and ``first_eigen`` leave on the device, so that one read
+tells it of many factors.
 """
 
 from __future__ import annotations
@@ -18,6 +21,26 @@ _Found = TypeVar("_Found")
 
 ON_CPU, FAILED = 4, 5
 """The level of fp64 on the CPU, and that of giving up."""
+
+
+def first_inverse(factor: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Level 0 of ``damped_inverse``, and whether it has done it, 0-dim bool; ``damping`` may be 0-dim, fp64."""
+    damped = factor.clone()
+    damped.diagonal().add_(damping)
+    lower, info = torch.linalg.cholesky_ex(damped)
+    inverse = torch.cholesky_inverse(lower)
+    return inverse, (info == 0) & inverse.isfinite().all()
+
+
+def first_eigen(factor: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Level 0 of ``damped_eigen``, and whether it has done it, 0-dim bool.
+
+    Raises:
+        torch.linalg.LinAlgError: some back ends raise where others say so.
+    """
+    finite = factor.isfinite().all()
+    values, vectors = torch.linalg.eigh(torch.where(finite, factor, 0.0))  # LAPACK would raise, or not come back
+    return (vectors, values.clamp(min=0)), finite & values.isfinite().all() & vectors.isfinite().all()
 
 
 def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tensor, int]:
@@ -62,7 +85,7 @@ def damped_eigen(factor: Tensor, least: int = 0) -> tuple[Tensor, Tensor, int]:
     found, level = _climb(attempt, [n for n in (0, ON_CPU) if n >= least])
     if found is None:
         return torch.zeros_like(factor), torch.zeros_like(factor[0]), level
-    return found[1], found[0].clamp(min=0), level
+    return *found, level
 
 
 def pi_ratio(a: Tensor, g: Tensor) -> Tensor:
@@ -106,17 +129,10 @@ def _climb(attempt: Callable[[int], _Found | None], levels: Iterable[int]) -> tu
 
 
 def _cholesky(factor: Tensor, damping: float) -> Tensor | None:
-    damped = factor.clone()
-    damped.diagonal().add_(damping)
-    lower, info = torch.linalg.cholesky_ex(damped)
-    if bool(info):
-        return None
-    inverse = torch.cholesky_inverse(lower)
-    return inverse if bool(inverse.isfinite().all()) else None
+    inverse, good = first_inverse(factor, damping)
+    return inverse if bool(good) else None
 
 
 def _eigh(factor: Tensor) -> tuple[Tensor, Tensor] | None:
-    if not bool(factor.isfinite().all()):  # LAPACK would raise, or not come back
-        return None
-    values, vectors = torch.linalg.eigh(factor)
-    return (values, vectors) if bool(values.isfinite().all() and vectors.isfinite().all()) else None
+    found, good = first_eigen(factor)
+    return found if bool(good) else None

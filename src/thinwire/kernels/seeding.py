@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 
 import torch
 from torch import Tensor
+
+from thinwire.kernels.upload import upload
 
 
 def seed_of(*words: object) -> int:
@@ -29,7 +32,7 @@ def normal(rows: int, columns: int, *words: object, dtype: torch.dtype, device: 
     """A standard normal matrix, drawn on the CPU in fp32 whatever ``dtype`` and ``device``; on meta only its shape."""
     if device.type == "meta":
         return torch.empty(rows, columns, dtype=dtype, device=device)
-    return torch.randn(rows, columns, generator=generator(*words)).to(device=device, dtype=dtype)
+    return upload(torch.randn(rows, columns, generator=generator(*words)), device).to(dtype)
 
 
 def noise(n: int, *words: object, device: torch.device) -> Tensor:
@@ -39,6 +42,12 @@ def noise(n: int, *words: object, device: torch.device) -> Tensor:
     """
     if device.type == "meta":
         return torch.empty(n, dtype=torch.int16, device=device)
-    draw = torch.Generator(device).manual_seed(seed_of(*words))
+    draw = (_on_card if device.type == "cuda" else torch.Generator)(device).manual_seed(seed_of(*words))
     wide = torch.empty(-(-n // 4), dtype=torch.int64, device=device)
     return wide.random_(-(2**63), None, generator=draw).view(torch.int16)[:n]
+
+
+@cache
+def _on_card(device: torch.device) -> torch.Generator:
+    """One for all draws of a card: what is launched has taken its seed, so the next may be set."""
+    return torch.Generator(device)

@@ -16,8 +16,18 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.channel import Channel
-from thinwire.kernels.inverse import FAILED, damped_eigen, damped_inverse, pi_ratio, precondition, precondition_eigen
+from thinwire.kernels.inverse import (
+    FAILED,
+    damped_eigen,
+    damped_inverse,
+    first_eigen,
+    first_inverse,
+    pi_ratio,
+    precondition,
+    precondition_eigen,
+)
 from thinwire.kernels.symmetric import pack_upper, unpack_upper
+from thinwire.kernels.upload import upload
 from thinwire.kfac.plan import InverseMessage, KFACPlan
 from thinwire.kfac.programs import FACTOR, UPDATES, FromAll, FromOwner
 from thinwire.planner.placement import place
@@ -58,8 +68,7 @@ class Inverses:
         waited = self._exchange(messages, rows, damping, channel, group * self.plan.workers)
         sent = {item for message in messages for item in message.items}
         mine = [i for i, o in enumerate(self.plan.owners) if i not in sent and o in (-1, self._rank)]
-        for item in mine:
-            rows[item] = self._row(item, damping, 0)
+        rows.update(self._rows(mine, damping))
         everywhere = [item for item in mine if self.plan.owners[item] < 0]
         if self.plan.world_size > 1 and everywhere and not self._agree(everywhere, rows, damping, run):
             return waited + self.update(damping, channel, run)
@@ -90,9 +99,7 @@ class Inverses:
 
         channel.begin([[self.plan.factor(item) for item in message.items] for message in messages], make)
         for index, message in enumerate(messages):
-            for item in message.items:
-                if self.plan.owners[item] == self._rank:
-                    rows[item] = self._row(item, damping, 0)
+            rows.update(self._rows([i for i in message.items if self.plan.owners[i] == self._rank], damping))
             channel.ready(index)
         waited = channel.wait()
         for bucket, message in zip(buckets, messages):
@@ -114,27 +121,57 @@ class Inverses:
     def _seen(self, item: int) -> bool:
         return bool(self._state.fields[UPDATES, self.plan.factor(item)] > 0)
 
+    def _rows(self, items: Sequence[int], damping: float) -> dict[int, Tensor]:
+        """Each item's inverse as it travels, with its level behind it. One read tells what level 0 has not done."""
+        first: dict[int, tuple[Tensor, ...]] = {}
+        done = []
+        for item in items:
+            try:
+                first[item], good = self._first(item, damping)
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # see ``first_eigen``
+                continue
+            done.append(good & (self._state.fields[UPDATES, self.plan.factor(item)] > 0))
+        held = dict(zip(first, torch.stack(done).tolist())) if done else {}
+        return {i: self._joined(first[i], 0) if held.get(i) else self._row(i, damping, 1) for i in items}
+
+    def _first(self, item: int, damping: float) -> tuple[tuple[Tensor, ...], Tensor]:
+        matrix = unpack_upper(self._factor(item))
+        if self.plan.method == "eigen":
+            (vectors, values), good = first_eigen(matrix)
+            return (vectors.reshape(-1), values), good
+        inverse, good = first_inverse(matrix, self._damping(item, matrix, damping))
+        return (pack_upper(inverse),), good
+
+    def _damping(self, item: int, matrix: Tensor, damping: float) -> float | Tensor:
+        """Of one factor; a 0-dim tensor where it depends on the factors."""
+        if self.plan.method != "inverse_pi":
+            return damping
+        other = unpack_upper(self._factor(item ^ 1))
+        ratio = (pi_ratio(other, matrix) if item % 2 else pi_ratio(matrix, other)).double()
+        share: Tensor = damping**0.5 * (1 / ratio if item % 2 else ratio)
+        return share
+
+    @staticmethod
+    def _joined(pieces: Sequence[Tensor], level: int) -> Tensor:
+        return torch.cat([*pieces, pieces[0].new_full((1,), float(level))])
+
     def _row(self, item: int, damping: float, least: int) -> Tensor:
-        """One item's inverse as it travels, with its level behind it."""
+        """One item's inverse as it travels, from level ``least`` on."""
         matrix = unpack_upper(self._factor(item))
         if not self._seen(item):
             least = FAILED
         if self.plan.method == "eigen":
             vectors, values, level = damped_eigen(matrix, least)
-            return torch.cat([vectors.reshape(-1), values, values.new_tensor([float(level)])])
-        if self.plan.method == "inverse_pi":
-            other = unpack_upper(self._factor(item ^ 1))
-            ratio = float(pi_ratio(other, matrix) if item % 2 else pi_ratio(matrix, other))
-            damping = damping**0.5 * (1 / ratio if item % 2 else ratio)
-        inverse, level = damped_inverse(matrix, damping, least)
-        return torch.cat([pack_upper(inverse), inverse.new_tensor([float(level)])])
+            return self._joined((vectors.reshape(-1), values), level)
+        inverse, level = damped_inverse(matrix, float(self._damping(item, matrix, damping)), least)
+        return self._joined((pack_upper(inverse),), level)
 
     def _agree(self, items: Sequence[int], rows: dict[int, Tensor], damping: float, run: Run) -> bool:
         """Bring what every rank makes for itself to one level. False: ranks round differently, so owners were made."""
         device = rows[items[0]].device
         while True:
             levels = [int(level) for level in torch.stack([rows[item][-1] for item in items]).tolist()]
-            mine = torch.tensor([*levels, *self._digest(items, rows)], dtype=torch.int64, device=device)
+            mine = upload(torch.tensor([*levels, *self._digest(items, rows)], dtype=torch.int64), device)
             everyone = run(_gather(mine)).cpu()
             highest: list[int] = everyone[:, : len(items)].max(0).values.tolist()
             if (everyone[:, : len(items)] == everyone[0, : len(items)]).all():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.lowrank import rebuild
-from thinwire.kernels.orthogonal import basis_hash, orthogonalise
+from thinwire.kernels.orthogonal import fingerprint, orthogonalise
 from thinwire.kernels.seeding import normal
 from thinwire.methods.base import check_choice, check_count, check_flag, check_merge, own_memory
 from thinwire.methods.prices import elements
@@ -133,7 +133,7 @@ def verify_bases(
     due = every > 0 and (step == state.start + 1 or (step > 0 and step % every == 0))
     if not due or state.size == 1 or bases[0].device.type == "meta":
         return
-    hashes = yield AllGather(torch.tensor([basis_hash(basis) for basis in bases], device=bases[0].device))
+    hashes = yield AllGather(torch.stack([fingerprint(basis) for basis in bases]))
     differs = (hashes != hashes[:1]).any(0).tolist()
     names = [slot.name for slot, bad in zip(slots, differs) if bad]
     if names:

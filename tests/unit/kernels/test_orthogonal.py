@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rounding import of_sums
-from thinwire.kernels.orthogonal import basis_hash, orthogonalise, orthogonalise_all
+from thinwire.kernels.orthogonal import basis_hash, fingerprint, orthogonalise, orthogonalise_all
 
 
 def matrix(n, r, condition, dtype=torch.float32, seed=0):
@@ -63,3 +63,17 @@ def test_hash_sees_one_bit():
     y.view(torch.int32)[17, 2] ^= 1
     assert basis_hash(x) == basis_hash(x.clone()) != basis_hash(y)
     assert -(2**63) <= basis_hash(x) < 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fingerprint_sees_one_bit_and_a_swap(dtype):
+    x = matrix(50, 4, 10.0).to(dtype)
+    words = torch.int32 if dtype == torch.float32 else torch.int64
+    seen = {int(fingerprint(x))}
+    for bit in range(words.itemsize * 8 - 1):
+        y = x.clone()
+        y.view(words)[17, 2] ^= 1 << bit
+        seen.add(int(fingerprint(y)))
+    assert len(seen) == words.itemsize * 8
+    assert int(fingerprint(x.T.contiguous().T)) == int(fingerprint(x)) != int(fingerprint(x.flip(0)))
+    assert fingerprint(x).dtype == torch.int64
