@@ -10,8 +10,8 @@ import torch
 GPU = Path(__file__).parents[1] / "gpu"
 sys.path.insert(0, str(GPU))
 
-import on_ranks  # noqa: E402
 import gpu_report  # noqa: E402
+import on_ranks  # noqa: E402
 
 pytestmark = pytest.mark.dist
 
