@@ -28,6 +28,7 @@ from thinwire.engine.restart import tell_reset
 from thinwire.engine.scaler import found_scaler, loss_scale
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.engine.step_watch import StepWatch, owned
+from thinwire.engine.streams import read_here
 from thinwire.engine.wire import Failure
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Bucket, Method, Slot, State, Topology
@@ -145,8 +146,7 @@ class ReplicaSync:
             )
         started = time.perf_counter()
         with torch.no_grad():
-            if flat.is_cuda:  # made on FSDP2's reduce-scatter stream, used on this one
-                flat.record_stream(torch.cuda.current_stream())
+            read_here(flat)  # made on FSDP2's reduce-scatter stream
             if not group.reduces:
                 self._put_aside(group, flat)
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ from thinwire.engine.second_plan import second_plan
 from thinwire.engine.settings import Settings
 from thinwire.engine.shards import Shards
 from thinwire.engine.step_watch import StepWatch
+from thinwire.engine.streams import StreamExecutor
 from thinwire.methods.decoupling import deferring
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
 from thinwire.program.bucket import is_identity
@@ -95,6 +96,7 @@ class Steps:
         self._running = False
         self._deferred: Deferred | None = None
         self._inline = False  # programs of one exchange run in the thread of backward
+        self._made_here: Callable[[int], None] | None = None  # a bucket: notes the stream of one of its gradients
         self._delivered = Delivered()
         self._late = LateParameters(model)
         self._watch = StepWatch(
@@ -117,6 +119,8 @@ class Steps:
                 self._buffers_of_model = Buffers(model, communicator)
             self._adopt(first)
             communicator.start()
+            if isinstance(communicator.executor, StreamExecutor):
+                self._made_here = communicator.executor.arrived
             if communicator.device.type == "cpu":
                 teach_malloc()
             if (options := deferring(method)) is not None:
@@ -254,6 +258,8 @@ class Steps:
         if self._pilot is not None:
             self._pilot.timings.arrived(index)
         bucket = self._current[index]
+        if self._made_here is not None:
+            self._made_here(bucket)
         self._left[bucket] -= 1
         if self._left[bucket] == 0:
             self._ready(bucket)

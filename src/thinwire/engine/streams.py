@@ -29,9 +29,10 @@ class StreamExecutor:
     """The host issues each program whole, in plan order, on a side stream, and never blocks (NCCL)."""
 
     def __init__(self, wire: Wire, device: torch.device) -> None:
-        self._wire = wire
+        self._wire, self._device = wire, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ready: dict[int, Any] = {}
+        self._arrived: dict[int, dict[Any, None]] = {}  # by bucket, the streams that its gradients were made on
+        self._ready: dict[int, list[Any]] = {}
         self._next = 0
         self._make: MakeProgram | None = None
         self._pause = False
@@ -47,17 +48,22 @@ class StreamExecutor:
 
         ``pause``: at their ``NextForward`` programs are put aside, for ``resume``.
         """
+        self._arrived.clear()
         self._ready.clear()
         self._pause, self._paused = pause, {}
         self._next, self._make, self.failure = 0, make, None
 
-    def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
-        """The bucket's gradients are complete in the current stream's order: run all buckets whose turn has come."""
-        event = None
+    def arrived(self, bucket: int) -> None:
+        """One of the bucket's gradients is complete in the current stream's order."""
         if self._stream is not None:
-            event = torch.cuda.Event()
-            event.record()
-        self._ready[bucket] = event
+            self._arrived.setdefault(bucket, {})[self._current()] = None
+
+    def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
+        """All are there, those of which nobody was told in the current stream's order: run whose turn has come."""
+        events = []
+        if self._stream is not None:
+            events = [stream.record_event() for stream in {**self._arrived.pop(bucket, {}), self._current(): None}]
+        self._ready[bucket] = events
         while self._next in self._ready and self.failure is None:
             self._run(self._next, self._ready[self._next])
             self._next += 1
@@ -70,26 +76,32 @@ class StreamExecutor:
     def resume(self, order: Sequence[int], light: Sequence[int]) -> None:
         """Run the rest of these buckets' programs, in this order."""
         self._over = {}
+        # What has read the shards since, and where their memory goes, is on the current stream.
+        since = [] if self._stream is None else [self._current().record_event()]
         for bucket in order:
             if self.failure is not None:
                 return
-            self._run(bucket, None, self._paused[bucket].program)
+            self._run(bucket, since, self._paused[bucket].program)
             if self._stream is not None:
                 self._over[bucket] = self._stream.record_event()
 
     def wait(self, bucket: int) -> Failure | None:
         """Order the current stream after the rest of the bucket's program."""
         if bucket in self._over:
-            torch.cuda.current_stream().wait_event(self._over[bucket])
+            self._current().wait_event(self._over[bucket])
         return self.failure
 
-    def _run(self, bucket: int, event: Any, program: Program | None = None) -> None:
+    def _current(self) -> Any:
+        """The current stream of the tensors' device, which need not be the current device."""
+        return torch.cuda.current_stream(self._device)
+
+    def _run(self, bucket: int, events: Sequence[Any], program: Program | None = None) -> None:
         assert self._make is not None
         where, pause = "start", self._pause and program is None
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-                if self._stream is not None and event is not None:
-                    self._stream.wait_event(event)
+                for event in events:
+                    self._stream.wait_event(event)  # type: ignore[union-attr]
                 program = self._make(bucket) if program is None else program
                 value: Any = None
                 while True:
@@ -115,7 +127,7 @@ class StreamExecutor:
     def finish(self) -> Failure | None:
         """Order the current stream after everything that was issued."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            self._current().wait_stream(self._stream)
         return self.failure
 
     def close(self) -> None:

@@ -29,9 +29,7 @@ class Stopwatch:
         """This moment; nobody waits for the device."""
         if not self._events:
             return self._clock()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
     def settle(self) -> None:
         """Wait until every mark can be read."""

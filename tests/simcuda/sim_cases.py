@@ -1,0 +1,104 @@
+"""What is run on the simulated card: every method with its main options, and every way through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from training import Conv, training
+from worlds import EVERY, label
+from wrapped import ddp, fsdp2
+
+from thinwire.methods.dgc import DGC
+from thinwire.methods.sign import SignSGD
+from thinwire.methods.topk import TopK
+from thinwire.optim import LAMB, LARS
+from thinwire.planner.costs import Costs
+
+STEPS = 6
+"""Two exact ones, the first two of the method, two that are like all others: low rank takes turns."""
+
+Case = Callable[..., AbstractContextManager[Any]]
+_second = torch.device("cuda:1")
+_low = {"rank": 2, "min_rate": 1.0}
+_kfac = {"factor_every": 1, "inverse_every": 2, "costs": Costs.of_link(1e9, 50e-6, 4)}
+
+
+def _plain(parameters: Any) -> torch.optim.Optimizer:
+    """DGC brings the momentum."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+METHODS: dict[str, Case] = {
+    label(m): partial(
+        training, m, **({"optimizer": _plain} if isinstance(m, DGC) else {"nodes": 2} if m.name == "hitopk" else {})
+    )
+    for m in [
+        *EVERY,
+        *(TopK(0.1, select=how) for how in ("histogram", "mstopk", "gaussian", "threshold")),
+        TopK(0.1, exchange="gtopk"),
+        SignSGD(vote="majority", error_feedback=False),
+    ]
+}
+
+WAYS: dict[str, Case] = {
+    "bf16": partial(training, "ssgd", dtype=torch.bfloat16),
+    "topk in bf16": partial(training, "topk", density=0.1, dtype=torch.bfloat16),
+    "two passes": partial(training, "ssgd", passes=2),
+    "two passes of acp": partial(training, "acp", passes=2, **_low),
+    "scaler": partial(training, "ssgd", scaled=True),
+    "scaler and acp": partial(training, "acp", scaled=True, **_low),
+    "scaler and dear": partial(training, "dear", scaled=True),
+    "clip": partial(training, "ssgd", clip=1.0),
+    "clip and dear": partial(training, "dear", clip=1.0),
+    "clip, scaler and decoupled acp": partial(training, "acp", decoupled=True, clip=1.0, scaled=True, **_low),
+    "gradients of their own": partial(training, "ssgd", gradient_as_bucket_view=False),
+    "unused": partial(training, "ssgd", find_unused_parameters=True),
+    "unused and topk": partial(training, "topk", density=0.1, find_unused_parameters=True),
+    "unused and dear": partial(training, "dear", find_unused_parameters=True),
+    "dear, checked": partial(training, "dear", check=True),
+    "dear, eager": partial(training, "dear", eager=True),
+    "dear, one layer eager": partial(training, "dear", eager=("last",)),
+    "dear without guard": partial(training, "dear", guard=False),
+    "one bucket each": partial(training, "ssgd", merge="none"),
+    "one bucket each, dear": partial(training, "dear", merge="none"),
+    "one bucket each, topk": partial(training, "topk", density=0.1, merge="none"),
+    "torus": partial(training, "ssgd", collective="torus", nodes=2),
+    "three phases": partial(training, "ssgd", collective="three_phase", nodes=2),
+    "adaptive": partial(training, "ssgd", plan="adaptive"),
+    "buffers": partial(training, "ssgd", model=Conv),
+    "LARS": partial(training, "ssgd", optimizer=partial(LARS, lr=0.1)),
+    "LAMB": partial(training, "ssgd", optimizer=partial(LAMB, lr=0.1)),
+    "LARS and dear": partial(training, "dear", optimizer=partial(LARS, lr=0.1)),
+    "K-FAC": partial(training, "ssgd", kfac=_kfac),
+    "K-FAC, two passes": partial(training, "ssgd", kfac=_kfac, passes=2),
+    "K-FAC and acp": partial(training, "acp", kfac=_kfac, **_low),
+    "K-FAC, scaler": partial(training, "ssgd", kfac=_kfac, scaled=True),
+    "K-FAC, convolutions": partial(training, "ssgd", kfac=_kfac, model=Conv),
+    "K-FAC, split": partial(training, "ssgd", kfac={**_kfac, "method": "inverse_pi"}),
+    "K-FAC, eigen": partial(training, "ssgd", kfac={**_kfac, "method": "eigen"}),
+    "K-FAC, dkfac": partial(training, "ssgd", kfac={**_kfac, "schedule": "dkfac"}),
+    "K-FAC, mpd": partial(training, "ssgd", kfac={**_kfac, "schedule": "mpd"}),
+    "K-FAC, kaisa": partial(training, "ssgd", kfac={**_kfac, "schedule": "kaisa:1/2"}),
+    "K-FAC, dp": partial(training, "ssgd", kfac={**_kfac, "schedule": "dp"}),
+    "cuda:1": partial(training, "ssgd", device=_second),
+    "cuda:1, dear": partial(training, "dear", device=_second),
+    "cuda:1, topk": partial(training, "topk", density=0.1, device=_second),
+    "cuda:1, histogram": partial(training, "topk", density=0.1, select="histogram", device=_second),
+    "cuda:1, adaptive": partial(training, "ssgd", plan="adaptive", device=_second),
+    "cuda:1, K-FAC": partial(training, "ssgd", kfac=_kfac, device=_second),
+    "DDP": partial(ddp, "ssgd"),
+    "DDP, topk": partial(ddp, "topk", density=0.1),
+    "DDP, acp": partial(ddp, "acp", **_low),
+    "DDP, qsgd": partial(ddp, "qsgd"),
+    "FSDP2": partial(fsdp2, "ssgd"),
+    "FSDP2, topk": partial(fsdp2, "topk", density=0.1),
+    "FSDP2, acp": partial(fsdp2, "acp", **_low),
+}
+
+CASES = {**METHODS, **WAYS}
+WAITING = [name for name in WAYS if name.startswith(("unused", "buffers", "K-FAC", "cuda:1, K-FAC"))]
+"""Those whose steps wait for the card: to learn what no rank has used, which buffers changed, and what failed."""

@@ -1,0 +1,106 @@
+"""Whatever orders streams or keeps memory from the allocator is needed: without it the simulated card finds a fault."""
+
+import ast
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from card import SOURCE, Card
+from sim_cases import CASES, STEPS
+from training import DEVICE
+
+from thinwire.kfac.layers import find_layers
+from thinwire.kfac.sums import LayerSums
+
+ROOMS = ("adapters", "collectives", "data", "engine", "kfac", "methods", "optim", "program")
+ORDERING = {"record_stream", "wait_event", "wait_stream", "record_event", "read_here"}
+
+
+def sites():
+    """Every such call in the source: "file function name", numbered where there are several -> its lines."""
+    found = {}
+    for room in ROOMS:
+        for path in sorted(Path(SOURCE, room).rglob("*.py")):
+            for function in ast.walk(ast.parse(path.read_text())):
+                if isinstance(function, ast.FunctionDef):
+                    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and ordering(node, path)]
+                    for number, call in enumerate(sorted(calls, key=lambda node: node.lineno)):
+                        label = f"{path.relative_to(SOURCE)} {function.name} {name_of(call)} {number}"
+                        found[label] = (str(path), call.lineno, call.end_lineno)
+    return found
+
+
+def name_of(call):
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def ordering(call, path):
+    """``record`` and ``wait`` are also words of the ledger, of threads and of Gloo."""
+    name = name_of(call)
+    event = name == "record" and not call.args
+    of_nccl = path.name == "transport.py" and ast.unparse(call.func) == "work.wait"
+    return name in ORDERING or event or of_nccl
+
+
+class _Sums:
+    """K-FAC's statistic is made on another stream than its sum, which is then let go."""
+
+    def __init__(self, card):
+        self.card = card
+        with DEVICE:
+            self._sums = LayerSums(find_layers(torch.nn.Sequential(torch.nn.Linear(3, 2)))[0][0], "reference", "expand")
+        self._side = torch.cuda.Stream(DEVICE)
+
+    def step(self):
+        with torch.no_grad():
+            self._sums.add_input(torch.ones(4, 3, device=DEVICE))
+            self._side.wait_stream(torch.cuda.current_stream(DEVICE))
+            with torch.cuda.stream(self._side):
+                statistic = self._sums.statistic(0)
+            torch.ones(3, 3, device=DEVICE)
+        del statistic
+
+
+@contextmanager
+def sums(card):
+    with card.in_place():
+        yield _Sums(card)
+
+
+FOUND_BY = {
+    "adapters/fsdp2_replicas.py _reduce read_here 0": CASES["FSDP2"],
+    "collectives/transport.py block wait 0": CASES["ssgd"],
+    "engine/memory.py bucket read_here 0": CASES["one bucket each"],
+    "engine/streams.py _run wait_event 0": CASES["ssgd"],
+    "engine/streams.py finish wait_stream 0": CASES["ssgd"],
+    "engine/streams.py read_here record_stream 0": CASES["one bucket each"],
+    "engine/streams.py ready record_event 0": CASES["ssgd"],
+    "engine/streams.py resume record_event 0": CASES["acp-decoupled=True-rank=2-min_rate=1.0"],
+    "engine/streams.py resume record_event 1": CASES["dear"],
+    "engine/streams.py wait wait_event 0": CASES["dear"],
+    "kfac/sums.py statistic read_here 0": sums,
+}
+SITES = sites()
+
+
+def findings(case, card):
+    with case(card=card) as run:
+        for _ in range(STEPS):
+            run.step()
+    return Counter(str(one) for one in card.findings)
+
+
+def test_each_site_has_a_case():
+    assert sorted(SITES) == sorted(FOUND_BY)
+
+
+@pytest.mark.parametrize("site", FOUND_BY)
+def test_without_it_a_fault_is_found(site):
+    assert findings(FOUND_BY[site], Card(mute=SITES[site]))
+
+
+def test_sums_as_they_are():
+    """The one case that no other test runs."""
+    assert not findings(sums, Card())

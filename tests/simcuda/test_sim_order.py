@@ -1,0 +1,65 @@
+"""Gradients that come in other orders, and on other streams, than they are made in one layer after another."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from nccl import disagreement
+from sim_cases import METHODS, STEPS, WAYS
+from training import DEVICE, Branches, training
+
+from thinwire.methods.ssgd import SSGD
+
+
+@pytest.mark.parametrize("method", ["ssgd", "topk", "dear"])
+def test_gradients_of_one_bucket_from_several_streams(method):
+    """As autograd makes them after a forward on several streams: at its end the main stream waits for all."""
+    with training(method, **({"density": 0.1} if method == "topk" else {})) as run:
+        streams = [torch.cuda.Stream(DEVICE) for _ in range(2)]
+        main = torch.cuda.current_stream(DEVICE)
+        for _ in range(STEPS):
+            for stream in streams:
+                stream.wait_stream(main)
+            for index, parameter in reversed([*enumerate(run.model.parameters())]):
+                with torch.cuda.stream(streams[index % 2]):
+                    parameter.grad = torch.randn_like(parameter)
+                    run.sync._arrive(index, parameter)
+            for stream in streams:
+                main.wait_stream(stream)
+            run.sync._finish()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.sync.synchronize()
+    assert not Counter(map(str, run.card.findings))
+
+
+def logs(method, *, unused, **options):
+    """What each of four ranks issues, whose gradients come in other orders."""
+    orders = [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (2, 0, 3, 1)]
+    told, result = {}, []
+    for rank in range(4):
+        with training(method, rank=rank, model=Branches, told=told, **options) as run:
+            for step in range(STEPS):
+                turned = orders[rank][step % 4 :] + orders[rank][: step % 4]
+                run.model.order = turned[:3] if unused and step == rank else turned
+                run.step()
+        result.append(run.nccl.log)
+        assert not run.card.findings
+    return result
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_ranks_agree_on_the_order_of_everything(name):
+    """Also where one of them has not used a layer."""
+    method, options = METHODS[name].args[0], METHODS[name].keywords
+    text = disagreement(logs(replace(method, merge="none"), unused=True, **{**options, "nodes": 2}))
+    assert text is None
+
+
+@pytest.mark.parametrize("schedule", ["spd", "dkfac", "mpd", "kaisa:1/2", "dp"])
+def test_ranks_agree_on_the_order_beside_kfac(schedule):
+    """One layer after another, as plans that are made of measured times would be each rank's own here."""
+    kfac = {**WAYS["K-FAC"].keywords["kfac"], "schedule": schedule, "planner": "layer"}
+    text = disagreement(logs(SSGD(merge="none"), unused=False, kfac=kfac))
+    assert text is None

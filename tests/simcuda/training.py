@@ -1,0 +1,197 @@
+"""A model trained on the card of ``card.py`` by the engine as it is: ``attach``, hooks, autograd, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._dynamo  # optimizers import it, and then must find torch as it is
+from card import Card, OnCard
+from nccl import Nccl
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.engine.deferred_grad import DeferredGrad
+from thinwire.kernels.select.histogram import digits
+from thinwire.kfac import KFAC
+from thinwire.program import Topology
+
+DEVICE = torch.device("cuda:0")
+RANKS = 4
+
+
+class Net(nn.Module):
+    """Seven parameters, of which methods compress three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(24, 32), nn.LayerNorm(32)
+        self.middle, self.last = nn.Linear(32, 16, bias=False), nn.Linear(16, 8)
+        self.short = False  # the last layer is not used
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(self.norm(self.first(x).tanh())).tanh()
+        return x if self.short else self.last(x)
+
+
+class Conv(nn.Module):
+    """With BatchNorm, so with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.view(-1, 1, 6, 4))
+
+
+class Branches(nn.Module):
+    """Layers side by side: their gradients come in the order of ``order``, backwards. Those left out are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, size) for size in (8, 16, 24, 8))
+        self.order: tuple[int, ...] = (0, 1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layers[i](x).square().mean() for i in self.order])
+
+
+class Training:
+    """One rank's.
+
+    Attributes:
+        card, nccl: where.
+        model, optimizer, sync: whose.
+        scaler: of its losses, or None.
+        clip: the largest norm, or None.
+        passes: backwards before each step.
+    """
+
+    def __init__(self, card: Card, nccl: Nccl, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.card, self.nccl, self.model, self.optimizer = card, nccl, model, optimizer
+        self.sync: Any = None
+        self.scaler: Any = None
+        self.clip: float | None = None
+        self.passes = 1
+        self._numbers = torch.Generator().manual_seed(1)
+
+    def backward(self) -> None:
+        """Forward and backward of random examples."""
+        first = next(self.model.parameters())
+        x = torch.randn(6, 24, generator=self._numbers).pin_memory().to(first.device, first.dtype, non_blocking=True)
+        loss = self.model(x).square().mean()
+        del x
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self) -> None:
+        """A whole step."""
+        for _ in range(self.passes - 1):
+            with self.sync.no_sync():
+                self.backward()
+        self.backward()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.clip is not None:
+            self.sync.clip_grad_norm_(self.clip)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@contextmanager
+def training(
+    method: Any = "ssgd",
+    *,
+    rank: int = 0,
+    nodes: int | None = None,
+    card: Card | None = None,
+    device: torch.device = DEVICE,
+    dtype: torch.dtype = torch.float32,
+    model: Callable[[], nn.Module] = Net,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    scaled: bool = False,
+    clip: float | None = None,
+    passes: int = 1,
+    kfac: dict[str, Any] | None = None,
+    told: dict[Any, Tensor] | None = None,
+    **attach: Any,
+) -> Iterator[Training]:
+    """A rank of four whose model is attached to a method. ``told``: see ``Nccl``."""
+    card = Card() if card is None else card
+    nccl = Nccl(card, rank, RANKS, told)
+    with card.in_place(), nccl.in_place(), _deferred_gradients(device), _histogram(card):
+        torch.manual_seed(0)
+        with device, _default(dtype):
+            net = model()
+        made = (optimizer or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))(net.parameters())
+        run = Training(card, nccl, net, made)
+        run.scaler = torch.amp.GradScaler(device="cuda", init_scale=8.0) if scaled else None
+        run.clip, run.passes = clip, passes
+        topology = Topology(RANKS, None if nodes is None else RANKS // nodes)
+        run.sync = tw.attach(net, made, method, topology=topology, scaler=run.scaler, **attach)
+        preconditioner = None if kfac is None else KFAC(net, run.sync, damping=0.1, **kfac)
+        try:
+            yield run
+        finally:
+            run.sync.detach()
+            del preconditioner
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def _deferred_gradients(device: torch.device) -> Iterator[None]:
+    """``DeferredGrad`` is made of a tensor's memory, which those on a card here have not: it gets none."""
+
+    def new(cls: Any, parameter: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype)
+        made.renew(None)
+        return made
+
+    def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} reads a gradient that is not there")
+
+    with (
+        patch.object(DeferredGrad, "__new__", staticmethod(new)),
+        patch.object(DeferredGrad, "__torch_dispatch__", classmethod(dispatch), create=True),
+        patch.object(DeferredGrad, "device", device, create=True),
+    ):
+        yield
+
+
+@contextmanager
+def _histogram(card: Card) -> Iterator[None]:
+    """Triton's kernel is one launch, on the current device; its numbers are torch's."""
+    try:
+        from thinwire.kernels.triton import select
+    except ImportError:
+        yield
+        return
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(keys: OnCard, prefix: OnCard, counts: OnCard, _: int, SHIFT: int, BITS: int, **__: Any) -> None:
+                where = card.where()
+                stream = card.kernel("triton", keys.get_device(), where)
+                for x, write in ((keys, False), (prefix, False), (counts, True)):
+                    x.memory.use(stream, where, write=write)
+                counts.inner.copy_(digits(keys.inner, prefix.inner, SHIFT, BITS))
+
+            return launch
+
+    with patch.object(select, "_digits", Kernel()):
+        yield

@@ -1,0 +1,200 @@
+"""DDP and FSDP2 as thinwire's adapters meet them: what calls a hook, on which stream, and who waits for what.
+
+Neither can run on the cards of ``card.py``. Their gradients are made by hand, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from card import Card
+from nccl import Nccl
+from torch import Tensor, nn
+from training import DEVICE, RANKS, Net
+
+from thinwire.adapters import ddp_steps, fsdp2_replicas
+from thinwire.adapters.ddp import ddp_hook
+from thinwire.adapters.fsdp2_groups import Group, Piece
+from thinwire.adapters.fsdp2_replicas import ReplicaSync
+from thinwire.engine.communicator import Communicator
+from thinwire.methods.registry import resolve
+from thinwire.program import Topology
+
+
+class Promise:
+    """``torch.futures.Future(devices=[...])``: its value comes with the streams that made it."""
+
+    def __init__(self, card: Card, device: torch.device) -> None:
+        self._card, self._device, self._calls = card, device, []
+        self._value: Any = None
+        self._made: Any = None
+
+    def done(self) -> bool:
+        return self._made is not None
+
+    def value(self) -> Any:
+        return self._value
+
+    def set_result(self, value: Any) -> None:
+        self._value, self._made = value, self._card.current_stream(self._device).record_event()
+        for call in self._calls:
+            call()
+
+    def then(self, call: Any) -> Promise:
+        later = Promise(self._card, self._device)
+
+        def run() -> None:  # on a stream of its own
+            with self._card.stream(self._card.new_stream(self._device)):
+                self.wait()
+                later.set_result(call(self))
+
+        self._calls.append(run)
+        if self.done():
+            run()
+        return later
+
+    def wait(self) -> Any:
+        current = self._card.current_stream(self._device)
+        current.wait_event(self._made)
+        if isinstance(self._value, Tensor):
+            self._value.record_stream(current)
+        return self._value
+
+
+@dataclass
+class _DDPBucket:
+    number: int
+    flat: Tensor
+    owners: Sequence[Tensor]
+    last: bool
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def parameters(self) -> Sequence[Tensor]:
+        return self.owners
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+class DDPTraining:
+    """A model under DDP with a hook."""
+
+    def __init__(self, card: Card, model: nn.Module, hook: Any) -> None:
+        self.card, self.model = card, model
+        self.state, self._hook = hook
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        owned = list(model.parameters())
+        self._groups = [owned[4:], owned[:4]]
+        self._flat = [torch.empty(sum(p.numel() for p in group), device=DEVICE) for group in self._groups]
+
+    def step(self) -> None:
+        """A whole step."""
+        promises = []
+        for number, (flat, owned) in enumerate(zip(self._flat, self._groups)):
+            gradients = [torch.randn_like(p) for p in owned]
+            for p, view in zip(owned, flat.split([p.numel() for p in owned])):
+                view.copy_(gradients.pop(0).reshape(-1))
+                p.grad = view.view(p.shape)
+            bucket = _DDPBucket(number, flat, owned, flat is self._flat[-1])
+            promises.append(self._hook(self.state, bucket))
+        for promise in promises:
+            promise.wait()
+        self.optimizer.step()
+
+
+@contextmanager
+def ddp(method: Any, rank: int = 0, card: Card | None = None, **options: Any) -> Iterator[DDPTraining]:
+    """A rank of four under DDP."""
+    card = Card() if card is None else card
+    with (
+        card.in_place(),
+        Nccl(card, rank, RANKS).in_place(),
+        patch.object(ddp_steps, "_promise", lambda device: Promise(card, device)),
+    ):
+        torch.manual_seed(0)
+        with DEVICE:
+            model = Net()
+        run = DDPTraining(card, model, ddp_hook(method, topology=Topology(RANKS), **options))
+        yield run
+        run.state.close()
+
+
+class _Group(Group):
+    """A module of FSDP2's, which only keeps the hook."""
+
+    def take_over(self, hook: Any) -> Any:
+        self._inside._all_reduce_hook = hook
+        return lambda: None
+
+
+class FSDPTraining:
+    """A model under FSDP2, of which this rank has all: as many pieces as parameters."""
+
+    def __init__(self, card: Card, nccl: Nccl, method: Any) -> None:
+        self.card = card
+        with DEVICE:
+            self.model = Net()
+        self._layers = list(self.model.children())
+        shards = nccl.new_group([nccl.rank])
+        self.groups = [self._group(index, layer, shards) for index, layer in enumerate(self._layers)]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._ends: list[Any] = []
+        end = SimpleNamespace(note=lambda: None, outside=lambda: False)
+        comm = Communicator(nccl.world, Topology(RANKS), DEVICE, None)
+        with patch.object(fsdp2_replicas, "BackwardEnd", lambda callback: self._ends.append(callback) or end):
+            self.sync = ReplicaSync(self.model, self.groups, method, comm, None, "")
+        self._scatter, self._reduce = card.new_stream(DEVICE), card.new_stream(DEVICE)
+
+    @staticmethod
+    def _group(index: int, layer: nn.Module, shards: Any) -> Group:
+        pieces, offset = [], 0
+        for name, p in layer.named_parameters(prefix=("first", "norm", "middle", "last")[index]):
+            pieces.append(Piece(name, tuple(p.shape), offset, p))  # type: ignore[arg-type]
+            offset += p.numel()
+        inside = SimpleNamespace(all_reduce_grads=True, _all_reduce_hook=None)
+        return _Group(index, str(index), layer, tuple(pieces), offset, DEVICE, shards, None, inside)
+
+    def step(self) -> None:
+        """A whole step: reduce-scatter and hook have a stream each, as in torch's ``foreach_reduce``.
+
+        Gradients are copied out of the hook's tensor, as with mixed precision, and then nothing holds it.
+        """
+        main = self.card.current_stream(DEVICE)
+        for group in reversed(self.groups):
+            whole = torch.randn(group.elements, device=DEVICE)
+            self._scatter.wait_stream(main)
+            with self.card.stream(self._scatter):
+                flat = whole.clone()
+                whole.record_stream(self._scatter)
+            self._reduce.wait_stream(self._scatter)
+            with self.card.stream(self._reduce):
+                group._inside._all_reduce_hook(flat)
+                for piece in group.pieces:
+                    piece.parameter.grad = piece.view(flat).clone()
+            del flat
+        main.wait_stream(self._reduce)
+        self._ends[0]()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@contextmanager
+def fsdp2(method: Any, rank: int = 0, card: Card | None = None, **options: Any) -> Iterator[FSDPTraining]:
+    """A replica of four under FSDP2, with a shard of its own."""
+    card = Card() if card is None else card
+    with card.in_place(), Nccl(card, rank, RANKS).in_place() as nccl:
+        torch.manual_seed(0)
+        run = FSDPTraining(card, nccl, resolve(method, **options))
+        yield run
+        run.sync.detach()
