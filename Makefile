@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: demo test test-all lint bench docs clean package test-versions
+.PHONY: demo test test-all gpu lint bench docs clean package test-versions
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m ''
+
+# For the owner of a CUDA card: what has run on none so far, see docs/gpu.md.
+gpu: $(STAMP)
+	$(BIN)/python tests/gpu/gpu_report.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -79,6 +79,27 @@ def test_a_dead_or_late_rank_is_named(how):
         assert "Rank 2 did not report" in results[rank]
 
 
+def _gone_before_an_answer(rank, size):
+    net = cases.model()
+    sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), timeout=60)
+    torch.distributed.barrier()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(100):  # what the other still sends before it ends
+            sync._comm.gather_tensor(torch.zeros(1))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_who_does_not_answer_is_named_wherever_it_is_asked():
+    said = run(_gone_before_an_answer, 2, expect_exit={1: -signal.SIGKILL})[0]
+    assert said.startswith("rank 0: gathering failed: RuntimeError: ")
+    assert said.endswith("Rank 1 did not report: dead or late.")
+    assert said.count(". ") == 1  # what happened, and who
+
+
 def _absent(rank, size):
     told = torch.distributed.distributed_c10d._get_default_store().clone()
     others = [f"told {r}" for r in range(size - 1)]

@@ -3,6 +3,7 @@
 import multiprocessing.connection
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -95,7 +96,7 @@ class Trial:
         return found
 
     def _names_it(self, said):
-        return f"ank {self.victim} " in said or "whoever holds the store" in said
+        return re.search(rf"ank {self.victim}\b", said) or "whoever holds the store" in said
 
 
 def _trials(count, how, seed):

@@ -21,7 +21,7 @@ folder, recipe = sys.argv[1], Recipe(batch_size=8)
 if os.environ["RANK"] == "0":
     half = load_half(folder, "cloud")
     cloud = CloudEnd(half.module, half.pair, recipe)
-    Server(cloud, "0.0.0.0", 7443, Credentials.of(folder + "/keys", "cloud")).serve(1, idle_seconds=60)
+    Server(cloud, "0.0.0.0", 7443, Credentials.of(folder + "/keys", "cloud")).serve(1, idle_seconds=200)
     sys.exit()
 half = load_half(folder, "edge")
 edge = EdgeEnd(half.module, half.pair, recipe, 10)

@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire.collectives.bounded import seconds_of
 from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
-from thinwire.collectives.transport import all_gather_flat, issue, pairwise
+from thinwire.collectives.transport import Pending, all_gather_flat, issue, pairwise
 from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
 from thinwire.engine.executor import Executor, executor_for
 from thinwire.engine.late import LateRanks
@@ -100,17 +100,20 @@ class Communicator:
 
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
         """The same; between CPUs with connections of our own, only who calls what is returned waits."""
-        if self.device.type == "cpu" and "AllGather" in pairwise(self._topology):
-            return issue(AllGather(x), self._lanes.get("answers", Scope.WORLD, 0, bare=True)).wait
-        everyone = x.new_empty(self.control.size * x.numel())
-        all_gather_flat(everyone, x, group=self.control.group)
+        with self._meeting("gathering"):
+            if self.device.type == "cpu" and "AllGather" in pairwise(self._topology):
+                lane = self._lanes.get("answers", Scope.WORLD, 0, bare=True)
+                return self._told(issue(AllGather(x), lane), "gathering")
+            everyone = x.new_empty(self.control.size * x.numel())
+            all_gather_flat(everyone, x, group=self.control.group)
         return lambda: everyone.view(self.control.size, -1)
 
     def broadcast_later(self, x: Tensor) -> Callable[[], Tensor]:
         """Rank 0's 1-D tensor, in place; who calls what is returned waits. All ranks must call it in the same order."""
         bare = self.device.type == "cpu" and "AllGather" in pairwise(self._topology)
-        lane = self._lanes.get("buffers", Scope.WORLD, 0, bare=True) if bare else self.control
-        return issue(Broadcast(x), lane).wait
+        with self._meeting("sending the buffers"):
+            lane = self._lanes.get("buffers", Scope.WORLD, 0, bare=True) if bare else self.control
+            return self._told(issue(Broadcast(x), lane), "sending the buffers")
 
     def start(self) -> None:
         """Start the executor; after everything at ``attach`` that can fail."""
@@ -181,6 +184,13 @@ class Communicator:
             f"{failure.where}: {kind}: {words}"
         )
 
+    def _told(self, pending: Pending, doing: str) -> Callable[[], Tensor]:
+        def wait() -> Tensor:
+            with self._meeting(doing):
+                return pending.wait()
+
+        return wait
+
     @contextmanager
     def _meeting(self, doing: str) -> Iterator[None]:
         """Exchanges outside of programs: what the network does to them is told in the same words."""
@@ -239,7 +249,8 @@ class Communicator:
 
 def _cause(error: BaseException, who: str) -> tuple[str, str]:
     """The kind of an error; and its text, with who was late."""
-    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n")[0])[:200].rstrip(". ")
+    first = str(error).split("\n")[0].split(". ")[0]  # Gloo goes on with advice, and a greeting
+    text = re.sub(r"^\[[^\]]*\]\s*", "", first)[:200].rstrip(". ")
     return type(error).__name__, f"{text}. {who[0].upper()}{who[1:]}."
 
 

@@ -1,0 +1,39 @@
+"""What ``make gpu`` will run on cards, run here: the same script on Gloo and CPUs, and its refusal where no card is."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+GPU = Path(__file__).parents[1] / "gpu"
+sys.path.insert(0, str(GPU))
+
+import gpu_report  # noqa: E402
+import on_ranks  # noqa: E402
+
+pytestmark = pytest.mark.dist
+
+
+def test_every_method_is_right_on_ranks():
+    found = gpu_report.on_ranks(2, "--device", "cpu")
+    assert found["ended"], found["errors"]
+    assert [row["method"] for row in found["rows"]] == [name for name, _ in on_ranks.METHODS]
+    assert [row["method"] for row in found["rows"] if not row["right"]] == []
+    assert {row["method"] for row in found["rows"] if row["worst"] is None} == set(on_ranks.DRAWN)
+
+
+def test_times_of_every_method():
+    found = gpu_report.on_ranks(2, "--device", "cpu", "--timed", "16")
+    assert found["ended"], found["errors"]
+    assert len(found["rows"]) == 1 + len(on_ranks.METHODS)
+    assert gpu_report.shown("times", found["rows"], ("step_ms", "MiB")).row_count == len(found["rows"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card is here: make gpu")
+def test_without_a_card_it_says_so():
+    done = subprocess.run([sys.executable, GPU / "gpu_report.py"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("make gpu needs a CUDA device")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,96 @@
+"""``make gpu``: what the owner of a card runs first. Prints a report and writes it to thinwire-out/gpu.json.
+
+One card: selection, optimizers and Triton kernels. Two and more, over NCCL: every method against LocalWorld, once under
+torch's stream sanitizer, once with the model on another card than the current one; then step times and memory.
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+TOP = HERE.parents[1]
+SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
+
+
+def machine():
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "cards": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def tests():
+    """pytest's last line, and whether all passed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(HERE)]
+    done = subprocess.run(command, cwd=TOP, env={**os.environ, **SANITIZER}, capture_output=True, text=True)
+    return {
+        "passed": done.returncode == 0,
+        "says": done.stdout.strip().splitlines()[-1:],
+        "errors": done.stderr[-4000:],
+    }
+
+
+def on_ranks(ranks, *words, **variables):
+    """The rows of on_ranks.py, what the sanitizer says, and whether it came to its end."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run([*launch, str(HERE / "on_ranks.py"), *words], env=environment, capture_output=True, text=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    races = len(re.findall("CSAN detected", done.stderr))
+    ended = done.returncode == 0
+    return {"rows": rows, "races": races, "ended": ended, "errors": "" if ended and not races else done.stderr[-4000:]}
+
+
+def shown(title, rows, columns):
+    table = Table(title=title)
+    for column in ("method", *columns):
+        table.add_column(column)
+    for row in rows:
+        options = ", ".join(f"{key}={value}" for key, value in row["options"].items())
+        values = (row[column] for column in columns)
+        cells = ("-" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v) for v in values)
+        table.add_row(f"{row['method']} {options}", *cells)
+    return table
+
+
+def main():
+    if not torch.cuda.is_available():
+        sys.exit(
+            "make gpu needs a CUDA device, and torch finds none: see nvidia-smi, and install a torch built for CUDA"
+        )
+    console, found = Console(width=110), {"machine": machine(), "tests": tests()}
+    console.print(found["machine"], found["tests"]["says"])
+    right = found["tests"]["passed"]
+    if (cards := torch.cuda.device_count()) > 1:
+        for name, words, variables in (
+            ("sanitizer", [], SANITIZER),
+            ("another current device", ["--leave-current"], {}),
+            ("times", ["--timed", "2048"], {}),
+        ):
+            found[name] = part = on_ranks(min(cards, 8), *words, **variables)
+            columns = ("step_ms", "MiB") if name == "times" else ("worst", "equal_on_all_ranks", "right")
+            console.print(shown(f"{name}: races {part['races']}, ended {part['ended']}", part["rows"], columns))
+            right &= part["ended"] and not part["races"] and all(row.get("right", True) for row in part["rows"])
+    else:
+        console.print("One card: NCCL needs one for each rank, so nothing was exchanged.")
+    out = Path("thinwire-out") / "gpu.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(found, indent=1))
+    console.print(f"{'All right' if right else 'NOT all right'}. Please send {out} in with an issue, whatever it says.")
+    sys.exit(not right)
+
+
+if __name__ == "__main__":
+    main()
