@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -260,6 +261,15 @@ class Event:
         return 1.0
 
 
+@cache
+def _place(file: str) -> str | None:
+    """What a file is called in findings; None: it is not to be named."""
+    for folder, words in _FOLDERS:
+        if file.startswith(folder) and file not in _HARNESS:
+            return f"{words}{file[len(folder) :]}"
+    return None
+
+
 def _join(into: dict[Stream, int], other: dict[Stream, int]) -> None:
     for stream, time in other.items():
         if into.get(stream, 0) < time:
@@ -329,10 +339,8 @@ class Card:
         """The innermost line that is of the package, of torch's optimizers, or of the tests beside this file."""
         frame = sys._getframe(1)
         while frame is not None:
-            name = frame.f_code.co_filename
-            for folder, words in _FOLDERS:
-                if name.startswith(folder) and name not in _HARNESS:
-                    return f"{words}{name[len(folder) :]}:{frame.f_lineno}"
+            if (name := _place(frame.f_code.co_filename)) is not None:
+                return f"{name}:{frame.f_lineno}"
             frame = frame.f_back
         return "?"
 
@@ -516,6 +524,8 @@ class Card:
     def in_place(self) -> Iterator[Card]:
         """Let torch.cuda be this card; undone at the end."""
         card, build, generator = self, torch.tensor, torch.Generator
+        if torch.cuda.is_available():
+            torch.cuda.init()  # else torch would take it for done from now on
 
         class Mode(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

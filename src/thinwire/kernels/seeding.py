@@ -36,7 +36,8 @@ def normal(rows: int, columns: int, *words: object, dtype: torch.dtype, device: 
 
 
 def noise(n: int, *words: object, device: torch.device) -> Tensor:
-    """``n`` int16 numbers, uniform over all of int16: what stochastic rounding adds. Drawn on ``device``.
+    """``n`` int16 numbers, uniform over all of int16: what stochastic rounding adds. Drawn on ``device``: a card's
+    are others than a CPU's.
 
     Four of them from one 64-bit draw, as draws are most of a quantiser's time on a CPU.
     """
