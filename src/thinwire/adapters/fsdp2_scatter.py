@@ -40,7 +40,7 @@ def scatter_mean(x: Tensor, ranks: int, dtype: torch.dtype, block: int) -> Gener
     size = -(-k // blocks)
     padded = wide.new_zeros(ranks, blocks * size)
     padded[:, :k] = wide.view(ranks, k)
-    total, _, _ = yield from linear8.scatter(padded.view(-1), ranks, block)
+    total = yield from linear8.scatter(padded.view(-1), ranks, size)
     return total[:k].div_(ranks)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 # Eight bools read as one int64 have element j in bit 8j; the product moves it to bit 56 + j, without carries.
 _GATHER = sum(1 << (56 - 7 * j) for j in range(8))
+_WIDE = {8: torch.float64, 16: torch.complex128}  # by bytes
 _PIECE_BYTES = 1 << 13  # of packed bits: 64 Ki elements, which stay in a CPU's cache
 
 
@@ -42,19 +43,41 @@ def unpack_signs(bits: Tensor, n: int) -> Tensor:
     return out
 
 
-def add_values(out: Tensor, bits: Tensor, high: Tensor, low: Tensor) -> None:
+def add_values(out: Tensor, bits: Tensor, high: Tensor, low: Tensor, owner: Tensor | None = None) -> None:
     """To ``out`` [n], for each row of ``bits`` [P, ceil(n / 8)], add ``high[row]`` where set, else ``low[row]``.
 
     One pass over ``out``; rows are added in order, so the result does not depend on the device.
+
+    Args:
+        owner: int32 [ceil(n / 8)]: each byte's column of ``high`` and ``low``, which are [P, T] then.
     """
-    codes = torch.arange(256, device=bits.device)[:, None] >> torch.arange(8, device=bits.device)
-    is_set = (codes & 1).bool()
+    if out.device.type == "meta":
+        return
     # Of every possible byte, the 8 values that it stands for.
-    tables = [torch.where(is_set, one, zero) for one, zero in zip(high.unbind(), low.unbind())]
-    size = _piece(bits.device)
-    for piece, rows in zip(torch.split(out, 8 * size), torch.split(bits, size, dim=1)):
-        for table, row in zip(tables, rows.unbind()):
-            piece += table.index_select(0, row.to(torch.int32)).reshape(-1)[: piece.numel()]
+    tables = torch.where(codes_of_bytes(1, out.device).bool(), high[..., None, None], low[..., None, None])
+    tables, size = tables.view(len(bits), -1, 8), _piece(bits.device)
+    for start in range(0, bits.shape[1], size):
+        piece = out[8 * start : 8 * (start + size)]
+        first = None if owner is None else owner[start : start + size] * 256
+        for table, row in zip(tables.unbind(), bits[:, start : start + size].unbind()):
+            index = row.int() if first is None else first + row
+            piece += look_up(table, index)[: piece.numel()]
+
+
+def codes_of_bytes(bits: int, device: torch.device) -> Tensor:
+    """The codes of so many bits, low bits first, that every byte holds: [256, 8 / bits]."""
+    every, shifts = torch.arange(256, device=device), torch.arange(0, 8, bits, device=device)
+    codes: Tensor = (every[:, None] >> shifts) & (2**bits - 1)
+    return codes
+
+
+def look_up(table: Tensor, index: Tensor) -> Tensor:
+    """Rows of a table, one after another. Short ones travel as one wide number: torch gathers those faster."""
+    wide = _WIDE.get(table.shape[1] * table.element_size())
+    if wide is not None:
+        table, narrow = table.view(wide).view(-1), table.dtype
+        return table.index_select(0, index).view(narrow)
+    return table.index_select(0, index).view(-1)
 
 
 def _piece(device: torch.device) -> int:

@@ -8,8 +8,12 @@ block that holds NaN or infinity has a scale that is not finite; its codes mean 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from thinwire.kernels.bits import codes_of_bytes, look_up
 
 BITS = (2, 4, 8)
 _PIECE = 1 << 16  # elements, which stay in a CPU's cache
@@ -88,7 +92,7 @@ def encode(a: Tensor, bits: int, block: int, norm: str = "max", noise: Tensor | 
         count = x.numel()
         rows = torch.nn.functional.pad(x, (0, -count % block)).view(-1, block) if count % block else x.view(-1, block)
         top = rows.abs().amax(1) if norm == "max" else torch.linalg.vector_norm(rows, dim=1)
-        scales[start // block :][: len(rows)] = top / s
+        torch.div(top, s, out=scales[start // block :][: len(rows)])
         part = None if noise is None else noise[start : start + count]
         made = _codes(rows, top[:, None], s, part)
         first = start * bits // 8
@@ -101,50 +105,64 @@ def add_decoded(out: Tensor, codes: Tensor, scales: Tensor, bits: int, block: in
     if out.device.type == "meta":
         return
     n, s, size = out.numel(), levels(bits), _piece(block, out.device)
+    table = None if bits == 8 else codes_of_bytes(bits, out.device).to(out.dtype).sub_(s)
     for start in range(0, n, size):
         part = out[start : start + size]
         count = part.numel()
         full = count // block * block
         first, end = start * bits // 8, packed_bytes(start + count, bits)
         for row, scale in zip(codes.unbind(), scales.unbind()):
-            level = unpack_codes(row[first:end], count, bits, part.dtype).sub_(s)
+            level = row[first:end].to(out.dtype).sub_(s) if table is None else look_up(table, row[first:end].int())
+            level = level[:count]
             here = scale[start // block :]
             part[:full].view(-1, block).addcmul_(level[:full].view(-1, block), here[: full // block, None])
             if full < count:
                 part[full:].addcmul_(level[full:], here[full // block])
 
 
-def magnitude(a: Tensor, clip: float | None) -> Tensor:
-    """max|a|, 0-dim, but at most ``clip`` root mean squares of ``a``; NaN or infinite if any element is."""
-    if a.device.type == "meta":
-        return a.new_empty(())
-    low, high = torch.aminmax(a)
+def magnitudes(tensors: Sequence[Tensor], clip: float | None) -> Tensor:
+    """max|a| of each tensor, but at most ``clip`` of its root mean squares; NaN or infinite if any element is."""
+    if tensors[0].device.type == "meta":
+        return tensors[0].new_empty(len(tensors))
+    low, high = (torch.stack(ends) for ends in zip(*map(torch.aminmax, tensors)))
     top = torch.maximum(-low, high)
     if clip is None:
         return top
-    limit = torch.linalg.vector_norm(a) * (clip / a.numel() ** 0.5)
+    factors = [clip / a.numel() ** 0.5 for a in tensors]
+    limit = torch.stack(torch._foreach_mul(torch._foreach_norm([*tensors]), factors))
     return torch.where(limit > 0, torch.minimum(top, limit), top)  # no limit where all squares vanish
 
 
 def ternary(a: Tensor, own: Tensor, shared: Tensor, noise: Tensor) -> Tensor:
-    """Clamp ``a`` [n] to +-``own``, then int8 codes -1, 0, 1 whose mean over draws is a / ``shared``."""
+    """Clamp ``a`` to +-``own``, then int8 codes -1, 0, 1 whose mean over draws is a / ``shared``.
+
+    Args:
+        a: ``[n]``; not edited.
+        own, shared: 0-dim; or ``[rows]``, of which ``a`` is a matrix.
+        noise: as of :func:`encode`.
+    """
     codes = torch.empty(a.numel(), dtype=torch.int8, device=a.device)
     if a.device.type == "meta":
         return codes
-    for x, part, out in zip(*(torch.split(t, _piece(1, a.device)) for t in (a, noise, codes))):
-        out.copy_(_codes(torch.clamp(x, -own, own), shared, 1, part)).sub_(1)
+    width = a.numel() // own.numel()
+    size = _piece(width, a.device)
+    pieces = [torch.split(t, size) for t in (a, noise, codes)]
+    tops = [torch.split(t.view(-1, 1), size // width) for t in (own, shared)]
+    for x, part, out, most, top in zip(*pieces, *tops):
+        x = torch.clamp(x.view(-1, width), -most, most)
+        out.copy_(_codes(x, top, 1, part).view(-1)).sub_(1)
     return codes
 
 
 def _codes(x: Tensor, top: Tensor, s: int, noise: Tensor | None) -> Tensor:
     """uint8 codes 0 .. 2 s of ``x`` within +-``top``; NaN is cast to something, its scale rejects the step."""
-    x = (x / torch.where(top > 0, top, 1)).mul_(s)
-    if noise is None:
-        x.round_().add_(s)
-    else:  # the floor of x + u with u in (0, 1); the cast below cuts, and x + s is not negative
-        x.view(-1)[: noise.numel()].add_(noise, alpha=_STEP)
-        x.add_(s + 0.5 + _STEP / 2)
-    return x.clamp_(0, 2 * s).to(torch.uint8)
+    x = x.div(top.masked_fill(top == 0, 1)).mul_(s)
+    if noise is None:  # int8 is what torch casts to fastest
+        return x.round_().clamp_(-s, s).to(torch.int8).view(torch.uint8).add_(s)
+    # The floor of x + u with u in (0, 1): the cast cuts, and x + s is not negative.
+    x.view(-1)[: noise.numel()].add_(noise, alpha=_STEP)
+    x.add_(s + 0.5 + _STEP / 2).clamp_(0, 2 * s)
+    return x.to(torch.int16).to(torch.uint8)
 
 
 def _piece(block: int, device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -43,9 +44,17 @@ def noise(n: int, *words: object, device: torch.device) -> Tensor:
     """
     if device.type == "meta":
         return torch.empty(n, dtype=torch.int16, device=device)
-    draw = (_on_card if device.type == "cuda" else torch.Generator)(device).manual_seed(seed_of(*words))
-    wide = torch.empty(-(-n // 4), dtype=torch.int64, device=device)
-    return wide.random_(-(2**63), None, generator=draw).view(torch.int16)[:n]
+    out = torch.empty(n + -n % 4, dtype=torch.int16, device=device)
+    fill_noise([out], [words])
+    return out[:n]
+
+
+def fill_noise(parts: Sequence[Tensor], words: Sequence[Sequence[object]]) -> None:
+    """Fill int16 tensors, of multiples of 4 elements, each with the ``noise`` of its words."""
+    device = parts[0].device
+    draw = _on_card(device) if device.type == "cuda" else torch.Generator(device)
+    for part, said in zip(parts, words):
+        part.view(torch.int64).random_(-(2**63), None, generator=draw.manual_seed(seed_of(*said)))
 
 
 @cache

@@ -64,7 +64,13 @@ def all_finite(x: Tensor) -> Tensor:
     if x.numel() == 0 or x.device.type == "meta":
         return torch.ones((), dtype=torch.bool, device=x.device)
     low, high = torch.aminmax(x)  # both are NaN if any element is
-    return low.isfinite() & high.isfinite()
+    return torch.maximum(-low, high) < torch.inf
+
+
+def split_message(messages: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Messages [P, bytes] of ``count`` scales and then codes: the scales [P, count], and the codes [P, bytes]."""
+    head = count * dtype.itemsize
+    return messages[:, :head].reshape(-1).view(dtype).view(-1, count), messages[:, head:]
 
 
 def poison(finite: Tensor, value: float, dtype: torch.dtype) -> Tensor:

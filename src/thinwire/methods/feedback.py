@@ -6,6 +6,7 @@ so nothing is lost, only late. Residuals are kept per parameter name in fp32 wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from thinwire.methods.base import check_count
 from thinwire.program import Bucket, Slot, State
+
+_LARGE = 1 << 12  # elements
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,30 @@ def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
     return torch.addcdiv(residual, slot.value.to(residual.dtype), slot.scale.to(residual.dtype), out=out)
 
 
-def accumulate_flat(bucket: Bucket, state: State) -> Tensor:
-    """A = M + E of a whole bucket, 1-D."""
-    out = state.spare(bucket.slots)
-    for slot, piece in zip(bucket.slots, bucket.split(out)):
-        accumulate(slot, state, piece)
+def accumulate_all(slots: Sequence[Slot], state: State, pieces: Sequence[Tensor]) -> None:
+    """A = M + E of some parameters, into memory of their shapes. One call for all; on a CPU large ones on their own,
+    in one pass instead of two."""
+    together = []
+    for slot, piece in zip(slots, pieces):
+        if slot.value is None or piece.device.type == "meta" or (piece.device.type == "cpu" and slot.numel >= _LARGE):
+            accumulate(slot, state, piece)
+        else:
+            together.append((slot, piece, slot.value))
+    if together:
+        sums = [piece for _, piece, _ in together]
+        torch._foreach_copy_(sums, [value for _, _, value in together])
+        scale = together[0][0].scale
+        if scale is not None:
+            torch._foreach_div_(sums, scale)
+        torch._foreach_add_(sums, [state.residual(slot) for slot, _, _ in together])
+
+
+def accumulate_flat(bucket: Bucket, state: State, size: int | None = None) -> Tensor:
+    """A = M + E of a whole bucket, 1-D; with zeros behind it up to ``size`` elements."""
+    out = state.spare(bucket.slots, size=size)
+    accumulate_all(bucket.slots, state, bucket.split(out[: bucket.numel]))
+    if out.numel() > bucket.numel:
+        out[bucket.numel :].zero_()
     return out
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.kernels.quantise import add_decoded, encode, levels
-from thinwire.methods.base import all_finite, poison
+from thinwire.kernels.quantise import add_decoded, encode
+from thinwire.methods.base import all_finite, poison, split_message
 from thinwire.methods.feedback import accumulate_flat, stage_flat
 from thinwire.methods.prices import ACCUMULATE, COPY, DECODE, ENCODE, IN_PLACE, WRITE, Prices
 from thinwire.program import AllGather, AllToAll, Bucket, Program, State
@@ -25,46 +25,39 @@ _BITS = 8
 def two_step(bucket: Bucket, state: State, block: int) -> Program:
     """All-to-all of codes, sum, encode again, all-gather."""
     n = bucket.numel
-    a = accumulate_flat(bucket, state)
-    total, blocks, size = yield from scatter(a, state.size, block)
-    chunk = total.numel()
+    blocks, size = _layout(n, state.size, block)
+    chunk = blocks * size
+    a = accumulate_flat(bucket, state, state.size * chunk)
+    total = yield from scatter(a, state.size, size)
     codes, scales = encode(total, _BITS, size)
     everyone = yield AllGather(torch.cat([scales.view(torch.uint8), codes]))
     add_decoded(total, codes[None], -scales[None], _BITS, size)
-    mine = a[state.rank * chunk : (state.rank + 1) * chunk]
-    mine += total[: mine.numel()]
-    stage_flat(bucket, state, a)
-    codes, scales = _parts(everyone, blocks, a.dtype)
+    a[state.rank * chunk : (state.rank + 1) * chunk] += total
+    stage_flat(bucket, state, a[:n])
+    scales, codes = split_message(everyone, blocks, a.dtype)
     finite = all_finite(scales)
     state.verdict(finite)
-    mean = torch.zeros(n, dtype=a.dtype, device=a.device)
+    mean = torch.zeros(a.numel(), dtype=a.dtype, device=a.device)
     add_decoded(mean, codes.reshape(1, -1), scales.reshape(1, -1), _BITS, size)
-    bucket.write_gradient(mean.div_(poison(finite, state.size, a.dtype)))
+    bucket.write_gradient(mean[:n].div_(poison(finite, state.size, a.dtype)))
 
 
-def scatter(a: Tensor, ranks: int, block: int) -> Generator[Any, Tensor, tuple[Tensor, int, int]]:
-    """The first step, half of an all-reduce: each rank receives the sum of its own chunk.
+def scatter(a: Tensor, ranks: int, size: int) -> Generator[Any, Tensor, Tensor]:
+    """The first step, half of an all-reduce: each rank receives the sum of its own chunk, ``[n / ranks]``.
 
     Args:
-        a: ``[n]``, fp32 or fp64; what was not sent of it is left there.
+        a: ``[n]``, fp32 or fp64, a chunk of whole blocks for each rank; what was not sent of it is left there.
         ranks: of the world.
-        block: elements that share a scale, at most.
-
-    Returns:
-        The sum ``[chunk]``, ``chunk >= n / ranks``; blocks per chunk; elements per block.
+        size: elements in a block.
     """
-    n = a.numel()
-    blocks, size = _layout(n, ranks, block)
-    chunk = blocks * size
     codes, scales = encode(a, _BITS, size)
     add_decoded(a, codes[None], -scales[None], _BITS, size)
-    # The last chunks are filled up with zeros: a code in the middle, and scales of 0.
-    scales = torch.cat([scales, scales.new_zeros(ranks * blocks - scales.numel())]).view(ranks, blocks)
-    codes = torch.cat([codes, codes.new_full((ranks * chunk - n,), levels(_BITS))]).view(ranks, chunk)
-    received = yield AllToAll(torch.cat([scales.view(torch.uint8), codes], dim=1))
-    total = torch.zeros(chunk, dtype=a.dtype, device=a.device)
-    add_decoded(total, *_parts(received, blocks, a.dtype), _BITS, size)
-    return total, blocks, size
+    scales = scales.view(ranks, -1)
+    received = yield AllToAll(torch.cat([scales.view(torch.uint8), codes.view(ranks, -1)], dim=1))
+    total = torch.zeros(a.numel() // ranks, dtype=a.dtype, device=a.device)
+    scales, codes = split_message(received, scales.shape[1], a.dtype)
+    add_decoded(total, codes, scales, _BITS, size)
+    return total
 
 
 def payload(sizes: Sequence[int], block: int) -> list[int]:
@@ -85,10 +78,3 @@ def _layout(n: int, ranks: int, block: int) -> tuple[int, int]:
     chunk = -(-n // ranks)
     blocks = -(-chunk // block)
     return blocks, -(-chunk // blocks)
-
-
-def _parts(messages: Tensor, blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Messages [P, bytes] -> codes [P, chunk], scales [P, blocks]."""
-    head = blocks * dtype.itemsize
-    scales = messages[:, :head].reshape(-1).view(dtype).view(-1, blocks)
-    return messages[:, head:], scales

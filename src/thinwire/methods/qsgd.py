@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from thinwire.kernels.quantise import BITS, add_decoded, encode, packed_bytes
-from thinwire.kernels.seeding import noise
-from thinwire.methods.base import all_finite, check_choice, check_count, check_merge, own_memory, poison
+from thinwire.methods.base import all_finite, check_choice, check_count, check_merge, poison, split_message
 from thinwire.methods.prices import DECODE, DRAW, ENCODE, IN_PLACE, WRITE, Prices, elements
+from thinwire.methods.rows import Rows
 from thinwire.planner.costs import Costs
-from thinwire.program import AllGather, Bucket, Method, Program, Slot, State, Topology, working_dtype
+from thinwire.program import AllGather, Bucket, Method, Program, State, Topology
 
 
 def check_block(block: Any) -> None:
@@ -81,31 +80,15 @@ class QSGD(Method):
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-gather of scales and codes."""
-        slots = [slot for slot in bucket.slots if slot.numel]
-        if not slots:
+        rows = Rows.of(bucket, self.block)
+        if not rows.slots:
             return
-        codes, scales = zip(*(self._encode(slot, state) for slot in slots))
-        everyone = yield AllGather(torch.cat([torch.cat(scales).view(torch.uint8), *codes]))
-        dtype, blocks = working_dtype(bucket.dtype), [s.numel() for s in scales]
-        start = sum(blocks) * dtype.itemsize
-        table = everyone[:, :start].reshape(-1).view(dtype).view(-1, sum(blocks))
-        finite = all_finite(table)
+        a = rows.gradients()
+        codes, scales = encode(a, self.bits, self.block, self.norm, rows.noise(self.seed, state))
+        everyone = yield AllGather(torch.cat([scales.view(torch.uint8), *rows.cut(codes)]))
+        scales, codes = split_message(everyone, rows.count, a.dtype)
+        finite = all_finite(scales)
         state.verdict(finite)
-        divisor = poison(finite, state.size, dtype)
-        for slot, mine in zip(slots, table.split(blocks, dim=1)):
-            end = start + packed_bytes(slot.numel, self.bits)
-            self._deliver(slot, everyone[:, start:end], mine, divisor)
-            start = end
-
-    def _encode(self, slot: Slot, state: State) -> tuple[Tensor, Tensor]:
-        draw = noise(slot.numel, self.seed, slot.name, state.step, state.rank, device=slot.device)
-        return encode(slot.gradient().view(-1), self.bits, self.block, self.norm, draw)
-
-    def _deliver(self, slot: Slot, codes: Tensor, scales: Tensor, divisor: Tensor) -> None:
-        """Write the mean of what the ranks' codes [P, bytes] and scales [P, blocks] stand for."""
-        target = own_memory(slot)
-        out = scales.new_empty(slot.numel) if target is None else target.view(-1)
-        add_decoded(out.zero_(), codes, scales, self.bits, self.block)
-        out.div_(divisor)
-        if target is None:
-            slot.write(out)
+        codes = rows.spread(codes, packed_bytes(self.block, self.bits))
+        add_decoded(a.zero_(), codes, scales, self.bits, self.block)  # fresh memory costs more
+        rows.write(a.div_(poison(finite, state.size, a.dtype)))

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.bits import add_values, pack_bits, pack_signs
-from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge, own_memory, poison
-from thinwire.methods.feedback import accumulate
+from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge, poison, split_message
 from thinwire.methods.prices import ACCUMULATE, IN_PLACE, WRITE, Prices, elements
+from thinwire.methods.rows import Rows
 from thinwire.planner.costs import Costs
-from thinwire.program import AllGather, Bucket, Method, Program, Slot, State, Topology, working_dtype
+from thinwire.program import AllGather, Bucket, Method, Program, State, Topology
 
 
 @dataclass(frozen=True)
@@ -81,52 +81,42 @@ class SignSGD(Method):
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-gather of scales and bits."""
-        slots = [slot for slot in bucket.slots if slot.numel]
-        if not slots:
+        rows = Rows.of(bucket, 8)  # a byte of bits
+        if not rows.slots:
             return
-        scales, bits = [], []
-        for slot in slots:
-            a = accumulate(slot, state) if self.error_feedback else slot.gradient()
-            code, pair = self._encode(a.reshape(-1), state)
-            scales.append(pair[: self.levels])
-            bits.append(code)
-            if self.error_feedback:
-                add_values(a.view(-1), code[None], -pair[:1], -pair[1:])
-                state.stage(slot.name, residual=a)
-        message = torch.cat([torch.cat(scales).view(torch.uint8), *bits])
-        everyone = yield AllGather(message)
-        dtype, head = working_dtype(bucket.dtype), self.levels * len(slots)
-        start = head * dtype.itemsize
-        table = everyone[:, :start].reshape(-1).view(dtype).view(-1, len(slots), self.levels)
+        a = rows.accumulate(state) if self.error_feedback else rows.gradients()
+        bits, values = self._encode(a, rows, state)
+        if self.error_feedback:
+            high, low = -values
+            add_values(a, bits[None], high[None], low[None], rows.owner)
+            rows.stage(state, a)
+        scales = values[: self.levels].T.reshape(-1)
+        everyone = yield AllGather(torch.cat([scales.view(torch.uint8), bits]))
+        table, bits = split_message(everyone, scales.numel(), a.dtype)
         finite = all_finite(table)
         state.verdict(finite)
-        divisor = poison(finite, 1 if self.vote == "majority" else state.size, dtype)
-        for i, slot in enumerate(slots):
-            end = start + bits[i].numel()
-            self._deliver(slot, everyone[:, start:end], table[:, i], divisor)
-            start = end
-
-    def _encode(self, a: Tensor, state: State) -> tuple[Tensor, Tensor]:
-        """The bits of a 1-D tensor, and the two values that they stand for, [2]; NaN or inf if any element is."""
+        high, low = table[:, :: self.levels], table[:, 1::2] if self.levels == 2 else -table
+        total = torch.zeros_like(a) if self.error_feedback else a.zero_()
+        add_values(total, bits, high, low, rows.owner)
         if self.vote == "majority":
-            turn = (torch.arange(a.numel(), device=a.device) + (state.step + state.rank)) % 2 == 1
+            total.sign_()
+        rows.write(total.div_(poison(finite, 1 if self.vote == "majority" else state.size, a.dtype)))
+
+    def _encode(self, a: Tensor, rows: Rows, state: State) -> tuple[Tensor, Tensor]:
+        """The bits, and the two values that they stand for in each tensor, [2, T]; NaN or inf if any element is."""
+        tensors = rows.cut(a)
+        if self.vote == "majority":
+            turn = 0b01010101 if (state.step + state.rank) % 2 else 0b10101010
             one = poison(all_finite(a), 1.0, a.dtype)
-            return pack_bits(torch.where(a == 0, turn, a > 0)), torch.stack([one, -one])
+            bits = pack_bits(a > 0) | (pack_bits(a == 0) & turn)
+            return bits, torch.stack([one, -one])[:, None].repeat(1, len(tensors))
+        if a.device.type == "meta":
+            return pack_signs(a), a.new_empty(2, len(tensors))
         if self.levels == 1:
-            scale = torch.linalg.vector_norm(a, 1) / a.numel()
+            scale = torch.stack(torch._foreach_norm(tensors, 1)) / rows.sizes
             return pack_signs(a), torch.stack([scale, -scale])
         mask = a >= 0
-        high = torch.where(mask, a, 0).sum() / mask.sum().clamp(min=1)
-        low = torch.where(mask, 0, a).sum() / (~mask).sum().clamp(min=1)
-        return pack_bits(mask), torch.stack([high, low])
-
-    def _deliver(self, slot: Slot, bits: Tensor, scales: Tensor, divisor: Tensor) -> None:
-        """Write the mean, or the majority, of what the ranks' bits [P, bytes] and scales [P, levels] stand for."""
-        target = own_memory(slot)
-        out = scales.new_empty(slot.numel) if target is None else target.view(-1)
-        add_values(out.zero_(), bits, scales[:, 0], scales[:, 1] if self.levels == 2 else -scales[:, 0])
-        if self.vote == "majority":
-            out.sign_()
-        out.div_(divisor)
-        if target is None:
-            slot.write(out)
+        above = torch.stack([x.sum() for x in rows.cut(mask)])
+        sums = torch.stack([x.sum() for half in (a.clamp(min=0), a.clamp(max=0)) for x in rows.cut(half)])
+        counts = torch.stack([above, rows.sizes - above])
+        return pack_bits(mask), sums.view(2, -1) / counts.clamp(min=1)

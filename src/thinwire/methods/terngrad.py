@@ -21,14 +21,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.kernels.quantise import magnitude, ternary
-from thinwire.kernels.seeding import noise
+from thinwire.kernels.quantise import magnitudes, ternary
 from thinwire.methods.base import all_finite, check_count, check_merge, poison
 from thinwire.methods.prices import COPY, DRAW, IN_PLACE, READ, TERNARY, Prices, elements
+from thinwire.methods.rows import Rows
 from thinwire.planner.costs import Costs
-from thinwire.program import AllGather, AllReduce, Bucket, Method, Program, State, Topology, working_dtype
+from thinwire.program import AllGather, AllReduce, Bucket, Method, Program, State, Topology
 
 _MOST_RANKS = 127  # whose sum an int8 holds
+_WIDTH = 512  # of a row
 
 
 @dataclass(frozen=True)
@@ -73,22 +74,19 @@ class TernGrad(Method):
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """The largest scales by all-gather, then one all-reduce of int8."""
         _check_ranks(state.size)
-        slots = [slot for slot in bucket.slots if slot.numel]
-        if not slots:
+        rows = Rows.of(bucket, _WIDTH)
+        if not rows.slots:
             return
-        gradients = [slot.gradient().view(-1) for slot in slots]
-        own = [magnitude(g, self.clip) for g in gradients]
-        shared = _largest((yield AllGather(torch.stack(own))))
+        a = rows.gradients()
+        own = magnitudes(rows.cut(a), self.clip)
+        shared = _largest((yield AllGather(own)))
         finite = all_finite(shared)
         state.verdict(finite)
-        codes = []
-        for slot, g, mine, scale in zip(slots, gradients, own, shared.unbind()):
-            draw = noise(slot.numel, self.seed, slot.name, state.step, state.rank, device=slot.device)
-            codes.append(ternary(g, mine, scale, draw))
-        total = yield AllReduce(torch.cat(codes))
-        divisor = poison(finite, state.size, working_dtype(bucket.dtype))
-        for slot, piece, scale in zip(slots, total.split([slot.numel for slot in slots]), shared.unbind()):
-            slot.write(piece.to(scale.dtype).mul_(scale).div_(divisor))
+        scale = shared.index_select(0, rows.owner)
+        codes = ternary(a, own.index_select(0, rows.owner), scale, rows.noise(self.seed, state))
+        codes = yield AllReduce(torch.cat(rows.cut(codes)))
+        a.copy_(rows.spread(codes, _WIDTH)).view(-1, _WIDTH).mul_(scale[:, None])
+        rows.write(a.div_(poison(finite, state.size, a.dtype)))
 
 
 def _largest(scales: Tensor) -> Tensor:

@@ -82,16 +82,22 @@ class Slot:
 
     def write(self, x: Tensor) -> None:
         """Deliver the averaged gradient (unscaled units, any shape with the right number of elements)."""
-        if self.scale is not None:
-            x = x * self.scale
-        if self.result is None:
-            self.result = (
-                torch.empty(self.shape, dtype=self.dtype, device=self.device) if self.value is None else self.value
+        deliver([self], [x if self.scale is None else x * self.scale])
+
+
+def deliver(slots: Sequence[Slot], averages: Sequence[Tensor]) -> None:
+    """Put averages, in the units and order of the gradients, into the slots' results: one copy for all."""
+    for slot in slots:
+        if slot.result is None:
+            slot.result = (
+                torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) if slot.value is None else slot.value
             )
-        self.result.copy_(x.reshape(self.shape))
-        if self.value is None and self.dtype != x.dtype and self.numel and not x.is_meta:
+    results = [slot.result for slot in slots if slot.result is not None]
+    torch._foreach_copy_(results, [x.reshape(slot.shape) for slot, x in zip(slots, averages)])
+    for slot, x in zip(slots, averages):
+        if slot.value is None and slot.dtype != x.dtype and slot.numel and not x.is_meta:
             nobody = x.signbit().all() & ~x.any()  # what rounds to -0.0 is not the -0.0 of nobody's
-            self.result.view(-1)[:1].add_(torch.where(nobody, -0.0, 0.0).to(self.dtype))
+            slot.result.view(-1)[:1].add_(torch.where(nobody, -0.0, 0.0).to(slot.dtype))  # type: ignore[union-attr]
 
 
 class Bucket:
@@ -104,6 +110,9 @@ class Bucket:
         buffer: memory for ``flat``, with at least ``numel`` elements; allocated when needed if None.
         kept: elements that a sparse method sends, where the plan says so; 0: it does not.
         views: ``buffer`` cut into the slots' shapes, where somebody has done so before.
+
+    Attributes:
+        memo: what programs have made of the shapes alone, kept from step to step.
     """
 
     def __init__(
@@ -127,6 +136,7 @@ class Bucket:
         self._views = views
         self._firsts: list[Tensor] | None = None  # elements of ``flat``
         self._flat: Tensor | None = None
+        self.memo: dict[object, object] = {}
         if not self.dtype.is_floating_point:
             raise ValueError(f"{self.slots[0].name} is {self.dtype}: gradients are floating-point numbers")
         for slot in self.slots:
@@ -224,13 +234,12 @@ class Bucket:
 
     def gradient(self) -> Tensor:
         """All gradients concatenated, working dtype, unscaled: a new tensor that the program may edit."""
-        x = torch.cat([slot.raw().reshape(-1).to(working_dtype(self.dtype)) for slot in self.slots])
+        x = torch.cat([slot.raw().reshape(-1) for slot in self.slots]).to(working_dtype(self.dtype))
         return x if self.scale is None else x.div_(self.scale)
 
     def write_gradient(self, x: Tensor) -> None:
         """Deliver all averaged gradients, unscaled units: the counterpart of ``gradient()``."""
-        for slot, piece in zip(self.slots, self.split(x)):
-            slot.write(piece)
+        deliver(self.slots, self.split(x if self.scale is None else x * self.scale))
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Cut a 1-D tensor of ``numel`` elements into the slots' shapes (views)."""

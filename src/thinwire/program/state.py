@@ -120,13 +120,15 @@ class State:
         """A tensor equal on all ranks (a factor, a query) that was staged under ``field``, or None."""
         return self.fields.get((field, name))
 
-    def spare(self, slots: Sequence[Slot], field: str | None = None) -> Tensor:
-        """Memory [elements of all slots] for the residual, or local field, that they will stage; not that in force.
+    def spare(self, slots: Sequence[Slot], field: str | None = None, size: int | None = None) -> Tensor:
+        """Memory for the residual, or local field, that the slots will stage; not that in force.
+
+        [``size``]; None: the elements of all of them.
 
         On CPUs two buffers take turns: fresh memory costs more (page faults) than all the arithmetic of a step.
         """
         held = [self.residual(s) if field is None else self.local(field, s) for s in slots]
-        size, like = sum(s.numel for s in slots), held[0]
+        size, like = sum(s.numel for s in slots) if size is None else size, held[0]
         if like.device.type != "cpu":
             return like.new_empty(size)
         taken = {x.untyped_storage().data_ptr() for x in held}

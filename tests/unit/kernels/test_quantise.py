@@ -6,7 +6,7 @@ from thinwire.kernels.quantise import (
     add_decoded,
     encode,
     levels,
-    magnitude,
+    magnitudes,
     pack_codes,
     packed_bytes,
     ternary,
@@ -15,6 +15,10 @@ from thinwire.kernels.quantise import (
 from thinwire.kernels.seeding import noise
 
 CPU = torch.device("cpu")
+
+
+def magnitude(a, clip):
+    return magnitudes([a], clip)[0]
 
 
 def normal(n, seed=0, dtype=torch.float64):
