@@ -58,9 +58,8 @@ class Buffers:
                     if not x.is_cuda and torch.equal(piece, _bytes(x)):  # the host would wait for a card's answer
                         continue
                     value = piece.view(x.dtype).view(x.shape)
-                    if (
-                        owner.norm or x.is_cuda
-                    ):  # as BatchNorm itself does: a second backward may have saved this version
+                    if owner.norm or x.is_cuda:
+                        # As BatchNorm itself does: a second backward may have saved this version.
                         x.data.copy_(value)
                     elif self._comm.rank:
                         x.copy_(value)
