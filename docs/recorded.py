@@ -290,6 +290,12 @@ def bucket_view(data: Any) -> Iterator[Row]:
         yield claim(f"ssgd, step with .grad in the bucket / with its own, {row['model']}", row["ratio"])
 
 
+def encode_time(data: Any) -> Iterator[Row]:
+    """Quantisers that work on whole buckets, beside the commit before which they worked tensor by tensor."""
+    for row in data["rows"]:
+        yield claim(f"{row['method']}, whole buckets / tensor by tensor, {row['model']}", row["ratio"], at_most=1.0)
+
+
 def lars(data: Any) -> Iterator[Row]:
     """The price of the norms, and how exact the rates are."""
     for row in data["rows"]:
@@ -333,6 +339,7 @@ SOURCES = {
     "hsdp": Source("python benchmarks/hsdp.py", "adapters/fsdp2.md", hsdp),
     "peers": Source("make -C benchmarks/peers", "peers.md", peers),
     "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
+    "encode_time": Source("python benchmarks/encode_time.py", "results.md", encode_time),
     "lars": Source("python benchmarks/lars.py", "large_batch.md", lars),
     "cache": Source("python benchmarks/cache.py", "data.md", cache),
     "locality": Source("python benchmarks/locality.py", "data.md", locality),
