@@ -24,6 +24,7 @@ def test_every_method_is_right_on_ranks():
     assert {row["method"] for row in found["rows"] if row["worst"] is None} == set(on_ranks.DRAWN)
 
 
+@pytest.mark.slow
 def test_times_of_every_method():
     found = gpu_report.on_ranks(2, "--device", "cpu", "--timed", "16")
     assert found["ended"], found["errors"]

@@ -104,7 +104,7 @@ def _sharded(rank, size, cases):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_is_the_joint_batch(size):
     cases = CASES if size == 4 else CASES[1:4:2]
     cases = [*cases, {"schedule": f"kaisa:1/{size}"}]

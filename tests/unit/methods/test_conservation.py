@@ -35,6 +35,7 @@ def test_every_step_and_telescoped(method):
     run(method, LocalWorld(4, plan=PLAN), 60, 1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [ACP(rank=2, min_rate=1), PowerSGD(rank=2, min_rate=1), SignSGD()], ids=label)
 def test_five_hundred_steps(method):
     run(method, LocalWorld(4, plan=[["w", "b"]]), 500, 1e-13, {"w": (12, 9), "b": (5,)})
