@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import thinwire.collectives.rest  # noqa: F401  # for its part in the process's end
 from thinwire.collectives.bounded import bounded, seconds_of
 from thinwire.collectives.mesh import Mesh, open_mesh
 from thinwire.program.ops import Scope
