@@ -83,31 +83,50 @@ class _Left:
     where: str
 
 
+@dataclass(frozen=True)
+class _Use:
+    """A launch that has read or written elements from ``first`` to below ``end``."""
+
+    stream: Stream
+    time: int
+    first: int
+    end: int
+    how: str
+
+    def meets(self, other: _Use) -> bool:
+        return self.first < other.end and other.first < self.end
+
+    def within(self, other: _Use) -> bool:
+        return other.first <= self.first and self.end <= other.end
+
+
 class Memory:
     """One storage, alive as long as a tensor on it is."""
 
     def __init__(self, card: Card, storage: Any, stream: Stream, where: str) -> None:
         self.card, self.storage, self.home, self.made = card, storage, stream, where
-        self.written: tuple[Stream, int, str] | None = None
-        self.read: dict[Stream, tuple[int, str]] = {}  # since it was written
+        self.written: list[_Use] = []
+        self.read: list[_Use] = []  # since it was written
         self.used: dict[Stream, tuple[int, str]] = {}
         self.recorded: set[Stream] = set()
         self.before = stream.free  # what may have been here before
         stream.free = [left for left in stream.free if stream.clock.get(left.stream, 0) < left.time]
 
-    def use(self, stream: Stream, where: str, *, write: bool) -> None:
+    def use(self, stream: Stream, where: str, inner: torch.Tensor, *, write: bool) -> None:
+        """A launch reads or writes the tensor ``inner`` on it: what lies between its first and its last element."""
         now, verb = stream.clock[stream], "writes" if write else "reads"
-        before = [] if self.written is None else [(*self.written[:2], f"written at {self.written[2]}")]
-        if write:
-            before += [(other, time, f"read at {place}") for other, (time, place) in self.read.items()]
-        for other, time, how in before:
-            if stream.clock.get(other, 0) < time:
-                what = f"{stream} {verb} what {other} has {how}, in no order (made at {self.made})"
+        size, first = inner.element_size(), inner.storage_offset()
+        span = 1 + sum((n - 1) * step for n, step in zip(inner.shape, inner.stride())) if inner.numel() else 0
+        use = _Use(stream, now, first * size, (first + span) * size, f"{'written' if write else 'read'} at {where}")
+        for other in self.written + self.read if write else self.written:
+            if use.meets(other) and stream.clock.get(other.stream, 0) < other.time:
+                what = f"{stream} {verb} what {other.stream} has {other.how}, in no order (made at {self.made})"
                 self.card.find("RACE", what, where)
         if write:
-            self.written, self.read = (stream, now, where), {}
+            self.written = [other for other in self.written if not other.within(use)] + [use]
+            self.read = [other for other in self.read if not other.within(use)]
         else:
-            self.read[stream] = now, where
+            self.read = [other for other in self.read if other.stream is not stream or not other.within(use)] + [use]
         self.used[stream] = now, where
         before, self.before = self.before, []
         for left in before:
@@ -142,6 +161,10 @@ class OnCard(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         card = next(x.memory.card for x in _tensors(args, kwargs or {}) if isinstance(x, OnCard))
         return card.launch(func, args, kwargs or {})
+
+    def use(self, stream: Stream, where: str, *, write: bool) -> None:
+        """A launch reads or writes it."""
+        self.memory.use(stream, where, self.inner, write=write)
 
     def __repr__(self, **_: Any) -> str:
         return f"OnCard({self.inner!r})"
@@ -469,7 +492,7 @@ class Card:
                 if (argument.alias_info is not None and argument.alias_info.is_write) is write:
                     for one in x if isinstance(x, (list, tuple)) else (x,):
                         if isinstance(one, OnCard):
-                            one.memory.use(stream, where, write=write)
+                            one.use(stream, where, write=write)
 
     def _wrapped(
         self, result: Any, cards: list[OnCard], device: torch.device, stream: Stream, where: str, quiet: bool
@@ -484,8 +507,8 @@ class Card:
                     raise NotImplementedError("an operation that changes a shape in place")
                 return x
         made = self.wrap(result, device, where)
-        if not quiet and made.memory.written is None:
-            made.memory.use(stream, where, write=True)
+        if not quiet and not made.memory.written:
+            made.use(stream, where, write=True)
         return made
 
     def _from_host(self, func: Any, args: Any, kwargs: dict[str, Any], asked: Any, where: str) -> Any:
@@ -504,7 +527,7 @@ class Card:
             device, result = target.device, target
             target.inner.copy_(source)
         stream = self.kernel("copy from the host", device.index, where, device.index)
-        result.memory.use(stream, where, write=True)
+        result.use(stream, where, write=True)
         if (source.dim() or not into) and (blocking or not _pinned(source)):  # else a kernel's argument
             self.waited("a copy from the host that waits" if blocking else "a copy from pageable memory", stream)
         return result
@@ -513,7 +536,7 @@ class Card:
         """A copy of a tensor, on the host."""
         where, index = self.where(), source.get_device()
         stream = self.kernel("copy to the host", index, where, index)
-        source.memory.use(stream, where, write=False)
+        source.use(stream, where, write=False)
         if not non_blocking:
             self.waited("a copy to the host", stream)
         return source.inner.detach().to(dtype=dtype or source.dtype, copy=True)

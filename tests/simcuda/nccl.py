@@ -121,8 +121,8 @@ class Nccl:
         stream = group.stream
         stream.wait_stream(current)
         stream.launched()
-        read.memory.use(stream, where, write=False)
-        written.memory.use(stream, where, write=True)
+        read.use(stream, where, write=False)
+        written.use(stream, where, write=True)
         written.inner.copy_(value(read.inner).reshape(written.shape))
         work = Work(stream, [read, written])
         if async_op:

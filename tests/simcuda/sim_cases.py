@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from training import Conv, training
+from training import SECOND, Conv, Net, training, two_cards
 from worlds import EVERY, label
 from wrapped import ddp, fsdp2
 
@@ -22,7 +22,6 @@ STEPS = 6
 """Two exact ones, the first two of the method, two that are like all others: low rank takes turns."""
 
 Case = Callable[..., AbstractContextManager[Any]]
-_second = torch.device("cuda:1")
 _low = {"rank": 2, "min_rate": 1.0}
 _kfac = {"factor_every": 1, "inverse_every": 2, "costs": Costs.of_link(1e9, 50e-6, 4)}
 
@@ -59,6 +58,8 @@ WAYS: dict[str, Case] = {
     "unused": partial(training, "ssgd", find_unused_parameters=True),
     "unused and topk": partial(training, "topk", density=0.1, find_unused_parameters=True),
     "unused and dear": partial(training, "dear", find_unused_parameters=True),
+    "unused by all": partial(training, "ssgd", model=partial(Net, short=True)),
+    "unused by all, dear": partial(training, "dear", model=partial(Net, short=True)),
     "dear, checked": partial(training, "dear", check=True),
     "dear, eager": partial(training, "dear", eager=True),
     "dear, one layer eager": partial(training, "dear", eager=("last",)),
@@ -85,12 +86,16 @@ WAYS: dict[str, Case] = {
     "K-FAC, mpd": partial(training, "ssgd", kfac={**_kfac, "schedule": "mpd"}),
     "K-FAC, kaisa": partial(training, "ssgd", kfac={**_kfac, "schedule": "kaisa:1/2"}),
     "K-FAC, dp": partial(training, "ssgd", kfac={**_kfac, "schedule": "dp"}),
-    "cuda:1": partial(training, "ssgd", device=_second),
-    "cuda:1, dear": partial(training, "dear", device=_second),
-    "cuda:1, topk": partial(training, "topk", density=0.1, device=_second),
-    "cuda:1, histogram": partial(training, "topk", density=0.1, select="histogram", device=_second),
-    "cuda:1, adaptive": partial(training, "ssgd", plan="adaptive", device=_second),
-    "cuda:1, K-FAC": partial(training, "ssgd", kfac=_kfac, device=_second),
+    "cuda:1": partial(training, "ssgd", device=SECOND),
+    "cuda:1, dear": partial(training, "dear", device=SECOND),
+    "cuda:1, topk": partial(training, "topk", density=0.1, device=SECOND),
+    "cuda:1, histogram": partial(training, "topk", density=0.1, select="histogram", device=SECOND),
+    "cuda:1, adaptive": partial(training, "ssgd", plan="adaptive", device=SECOND),
+    "cuda:1, K-FAC": partial(training, "ssgd", kfac=_kfac, device=SECOND),
+    "two cards": partial(two_cards, "ssgd"),
+    "two cards, dear": partial(two_cards, "dear"),
+    "two cards, topk": partial(two_cards, "topk", density=0.1, select="histogram"),
+    "two cards, acp": partial(two_cards, "acp", **_low),
     "DDP": partial(ddp, "ssgd"),
     "DDP, topk": partial(ddp, "topk", density=0.1),
     "DDP, acp": partial(ddp, "acp", **_low),

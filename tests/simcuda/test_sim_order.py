@@ -2,14 +2,19 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from nccl import disagreement
 from sim_cases import METHODS, STEPS, WAYS
-from training import DEVICE, Branches, training
+from training import DEVICE, Branches, place, training
 
+from thinwire.collectives.transport import Pending
+from thinwire.engine.streams import StreamExecutor
 from thinwire.methods.ssgd import SSGD
+from thinwire.program import AllReduce
 
 
 @pytest.mark.parametrize("method", ["ssgd", "topk", "dear"])
@@ -32,6 +37,28 @@ def test_gradients_of_one_bucket_from_several_streams(method):
             run.optimizer.zero_grad()
             run.sync.synchronize()
     assert not Counter(map(str, run.card.findings))
+
+
+def test_one_bucket_computes_while_another_is_on_the_wire():
+    """The second comes after nothing that the first has sent; the third after all of it, on its stream."""
+    with place(0, None, None) as (card, nccl):
+        x = torch.ones(8, device=DEVICE)
+        seen = []
+
+        def program():
+            seen.append(nccl.world.stream in card.current_stream(DEVICE).clock)
+            yield AllReduce(torch.ones(8, device=DEVICE) * x)
+
+        def issue(op, *_):
+            return Pending((dist.all_reduce(op.tensor, group=nccl.world, async_op=True),), lambda: op.tensor)
+
+        executor = StreamExecutor(SimpleNamespace(issue=issue), DEVICE)
+        executor.begin(3, lambda bucket: program())
+        for bucket in range(3):
+            executor.ready(bucket)
+        assert executor.finish() is None
+        assert seen == [False, False, True]
+        assert not card.findings
 
 
 ISSUING = [name for name in METHODS if "select=" not in name]

@@ -19,18 +19,19 @@ from thinwire.kernels.select.histogram import digits
 from thinwire.kfac import KFAC
 from thinwire.program import Topology
 
-DEVICE = torch.device("cuda:0")
+DEVICE, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 RANKS = 4
 
 
 class Net(nn.Module):
     """Seven parameters, of which methods compress three."""
 
-    def __init__(self) -> None:
+    def __init__(self, short: bool = False) -> None:
+        """``short``: the last layer is not used."""
         super().__init__()
         self.first, self.norm = nn.Linear(24, 32), nn.LayerNorm(32)
         self.middle, self.last = nn.Linear(32, 16, bias=False), nn.Linear(16, 8)
-        self.short = False  # the last layer is not used
+        self.short = short
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.middle(self.norm(self.first(x).tanh())).tanh()
@@ -79,12 +80,15 @@ class Training:
         self.passes = 1
         self._numbers = torch.Generator().manual_seed(1)
 
-    def backward(self) -> None:
-        """Forward and backward of random examples."""
+    def loss(self) -> Tensor:
+        """Of random examples."""
         first = next(self.model.parameters())
         x = torch.randn(6, 24, generator=self._numbers).pin_memory().to(first.device, first.dtype, non_blocking=True)
-        loss = self.model(x).square().mean()
-        del x
+        return self.model(x).square().mean()
+
+    def backward(self) -> None:
+        """Forward and backward."""
+        loss = self.loss()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self) -> None:
@@ -110,8 +114,56 @@ def training(
     method: Any = "ssgd",
     *,
     rank: int = 0,
-    nodes: int | None = None,
     card: Card | None = None,
+    told: dict[Any, Tensor] | None = None,
+    **options: Any,
+) -> Iterator[Training]:
+    """A rank of four whose model is attached to a method. ``told``: see ``Nccl``; options are those of ``attached``."""
+    with place(rank, card, told) as (card, nccl), attached(card, nccl, method, **options) as run:
+        yield run
+
+
+class Pair:
+    """A rank's two models, on a card each, whose gradients come in one backward."""
+
+    def __init__(self, first: Training, second: Training) -> None:
+        self.card, self.nccl, self._both = first.card, first.nccl, (first, second)
+
+    def step(self) -> None:
+        """A whole step of both."""
+        torch.autograd.backward([run.loss() for run in self._both])
+        for run in self._both:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+@contextmanager
+def two_cards(method: Any, **options: Any) -> Iterator[Pair]:
+    """A rank of four that has a model on each of two cards, the current one and another."""
+    with (
+        place(0, None, None) as (card, nccl),
+        attached(card, nccl, method, **options) as first,
+        attached(card, nccl, method, device=SECOND, **options) as second,
+    ):
+        yield Pair(first, second)
+
+
+@contextmanager
+def place(rank: int, card: Card | None, told: dict[Any, Tensor] | None) -> Iterator[tuple[Card, Nccl]]:
+    """torch's CUDA and NCCL are these."""
+    card = Card() if card is None else card
+    nccl = Nccl(card, rank, RANKS, told)
+    with card.in_place(), nccl.in_place(), _deferred_gradients(), _histogram(card):
+        yield card, nccl
+
+
+@contextmanager
+def attached(
+    card: Card,
+    nccl: Nccl,
+    method: Any,
+    *,
+    nodes: int | None = None,
     device: torch.device = DEVICE,
     dtype: torch.dtype = torch.float32,
     model: Callable[[], nn.Module] = Net,
@@ -120,28 +172,24 @@ def training(
     clip: float | None = None,
     passes: int = 1,
     kfac: dict[str, Any] | None = None,
-    told: dict[Any, Tensor] | None = None,
     **attach: Any,
 ) -> Iterator[Training]:
-    """A rank of four whose model is attached to a method. ``told``: see ``Nccl``."""
-    card = Card() if card is None else card
-    nccl = Nccl(card, rank, RANKS, told)
-    with card.in_place(), nccl.in_place(), _deferred_gradients(device), _histogram(card):
-        torch.manual_seed(0)
-        with device, _default(dtype):
-            net = model()
-        made = (optimizer or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))(net.parameters())
-        run = Training(card, nccl, net, made)
-        run.scaler = torch.amp.GradScaler(device="cuda", init_scale=8.0) if scaled else None
-        run.clip, run.passes = clip, passes
-        topology = Topology(RANKS, None if nodes is None else RANKS // nodes)
-        run.sync = tw.attach(net, made, method, topology=topology, scaler=run.scaler, **attach)
-        preconditioner = None if kfac is None else KFAC(net, run.sync, damping=0.1, **kfac)
-        try:
-            yield run
-        finally:
-            run.sync.detach()
-            del preconditioner
+    """A model of the rank's, attached."""
+    torch.manual_seed(0)
+    with device, _default(dtype):
+        net = model()
+    made = (optimizer or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)))(net.parameters())
+    run = Training(card, nccl, net, made)
+    run.scaler = torch.amp.GradScaler(device="cuda", init_scale=8.0) if scaled else None
+    run.clip, run.passes = clip, passes
+    topology = Topology(RANKS, None if nodes is None else RANKS // nodes)
+    run.sync = tw.attach(net, made, method, topology=topology, scaler=run.scaler, **attach)
+    preconditioner = None if kfac is None else KFAC(net, run.sync, damping=0.1, **kfac)
+    try:
+        yield run
+    finally:
+        run.sync.detach()
+        del preconditioner
 
 
 @contextmanager
@@ -154,11 +202,12 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def _deferred_gradients(device: torch.device) -> Iterator[None]:
+def _deferred_gradients() -> Iterator[None]:
     """``DeferredGrad`` is made of a tensor's memory, which those on a card here have not: it gets none."""
 
     def new(cls: Any, parameter: Tensor) -> Any:
         made = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype)
+        made.where = parameter.device
         made.renew(None)
         return made
 
@@ -168,7 +217,7 @@ def _deferred_gradients(device: torch.device) -> Iterator[None]:
     with (
         patch.object(DeferredGrad, "__new__", staticmethod(new)),
         patch.object(DeferredGrad, "__torch_dispatch__", classmethod(dispatch), create=True),
-        patch.object(DeferredGrad, "device", device, create=True),
+        patch.object(DeferredGrad, "device", property(lambda made: made.where), create=True),
     ):
         yield
 
@@ -188,7 +237,7 @@ def _histogram(card: Card) -> Iterator[None]:
                 where = card.where()
                 stream = card.kernel("triton", keys.get_device(), where)
                 for x, write in ((keys, False), (prefix, False), (counts, True)):
-                    x.memory.use(stream, where, write=write)
+                    x.use(stream, where, write=write)
                 counts.inner.copy_(digits(keys.inner, prefix.inner, SHIFT, BITS))
 
             return launch

@@ -253,6 +253,9 @@ class DDPSteps:
     # --- the end of a bucket, of a step; on the communicator thread (Gloo) ------------------------------------------
 
     def _complete(self, job: _Job) -> None:
+        if job.buffer.is_cuda:
+            assert self._comm is not None
+            self._comm.executor.finish()  # this is the stream of one program, and there are others
         for part in job.parts:
             for slot in part.slots:
                 result, target = slot.result, slot.value

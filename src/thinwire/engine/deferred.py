@@ -31,7 +31,7 @@ from thinwire.engine.partial import Closed, Frozen
 from thinwire.engine.shards import Part, Shards
 from thinwire.methods.decoupling import Decoupling
 from thinwire.program import State
-from thinwire.program.bucket import is_identity
+from thinwire.program.bucket import of_nobody
 
 logger = logging.getLogger("thinwire")
 
@@ -310,15 +310,16 @@ class Deferred:
         shards = self._shards
         assert shards is not None
         wanted: dict[tuple[int, ...], tuple[list[Any], list[Tensor]]] = {}
+        indices = list(indices)
+        unused = self._unused_anywhere(shards, indices)
         for index in indices:
             bucket, place = shards.where[index]
             memory, slot = shards.memories[bucket], shards.memories[bucket].slots[place]
             value = slot.raw() if slot.result is None else slot.result
             grad = memory.gradients[place] if memory.gradients else value.data
-            here, sums, arrived = memory.used[place], shards.sums[bucket], slot.result
             slot.value = slot.result = None
-            if not here and sums(slot.shape) and (arrived is None or is_identity(arrived)):
-                self._managed[index].parameter.grad = None  # no rank has used it
+            if index in unused:
+                self._managed[index].parameter.grad = None
                 continue
             deferred = self._grads[index]
             if deferred.zeroed:
@@ -330,6 +331,23 @@ class Deferred:
         for changes, gradients in wanted.values():
             for change in changes:
                 change(gradients)
+
+    @staticmethod
+    def _unused_anywhere(shards: Shards, indices: Iterable[int]) -> set[int]:
+        """Of the parameters that this rank has not used, those that none has, as far as their sums can tell."""
+        sums: dict[int, Tensor] = {}
+        unused = set()
+        for index in indices:
+            bucket, place = shards.where[index]
+            memory = shards.memories[bucket]
+            slot = memory.slots[place]
+            if memory.used[place] or not shards.sums[bucket](slot.shape):
+                continue
+            if slot.result is None:
+                unused.add(index)
+            else:
+                sums[index] = slot.result
+        return unused.union(index for index, nobody in zip(sums, of_nobody(list(sums.values()))) if nobody)
 
     def detach(self, *, broken: bool) -> None:
         """Complete what is pending and take the hooks out."""

@@ -1,4 +1,4 @@
-"""Who runs the programs: threads for Gloo (``threads.py``), a side stream for NCCL (``streams.py``)."""
+"""Who runs the programs: threads for Gloo (``threads.py``), side streams for NCCL (``streams.py``)."""
 
 import torch
 

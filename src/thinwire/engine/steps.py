@@ -37,7 +37,7 @@ from thinwire.engine.streams import StreamExecutor
 from thinwire.kernels.upload import upload
 from thinwire.methods.decoupling import deferring
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
-from thinwire.program.bucket import is_identity
+from thinwire.program.bucket import of_nobody
 from thinwire.program.trace import with_rare_rounds
 
 logger = logging.getLogger("thinwire")
@@ -425,19 +425,19 @@ class Steps:
         """Put the averages into ``.grad``, but of parameters that are frozen, or that no rank has used."""
         self._delivered.renew()
         watched = self.method.has_residual
+        unused = self._unused_anywhere() if used is None else {m.name for m in self._managed if not used[m.index]}
         for index, bucket in enumerate(self._buckets):
             assert bucket is not None
             memory = self._memory[self._phase, index]
             if memory.handed_over and used is None and not watched:
                 continue
-            method = self._method_of(index)
             for place, (slot, parameter) in enumerate(zip(memory.slots, memory.parameters)):
                 m = self._by_name[slot.name]
                 result, value = slot.result, slot.value
                 slot.value = slot.result = None  # the gradients' memory is not ours to keep
                 if not parameter.requires_grad:
                     continue
-                if not memory.used[place] and self._unused(m, method, result, used):
+                if not memory.used[place] and slot.name in unused:
                     parameter.grad = None
                 elif result is not None:
                     grad = parameter.grad
@@ -448,20 +448,31 @@ class Steps:
                     self._delivered.note(m.index, grad)
         self._buckets = []
 
-    def _unused(self, m: Managed, method: Method, result: Tensor | None, used: list[bool] | None) -> bool:
-        """Whether a parameter that this rank has not used was used by no rank."""
-        if used is not None:
-            return not used[m.index]
-        if method.sums(m.shape):
-            return result is None or is_identity(result)
+    def _unused_anywhere(self) -> set[str]:
+        """Of the parameters that this rank has not used, those that none has, as far as their sums can tell."""
+        sums: dict[str, Tensor] = {}
+        unused = set()
+        for index in range(len(self._buckets)):
+            memory, method = self._memory[self._phase, index], self._method_of(index)
+            for slot, parameter, here in zip(memory.slots, memory.parameters, memory.used):
+                if here or not parameter.requires_grad:
+                    continue
+                if not method.sums(slot.shape):
+                    self._tell_unused(slot.name, method)
+                elif slot.result is None:
+                    unused.add(slot.name)
+                else:
+                    sums[slot.name] = slot.result
+        return unused.union(name for name, nobody in zip(sums, of_nobody(list(sums.values()))) if nobody)
+
+    def _tell_unused(self, name: str, method: Method) -> None:
         if not self._told_unused:
             self._told_unused = True
             logger.warning(
                 "thinwire: %s had no gradient on rank %d, which %s counts as zero: if no rank uses it, weight decay "
                 "and momentum go on moving it. attach(..., find_unused_parameters=True) leaves .grad at None there, "
-                "for one small exchange more per step", m.name, self.rank, method.name,
+                "for one small exchange more per step", name, self.rank, method.name,
             )  # fmt: skip
-        return False
 
     def _check_dtypes(self) -> None:
         for m in self._managed:

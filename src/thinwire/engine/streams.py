@@ -1,4 +1,4 @@
-"""The executor for NCCL: the host issues programs whole, on a side stream, and never blocks."""
+"""The executor for NCCL: the host issues programs whole, on side streams by turns, and never blocks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from thinwire.engine.recorder import Recorder
 from thinwire.engine.runner import Paused
 from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.program.ops import NextForward, Program
+from thinwire.program.plan import SIDE_STREAMS
 
 
 def read_here(x: Tensor) -> None:
@@ -26,11 +27,11 @@ def read_here(x: Tensor) -> None:
 
 
 class StreamExecutor:
-    """The host issues each program whole, in plan order, on a side stream, and never blocks (NCCL)."""
+    """The host issues each program whole, in plan order, on side streams by turns, and never blocks (NCCL)."""
 
     def __init__(self, wire: Wire, device: torch.device) -> None:
         self._wire, self._device = wire, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams = [torch.cuda.Stream(device) for _ in range(SIDE_STREAMS)] if device.type == "cuda" else []
         self._arrived: dict[int, dict[Any, None]] = {}  # by bucket, the streams that its gradients were made on
         self._ready: dict[int, list[Any]] = {}
         self._next = 0
@@ -55,13 +56,13 @@ class StreamExecutor:
 
     def arrived(self, bucket: int) -> None:
         """One of the bucket's gradients is complete in the current stream's order."""
-        if self._stream is not None:
+        if self._streams:
             self._arrived.setdefault(bucket, {})[self._current()] = None
 
     def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
         """All are there, those of which nobody was told in the current stream's order: run whose turn has come."""
         events = []
-        if self._stream is not None:
+        if self._streams:
             events = [stream.record_event() for stream in {**self._arrived.pop(bucket, {}), self._current(): None}]
         self._ready[bucket] = events
         while self._next in self._ready and self.failure is None:
@@ -77,13 +78,13 @@ class StreamExecutor:
         """Run the rest of these buckets' programs, in this order."""
         self._over = {}
         # What has read the shards since, and where their memory goes, is on the current stream.
-        since = [] if self._stream is None else [self._current().record_event()]
+        since = [self._current().record_event()] if self._streams else []
         for bucket in order:
             if self.failure is not None:
                 return
             self._run(bucket, since, self._paused[bucket].program)
-            if self._stream is not None:
-                self._over[bucket] = self._stream.record_event()
+            if self._streams:
+                self._over[bucket] = self._side(bucket).record_event()
 
     def wait(self, bucket: int) -> Failure | None:
         """Order the current stream after the rest of the bucket's program."""
@@ -95,13 +96,17 @@ class StreamExecutor:
         """The current stream of the tensors' device, which need not be the current device."""
         return torch.cuda.current_stream(self._device)
 
+    def _side(self, bucket: int) -> Any:
+        """The stream of a bucket's program."""
+        return self._streams[bucket % SIDE_STREAMS] if self._streams else None
+
     def _run(self, bucket: int, events: Sequence[Any], program: Program | None = None) -> None:
         assert self._make is not None
-        where, pause = "start", self._pause and program is None
+        where, pause, side = "start", self._pause and program is None, self._side(bucket)
         try:
-            with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            with torch.no_grad(), torch.cuda.stream(side) if side is not None else nullcontext():
                 for event in events:
-                    self._stream.wait_event(event)  # type: ignore[union-attr]
+                    side.wait_event(event)
                 program = self._make(bucket) if program is None else program
                 value: Any = None
                 while True:
@@ -126,8 +131,8 @@ class StreamExecutor:
 
     def finish(self) -> Failure | None:
         """Order the current stream after everything that was issued."""
-        if self._stream is not None:
-            self._current().wait_stream(self._stream)
+        for side in self._streams:
+            self._current().wait_stream(side)
         return self.failure
 
     def close(self) -> None:

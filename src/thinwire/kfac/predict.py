@@ -126,7 +126,7 @@ class _Passes:
         for bytes_ in self._after:
             self._send("factors", bytes_)
         self._tasks.append(Task("end", 0.0, last=True))
-        return Machine(self._tasks, [], self._parts, shared=True, serial=False).run()
+        return Machine(self._tasks, [], self._parts, shared=True, streams=None).run()
 
     def _compute(self, name: str, seconds: float) -> None:
         self._tasks.append(Task(name, seconds))

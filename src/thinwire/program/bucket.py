@@ -28,9 +28,10 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.device.type != "meta" and a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
 
 
-def is_identity(x: Tensor) -> bool:
-    """Whether a sum over the ranks is of nothing: each brought -0.0, what adding changes nothing (a host read)."""
-    return not bool(x.any()) and bool(torch.signbit(x).all())
+def of_nobody(sums: Sequence[Tensor]) -> list[bool]:
+    """Which sums over the ranks are of nothing: each rank brought -0.0, which changes no sum. One host read for all."""
+    flags = [~x.any() & torch.signbit(x).all() for x in sums]
+    return [bool(flag) for flag in torch.stack(flags).tolist()] if flags else []
 
 
 class Slot:

@@ -42,7 +42,7 @@ def simulator_sequence(programs, order):
         Part(b, (0.0,) * (len(scopes) + 1), tuple(Hop("AllReduce", s, "", 0.0, 0.0, 0) for s in scopes))
         for b, scopes in enumerate(programs)
     ]
-    wave = Wave(parts, serial=False)
+    wave = Wave(parts, streams=None)
     issued, rounds, seen = [], {}, []
     for b in order:
         for position, hop in wave.advance(b)[0]:
@@ -60,6 +60,16 @@ def test_it_issues_what_the_engine_issues():
         order = [b for b, scopes in enumerate(programs) for _ in range(len(scopes) + 1)]
         draw.shuffle(order)
         assert simulator_sequence(programs, order) == engine_sequence(programs, order)
+
+
+def test_on_side_streams_one_computes_while_another_sends():
+    parts = [Part(b, (0.0, 0.0, 0.0), (Hop("AllReduce", WORLD, "", 0.0, 0.0, 0),) * 2) for b in range(3)]
+    wave = Wave(parts, streams=2)
+    assert [wave.ready(b) for b in (1, 0, 2)] == [[], [0, 1], []]  # the third comes after the first, on its stream
+    assert [b for b, _ in wave.advance(1)[0]] == []  # its exchange is behind both of the first one's
+    assert [b for b, _ in wave.advance(0)[0]] == [0]
+    assert [b for b, _ in wave.advance(0)[0]] == [0, 1]
+    assert wave.advance(0) == ([], [2])
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

@@ -52,16 +52,16 @@ class Machine:
         deferred: parts left over from the step before; all of them start at once.
         current: parts of this step; each starts when its task is done.
         shared: the worker has no core of its own: while it works, the compute stream stands still.
-        serial: programs run one after the other, as on NCCL's side stream.
+        streams: on so many side streams programs run by turns (NCCL); None: each when it is ready.
     """
 
     def __init__(
-        self, tasks: Sequence[Task], deferred: list[Part], current: list[Part], *, shared: bool, serial: bool
+        self, tasks: Sequence[Task], deferred: list[Part], current: list[Part], *, shared: bool, streams: int | None
     ) -> None:
         self.events: list[Event] = []
         self.now = 0.0
         self._tasks = deque(tasks)
-        self._deferred, self._current = Wave(deferred, serial=serial), Wave(current, serial=serial)
+        self._deferred, self._current = Wave(deferred, streams=streams), Wave(current, streams=streams)
         self._shared = shared
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0

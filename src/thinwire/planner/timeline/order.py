@@ -1,8 +1,9 @@
 """Which exchange may be issued when: the engine's rule, for programs in a given order.
 
 The k-th exchange that a program issues within a scope goes to lane (scope, k). Within a lane, the order of the programs
-holds: one waits until all before it have issued theirs there, or have ended with fewer. ``serial=True`` is the rule of
-a side stream (NCCL): a program begins when the one before it has ended.
+holds: one waits until all before it have issued theirs there, or have ended with fewer. With ``streams`` it is the rule
+of side streams that take turns (NCCL): a program begins when the one before it on its stream has ended, and all its
+exchanges come after all those of the program before it, as the host issues them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections import Counter
 from thinwire.planner.timeline.programs import Hop, Part
 from thinwire.program import Scope
 
-Lane = tuple[Scope, int]
+Lane = tuple[Scope | None, int]
+_ISSUED: Lane = (None, 0)
+"""Of all exchanges, where one program's follow another's."""
 
 
 class Wave:
@@ -20,14 +23,14 @@ class Wave:
 
     Args:
         parts: the programs, in order.
-        serial: see above.
+        streams: see above; None: as many as programs.
     """
 
-    def __init__(self, parts: list[Part], *, serial: bool) -> None:
+    def __init__(self, parts: list[Part], *, streams: int | None) -> None:
         self.parts = parts
         self.left = len(parts)
         self.ended = [False] * len(parts)
-        self._serial = serial
+        self._streams = streams
         self._next = [0] * len(parts)
         self._rounds: list[Counter[Scope]] = [Counter() for _ in parts]
         self._front: Counter[Lane] = Counter()
@@ -37,7 +40,7 @@ class Wave:
 
     def ready(self, position: int) -> list[int]:
         """The gradients of a program are there. Returns the positions that may begin."""
-        if not self._serial:
+        if self._streams is None:
             return [position]
         self._waiting.add(position)
         return self._beginners()
@@ -53,22 +56,39 @@ class Wave:
         if number == len(part.hops):
             self.ended[position] = True
             self.left -= 1
-            issued = [pair for lane in list(self._held) for pair in self._flush(lane)]
-            return issued, self._beginners()
+            if self._streams is not None:
+                return self._in_turn(), self._beginners()
+            return [pair for lane in list(self._held) for pair in self._flush(lane)], []
         hop = part.hops[number]
+        if self._streams is not None:
+            self._held.setdefault(_ISSUED, {})[position] = hop
+            return self._in_turn(), []
         lane = (hop.scope, self._rounds[position][hop.scope])
         self._rounds[position][hop.scope] += 1
         self._held.setdefault(lane, {})[position] = hop
         return self._flush(lane), []
 
     def _beginners(self) -> list[int]:
-        """At most one: the next in order, if it is ready and all before it have ended."""
-        next_ = self._begun
-        if next_ in self._waiting and (next_ == 0 or self.ended[next_ - 1]):
-            self._waiting.remove(next_)
+        """The next in order, as far as they are ready and their streams are free."""
+        assert self._streams is not None
+        found = []
+        while self._begun in self._waiting and (self._begun < self._streams or self.ended[self._begun - self._streams]):
+            self._waiting.remove(self._begun)
+            found.append(self._begun)
             self._begun += 1
-            return [next_]
-        return []
+        return found
+
+    def _in_turn(self) -> list[tuple[int, Hop]]:
+        """The exchanges that the host could have issued by now, program after program."""
+        held, front, issued = self._held.setdefault(_ISSUED, {}), self._front[_ISSUED], []
+        while front < len(self.parts):
+            if front in held:
+                issued.append((front, held.pop(front)))
+            if self._next[front] < len(self.parts[front].hops):
+                break
+            front += 1
+        self._front[_ISSUED] = front
+        return issued
 
     def _flush(self, lane: Lane) -> list[tuple[int, Hop]]:
         held, front, issued = self._held[lane], self._front[lane], []

@@ -17,6 +17,7 @@ from thinwire.planner.timeline.programs import Part, Place, Plain, parts_of
 from thinwire.planner.timeline.result import Event, Timeline, exposed_seconds
 from thinwire.planner.timeline.tasks import tasks_of
 from thinwire.program import Method, Plan, Topology
+from thinwire.program.plan import SIDE_STREAMS
 
 
 def simulate(
@@ -87,7 +88,11 @@ def simulate(
             optimizer_seconds * factor,
         )
         machine = Machine(
-            work.tasks, work.deferred, [now for now, _ in current], shared=shared_compute, serial=backend == "nccl"
+            work.tasks,
+            work.deferred,
+            [now for now, _ in current],
+            shared=shared_compute,
+            streams=SIDE_STREAMS if backend == "nccl" else None,
         )
         seconds = machine.run()
         exposed += exposed_seconds(machine.events)
