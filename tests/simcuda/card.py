@@ -39,6 +39,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire
@@ -600,11 +601,12 @@ class Card:
         patches += [patch.object(torch, "tensor", tensor), patch.object(torch, "Generator", Numbers)]
         for one in patches:
             one.start()
+        _device_constructors.cache_clear()  # torch.tensor is one of them
         try:
             with Mode():
                 yield self
         finally:
             for one in reversed(patches):
                 one.stop()
-            for kept in (regions, seeding._on_card):  # what the package keeps of a card
+            for kept in (regions, seeding._on_card, _device_constructors):  # what this package and torch keep of it
                 kept.cache_clear()

@@ -129,3 +129,11 @@ def test_ranks_that_disagree():
     assert disagreement([[a, other, b], [a, b]]) is None
     for logs in ([a, b], [b, a]), ([a, b], [a]), ([a], [("0-1/0", "all-reduce 5")]):
         assert disagreement(list(logs)).startswith("DESYNC")
+
+
+def test_torch_is_as_before():
+    """It keeps a set of what makes tensors, from when a device was first said."""
+    with Card().in_place(), torch.device("cuda:0"):
+        torch.ones(1)
+    with torch.device("meta"):
+        assert torch.tensor([]).is_meta
