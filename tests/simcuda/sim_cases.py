@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from training import SECOND, Conv, Net, training, two_cards
 from worlds import EVERY, label
-from wrapped import ddp, fsdp2
+from wrapped import ddp, fsdp2, fsdp2_scatter
 
 from thinwire.methods.dgc import DGC
 from thinwire.methods.sign import SignSGD
@@ -103,6 +103,8 @@ WAYS: dict[str, Case] = {
     "FSDP2": partial(fsdp2, "ssgd"),
     "FSDP2, topk": partial(fsdp2, "topk", density=0.1),
     "FSDP2, acp": partial(fsdp2, "acp", **_low),
+    "FSDP2, scatter in bf16": partial(fsdp2_scatter, "cast", dtype="bf16"),
+    "FSDP2, scatter in int8": partial(fsdp2_scatter, "cast", dtype="int8"),
 }
 
 CASES = {**METHODS, **WAYS}

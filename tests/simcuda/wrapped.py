@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from card import Card
 from nccl import Nccl
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from thinwire.adapters import ddp_steps, fsdp2_replicas
 from thinwire.adapters.ddp import ddp_hook
 from thinwire.adapters.fsdp2_groups import Group, Piece
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
+from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
 from thinwire.engine.communicator import Communicator
 from thinwire.methods.registry import resolve
 from thinwire.program import Topology
@@ -133,9 +135,22 @@ def ddp(method: Any, rank: int = 0, card: Card | None = None, **options: Any) ->
 class _Group(Group):
     """A module of FSDP2's, which only keeps the hook."""
 
+    def replace_reduce_scatter(self, ours: Any) -> Any:
+        self._inside._reduce_scatter_comm = ours
+        return lambda: None
+
     def take_over(self, hook: Any) -> Any:
         self._inside._all_reduce_hook = hook
         return lambda: None
+
+
+def _group(index: int, layer: nn.Module, shards: Any) -> Group:
+    pieces, offset = [], 0
+    for name, p in layer.named_parameters(prefix=("first", "norm", "middle", "last")[index]):
+        pieces.append(Piece(name, tuple(p.shape), offset, p))  # type: ignore[arg-type]
+        offset += p.numel()
+    inside = SimpleNamespace(all_reduce_grads=True, _all_reduce_hook=None, _reduce_scatter_comm=None)
+    return _Group(index, str(index), layer, tuple(pieces), offset, DEVICE, shards, None, inside)
 
 
 class FSDPTraining:
@@ -147,7 +162,7 @@ class FSDPTraining:
             self.model = Net()
         self._layers = list(self.model.children())
         shards = nccl.new_group([nccl.rank])
-        self.groups = [self._group(index, layer, shards) for index, layer in enumerate(self._layers)]
+        self.groups = [_group(index, layer, shards) for index, layer in enumerate(self._layers)]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self._ends: list[Any] = []
         end = SimpleNamespace(note=lambda: None, outside=lambda: False)
@@ -155,15 +170,6 @@ class FSDPTraining:
         with patch.object(fsdp2_replicas, "BackwardEnd", lambda callback: self._ends.append(callback) or end):
             self.sync = ReplicaSync(self.model, self.groups, method, comm, None, "")
         self._scatter, self._reduce = card.new_stream(DEVICE), card.new_stream(DEVICE)
-
-    @staticmethod
-    def _group(index: int, layer: nn.Module, shards: Any) -> Group:
-        pieces, offset = [], 0
-        for name, p in layer.named_parameters(prefix=("first", "norm", "middle", "last")[index]):
-            pieces.append(Piece(name, tuple(p.shape), offset, p))  # type: ignore[arg-type]
-            offset += p.numel()
-        inside = SimpleNamespace(all_reduce_grads=True, _all_reduce_hook=None)
-        return _Group(index, str(index), layer, tuple(pieces), offset, DEVICE, shards, None, inside)
 
     def step(self) -> None:
         """A whole step: reduce-scatter and hook have a stream each, as in torch's ``foreach_reduce``.
@@ -196,5 +202,51 @@ def fsdp2(method: Any, rank: int = 0, card: Card | None = None, **options: Any) 
     with card.in_place(), Nccl(card, rank, RANKS).in_place() as nccl:
         torch.manual_seed(0)
         run = FSDPTraining(card, nccl, resolve(method, **options))
+        yield run
+        run.sync.detach()
+
+
+class ScatterTraining:
+    """A model under FSDP2 with a reduce-scatter of ours. Every rank has as much of a module as the others."""
+
+    def __init__(self, card: Card, nccl: Nccl, method: Any) -> None:
+        self.card = card
+        with DEVICE:
+            self.model = Net()
+        self.groups = [_group(index, layer, nccl.world) for index, layer in enumerate(self.model.children())]
+        comm = Communicator(nccl.world, Topology(RANKS), DEVICE, None)
+        self.sync = CompressedReduceScatter(self.groups, method, comm)
+        self._scatter = card.new_stream(DEVICE)
+
+    def step(self) -> None:
+        """A backward, as torch's ``foreach_reduce`` has it: each input is kept until the next one is on its way."""
+        main, kept = self.card.current_stream(DEVICE), None
+        for group in reversed(self.groups):
+            gradients = torch.randn(group.elements * RANKS, device=DEVICE)
+            sent = self.sync.allocate((group.elements * RANKS,), dtype=torch.float32, device=DEVICE)
+            sent.copy_(gradients)
+            del gradients
+            if kept is not None:
+                main.wait_event(kept[1])
+            self._scatter.wait_stream(main)
+            with self.card.stream(self._scatter):
+                shard = self.sync.allocate((group.elements,), dtype=torch.float32, device=DEVICE)
+                group._inside._reduce_scatter_comm(shard, sent, None, dist.ReduceOp.AVG)
+                kept = sent, self._scatter.record_event()
+                for piece in group.pieces:
+                    piece.parameter.grad = piece.view(shard)
+        main.wait_stream(self._scatter)
+        for p in self.model.parameters():
+            p.grad.mul_(2)
+            p.grad = None
+
+
+@contextmanager
+def fsdp2_scatter(method: Any, rank: int = 0, card: Card | None = None, **options: Any) -> Iterator[ScatterTraining]:
+    """A shard of four under FSDP2."""
+    card = Card() if card is None else card
+    with card.in_place(), Nccl(card, rank, RANKS).in_place() as nccl:
+        torch.manual_seed(0)
+        run = ScatterTraining(card, nccl, resolve(method, **options))
         yield run
         run.sync.detach()
