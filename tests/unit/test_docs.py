@@ -63,7 +63,6 @@ def test_no_marker_is_without_a_block():
     for page in PAGES:
         marks = len(re.findall(r"^<!-- tested -->$", page.read_text(), re.MULTILINE))
         assert marks == len(blocks(page)), f"{page.name}: a tested marker without a python block right under it"
-    assert blocks(ROOT / "README.md")
     assert len(blocks(ROOT / "CONTRIBUTING.md")) == 2
 
 
@@ -156,10 +155,10 @@ def test_readme_has_the_place_of_the_results(marker):
     assert (ROOT / "README.md").read_text().count(marker) == 1
 
 
-def test_readme_gives_the_bytes_of_each_method():
+def test_the_index_gives_the_bytes_of_each_method():
     from thinwire.bench.models.chargpt import CharGPT
 
-    model, page = CharGPT(), (ROOT / "README.md").read_text()
+    model, page = CharGPT(), (ROOT / "docs/methods/index.md").read_text()
     for name, options in OPTIONS.items():
         method = tw.method(name, **options)
         managed = managed_parameters(model, method, "auto")
@@ -171,8 +170,11 @@ def test_readme_gives_the_bytes_of_each_method():
 
 
 @pytest.mark.dist
-def test_readme_script_runs_on_two_ranks(tmp_path):
-    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md")[0][1])
+def test_the_whole_script_runs_on_two_ranks_with_readmes_two_lines(tmp_path):
+    script = blocks(ROOT / "docs/script.md")[-1][1]
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert all(line in script for line in lines.splitlines())
+    (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
