@@ -66,10 +66,10 @@ ISSUING = [name for name in METHODS if "select=" not in name]
 
 
 def logs(method, *, unused, **options):
-    """What each of four ranks issues, whose gradients come in other orders."""
-    orders = [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (2, 0, 3, 1)]
+    """What three of four ranks issue, whose gradients come in other orders."""
+    orders = [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)]
     told, result = {}, []
-    for rank in range(4):
+    for rank in range(3):
         with training(method, rank=rank, model=Branches, told=told, **options) as run:
             for step in range(4):
                 turned = orders[rank][step % 4 :] + orders[rank][: step % 4]

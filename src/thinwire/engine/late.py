@@ -25,6 +25,20 @@ _LEAVING_SECONDS = 2.0
 _MOST_NAMED = 8
 
 _open: weakref.WeakSet[LateRanks] = weakref.WeakSet()
+_connected: tuple[int, weakref.ref[Any], Any] | None = None
+
+
+def _connection(seconds: float) -> Any:
+    """A connection to the store for notes alone, as an error handler must not share one with a thread that it blocks.
+
+    One for all, made once in a process: of new ones, one in 25 was seen to wait for 5 s.
+    """
+    global _connected
+    process, world = os.getpid(), dist.group.WORLD
+    if _connected is None or _connected[0] != process or _connected[1]() is not world:
+        store: Any = dist.distributed_c10d._get_default_store()
+        _connected = process, weakref.ref(world), bounded(seconds, store.clone)
+    return _connected[2]
 
 
 @atexit.register
@@ -56,10 +70,8 @@ class LateRanks:
 
     def __init__(self, ranks: Sequence[int], place: int, label: str, seconds: float) -> None:
         self._ranks, self._place, self._prefix = ranks, place, f"thinwire/{label}"
-        # The error handler must not share a connection with a thread that may be blocked on it.
-        store: Any = dist.distributed_c10d._get_default_store()
         try:
-            self._store = bounded(seconds, store.clone)
+            self._store = _connection(seconds)
         except Exception as error:
             raise RuntimeError(
                 f"rank {ranks[place]}: connecting failed: {in_words(error)}. {self._silent()}."
