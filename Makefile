@@ -21,7 +21,7 @@ demo: $(STAMP)
 
 # See tests/sharing.py. In one process: .venv/bin/python -m pytest
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 4
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m ''

@@ -1,4 +1,4 @@
-"""How the tests are shared out when pytest runs in several processes (``-n 3``): whole files, or chains of them."""
+"""How the tests are shared out when pytest runs in several processes (``-n 4``): whole files, or chains of them."""
 
 from xdist.scheduler import LoadScopeScheduling
 

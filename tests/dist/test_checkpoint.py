@@ -249,6 +249,7 @@ def _every_method(rank, size, folder, steps):
     return found
 
 
+@pytest.mark.slow
 def test_every_method_goes_from_two_ranks_to_one_and_back(tmp_path):
     from thinwire.methods.registry import METHODS as registered
 

@@ -54,9 +54,7 @@ def _every_optimizer(rank, size):
     return plain(rank, tw.DeAR(guard=False), "nesterov")
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(1, marks=pytest.mark.slow), 2, 3, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))])
 def test_bitwise_ssgd(size):
     assert_same(*run(_every_optimizer, size))
 
@@ -118,6 +116,6 @@ def _without_norms(values):
     return [x for x in values if x.ndim]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_two_groups_a_schedule_clipping_accumulation_and_a_scaler(size):
     assert_same(*[_without_norms(values) for values in run(_everyday, size)])

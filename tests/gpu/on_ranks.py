@@ -136,6 +136,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--leave-current", action="store_true", help="do not call torch.cuda.set_device")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="of the methods, those with these names")
     parser.add_argument("--timed", type=int, metavar="WIDTH", help="times in place of comparisons")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -145,7 +146,8 @@ def main():
             torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    for name, options in [(None, {}), *METHODS] if args.timed else METHODS:
+    methods = [(name, options) for name, options in METHODS if args.only is None or name in args.only]
+    for name, options in [(None, {}), *methods] if args.timed else methods:
         if args.timed:
             row = timed(name, options, rank, device, args.timed)
         else:

@@ -12,8 +12,8 @@ import contextlib
 import time
 from pathlib import Path
 
-_CHECK_SECONDS = 0.002  # without the lock, so that whoever waits for it has it
-_QUIET_CHECKS = 3
+_CHECK_SECONDS = 0.01  # without the lock, so that whoever waits for it has it
+_QUIET_CHECKS = 4  # one that has been woken may be called asleep until it has a core
 _MOST_SECONDS = 2.0
 
 

@@ -35,7 +35,9 @@ def outside(active, name, x):
     return x
 
 
-@pytest.mark.parametrize("which,count,size", [("tiny", 33, (24, 48)), ("published", 5, (48, 48))])
+@pytest.mark.parametrize(
+    "which,count,size", [("tiny", 33, (24, 48)), pytest.param("published", 5, (48, 48), marks=pytest.mark.slow)]
+)
 def test_the_set_holds_every_gradient_and_little_else(which, count, size, published, monkeypatch):
     monkeypatch.setattr(F, "relu", F.softplus)  # no unit is dead by chance
     net = published if which == "published" else shaken(tiny())

@@ -29,6 +29,7 @@ def test_every_sub_network_of_tiny_and_its_extraction_agree_bit_for_bit():
     assert all(same(net, sub_net, pair) for sub_net in some(net.space, 50))
 
 
+@pytest.mark.slow
 def test_corners_of_the_published_network_agree_bit_for_bit():
     torch.manual_seed(0)
     net = shaken(ElasticStereo()).eval()

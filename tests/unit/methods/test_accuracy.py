@@ -91,7 +91,8 @@ def test_without_feedback_it_is_worse(kept, seed):
     assert regression(dropped, seed) > 1.01 * regression(kept, seed)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("method", METHODS, ids=label)
 def test_a_small_cnn_learns_the_task(method, seed):
     start = torch.log(torch.tensor(4.0)).item()
