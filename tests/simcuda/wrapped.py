@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -160,9 +161,8 @@ class FSDPTraining:
         self.card = card
         with DEVICE:
             self.model = Net()
-        self._layers = list(self.model.children())
         shards = nccl.new_group([nccl.rank])
-        self.groups = [_group(index, layer, shards) for index, layer in enumerate(self._layers)]
+        self.groups = [_group(index, layer, shards) for index, layer in enumerate(self.model.children())]
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self._ends: list[Any] = []
         end = SimpleNamespace(note=lambda: None, outside=lambda: False)
@@ -193,17 +193,6 @@ class FSDPTraining:
         self._ends[0]()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-@contextmanager
-def fsdp2(method: Any, rank: int = 0, card: Card | None = None, **options: Any) -> Iterator[FSDPTraining]:
-    """A replica of four under FSDP2, with a shard of its own."""
-    card = Card() if card is None else card
-    with card.in_place(), Nccl(card, rank, RANKS).in_place() as nccl:
-        torch.manual_seed(0)
-        run = FSDPTraining(card, nccl, resolve(method, **options))
-        yield run
-        run.sync.detach()
 
 
 class ScatterTraining:
@@ -242,11 +231,16 @@ class ScatterTraining:
 
 
 @contextmanager
-def fsdp2_scatter(method: Any, rank: int = 0, card: Card | None = None, **options: Any) -> Iterator[ScatterTraining]:
-    """A shard of four under FSDP2."""
+def _under_fsdp2(kind: Any, method: Any, rank: int = 0, card: Card | None = None, **options: Any) -> Iterator[Any]:
     card = Card() if card is None else card
     with card.in_place(), Nccl(card, rank, RANKS).in_place() as nccl:
         torch.manual_seed(0)
-        run = ScatterTraining(card, nccl, resolve(method, **options))
+        run = kind(card, nccl, resolve(method, **options))
         yield run
         run.sync.detach()
+
+
+fsdp2 = partial(_under_fsdp2, FSDPTraining)
+"""A replica of four, with a shard of its own."""
+fsdp2_scatter = partial(_under_fsdp2, ScatterTraining)
+"""A shard of four."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -31,7 +31,7 @@ from thinwire.engine.partial import Closed, Frozen
 from thinwire.engine.shards import Part, Shards
 from thinwire.methods.decoupling import Decoupling
 from thinwire.program import State
-from thinwire.program.bucket import of_nobody
+from thinwire.program.bucket import used_by_nobody
 
 logger = logging.getLogger("thinwire")
 
@@ -305,13 +305,18 @@ class Deferred:
         shards.received.add(bucket)
 
     @torch.no_grad()
-    def _fill(self, indices: Iterable[int]) -> None:
+    def _fill(self, indices: Sequence[int]) -> None:
         """Put received gradients into ``.grad``, as the scaler and clipping want them."""
         shards = self._shards
         assert shards is not None
         wanted: dict[tuple[int, ...], tuple[list[Any], list[Tensor]]] = {}
-        indices = list(indices)
-        unused = self._unused_anywhere(shards, indices)
+        asked = {}
+        for index in indices:
+            bucket, place = shards.where[index]
+            memory, slot = shards.memories[bucket], shards.memories[bucket].slots[place]
+            if not memory.used[place] and shards.sums[bucket](slot.shape):
+                asked[index] = slot
+        unused = used_by_nobody(asked)
         for index in indices:
             bucket, place = shards.where[index]
             memory, slot = shards.memories[bucket], shards.memories[bucket].slots[place]
@@ -331,23 +336,6 @@ class Deferred:
         for changes, gradients in wanted.values():
             for change in changes:
                 change(gradients)
-
-    @staticmethod
-    def _unused_anywhere(shards: Shards, indices: Iterable[int]) -> set[int]:
-        """Of the parameters that this rank has not used, those that none has, as far as their sums can tell."""
-        sums: dict[int, Tensor] = {}
-        unused = set()
-        for index in indices:
-            bucket, place = shards.where[index]
-            memory = shards.memories[bucket]
-            slot = memory.slots[place]
-            if memory.used[place] or not shards.sums[bucket](slot.shape):
-                continue
-            if slot.result is None:
-                unused.add(index)
-            else:
-                sums[index] = slot.result
-        return unused.union(index for index, nobody in zip(sums, of_nobody(list(sums.values()))) if nobody)
 
     def detach(self, *, broken: bool) -> None:
         """Complete what is pending and take the hooks out."""

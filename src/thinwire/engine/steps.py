@@ -37,7 +37,7 @@ from thinwire.engine.streams import StreamExecutor
 from thinwire.kernels.upload import upload
 from thinwire.methods.decoupling import deferring
 from thinwire.program import Bucket, Method, Plan, Program, State, Topology
-from thinwire.program.bucket import of_nobody
+from thinwire.program.bucket import Slot, used_by_nobody
 from thinwire.program.trace import with_rare_rounds
 
 logger = logging.getLogger("thinwire")
@@ -450,20 +450,19 @@ class Steps:
 
     def _unused_anywhere(self) -> set[str]:
         """Of the parameters that this rank has not used, those that none has, as far as their sums can tell."""
-        sums: dict[str, Tensor] = {}
-        unused = set()
+        asked: dict[str, Slot] = {}
         for index in range(len(self._buckets)):
             memory, method = self._memory[self._phase, index], self._method_of(index)
+            if all(memory.used):
+                continue
             for slot, parameter, here in zip(memory.slots, memory.parameters, memory.used):
                 if here or not parameter.requires_grad:
                     continue
-                if not method.sums(slot.shape):
-                    self._tell_unused(slot.name, method)
-                elif slot.result is None:
-                    unused.add(slot.name)
+                if method.sums(slot.shape):
+                    asked[slot.name] = slot
                 else:
-                    sums[slot.name] = slot.result
-        return unused.union(name for name, nobody in zip(sums, of_nobody(list(sums.values()))) if nobody)
+                    self._tell_unused(slot.name, method)
+        return used_by_nobody(asked)
 
     def _tell_unused(self, name: str, method: Method) -> None:
         if not self._told_unused:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from thinwire.methods import base
+
 MODES = ("fp32", "fp64", "exact")
 _SCALE = 2.0**40
 _LIMIT = 2.0**22
@@ -111,6 +113,5 @@ class Accumulator:
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Whether every element of every tensor of one device is finite. One host read."""
-    extremes = [torch.aminmax(x.detach()) for x in tensors.values() if x.numel() and x.dtype.is_floating_point]
-    flags = [torch.isfinite(low) & torch.isfinite(high) for low, high in extremes]  # NaN if any element is
+    flags = [base.all_finite(x.detach()) for x in tensors.values() if x.dtype.is_floating_point]
     return not flags or bool(torch.stack(flags).all())

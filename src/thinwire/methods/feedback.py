@@ -14,8 +14,7 @@ from torch import Tensor
 
 from thinwire.methods.base import check_count
 from thinwire.program import Bucket, Slot, State
-
-_LARGE = 1 << 12  # elements
+from thinwire.program.bucket import LARGE
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def accumulate_all(slots: Sequence[Slot], state: State, pieces: Sequence[Tensor]
     in one pass instead of two."""
     together = []
     for slot, piece in zip(slots, pieces):
-        if slot.value is None or piece.device.type == "meta" or (piece.device.type == "cpu" and slot.numel >= _LARGE):
+        if slot.value is None or piece.device.type == "meta" or (piece.device.type == "cpu" and slot.numel >= LARGE):
             accumulate(slot, state, piece)
         else:
             together.append((slot, piece, slot.value))

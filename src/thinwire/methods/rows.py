@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.seeding import fill_noise
+from thinwire.kernels.upload import upload
 from thinwire.methods.feedback import accumulate_all
 from thinwire.program import Bucket, Slot, State, working_dtype
 from thinwire.program.bucket import deliver
@@ -48,7 +49,7 @@ class Rows:
     @functools.cached_property
     def sizes(self) -> Tensor:
         """Elements of each tensor, int64."""
-        return torch.tensor([slot.numel for slot in self.slots]).to(self.slots[0].device, non_blocking=True)
+        return upload(torch.tensor([slot.numel for slot in self.slots]), self.slots[0].device)
 
     @functools.cached_property
     def owner(self) -> Tensor:
@@ -56,7 +57,7 @@ class Rows:
         device = self.slots[0].device
         if device.type == "meta":
             return torch.empty(self.count, dtype=torch.int32, device=device)
-        rows = torch.tensor(self._rows, dtype=torch.int32).to(device, non_blocking=True)
+        rows = upload(torch.tensor(self._rows, dtype=torch.int32), device)
         return torch.repeat_interleave(rows, output_size=self.count)
 
     def cut(self, x: Tensor) -> list[Tensor]:

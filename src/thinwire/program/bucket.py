@@ -9,10 +9,13 @@ the loss scale. The same pair exists per tensor on :class:`Slot`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -20,18 +23,12 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-_LARGE = 1 << 12
+LARGE = 1 << 12
 """Elements from which a tensor deserves a call of its own."""
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.device.type != "meta" and a.data_ptr() == b.data_ptr() and a.dtype == b.dtype
-
-
-def of_nobody(sums: Sequence[Tensor]) -> list[bool]:
-    """Which sums over the ranks are of nothing: each rank brought -0.0, which changes no sum. One host read for all."""
-    flags = [~x.any() & torch.signbit(x).all() for x in sums]
-    return [bool(flag) for flag in torch.stack(flags).tolist()] if flags else []
 
 
 class Slot:
@@ -84,6 +81,19 @@ class Slot:
     def write(self, x: Tensor) -> None:
         """Deliver the averaged gradient (unscaled units, any shape with the right number of elements)."""
         deliver([self], [x if self.scale is None else x * self.scale])
+
+
+def used_by_nobody(slots: Mapping[Key, Slot]) -> set[Key]:
+    """Of slots that this rank has not used and whose result is a sum, the keys of those that no rank has used.
+
+    Each rank brought -0.0 then, which changes no sum; or nothing was received. One host read for all.
+    """
+    found = {key for key, slot in slots.items() if slot.result is None}
+    sums = {key: slot.result for key, slot in slots.items() if slot.result is not None}
+    if sums:
+        flags = torch.stack([~x.any() & torch.signbit(x).all() for x in sums.values()]).tolist()
+        found.update(key for key, nobody in zip(sums, flags) if nobody)
+    return found
 
 
 def deliver(slots: Sequence[Slot], averages: Sequence[Tensor]) -> None:
@@ -186,7 +196,7 @@ class Bucket:
             slot.result = view
             if slot.value is None:
                 view.fill_(-0.0)
-            elif factor is not None and slot.numel >= _LARGE:
+            elif factor is not None and slot.numel >= LARGE:
                 torch.mul(slot.value, factor, out=view)
             else:
                 targets.append(view)
