@@ -97,12 +97,12 @@ def rank_main(model: str, steps: int, rounds: int, names: list[str]) -> None:
                 kfac = KFAC(net, sync, damping=0.03, factor_every=1, inverse_every=1, costs=costs, **options)
                 for step in range(steps + 4):  # two rounds, then the messages are planned again
                     if step == 4:
-                        sync.agree(False)
+                        sync.services.agree(False)
                         before, started = kfac.stats(), time.perf_counter()
                     loss(step, rank).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                sync.agree(False)
+                sync.services.agree(False)
                 mine = (time.perf_counter() - started) / steps
                 now = kfac.stats()
                 plan = kfac.plan

@@ -68,13 +68,13 @@ def same_bits(x: torch.Tensor) -> bool:
 
 
 def measure(model: str, sync: tw.GradientSync, steps: int, rounds: int) -> dict[str, Any]:
-    blocks, size = layers(model), sync.topology.world_size
+    blocks, size = layers(model), sync.services.topology.world_size
     sizes = [w.numel() for w in blocks[0].weights]
     calls: dict[str, Callable[[], Any]] = {"alone": lambda: replicated(blocks)}
     for partition in ("cost", "contiguous"):
         program = TrustRatios(split(sizes, size, partition), size, WORLD, torch.device("cpu"))
-        calls[partition] = lambda program=program: sync.run(program.reduce(blocks, sync.rank))
-    calls["sharded"] = lambda: [sync.run(sharded(blocks[0], sync.rank, size))]
+        calls[partition] = lambda program=program: sync.services.run(program.reduce(blocks, sync.services.rank))
+    calls["sharded"] = lambda: [sync.services.run(sharded(blocks[0], sync.services.rank, size))]
     results = {name: call()[0] for name, call in calls.items()}  # warm
     torch.testing.assert_close(results["sharded"], results["alone"], rtol=1e-4, atol=0.0)
     times = [{name: median(call, steps) for name, call in calls.items()} for _ in range(rounds)]

@@ -38,7 +38,7 @@ def train(optimizer_name: str, target: float, lr: float, most: int) -> tuple[int
             loss = float(workload.evaluate(model, 0, rank))
             if rank == 0 and step % 500 == 499:
                 print(f"{optimizer_name:>5} step {step + 1:5d}  loss {loss:.3f}  {seconds:.1f} s", flush=True)
-            if sync.agree(loss < target):
+            if sync.services.agree(loss < target):
                 break
     sync.detach()
     return (step + 1 if loss < target else None), seconds, loss

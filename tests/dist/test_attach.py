@@ -58,7 +58,7 @@ def _gradients(rank, size, steps):
                 seen.append({n: p.grad.clone() for n, p in net.named_parameters()})
                 optimizer.step()  # what is held back counts from here on
                 optimizer.zero_grad()
-            residuals = {n: r.clone() for n, r in sync.state.residuals.items()}
+            residuals = {n: r.clone() for n, r in sync.services.state.residuals.items()}
             found.append((seen, sync.stats().bytes_sent, residuals))
     return found
 

@@ -19,7 +19,7 @@ def _rounds(rank, size):
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     results = []
     with tw.attach(net, optimizer) as sync:
-        channel = sync.channel("test", {WORLD: 1, NODE: 1, CROSS: 1}, Topology(size, 2))
+        channel = sync.services.channel("test", {WORLD: 1, NODE: 1, CROSS: 1}, Topology(size, 2))
         for turn in range(3):
             found = {}
             groups = [WORLD, NODE, CROSS, WORLD]
@@ -61,7 +61,7 @@ def test_rounds_are_summed_whatever_is_ready_first():
 def _failing(rank, size):
     net = torch.nn.Linear(3, 2)
     with tw.attach(net, torch.optim.SGD(net.parameters(), 0.1), timeout=15) as sync:
-        channel = sync.channel("test", {WORLD: 1})
+        channel = sync.services.channel("test", {WORLD: 1})
         if rank == 1:
             return "left"
         channel.begin([["factor x"]], lambda i: _sum(torch.ones(3), WORLD, {}, i))
@@ -80,7 +80,7 @@ def test_a_rank_that_leaves_is_told():
 def test_alone():
     net = torch.nn.Linear(3, 2)
     with tw.attach(net, torch.optim.SGD(net.parameters(), 0.1)) as sync:
-        channel, found = sync.channel("test", {WORLD: 1}), {}
+        channel, found = sync.services.channel("test", {WORLD: 1}), {}
         channel.begin([["x"]], lambda i: _sum(torch.ones(2), WORLD, found, i))
         channel.ready(0)
         assert channel.wait() >= 0

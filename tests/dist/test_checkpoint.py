@@ -52,8 +52,10 @@ def _resume(rank, size, folder):
         step = tw.checkpoint.load(f"{folder}/{index}", other, other_optimizer, other_sync)
         _steps(other, other_optimizer, rank, step, 10)
         same = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(other)))
-        residuals = all(torch.equal(v, other_sync.state.residuals[n]) for n, v in sync.state.residuals.items())
-        equal.append((name, same, residuals, bool(sync.state.residuals) == sync.method.has_residual))
+        residuals = all(
+            torch.equal(v, other_sync.services.state.residuals[n]) for n, v in sync.services.state.residuals.items()
+        )
+        equal.append((name, same, residuals, bool(sync.services.state.residuals) == sync.services.method.has_residual))
         other_sync.detach()
     return equal
 
@@ -71,13 +73,13 @@ def _save(rank, size, folder):
     _steps(net, optimizer, rank, 0, 6)
     tw.checkpoint.save(folder, net, optimizer, sync, 6)
     sync.detach()
-    return {n: r.double() for n, r in sync.state.residuals.items()}
+    return {n: r.double() for n, r in sync.services.state.residuals.items()}
 
 
 def _load(rank, size, folder):
     net, optimizer, sync = _build("acp", {"rank": 2, "merge": "none"})
     assert tw.checkpoint.load(folder, net, optimizer, sync) == 6
-    residuals = {n: r.double() for n, r in sync.state.residuals.items()}
+    residuals = {n: r.double() for n, r in sync.services.state.residuals.items()}
     _steps(net, optimizer, rank, 6, 8)
     sync.detach()
     return residuals
@@ -175,7 +177,7 @@ def _to_the_end(rank, size, folder):
     net, optimizer, sync = _build("acp", {"rank": 2})
     step = tw.checkpoint.load(folder, net, optimizer, sync) or 0
     _steps(net, optimizer, rank, step, 12)
-    return step, cases.weights(net), dict(sync.state.residuals)
+    return step, cases.weights(net), dict(sync.services.state.residuals)
 
 
 def test_a_restart_after_a_kill_goes_on_bit_for_bit(tmp_path):
@@ -231,7 +233,8 @@ def _owed(net, sync):
     """What a rank owes, in whole tensors."""
     shapes = {name: p.shape for name, p in net.named_parameters()}
     return {
-        name: sync.state.extended(name, shapes[name]).reshape(shapes[name]).double() for name in sync.state.residuals
+        name: sync.services.state.extended(name, shapes[name]).reshape(shapes[name]).double()
+        for name in sync.services.state.residuals
     }
 
 
@@ -298,9 +301,9 @@ def _full(rank, size, folder, who):
             said.append(str(error))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    sync.agree(False)  # rank 0 has cleared up
+    sync.services.agree(False)  # rank 0 has cleared up
     left = sorted(os.listdir(folder))
-    sync.agree(False)  # all have looked
+    sync.services.agree(False)  # all have looked
     _steps(net, optimizer, rank, 4, 5)
     tw.checkpoint.save(folder, net, optimizer, sync, 5)
     weights = cases.weights(net)

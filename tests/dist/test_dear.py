@@ -89,7 +89,7 @@ def everyday(rank, method, *, plan=None, scaled=False, steps=7, adopt=()):
             if step < len(adopt):
                 sync.adopt_plan(tw.Plan.of(adopt[step]))
         steps_taken = sync.stats().steps
-        residuals = [x for _, x in sorted(sync.state.snapshot()["residual"].items())]
+        residuals = [x for _, x in sorted(sync.services.state.snapshot()["residual"].items())]
         assert sync.stats().rejected_steps == int(lossy and scaled)
     assert steps_taken == steps
     return [*everything(net, optimizer), *norms, *residuals, *map(torch.tensor, scales)]

@@ -10,7 +10,7 @@ from torch import nn
 
 import thinwire as tw
 from spawned import run
-from thinwire.engine.deferred_grad import DeferredGrad
+from thinwire.engine.schedules.deferred_grad import DeferredGrad
 
 pytestmark = pytest.mark.dist
 
@@ -204,13 +204,13 @@ def _traffic(rank, size):
         def program():
             yield tw.program.ReduceScatter(tensor)
 
-        sync.run(program())
+        sync.services.run(program())
         moved = []
         for _ in range(25):
             dist.barrier()
             before = _loopback_bytes()
             dist.barrier()
-            sync.run(program())
+            sync.services.run(program())
             dist.barrier()
             moved.append((_loopback_bytes() - before) / tensor.nbytes)
         return min(moved)  # others may use the interface too

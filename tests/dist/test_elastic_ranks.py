@@ -65,7 +65,7 @@ def _mismatch(rank, size):
     said = []
     net, trainer, _ = cases.train(rank, size, 1, 2)
     good = ActiveSet.union([net.active_set(n) for n in trainer.draws(1, 0)])
-    method = trainer.sync.method
+    method = trainer.sync.services.method
     for step, active in ((1, good if rank else net.active_set(net.space.smallest)), (1 + rank, good)):
         try:
             method.announce(active, trainer.sync, step)
@@ -122,7 +122,7 @@ def _first_only(rank, size):
     large = Phase("x", Space((7,), (2,), (4,), (2,)), 10, 0.1)
     trainer = ElasticTrainer(net, large, torch.optim.SGD(net.parameters(), lr=0.1))
     nets = [net.space.largest, net.space.smallest]
-    trainer.sync.method.announce(ActiveSet.union([net.active_set(n) for n in nets]), trainer.sync, 0)
+    trainer.sync.services.method.announce(ActiveSet.union([net.active_set(n) for n in nets]), trainer.sync, 0)
     batch = cases.batch_of(0, 2, rank, size)
     with trainer.sync.no_sync():
         for n in nets:
@@ -180,10 +180,10 @@ def _calibrated(rank, size):
     net = cases.net_of()
     sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1))
     pairs = RandomDots(16, 24, 48, 9)
-    sync.run(calibrate(net, net.space.largest, batches(pairs, 2, rank, size)))
+    sync.services.run(calibrate(net, net.space.largest, batches(pairs, 2, rank, size)))
     score = lambda n: -float(int(n.key, 16) % 1000)  # noqa: E731
     cost = lambda n: float(sum(k for stage in n.stages for k, _ in stage))  # noqa: E731
-    found = sync.run(search(net.space, score, 20.0, cost, cost, Evolution(6, 3), rank=rank, world=size))
+    found = sync.services.run(search(net.space, score, 20.0, cost, cost, Evolution(6, 3), rank=rank, world=size))
     sync.detach()
     return {name: b.clone() for name, b in net.named_buffers()}, found.best.sub_net, len(found.archive)
 
@@ -236,12 +236,12 @@ def _expect(rank, size):
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "ssgd", merge="none")
     x, said = torch.full((2, 4), 1.0 + rank), []
-    sync.expect(["2.weight", "2.bias"])
+    sync.services.expect(["2.weight", "2.bias"])
     net[2](x).sum().backward()
     found = net[2].weight.grad.clone(), net[0].weight.grad
     for names in (["nothing"], ["2.weight"]):  # the first is unknown, the second too few
         try:
-            sync.expect(names)
+            sync.services.expect(names)
             net[2](x).sum().backward()
         except (ValueError, RuntimeError) as error:
             said.append(str(error))

@@ -114,14 +114,14 @@ def _loops(rank, size):
     cases.loss_of(net, rank, 1).backward()
     cases.loss_of(net, rank, 2).backward()  # as DDP: the average and one more
     found["twice"] = [p.grad.clone() for p in net.parameters()]
-    found["agree"] = (sync.agree(rank == 1), sync.agree(False))
+    found["agree"] = (sync.services.agree(rank == 1), sync.services.agree(False))
 
     def program():
         total = yield tw.program.AllReduce(torch.tensor([float(rank + 1)]))
         everyone = yield tw.program.AllGather(total)
         return everyone.flatten().tolist()
 
-    found["run"] = sync.run(program())
+    found["run"] = sync.services.run(program())
     with pytest.raises(RuntimeError, match="detach"):
         tw.attach(net, optimizer, "ssgd")
     sync.detach()
@@ -229,12 +229,12 @@ def _scaled(rank, size, name, options):
             if step == 4:
                 if not scaled:
                     continue
-                frozen = {n: r.clone() for n, r in sync.state.residuals.items()}
+                frozen = {n: r.clone() for n, r in sync.services.state.residuals.items()}
                 loss = loss * (float("inf") if rank == 1 else 1.0)
             scaler.scale(loss).backward()
             if step == 4:
                 assert not all(bool(p.grad.isfinite().all()) for p in net.parameters())
-                assert all(torch.equal(v, frozen[n]) for n, v in sync.state.residuals.items())
+                assert all(torch.equal(v, frozen[n]) for n, v in sync.services.state.residuals.items())
                 assert frozen
             scaler.step(optimizer)
             scaler.update()
@@ -280,14 +280,14 @@ def _two_in_one_backward(rank, size, method):
     nets = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))) for _ in range(2)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
     syncs = [tw.attach(n, o, method) for n, o in zip(nets, optimizers)]
-    at_attach = [len(sync._comm._lanes._held) for sync in syncs]
+    at_attach = [len(sync._session.comm._lanes._held) for sync in syncs]
     for step in range(6):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
         sum(net(x).square().mean() for net in nets).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    made = [len(sync._comm._lanes._held) - before for sync, before in zip(syncs, at_attach)]
+    made = [len(sync._session.comm._lanes._held) - before for sync, before in zip(syncs, at_attach)]
     weights = [p.detach() for net in nets for p in net.parameters()]
     for sync in syncs:
         sync.detach()

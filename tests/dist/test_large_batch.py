@@ -181,7 +181,7 @@ def _overflow(rank, size, name):
             net, optimizer, tw.method(name, **OPTIONS.get(name, {})), scaler=scaler, start_compression_step=0
         ) as sync:
             for step in (0, 1, 2, 3, 4) if bad else (0, 1, 3, 4):
-                before = {n: r.clone() for n, r in sync.state.residuals.items()}
+                before = {n: r.clone() for n, r in sync.services.state.residuals.items()}
                 hook = net[2].weight.register_hook(spoil) if step == 2 and rank == 1 else None
                 scaler.scale(cases.loss_of(net, rank, step)).backward()
                 if hook is not None:
@@ -191,7 +191,7 @@ def _overflow(rank, size, name):
                     sync.synchronize()
                 scaler.update()
                 optimizer.zero_grad()
-                after = sync.state.residuals
+                after = sync.services.state.residuals
                 same = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
                 seen.append((scaler.get_scale(), same))
             ends.append((cases.weights(net), seen))

@@ -180,18 +180,18 @@ def _discarded(rank, size):
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
             net(x).square().mean().backward()
             optimizer.step()
-            owed = {n: r.clone() for n, r in sync.state.residuals.items()}
+            owed = {n: r.clone() for n, r in sync.services.state.residuals.items()}
             optimizer.zero_grad()
             for _ in range(2):
                 net(x).square().mean().backward()
                 optimizer.zero_grad()
             (net(x).mean() * 0).backward()
-            left = {n: r.clone() for n, r in sync.state.residuals.items()}
+            left = {n: r.clone() for n, r in sync.services.state.residuals.items()}
             optimizer.step()
             found[method, str(options)] = (
                 all(torch.equal(owed[n], left[n]) for n in owed),
                 sync.stats().dropped_steps,
-                any(not torch.equal(owed[n], r) for n, r in sync.state.residuals.items()),
+                any(not torch.equal(owed[n], r) for n, r in sync.services.state.residuals.items()),
             )
     return found
 
@@ -257,7 +257,7 @@ def _probes(rank, size):
                 cases.loss_of(net, rank, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found[first_pass] = [r.clone() for r in sync.state.residuals.values()]
+            found[first_pass] = [r.clone() for r in sync.services.state.residuals.values()]
     for a, b in zip(found[False], found[True]):
         assert torch.equal(a, b)
     net = cases.model()
@@ -301,7 +301,7 @@ def _reduced_later(rank, size):
                 sync.synchronize()
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append(([r.clone() for r in sync.state.residuals.values()], sync.stats().dropped_steps))
+            found.append(([r.clone() for r in sync.services.state.residuals.values()], sync.stats().dropped_steps))
     return found
 
 
@@ -353,7 +353,7 @@ def _by_hand(rank, size):
                     p.data.add_(p.grad, alpha=-0.05)
                     p.grad = None
                 found[name, str(options)] = (loss.item(), sync.stats().dropped_steps)
-            assert not sync.method.has_residual or sync.state.residuals
+            assert not sync.services.method.has_residual or sync.services.state.residuals
     with pytest.raises(ValueError, match="dear updates weights during the next forward"):
         tw.attach(cases.model(), None, "dear")
     with pytest.raises(ValueError, match="dear updates weights"):
@@ -376,7 +376,11 @@ def _never_stepped(rank, size):
             for p in net.parameters():
                 p.data.add_(p.grad, alpha=-0.05)
             net.zero_grad()
-        return sync.stats().dropped_steps, bool(sync.state.residuals), [x for x in lines if "optimizer=None" in x]
+        return (
+            sync.stats().dropped_steps,
+            bool(sync.services.state.residuals),
+            [x for x in lines if "optimizer=None" in x],
+        )
 
 
 def _log():
@@ -646,8 +650,8 @@ def _scaled(rank, size):
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-            found[handed] = [r.clone() for r in sync.state.residuals.values()]
-            assert sync.scaler is scaler
+            found[handed] = [r.clone() for r in sync.services.state.residuals.values()]
+            assert sync.services.scaler is scaler
     return found, [x for x in lines if "GradScaler" in x]
 
 
@@ -884,7 +888,7 @@ def _limit_of_the_group(rank, size):
     group = torch.distributed.new_group(list(range(size)), timeout=timedelta(seconds=41))
     net = cases.model()
     with tw.attach(net, None, "ssgd", group=group) as ours, tw.attach(cases.model(), None, "ssgd", timeout=7) as theirs:
-        return [sync._comm.timeout.total_seconds() for sync in (ours, theirs)]
+        return [sync._session.comm.timeout.total_seconds() for sync in (ours, theirs)]
 
 
 def test_the_limit_is_that_of_the_group():

@@ -63,7 +63,7 @@ def _lags(rank, size):
     net, sync, _ = _train(rank, "lags", {"max_ratio": 50, "exposed_seconds": 1.0}, FREE, steps=20)
     dense = [b.kept for b in sync.plan.phases[0] if not b.dense]
     sizes = [p.numel() for p in reversed(list(net.parameters())) if p.dim() > 1]
-    return dense, sizes, max(float(r.abs().max()) for r in sync.state.residuals.values())
+    return dense, sizes, max(float(r.abs().max()) for r in sync.services.state.residuals.values())
 
 
 def test_lags_goes_dense_where_the_network_is_free():
@@ -75,9 +75,9 @@ def test_lags_goes_dense_where_the_network_is_free():
 def _residuals(rank, size):
     """A plan that is made anew leaves residuals as they are."""
     net, sync, _ = _train(rank, "topk", {"density": 0.05, "merge": "optimal"}, SLOW, steps=10)
-    before = {n: r.clone() for n, r in sync.state.residuals.items()}
+    before = {n: r.clone() for n, r in sync.services.state.residuals.items()}
     sync.adopt_plan(tw.Plan.of([[n for n, _ in net.named_parameters()]]))
-    return all(torch.equal(before[n], r) for n, r in sync.state.residuals.items()), bool(before)
+    return all(torch.equal(before[n], r) for n, r in sync.services.state.residuals.items()), bool(before)
 
 
 def test_a_new_plan_keeps_residuals():
@@ -88,7 +88,7 @@ def _auto(rank, size):
     found = []
     for costs, lossy in [(SLOW, False), (SLOW, True), (FREE, True)]:
         _, sync, _ = _train(rank, "auto", {}, costs, lossy=lossy)
-        found.append((sync.method.name, sync.plan.hash, sync.why, sync.stats().bytes_sent))
+        found.append((sync.services.method.name, sync.plan.hash, sync.stats().why, sync.stats().bytes_sent))
         sync.detach()
     return found
 
@@ -108,7 +108,7 @@ def test_auto_chooses_alike_and_says_why():
 def _probed(rank, size):
     """Nothing is given: the network is measured."""
     _, sync, _ = _train(rank, "auto", {}, None)
-    return sync.why, sync._pilot.costs.hash, sync.plan.hash
+    return sync.stats().why, sync._controller.pilot.costs.hash, sync.plan.hash
 
 
 def test_auto_measures_the_network():
@@ -122,10 +122,10 @@ def _adaptive(rank, size):
     pilot.WATCH_STEPS = 12
     wrong = Costs({("AllReduce", "world", 2): Linear(30.0, 0.0)}, SLOW.compute)
     _, sync, _first = _train(rank, "ssgd", {}, wrong, steps=60, plan="adaptive")
-    again = sync._pilot.decisions
+    again = sync._controller.pilot.decisions
     sync.detach()
     _, sync, _ = _train(rank, "ssgd", {"merge": "optimal"}, wrong, steps=60)
-    return again, sync._pilot.decisions, sync._pilot.warned
+    return again, sync._controller.pilot.decisions, sync._controller.pilot.warned
 
 
 def test_a_wrong_prediction_is_noticed():

@@ -26,7 +26,7 @@ KILL = """
 LAST = """
 if rank == 0:
     torch.save({"weights": list(model.state_dict().values()), "start": start}, "end.pt")
-owed = sorted(sync.state.residuals.items())
+owed = sorted(sync.services.state.residuals.items())
 torch.save(owed, f"owed-{rank}.pt")
 sync.detach()
 """

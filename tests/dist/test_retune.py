@@ -33,8 +33,8 @@ def _train(rank, method, *, steps=None, seconds=None, plan=None):
 def _loop(rank, net, sync, optimizer, steps, seconds):
     now, hashes, step = [0.0], [], 0
     if seconds is not None:
-        sync._pilot.timings._stopwatch = Stopwatch(torch.device("cpu"), lambda: now[0])
-    while step < steps if steps else not sync.settled:
+        sync._controller.pilot.timings._stopwatch = Stopwatch(torch.device("cpu"), lambda: now[0])
+    while step < steps if steps else not sync.stats().settled:
         buckets = len(sync.plan.phases[0])
         cases.loss_of(net, rank, step, width=16).backward()
         optimizer.step()
@@ -68,7 +68,7 @@ def _chosen(rank, size):
         finally:
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
-        found.append((len(sync.plan.phases[0]), hashes, sync.why, lines))
+        found.append((len(sync.plan.phases[0]), hashes, sync.stats().why, lines))
         sync.detach()
     return found
 
@@ -105,7 +105,7 @@ def _twins(rank, size):
         if sync.pending:
             sync.synchronize()
         pinned = tw.Plan.from_json(sync.plan.to_json())
-        found.append((hashes, sync.why))
+        found.append((hashes, sync.stats().why))
         sync.detach()
         assert len(set(hashes)) > 2, "the plan was never changed"
         twin, other, _ = _train(rank, fixed, steps=len(hashes))
@@ -132,7 +132,7 @@ def _others(rank, size):
         net, sync, hashes = _train(rank, method)
         if sync.pending:
             sync.synchronize()
-        found.append((hashes, sync.why, len(sync.plan.phases) == method.phases, cases.weights(net)))
+        found.append((hashes, sync.stats().why, len(sync.plan.phases) == method.phases, cases.weights(net)))
         sync.detach()
     return found
 
@@ -174,11 +174,11 @@ def _adaptive(rank, size):
         net, sync, _ = _train(rank, tw.SSGD(merge="tune"), seconds=_few, plan="adaptive")
     finally:
         retune.WATCH_STEPS = before
-    settled = sync.settled, sync._pilot.decisions
+    settled = sync.stats().settled, sync._controller.pilot.decisions
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     _loop(rank, net, sync, optimizer, 6 + 8, None)
     sync.detach()
-    return settled, (sync.settled, sync._pilot.decisions)
+    return settled, (sync.stats().settled, sync._controller.pilot.decisions)
 
 
 def test_adaptive_tunes_again():

@@ -33,7 +33,7 @@ def _gradients(rank, size, steps):
                 net.zero_grad()
                 cases.loss_of(net, rank, step).backward()
                 seen.append({n: p.grad.clone() for n, p in net.named_parameters()})
-            found.append((seen, sync.state.snapshot(), sync.stats().bytes_sent))
+            found.append((seen, sync.services.state.snapshot(), sync.stats().bytes_sent))
     return found
 
 
@@ -158,13 +158,13 @@ def _saved(rank, size, folder):
     _steps(net, optimizer, rank, 0, 4)
     tw.checkpoint.save(folder, net, optimizer, sync, 4)
     sync.detach()
-    return sync.state.snapshot()["local"]
+    return sync.services.state.snapshot()["local"]
 
 
 def _loaded(rank, size, folder):
     net, optimizer, sync = _build(*RESUMED[0])
     tw.checkpoint.load(folder, net, optimizer, sync)
-    local = sync.state.snapshot()["local"]
+    local = sync.services.state.snapshot()["local"]
     _steps(net, optimizer, rank, 4, 6)
     sync.detach()
     return local

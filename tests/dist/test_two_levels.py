@@ -43,7 +43,10 @@ def _engine(rank, size):
             start_compression_step=0, **options,
         )  # fmt: skip
         results = [_gradients(net, rank, step) for step in range(STEPS)]
-        residuals = {n: sync.state.extended(n, dict(net.named_parameters())[n].shape) for n in sync.state.residuals}
+        residuals = {
+            n: sync.services.state.extended(n, dict(net.named_parameters())[n].shape)
+            for n in sync.services.state.residuals
+        }
         sent = sync.stats().bytes_sent
         sync.detach()
         found.append((results, residuals, sent))
@@ -94,7 +97,9 @@ def _train(rank, size, folder, layout, first, last, merge):
     if first:
         assert tw.checkpoint.load(folder, net, optimizer, sync) == first
     loaded = {
-        n: sync.state.extended(n, p.shape).clone() for n, p in net.named_parameters() if n in sync.state.residuals
+        n: sync.services.state.extended(n, p.shape).clone()
+        for n, p in net.named_parameters()
+        if n in sync.services.state.residuals
     }
     for step in range(first, last):
         if step == 5 and not first:
@@ -102,7 +107,11 @@ def _train(rank, size, folder, layout, first, last, merge):
         cases.loss_of(net, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    owed = {n: sync.state.extended(n, p.shape) for n, p in net.named_parameters() if n in sync.state.residuals}
+    owed = {
+        n: sync.services.state.extended(n, p.shape)
+        for n, p in net.named_parameters()
+        if n in sync.services.state.residuals
+    }
     sync.detach()
     return loaded, owed, cases.weights(net)
 
@@ -160,7 +169,7 @@ def _auto(rank, size, costs):
         optimizer.step()
         optimizer.zero_grad()
     sync.detach()
-    return before, sync.settled, sync.plan.to_json(), cases.weights(net)
+    return before, sync.stats().settled, sync.plan.to_json(), cases.weights(net)
 
 
 def test_auto_takes_over_what_rank_0_measured():

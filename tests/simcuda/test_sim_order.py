@@ -29,10 +29,11 @@ def test_gradients_of_one_bucket_from_several_streams(method):
             for index, parameter in reversed([*enumerate(run.model.parameters())]):
                 with torch.cuda.stream(streams[index % 2]):
                     parameter.grad = torch.randn_like(parameter)
-                    run.sync._arrive(index, parameter)
+                    for hook in parameter._post_accumulate_grad_hooks.values():
+                        hook(parameter)
             for stream in streams:
                 main.wait_stream(stream)
-            run.sync._finish()
+            run.sync._source.finish()
             run.optimizer.step()
             run.optimizer.zero_grad()
             run.sync.synchronize()

@@ -14,7 +14,7 @@ from nccl import Nccl
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.engine.deferred_grad import DeferredGrad
+from thinwire.engine.schedules.deferred_grad import DeferredGrad
 from thinwire.kernels.select.histogram import digits
 from thinwire.kfac import KFAC
 from thinwire.program import Topology

@@ -12,9 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from thinwire.adapters.ddp import DDPSync
 from thinwire.adapters.ddp_module import checked, register
 from thinwire.adapters.ddp_ranks import load_from, save_in
+from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.program import Method
 
 try:

@@ -7,32 +7,26 @@ That is the order in which DDP presents them in its first backward whatever ``bu
 No ``from __future__ import annotations`` here: DDP compares the hook's annotations with classes and refuses strings.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from thinwire.adapters.ddp_group import any_rank
-from thinwire.adapters.ddp_names import Ordinals
-from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
-from thinwire.adapters.ddp_steps import DDPSteps
-from thinwire.engine.parameters import managed_parameters
-from thinwire.engine.persistence import check_scaled, scaled
+from thinwire.adapters.ddp_sync import DDPSync, HookOptions
 from thinwire.engine.settings import check_scaler, check_topology, checked_timeout
-from thinwire.engine.stats import BucketStats, Stats
 from thinwire.methods.base import check_count
 from thinwire.methods.registry import resolve
-from thinwire.program import Method, State, Topology
+from thinwire.program import Method, Topology
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 else:
     GradBucket = getattr(dist, "GradBucket", None)  # a torch built without distributed has none
 
-Hook = Callable[["DDPSync", GradBucket], "torch.futures.Future[Tensor]"]
+Hook = Callable[[DDPSync, GradBucket], "torch.futures.Future[Tensor]"]
 
 
 def ddp_hook(
@@ -44,7 +38,7 @@ def ddp_hook(
     group: dist.ProcessGroup | None = None,
     topology: Topology | None = None,
     **options: Any,
-) -> tuple["DDPSync", Hook]:
+) -> tuple[DDPSync, Hook]:
     """State and hook for ``ddp_model.register_comm_hook(*ddp_hook("acp", rank=4))``; one pair per DDP model.
 
     Args:
@@ -71,128 +65,9 @@ def ddp_hook(
     check_topology(topology)
     if start_compression_step is not None:
         check_count("start_compression_step", start_compression_step)
-    return DDPSync(chosen, scaler, start_compression_step, limit, group, topology), thinwire_hook
+    return DDPSync(chosen, HookOptions(scaler, start_compression_step, limit, group, topology)), thinwire_hook
 
 
-def thinwire_hook(state: "DDPSync", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def thinwire_hook(state: DDPSync, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook that :func:`ddp_hook` gives; at the top of a module, so that DDP models can be pickled with it."""
     return state.exchange(bucket)
-
-
-class DDPSync(DDPSteps):
-    """What a DDP communication hook keeps between steps. Made by :func:`ddp_hook`.
-
-    Pickled, inside a DDP model or alone, it takes its method and this rank's state along, but neither the process group
-    nor the scaler.
-
-    Its dict is that of ``GradientSync`` (DCP's ``Stateful``), with ordinals for parameter names, or with the model's
-    after ``learn_names``.
-    """
-
-    def learn_names(self, model: nn.Module) -> None:
-        """Use the model's own parameter names, and its modules, as ``attach`` does; before the first backward.
-
-        For callers who hold the model. Seeds, what is left dense, and names in ``state_dict`` are then ``attach``'s.
-
-        Args:
-            model: the module inside DDP.
-
-        Raises:
-            TypeError: a parameter that thinwire does not exchange: complex, or with sparse gradients.
-        """
-        managed = managed_parameters(model, self._named, "auto")
-        self._ordinals = Ordinals((m.name, m.parameter) for m in managed)
-        self._kept = {m.name: m.dense for m in managed}
-
-    def names(self) -> list[tuple[str, Tensor]]:
-        """Names and parameters; empty before the first backward, unless ``learn_names`` was called."""
-        return self._ordinals.items()
-
-    def stats(self) -> Stats:
-        """Counters since the start. DDP waits in C++, so ``exposed_seconds`` is not known here and stays 0."""
-        state = self.state
-        if self._comm is None:
-            return Stats(self.method.name, self._note, state.size, state.step)
-        ledger = self._comm.ledger
-        phase = state.turn % self.method.phases
-        buckets = []
-        for names, elements, dense in self._layouts[-1] if self._layouts else ():
-            traced = self._traces[names, dense]
-            sent = sum(step.sent_bytes for step in traced[phase if not dense else 0])
-            buckets.append(BucketStats(names, elements, dense, sent))
-        return Stats(
-            method=self.method.name,
-            note=self._note,
-            world_size=state.size,
-            steps=state.step,
-            rejected_steps=self._rejected,
-            dropped_steps=self._watch.dropped,
-            bytes_sent=ledger.total,
-            dense_bytes=round(self._dense_bytes),
-            rebuilt=len(self._layouts) > 1,
-            collectives=dict(ledger.issued),
-            bytes_by_kind=dict(ledger.bytes),
-            buckets=tuple(buckets),
-        )
-
-    def agree(self, flag: bool) -> bool:
-        """Whether any rank raises the flag; equal on all ranks. Between steps only."""
-        return flag if self.state.size == 1 else any_rank(flag, self._group)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """DDP's process group."""
-        found = self._group or dist.group.WORLD
-        assert found is not None
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, no side effect."""
-        kept = [(name, p) for name, p in self.names() if not self._dense_here(name, p)]
-        return to_state_dict(self.state, self._named, kept, self._ordinals.source) | scaled(self._scaler)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
-
-        A single rank sends everything, so it pays nothing of what was owed: it keeps it, and ``state_dict`` hands it on
-        until there are several ranks again.
-
-        Raises:
-            ValueError: it is of another method, was not made by this hook, or lacks what this rank needs.
-        """
-        if self.state.size > 1:
-            check_scaled(state, self._scaler)
-        from_state_dict(self.state, self._named, state, self._ordinals.source)
-        self._ordinals.fit(self.state)
-
-    def __reduce__(self) -> Any:
-        saved = self.state_dict() if self._state is not None and self._ordinals.source == "ddp" else self._saved
-        return _unpickled, (self._named, self._start, self._timeout, self._given, saved)
-
-    @property
-    def state(self) -> State:
-        """The method's memory, by ordinal name."""
-        made = super().state
-        if self._saved is not None:
-            saved, self._saved = self._saved, None
-            self.load_state_dict(saved)
-        return made
-
-    def close(self) -> None:
-        """End the communicator thread and give the process groups back; the hook cannot be used afterwards."""
-        if self._comm is not None:
-            self._comm.close(broken=self._broken is not None)
-            self._watch.close()
-            self._broken = self._broken or "it was closed"
-
-
-def _unpickled(
-    method: Method,
-    start: int | None,
-    timeout: timedelta | None,
-    topology: Topology | None,
-    saved: dict[str, Any] | None,
-) -> DDPSync:
-    made = DDPSync(method, None, start, timeout, None, topology)
-    made._saved = saved
-    return made

@@ -32,6 +32,15 @@ def _fills_its_memory(x: Tensor) -> bool:
     return True
 
 
+def into_values(slots: Sequence[Slot]) -> None:
+    """Put the averages where the gradients lay."""
+    for slot in slots:
+        result, target = slot.result, slot.value
+        assert target is not None
+        if result is not None and not (result.data_ptr() == target.data_ptr() and result.stride() == target.stride()):
+            target.copy_(result)
+
+
 def joined(slots: Sequence[Slot]) -> Tensor | None:
     """The gradients as one 1-D tensor, if they lie one behind the other in plain order; else None."""
     first = slots[0].value

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.ddp import DDPSync, ddp_hook
+from thinwire.adapters.ddp import ddp_hook
+from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.methods.registry import resolve
 from thinwire.program import Method, Topology
 

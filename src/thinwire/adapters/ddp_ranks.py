@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.adapters.ddp import DDPSync
 from thinwire.adapters.ddp_group import control_device
+from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.engine.durable import read_file, write_whole
 
 log = logging.getLogger("thinwire")
@@ -32,7 +32,7 @@ def gathered_state(sync: DDPSync) -> dict[str, Any]:
     if not sync.agree(any(key.startswith(_OWN) for key in state)) or sync.state.size == 1:
         return state
     device, group = control_device(sync.group), sync.group
-    if sync.rank == 0:
+    if sync.state.rank == 0:
         for rank in range(1, sync.state.size):
             state.update(_received(dist.get_global_rank(group, rank), group, device))
     else:
@@ -61,7 +61,7 @@ def save_in(folder: Path, name: str, sync: DDPSync, **facts: Any) -> None:
         facts: plain values to keep beside the state.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(_file(folder, name, sync.rank), {"state": _on_cpu(sync.state_dict()), **facts})
+    write_whole(_file(folder, name, sync.state.rank), {"state": _on_cpu(sync.state_dict()), **facts})
 
 
 def load_from(folder: Path, name: str, sync: DDPSync, **facts: Any) -> bool:
@@ -74,7 +74,7 @@ def load_from(folder: Path, name: str, sync: DDPSync, **facts: Any) -> bool:
         ValueError: on all ranks, if one lacks its file, or finds other ``facts`` in it, or a state that does not fit.
     """
     first = _file(folder, name, 0)
-    if not sync.agree(first.exists() or _file(folder, name, sync.rank).exists()):
+    if not sync.agree(first.exists() or _file(folder, name, sync.state.rank).exists()):
         return False
     problem: Exception | None = None
     try:
@@ -88,7 +88,7 @@ def load_from(folder: Path, name: str, sync: DDPSync, **facts: Any) -> bool:
 
 
 def _read(folder: Path, name: str, sync: DDPSync, facts: Mapping[str, Any]) -> dict[str, Any]:
-    own, start = _file(folder, name, sync.rank), _file(folder, name, 0)
+    own, start = _file(folder, name, sync.state.rank), _file(folder, name, 0)
     if not start.exists():  # the folder is another machine's
         start = own
     if not start.exists():

@@ -6,27 +6,19 @@ shards. What the replicas share (factors) belongs to one shard's rows: under ano
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.engine.persistence import VERSION, blank, check_scaled, counted, scaled, split
+from thinwire.engine.persistence import VERSION, blank, from_flat, to_flat
 
 if TYPE_CHECKING:
     from thinwire.adapters.fsdp2_replicas import ReplicaSync
 
 log = logging.getLogger("thinwire")
-
-
-def _options(sync: ReplicaSync) -> str:
-    """The options that factors depend on; buckets are FSDP2's."""
-    options = sync.method.options().items()
-    return json.dumps({key: str(value) for key, value in options if key != "merge"}, sort_keys=True)
 
 
 def _shard(sync: ReplicaSync) -> str:
@@ -36,81 +28,49 @@ def _shard(sync: ReplicaSync) -> str:
 
 def to_state_dict(sync: ReplicaSync) -> dict[str, Any]:
     """What this rank remembers, with zeros for what it will: DCP fills only the keys that it is shown."""
-    flat: dict[str, Any] = {
-        "version": VERSION,
-        "method": sync.method.name,
-        "options": _options(sync),
-        "step": sync.state.step,
-        "replicas": sync.topology.world_size,
-        **scaled(sync.scaler),
-    }
-    pieces, snapshot, rank = sync.pieces, sync.state.snapshot(), sync.rank
-    flat |= counted(snapshot)
+    session, pieces = sync.session, sync.pieces
     local = [(name, piece.parameter.to_local()) for name, piece in pieces.items()]
-    for key, value in blank(sync.method, local, sync.topology, rank).items():
+    flat = to_flat(session, blank(session.method, local, session.topology, session.rank), None)
+    flat["replicas"] = flat.pop("world_size")
+    del flat["rank"]
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
         kind, _, rest = key.partition("/")
         if kind == "shared":
-            field, _, name = rest.partition("/")
-            known = snapshot["shared"].get(field, {}).get(name)
-            flat[f"shared/{_shard(sync)}/{field}/{name}"] = value if known is None else known
-            continue
-        _, _, rest = rest.partition("/")  # the rank
-        field, _, name = rest.partition("/") if kind == "local" else ("", "", rest)
-        named = snapshot["residual"] if kind == "residual" else snapshot["local"].get(field, {})
-        known = named.get(name, value)
-        flat[_key(kind, rank, field, name)] = pieces[name].sharded(known.to(value.device))
-    return flat
+            found[f"shared/{_shard(sync)}/{rest}"] = value
+        elif rest:  # of this replica
+            piece = pieces[_name(key)]
+            found[key] = piece.sharded(value.to(piece.parameter.device))
+        else:
+            found[key] = value
+    return found
 
 
-def _key(kind: str, rank: int, field: str, name: str) -> str:
-    return "/".join(filter(None, (kind, str(rank), field, name)))
+def _name(key: str) -> str:
+    """The parameter's, in ``residual/<rank>/<name>`` and ``local/<rank>/<field>/<name>``."""
+    return key.split("/", 2 if key.startswith("residual/") else 3)[-1]
 
 
 def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
     """Restore; see ``ReplicaSync.load_state_dict``."""
     if saved.get("version") != VERSION or "replicas" not in saved:
         raise ValueError(f"this is not the state of a thinwire ReplicaSync, version {VERSION}")
-    if saved["method"] != sync.method.name:
-        raise ValueError(
-            f"the state was saved by {saved['method']!r} but {sync.method.name!r} is attached; attach the same method, "
-            "or start without this state (what was owed to the model is then lost)"
-        )
-    check_scaled(saved, sync.scaler)
-    old, new = int(saved["replicas"]), sync.topology.world_size
-    if old != new:
+    session = sync.session
+    old, new = int(saved["replicas"]), session.state.size
+    if old != new and saved["method"] == session.named.name:
         raise ValueError(
             f"the state is of {old} replicas, but now there are {new}: keep their number (that of the shards may "
             "change), or start without this state (what was owed to the model is then lost)"
         )
-    pieces = sync.pieces
-    residuals = _local(split(saved, "residual/").get(str(sync.rank), {}))
-    if unknown := sorted(set(residuals) - set(pieces)):
-        raise ValueError(f"the state has residuals of {unknown[0]}, which the model has not: another model saved it")
-    fields = {field: _local(named) for field, named in _fields(saved, f"local/{sync.rank}/").items()}
-    shared = {  # a blank one was never committed, or is of other shards
-        field: {name: value for name, value in named.items() if value.any()}
-        for field, named in _fields(saved, f"shared/{_shard(sync)}/").items()
-    }
-    drawn = any(named for named in shared.values())
-    if drawn and saved["options"] != _options(sync):
-        log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
-        shared = {}
-    elif shared and not drawn and int(saved["step"]):
+    flat: dict[str, Any] = {"world_size": old}
+    mine = f"shared/{_shard(sync)}/"
+    for key, value in saved.items():
+        if key.startswith(mine):
+            flat["shared/" + key.removeprefix(mine)] = value
+        elif not key.startswith("shared/"):
+            flat[key] = value.to_local() if isinstance(value, DTensor) else value
+    found = from_flat(session, flat, {name: piece.shape for name, piece in sync.pieces.items()})
+    had = any(key.startswith("shared/") for key in saved)
+    if had and not any(key.startswith(mine) and value.any() for key, value in saved.items()) and int(saved["step"]):
         log.warning("thinwire: the shards are cut otherwise; factors are drawn anew, residuals are kept")
-    sync.state.restore(
-        {
-            "step": saved["step"],
-            "dropped": saved.get("dropped", 0),
-            "residual": residuals,
-            "shared": shared,
-            "local": fields,
-        }
-    )
-
-
-def _fields(saved: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
-    return split({key: value for key, value in saved.items() if key.startswith(prefix)}, prefix)
-
-
-def _local(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in named.items()}
+    session.state.restore(found)

@@ -18,19 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.adapters import fsdp2_persistence as persistence
-from thinwire.adapters.ddp_layout import joined
+from thinwire.adapters.ddp_layout import into_values, joined
 from thinwire.adapters.fsdp2_groups import Group, Piece
-from thinwire.adapters.released import released
 from thinwire.adapters.traced import traced
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.communicator import Communicator
-from thinwire.engine.restart import tell_reset
-from thinwire.engine.scaler import found_scaler, loss_scale
+from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.engine.step_watch import StepWatch, owned
 from thinwire.engine.streams import read_here
 from thinwire.engine.wire import Failure
-from thinwire.methods.ssgd import SSGD
 from thinwire.program import Bucket, Method, Slot, State, Topology
 
 
@@ -60,25 +56,13 @@ class ReplicaSync:
         note: str,
         start: int | None = None,
     ) -> None:
-        self.model, self.method = model, method
-        self.topology = Topology(1 if comm is None else len(comm.ranks))
-        self.rank = 0 if comm is None else comm.rank
-        self.state = State(self.rank, self.topology)
-        self.state.start = method.exact_start if start is None else start
         names = {id(p): name for name, p in model.named_parameters()}
-        self._watch = StepWatch(lambda: self.state, lambda: names, expected=False, before=self._before_step)
-        self._names = names
-        self._dense: Method = method.beside() or SSGD(ordered=bool(getattr(method, "ordered", False)))
-        self._groups, self._comm, self.scaler, self._note = tuple(groups), comm, scaler, note
-        self.shards = groups[0].shards
-        # A method that keeps something must know of a bad value in any shard, not in its own alone.
-        self._watches = not method.light and dist.get_world_size(self.shards) > 1
+        state = State(0 if comm is None else comm.rank, Topology(1 if comm is None else len(comm.ranks)))
+        self._session = Session(method, comm, state, scaler, lambda: names, handle="ReplicaSync", start=start)
+        self._model, self._groups, self._note, self.shards = model, tuple(groups), note, groups[0].shards
         self._end = BackwardEnd(self._finish)
-        self._seen: set[int] = set()
+        self._reduced: set[int] = set()  # modules, in the backward under way
         self._partial: dict[int, Tensor] = {}
-        self._scale: Tensor | None = None
-        self._broken: str | None = None
-        self._rejected, self._exposed, self._dense_bytes = 0, 0.0, 0.0
         self._sent: dict[tuple[int, bool], int] = {}
         self._undo: list[Any] = []
         self._parts = [self._split(group) for group in groups]
@@ -87,42 +71,31 @@ class ReplicaSync:
             comm.broadcast([*(p.to_local() for p in self._parameters()), *model.buffers()])
             for parts in self._parts:
                 for pieces, dense in parts:
-                    shapes = [(piece.name, piece.shape) for piece in pieces]
-                    for runs in (self._dense,) if dense else (self._dense, method):
-                        comm.open_lanes(traced(runs, shapes, self.topology, rank=self.rank))
+                    shapes, plain = [(piece.name, piece.shape) for piece in pieces], self._session.dense
+                    for runs in (plain,) if dense else (plain, method):
+                        comm.open_lanes(traced(runs, shapes, state.topology, rank=state.rank))
             for group in groups:
                 self._undo.append(group.take_over(partial(self._reduce, group)))
             self._undo.append(model.register_forward_pre_hook(self._forward).remove)
 
-    def _method(self, dense: bool) -> Method:
-        return self._dense if dense or self.state.step < self.state.start else self.method
-
     def _parameters(self) -> list[Any]:
         """All of FSDP2's, frozen ones too, once each."""
-        found = {id(p): p for p in self.model.parameters() if hasattr(p, "to_local")}
+        found = {id(p): p for p in self._model.parameters() if hasattr(p, "to_local")}
         return list(found.values())
 
     def _split(self, group: Group) -> list[tuple[tuple[Piece, ...], bool]]:
         """What the method takes, and what stays dense; without pieces that have no element here."""
         here = [piece for piece in group.pieces if piece.numel]
-        kept = [self.method.dense(piece.name, tuple(piece.parameter.shape), None) for piece in here]
+        kept = [self._session.method.dense(piece.name, tuple(piece.parameter.shape), None) for piece in here]
         parts = [(tuple(p for p, keep in zip(here, kept) if keep is dense), dense) for dense in (False, True)]
         return [part for part in parts if part[0]]
 
     def _facts(self) -> dict[str, Any]:
-        return {
-            "method": self.method.name,
-            "start": self.state.start,
-            "options": {key: str(value) for key, value in self.method.options().items()},
+        return self._session.facts() | {
             "modules": [group.name for group in self._groups],
             "parameters": {piece.name: list(piece.shape) for group in self._groups for piece in group.pieces},
-            "buffers": [f"{name} {list(buffer.shape)}" for name, buffer in self.model.named_buffers()],
+            "buffers": [f"{name} {list(buffer.shape)}" for name, buffer in self._model.named_buffers()],
         }
-
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer of the process is about to step."""
-        if self.scaler is None and self.method.has_residual and owned(optimizer, self._names):
-            self.scaler = found_scaler(self.state, self._groups[0].device)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -130,15 +103,13 @@ class ReplicaSync:
         if torch.compiler.is_compiling():
             return
         if self._end.outside():  # a backward died with an exception; FSDP2 has dropped its gradients, or will say so
-            self._seen.clear()
+            self._reduced.clear()
             self._partial.clear()
-            self.state.drop_step()
+            self._session.abandon()
 
     def _reduce(self, group: Group, flat: Tensor) -> None:
         """FSDP2's hook: average what this rank holds of a module's gradients over the replicas, in place."""
-        assert self._comm is not None
-        if self._broken is not None:
-            raise RuntimeError(f"this ReplicaSync is unusable after an earlier failure: {self._broken}")
+        self._session.check_usable()
         if flat.numel() != group.elements:
             raise RuntimeError(
                 f"module {group.name!r} brings gradients of some parameters only, and FSDP2 does not say of which: "
@@ -156,7 +127,7 @@ class ReplicaSync:
             for pieces, dense in self._parts[group.index]:
                 self._exchange(group, flat, pieces, dense)
         if not flat.is_cuda:
-            self._exposed += time.perf_counter() - started
+            self._session.counters.exposed_seconds += time.perf_counter() - started
 
     def _put_aside(self, group: Group, flat: Tensor) -> None:
         """``set_requires_all_reduce(False)``: keep the sum of the shards' averages until it is True again."""
@@ -167,63 +138,55 @@ class ReplicaSync:
         flat.zero_()
 
     def _begin(self, group: Group) -> None:
-        if group.index in self._seen:  # a module that reduces several times in one backward: each time is a step
+        if group.index in self._reduced:  # a module that reduces several times in one backward: each time is a step
             self._finish()
-        if not self._seen:
-            self._watch.begin()
-            tell_reset(self.method, self.state)
-            self._scale = loss_scale(self.scaler, group.device)
-            self.state.lr = None
-        self._seen.add(group.index)
+        if not self._reduced:
+            self._session.begin()
+        self._reduced.add(group.index)
         self._end.note()
 
     def _exchange(self, group: Group, flat: Tensor, pieces: Sequence[Piece], dense: bool) -> None:
-        assert self._comm is not None
+        session = self._session
+        comm, state = session.comm, session.state
+        assert isinstance(comm, Communicator)
         slots = [Slot(p.name, p.shape, p.view(flat), flat.dtype, flat.device, None) for p in pieces]
         elements = sum(slot.numel for slot in slots)
         memory = joined(slots)
         if memory is None:
             memory = flat.new_empty(elements)
-        bucket = Bucket(group.index, slots, scale=self._scale, buffer=memory)
-        before = self._comm.ledger.total
+        bucket = Bucket(group.index, slots, scale=session.loss_scale.now, buffer=memory)
+        before = comm.ledger.total
         try:
-            self._comm.run(self._method(dense).reduce(bucket, self.state), "bucket", self.state.step)
+            comm.run(session.method_of(dense).reduce(bucket, state), "bucket", state.step)
         except RuntimeError as error:
             failure = Failure(error, group.index, f"the exchange between replicas of module {group.name!r}")
             names = [[piece.name for piece in one.pieces] or [one.name] for one in self._groups]
-            self._broken = self._comm.sentence(failure, names) or str(error)
-            self.state.drop_step()
-            raise RuntimeError(self._broken) from error
-        for slot in slots:
-            target, result = slot.value, slot.result
-            assert target is not None
-            if result is not None and result.data_ptr() != target.data_ptr():
-                target.copy_(result)
-        self._sent[group.index, dense] = self._comm.ledger.total - before
-        self._dense_bytes += 2 * (self.state.size - 1) / self.state.size * elements * flat.element_size()
+            text = comm.sentence(failure, names) or str(error)
+            session.give_up(text)
+            raise RuntimeError(text) from error
+        into_values(slots)
+        self._sent[group.index, dense] = comm.ledger.total - before
+        session.counters.sent(elements * flat.element_size(), state.size)
 
     def _finish(self) -> None:
         """The backward has ended: commit what the programs have staged if all shards' values were finite."""
-        if not self._seen:
+        if not self._reduced:
             return
-        self._seen.clear()
-        device = self._groups[0].device
-        if self._watches:
-            flag = self.state.accepted()
+        self._reduced.clear()
+        session, device = self._session, self._groups[0].device
+        # A method that keeps something must know of a bad value in any shard, not in its own alone.
+        if not session.method.light and dist.get_world_size(self.shards) > 1:
+            flag = session.state.accepted()
             agreed = torch.ones((), dtype=torch.int32, device=device) if flag is None else flag.to(torch.int32)
             dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.shards)
-            self.state.verdict(agreed.to(torch.bool))
-        if device.type == "cuda":
-            self.state.end_step_on_device(hold=self._watch.hold)
-        elif not self.state.end_step(hold=self._watch.hold):
-            self._rejected += 1
-        self._watch.delivered()
+            session.state.verdict(agreed.to(torch.bool))
+        session.commit()
 
     # --- what users call ----------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Counters since ``attach``, of the exchange between replicas. On CUDA ``exposed_seconds`` stays 0."""
-        buckets = tuple(
+        buckets = [
             BucketStats(
                 tuple(piece.name for piece in pieces),
                 sum(piece.numel for piece in pieces),
@@ -232,21 +195,18 @@ class ReplicaSync:
             )
             for group, parts in zip(self._groups, self._parts)
             for pieces, dense in parts
-        )
-        ledger = None if self._comm is None else self._comm.ledger
-        return Stats(
-            method=self.method.name,
-            note=self._note,
-            world_size=self.topology.world_size,
-            steps=self.state.step,
-            rejected_steps=self._rejected,
-            bytes_sent=0 if ledger is None else ledger.total,
-            dense_bytes=round(self._dense_bytes),
-            exposed_seconds=self._exposed,
-            collectives={} if ledger is None else dict(ledger.issued),
-            bytes_by_kind={} if ledger is None else dict(ledger.bytes),
-            buckets=buckets,
-        )
+        ]
+        return self._session.stats(self._note, buckets)
+
+    @property
+    def session(self) -> Session:
+        """Its exchange."""
+        return self._session
+
+    @property
+    def state(self) -> State:
+        """What its method remembers."""
+        return self._session.state
 
     @property
     def pieces(self) -> dict[str, Piece]:
@@ -267,7 +227,10 @@ class ReplicaSync:
 
     def detach(self) -> None:
         """Take the hooks out and give the process groups back. FSDP2 then averages over replicas itself again."""
-        self._broken = released(self._undo, self._comm, self._broken)
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._session.close()
 
     def __enter__(self) -> ReplicaSync:
         return self

@@ -105,6 +105,7 @@ class CompressedReduceScatter:
             method=self.method.name,
             note="",
             world_size=len(self._comm.ranks),
+            rank=self._comm.rank,
             steps=self._calls,
             bytes_sent=ledger.total,
             dense_bytes=self._dense_bytes,

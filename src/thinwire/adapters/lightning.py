@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from thinwire.adapters.ddp import DDPSync
 from thinwire.adapters.ddp_module import checked, register
 from thinwire.adapters.ddp_ranks import gathered_state
+from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.program import Method, Topology
 
 log = logging.getLogger("thinwire")

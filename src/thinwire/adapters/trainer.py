@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.adapters.ddp import DDPSync
 from thinwire.adapters.ddp_module import checked, register
 from thinwire.adapters.ddp_ranks import load_from, save_in
+from thinwire.adapters.ddp_sync import DDPSync
 from thinwire.program import Method
 
 try:

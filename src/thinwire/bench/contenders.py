@@ -68,7 +68,7 @@ class Contender:
     @property
     def settling(self) -> bool:
         """Whether thinwire is still measuring for its plan; the same on all ranks."""
-        return self.sync is not None and not self.sync.settled
+        return self.sync is not None and not self.sync.stats().settled
 
     def rest(self) -> None:
         """Give back the gradients' memory until the next turn."""

@@ -269,7 +269,7 @@ def search(
                 words = f"best {-best.fitness:.3f} px, {best.predicted_ms:.1f} ms"
                 bar.update(task, completed=number + 1, description=words)
 
-            found = sync.run(
+            found = sync.services.run(
                 program(
                     made.space, score, limit_ms, timings.predict, lambda n: measure_net(made, n, shape, repeats).p50,
                     evolution, rank=rank, world=world, canonical=made.canonical, on_generation=on_generation,
@@ -319,11 +319,11 @@ def _shared(timings: LatencyTable, sync: Any) -> LatencyTable:
         mine = timings.to_json().encode()
         length = yield Broadcast(torch.tensor([len(mine)]))
         text = torch.zeros(int(length), dtype=torch.uint8)
-        if sync.rank == 0:
+        if sync.services.rank == 0:
             text = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         return LatencyTable.from_json(bytes((yield Broadcast(text)).tolist()).decode())
 
-    table: LatencyTable = sync.run(program())
+    table: LatencyTable = sync.services.run(program())
     return table
 
 

@@ -101,10 +101,10 @@ class ActiveReduce(Method):
         Raises:
             ScheduleMismatch: the ranks announce different things. On all of them; nothing has been sent.
         """
-        if self.divisor == "participants" and len(everyone) != sync.topology.world_size:
+        if self.divisor == "participants" and len(everyone) != sync.services.topology.world_size:
             raise ValueError('divisor="participants" needs the set of every rank')
-        device = next(sync.model.parameters()).device
-        sync.run(compare(active.hash8(step), step, device), lane="elastic")
+        device = next(sync.services.model.parameters()).device
+        sync.services.run(compare(active.hash8(step), step, device), lane="elastic")
         self.announced.active, self.announced.everyone = active, tuple(everyone)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:

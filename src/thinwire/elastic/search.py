@@ -111,7 +111,7 @@ def search(
     device: torch.device = torch.device("cpu"),  # noqa: B008
     on_generation: Callable[[int, Candidate], None] | None = None,
 ) -> Program:
-    """A program (``sync.run`` or ``run_alone`` runs it) that returns a :class:`SearchResult`, equal on all ranks.
+    """A program (for ``sync.services.run`` or ``run_alone``) that returns a :class:`SearchResult`, equal on all ranks.
 
     Args:
         space: what to choose from.

@@ -117,7 +117,7 @@ def shrink(
             semantics=semantics, loss_over=loss_over, seed=seed, overlap=overlap,
         )  # fmt: skip
         try:
-            world = trainer.sync.topology.world_size
+            world = trainer.sync.services.topology.world_size
             order = Shuffled(len(data), seed + i)
             reports.append(_phase(trainer, data, order, batch, folder, checkpoint_every, on_step))
         finally:
@@ -147,7 +147,7 @@ def _phase(
     net.train()
     shares, last, started = 0.0, None, time.perf_counter()
     for step in range(first, phase.steps):
-        chosen = order.indices(step, batch, sync.rank, sync.topology.world_size)
+        chosen = order.indices(step, batch, sync.services.rank, sync.services.topology.world_size)
         last = trainer.step(collate(data, chosen), step)
         shares += last.share
         if on_step is not None:

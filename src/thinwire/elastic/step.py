@@ -134,8 +134,8 @@ class ElasticTrainer:
         Raises:
             ScheduleMismatch: the ranks have drawn different sub-networks.
         """
-        world = self.sync.topology.world_size
-        nets = self.draws(step, self.sync.rank)
+        world = self.sync.services.topology.world_size
+        nets = self.draws(step, self.sync.services.rank)
         if self._sampling == "shared":
             everyone = [ActiveSet.union([self.net.active_set(n) for n in nets])] * world
         else:
@@ -148,8 +148,8 @@ class ElasticTrainer:
         total: Tensor | None = None
         if self._loss_over == "world":
             mask = valid(batch.disparity, self.net.max_disparity)
-            total = self.sync.run(_total(mask.sum().double())) / world
-        loss = self._backward(batch, nets, everyone[self.sync.rank], total)
+            total = self.sync.services.run(_total(mask.sum().double())) / world
+        loss = self._backward(batch, nets, everyone[self.sync.services.rank], total)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepReport(loss, tuple(nets), self._active.share, self._active.elements)
@@ -165,7 +165,7 @@ class ElasticTrainer:
                 with self.sync.no_sync():
                     losses[-1].backward()
         if self._overlap:
-            self.sync.expect(name for name, bounds in own.bounds.items() if bounds is not None)
+            self.sync.services.expect(name for name, bounds in own.bounds.items() if bounds is not None)
             torch.stack(losses).sum().backward()
         else:
             self.sync.synchronize()

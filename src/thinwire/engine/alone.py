@@ -10,8 +10,8 @@ from torch import Tensor
 
 from thinwire.collectives.ledger import Ledger
 from thinwire.engine.recorder import Recorder
-from thinwire.engine.runner import Paused
 from thinwire.engine.wire import MakeProgram
+from thinwire.program.drive import Paused, drive
 from thinwire.program.ops import AllGather, NextForward, Op, Program
 from thinwire.program.trace import Step
 
@@ -25,12 +25,7 @@ def result_alone(op: Op) -> Tensor | None:
 
 def run_alone(program: Program) -> Any:
     """Run a program to its end. Returns its value."""
-    value: Any = None
-    while True:
-        try:
-            value = result_alone(program.send(value))
-        except StopIteration as end:
-            return end.value
+    return drive(program, result_alone)
 
 
 class AloneExecutor:
@@ -47,19 +42,13 @@ class AloneExecutor:
         self._make, self._pause, self.paused = make, pause, {}
 
     @torch.no_grad()
-    def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
+    def ready(self, bucket: int, last: bool = False, light: bool = False) -> bool:
         """The bucket's gradients are complete."""
         assert self._make is not None
-        program, value = self._make(bucket), None
-        while True:
-            try:
-                op = program.send(value)
-            except StopIteration:
-                return
-            if self._pause and isinstance(op, NextForward):
-                self.paused[bucket] = Paused(program, value, op, {})
-                return
-            value = result_alone(op)
+        found = drive(self._make(bucket), result_alone, pause=self._pause)
+        if isinstance(found, Paused):
+            self.paused[bucket] = found
+        return True
 
     @torch.no_grad()
     def resume(self, order: Sequence[int], light: Sequence[int]) -> None:

@@ -177,16 +177,14 @@ def attach(
             communicator, topology, lambda m: managed_parameters(model, m, dense),
             auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
         )  # fmt: skip
-    ordered, collective = bool(getattr(chosen, "ordered", False)), getattr(chosen, "collective", "flat")
-    plain = chosen.beside() or SSGD(ordered=ordered, collective=collective, **schedule(chosen))
     try:
-        sync = GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings, pilot)
+        sync = GradientSync(model, optimizers, chosen, managed, communicator, topology, scaler, settings, pilot)
     except BaseException as error:
         if communicator is not None:  # what all ranks have refused alike leaves no exchange in flight
             communicator.close(broken=not isinstance(error, (ValueError, TypeError)))
         raise
     try:
-        sync.introduce(optimizers, scaler)
+        sync.services.bind(optimizers, sync, scaler)
     except BaseException:
         sync.detach()
         raise

@@ -74,19 +74,19 @@ def save(
     root = Path(directory)
     final, partial = root / f"step-{step:09d}", root / f".partial-{step:09d}"
     with _Together(sync, final, partial):  # nobody writes before the directory is there
-        if sync.rank == 0:
+        if sync.services.rank == 0:
             _open(root, sync)
             partial.mkdir()
     sums: dict[str, str] = {}
     with _Together(sync, final, partial) as written:
-        name = _rank_name(sync.rank)
+        name = _rank_name(sync.services.rank)
         sums[name] = write_file(partial / name, sync.state_dict())
-        if sync.rank == 0:
+        if sync.services.rank == 0:
             content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             sums[_MODEL] = write_file(partial / _MODEL, content)
         written.mine = sums
     with _Together(sync, final, partial):
-        if sync.rank == 0:
+        if sync.services.rank == 0:
             for theirs in written.everyones:
                 sums |= theirs
             write_text(partial / _SUMS, json.dumps({"world_size": len(written.everyones), "blake2b": sums}))
@@ -186,16 +186,14 @@ class _Together:
         rows = _tell(self._sync, ["" if error is None else _words(error), self.mine])
         self.everyones = [row[1] for row in rows]
         if problem := _quoted(row[0] for row in rows):
-            if self._sync.rank == 0:
+            if self._sync.services.rank == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
             raise OSError(f"no checkpoint was written at {self._final}: {problem}") from error
 
 
 def _tell(sync: GradientSync, mine: Any) -> list[Any]:
     """What every rank has to say, in plain data."""
-    if sync._comm is None:
-        return [mine]
-    return [json.loads(row) for row in sync._comm.gather(json.dumps(mine).encode())]
+    return [json.loads(row) for row in sync.services.gather(json.dumps(mine).encode())]
 
 
 def _quoted(problems: Iterable[str]) -> str:
@@ -234,7 +232,7 @@ def _open(root: Path, sync: GradientSync) -> None:
     complete(root)
     root.mkdir(parents=True, exist_ok=True)
     if handle := hold(sync, root):
-        sync._handles.append(handle)
+        sync.services.handles.append(handle)
     sweep(root)
 
 
@@ -277,11 +275,11 @@ def _read(path: Path, sync: GradientSync) -> tuple[dict[str, Any], dict[str, Any
     """
     sums = _sums(path)
     content = _checked(path / _MODEL, sums, ("model", "optimizer", "step"))
-    own = path / _rank_name(sync.rank)
+    own = path / _rank_name(sync.services.rank)
     first = own if own.exists() else path / _rank_name(0)
     state = _checked(first, sums, ("version", "method", "options", "step", "world_size"))
     size = int(state["world_size"])
-    if size == sync.topology.world_size:
+    if size == sync.services.topology.world_size:
         return content, state if first == own else _checked(own, sums, ())  # the latter says that it is missing
     for rank in range(size):
         other = path / _rank_name(rank)

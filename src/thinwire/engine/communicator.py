@@ -26,7 +26,8 @@ from thinwire.engine.late import LateRanks
 from thinwire.engine.wire import Failure, MakeProgram, Wire
 from thinwire.measure.cores import place, spare_places
 from thinwire.program import NextForward, Program, Scope, Topology
-from thinwire.program.ops import AllGather, Broadcast, Collective
+from thinwire.program.drive import drive
+from thinwire.program.ops import AllGather, Broadcast, Collective, Op
 from thinwire.program.trace import Step
 
 _numbers = itertools.count()
@@ -204,17 +205,15 @@ class Communicator:
         """Run a program to its end in the calling thread, on lanes of its own. ``step``: what a failure names."""
         self._step = self._step if step is None else step
         rounds: dict[Scope, int] = {}
-        value: Any = None
-        while True:
-            try:
-                op = program.send(value)
-            except StopIteration as end:
-                return end.value
-            value = None
-            if not isinstance(op, NextForward):
-                round_ = 0 if self.backend == "nccl" else rounds.get(op.group, 0)
-                rounds[op.group] = round_ + 1
-                value = self._wire.issue(op, op.group, round_, 0, purpose).wait()
+
+        def answer(op: Op) -> Any:
+            if isinstance(op, NextForward):
+                return None
+            round_ = 0 if self.backend == "nccl" else rounds.get(op.group, 0)
+            rounds[op.group] = round_ + 1
+            return self._wire.issue(op, op.group, round_, 0, purpose).wait()
+
+        return drive(program, answer)
 
     def _note(self, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
         if not self.watch_order:
@@ -223,7 +222,9 @@ class Communicator:
         lane.update(f"{bucket}/{type(op).__name__}/{op.tensor.numel()};".encode())
 
     def check_order(self) -> None:
-        """Raise ``RuntimeError`` unless all ranks have issued the same ops per lane since ``watch_order``."""
+        """With ``watch_order``: raise ``RuntimeError`` unless all ranks have issued the same ops per lane since."""
+        if not self.watch_order:
+            return
         mine = {name: digest.hexdigest() for name, digest in sorted(self._order.items())}
         everyone = self.gather(json.dumps(mine).encode())
         if len(set(everyone)) == 1:

@@ -16,6 +16,7 @@ class Memory:
         gradients: the cuts that become ``.grad``: with version counters of their own.
         used: which of the parameters this rank had a gradient of, in the last step.
         handed_over: whether all of them have ``gradients`` for their ``.grad`` already.
+        made: the bucket, once there was a step.
     """
 
     def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, light: bool, ranks: int = 1) -> None:
@@ -27,7 +28,7 @@ class Memory:
         self.gradients: list[Tensor] = []
         self.used = [False] * len(parameters)
         self.handed_over = False
-        self._made: Bucket | None = None
+        self.made: Bucket | None = None
         if light:
             first, sizes = self.slots[0], [s.numel for s in self.slots]
             room = -(-sum(sizes) // ranks) * ranks
@@ -46,10 +47,31 @@ class Memory:
                 read_here(grad)
         self.used = [slot.value is not None for slot in self.slots]
         self.handed_over = False
-        if self._made is None:
-            self._made = Bucket(index, self.slots, buffer=self.buffer, kept=self.kept, views=self.views)
-        self._made.renew(scale)
-        return self._made
+        if self.made is None:
+            self.made = Bucket(index, self.slots, buffer=self.buffer, kept=self.kept, views=self.views)
+        self.made.renew(scale)
+        return self.made
+
+    @property
+    def filled(self) -> bool:
+        """Whether the gradients have been copied into the buffer."""
+        return self.made is not None and self.made.filled
+
+    def hand_over(self, *, shown: bool) -> None:
+        """Let ``.grad`` be the bucket's memory from now on: what autograd allocated serves the gradients to come.
+
+        Kept to the end of backward, it would be given back to the system and faulted in again at every step (5 %).
+
+        Args:
+            shown: False: there is nothing to show for it yet, and ``.grad`` is None.
+        """
+        self.handed_over = True
+        for slot, parameter, grad in zip(self.slots, self.parameters, self.gradients):
+            if slot.value is None:  # unused here: gets its average at the end, if it is used elsewhere
+                self.handed_over = False
+            else:
+                slot.value = slot.result
+                parameter.grad = grad if shown else None
 
 
 def strides_of(parameter: Tensor) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""State of a GradientSync as a flat dict, and back, also on another number of ranks.
+"""What a session remembers as a flat dict, and back, also on another number of ranks.
 
 Keys: ``residual/<rank>/<name>`` and ``local/<rank>/<field>/<name>`` (ranks have different ones),
 ``shared/<field>/<name>`` (equal on all ranks), and plain values. Residuals are in unscaled gradient units, so neither a
-bucket plan nor a loss scale is in them.
+bucket plan nor a loss scale is in them. ``attach``, the DDP hook and FSDP2's replicas each add what only they have.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.parameters import managed_parameters
+from thinwire.engine.session import Session, beside
 from thinwire.program import Method, Plan, Topology, working_dtype
 from thinwire.program.state import extend
 from thinwire.program.trace import memory
@@ -28,59 +29,128 @@ VERSION = 1
 log = logging.getLogger("thinwire")
 
 
-def method_of(sync: GradientSync) -> Method:
-    """The method whose state this is: on a single rank not the one that runs, but the one that was asked for."""
-    return sync._settings.named or sync.method
+# --- what all three have in common -------------------------------------------------------------------------------
 
 
-def to_state_dict(sync: GradientSync) -> dict[str, Any]:
-    """The state of this rank."""
-    snapshot = sync.state.snapshot()
-    method, rank = method_of(sync), sync.rank
+def to_flat(session: Session, blanks: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None) -> dict[str, Any]:
+    """The state of this rank.
+
+    Args:
+        session: whose.
+        blanks: zeros for what it will remember: DCP fills only the keys that a state_dict shows it before.
+        shapes: of the parameters, in which slices are saved, with zeros around them; None: with their offsets.
+    """
+    state, method = session.state, session.named
+    snapshot, rank = state.snapshot(), state.rank
     flat: dict[str, Any] = {
         "version": VERSION,
         "method": method.name,
         "options": _options(method),
         "step": snapshot["step"],
-        "world_size": sync.topology.world_size,
+        "world_size": state.size,
         "rank": rank,
-        "plan": sync.plan.to_json(),
     }
-    flat |= counted(snapshot) | scaled(sync.scaler) | _blank_of(sync, method)
+    if snapshot["dropped"]:
+        flat["dropped"] = snapshot["dropped"]
+    scaler = session.loss_scale.scaler
+    if scaler is not None and scaler.is_enabled():
+        flat["scaled"] = True
+    flat |= blanks
     for name, value in snapshot["residual"].items():
+        begin = snapshot["offset"].get(name)
+        if begin is not None and shapes is None:
+            flat[f"offset/{rank}/{name}"] = begin
+        elif begin is not None and shapes is not None and name in shapes:
+            value = extend(value, begin, shapes[name])
         flat[f"residual/{rank}/{name}"] = value
-    flat.update(local_keys(snapshot, rank))
-    for name, begin in snapshot["offset"].items():
-        flat[f"offset/{rank}/{name}"] = begin
+    for field, named in snapshot["local"].items():
+        flat |= {f"local/{rank}/{field}/{name}": value for name, value in named.items()}
     for field, named in snapshot["shared"].items():
-        for name, value in named.items():
-            flat[f"shared/{field}/{name}"] = value
-    for name, companion in sync.companions.items():
-        flat |= {f"companion/{name}/{key}": value for key, value in companion.state_dict().items()}
+        flat |= {f"shared/{field}/{name}": value for name, value in named.items()}
     return flat
+
+
+def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None) -> dict[str, Any]:
+    """What this rank takes over of a state, for ``State.restore``. Changes nothing.
+
+    Args:
+        session: of this rank.
+        saved: by one rank; on another number of ranks, the union of all ranks'.
+        shapes: of the parameters; None: they are not known yet.
+
+    Raises:
+        ValueError: it does not fit the model or the method, or lacks what this rank needs.
+    """
+    method, rank, size = session.named, session.rank, session.state.size
+    if saved["method"] != method.name and owes(saved):
+        raise ValueError(
+            f"the state was saved by {saved['method']!r} but the method here is {method.name!r}: use the same method, "
+            "or start without this state (what was owed to the model is then lost)"
+        )
+    if saved.get("scaled") and session.loss_scale.scaler is None and owes(saved) and size > 1:
+        raise ValueError(  # what is owed cannot be added to the next gradients, which carry an unknown scale
+            "the state was saved with a GradScaler in use, which must be known before the next backward: hand it over "
+            "as scaler="
+        )
+    residuals, offsets, old_size = split(saved, "residual/"), split(saved, "offset/"), int(saved["world_size"])
+    local = _local_of(saved, rank, old_size == size)
+    if shapes is not None:
+        named = {name for some in [*residuals.values(), *local.values()] for name in some}
+        if unknown := sorted(named - set(shapes)):
+            raise ValueError(
+                f"the state holds residuals of parameters that the model has not: {', '.join(unknown[:3])}"
+            )
+    if old_size == size:
+        mine = residuals.get(str(rank), {})
+        if residuals and not mine and int(saved["step"]) > 0:
+            raise ValueError(
+                f"the state holds no residuals of rank {rank}: save with thinwire.checkpoint.save, "
+                "which keeps those of every rank"
+            )
+    else:
+        for other, slices in offsets.items():
+            for name, begin in slices.items():
+                assert shapes is not None
+                residuals[other][name] = extend(residuals[other][name], int(begin), shapes[name])
+        offsets = {}
+        mine = _resharded(residuals, old_size, size)
+    offset = {name: int(begin) for name, begin in offsets.get(str(rank), {}).items()}
+    for name, value in mine.items():
+        if shapes is not None and name not in offset and value.shape != torch.Size(shapes[name]):
+            raise ValueError(
+                f"the state holds a residual of {name} of shape {list(value.shape)}, but the model's parameter has "
+                f"{list(shapes[name])}"
+            )
+    if method is not session.method:  # another runs in its stead: kept, not used, and what is zero needs no memory
+        mine = {name: value for name, value in mine.items() if value.any()}
+        local = {field: {name: x for name, x in named.items() if x.any()} for field, named in local.items()}
+    # A blank one was never committed: no method's is all zeros.
+    shared = {f: {n: x for n, x in named.items() if x.any()} for f, named in split(saved, "shared/").items()}
+    if any(shared.values()) and _of_factors(_options(method)) != _of_factors(saved["options"]):
+        log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
+        shared = {}
+    return {
+        "step": saved["step"],
+        "dropped": saved.get("dropped", 0),
+        "residual": mine,
+        "offset": offset,
+        "shared": shared,
+        "local": local,
+    }
+
+
+def owes(state: Mapping[str, Any]) -> bool:
+    """Whether there is anything in it that another method could not take over."""
+    return any(key.startswith(("residual/", "local/", "shared/")) for key in state)
 
 
 def _options(method: Method) -> str:
     return json.dumps({key: str(value) for key, value in method.options().items()}, sort_keys=True)
 
 
-def _blank_of(sync: GradientSync, method: Method) -> dict[str, Any]:
-    """Zeros for all that this rank will remember, or keep for when there are several."""
-    managed, dense = sync._managed, sync._dense
-    if method is not sync.method:
-        managed = managed_parameters(sync.model, method, sync._settings.dense)
-        dense = method.beside() or dense
-    compressed = [(m.name, m.parameter) for m in managed if not m.dense]
-    flat: dict[str, Any]
-    if not method.shards:
-        flat = {**blank(method, compressed, sync.topology, sync.rank)}
-    elif method is sync.method:
-        flat = blank_shards(sync)
-    else:  # whole: there are no shards
-        flat = {
-            f"residual/{sync.rank}/{name}": torch.zeros_like(x, dtype=working_dtype(x.dtype)) for name, x in compressed
-        }
-    return flat | blank(dense, [(m.name, m.parameter) for m in managed if m.dense], sync.topology, sync.rank)
+def _of_factors(options: str) -> dict[str, Any]:
+    """The options that factors depend on: not which tensors share a bucket."""
+    return {key: value for key, value in json.loads(options).items() if key != "merge"}
 
 
 def blank(method: Method, parameters: Iterable[tuple[str, Tensor]], topology: Topology, rank: int) -> dict[str, Tensor]:
@@ -97,12 +167,7 @@ def blank(method: Method, parameters: Iterable[tuple[str, Tensor]], topology: To
     return flat
 
 
-def local_keys(snapshot: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
-    """The local fields of a snapshot under their keys."""
-    return {f"local/{rank}/{field}/{n}": x for field, named in snapshot["local"].items() for n, x in named.items()}
-
-
-def local_of(state: Mapping[str, Any], rank: int, same_size: bool) -> dict[str, dict[str, Tensor]]:
+def _local_of(state: Mapping[str, Any], rank: int, same_size: bool) -> dict[str, dict[str, Tensor]]:
     """The local fields for this rank, by field and name: its own, or on another number of ranks the mean."""
     everyone = split(state, "local/")
     if same_size:
@@ -111,21 +176,6 @@ def local_of(state: Mapping[str, Any], rank: int, same_size: bool) -> dict[str, 
         keys = sorted({key for named in everyone.values() for key in named})
         mine = {key: reshard([named[key] for named in everyone.values()], len(everyone)) for key in keys}
     return split(mine, "")
-
-
-def blank_shards(sync: GradientSync) -> dict[str, Any]:
-    """As ``blank``, for a method whose residuals are slices that follow from the plan in force."""
-    flat: dict[str, Any] = {}
-    for entry in sync.plan.buckets(sync.state.step):
-        if entry.dense:
-            continue
-        first = sync._by_name[entry.names[0]].parameter
-        shapes = [(name, sync._by_name[name].shape) for name in entry.names]
-        found = memory(sync.method, shapes, sync.topology, rank=sync.rank, dtype=first.dtype)
-        for name, value in found.residuals.items():
-            flat[f"residual/{sync.rank}/{name}"] = torch.zeros_like(value, device=first.device)
-            flat[f"offset/{sync.rank}/{name}"] = found.offsets[name]
-    return flat
 
 
 def split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
@@ -138,33 +188,70 @@ def split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]
     return found
 
 
-def counted(snapshot: Mapping[str, Any]) -> dict[str, int]:
-    """The dropped steps of a snapshot; nothing if there are none."""
-    return {"dropped": snapshot["dropped"]} if snapshot["dropped"] else {}
-
-
-def scaled(scaler: Any) -> dict[str, bool]:
-    """What a state says of a loss scale that is in force; nothing if there is none."""
-    return {} if scaler is None or not scaler.is_enabled() else {"scaled": True}
-
-
-def check_scaled(state: Mapping[str, Any], scaler: Any) -> None:
-    """Raise ``ValueError`` if what is owed cannot be added to the next gradients, which carry an unknown scale."""
-    if state.get("scaled") and scaler is None and owes(state):
+def _resharded(residuals: Mapping[str, Mapping[str, Tensor]], old_size: int, size: int) -> dict[str, Tensor]:
+    if residuals and len(residuals) < old_size:
         raise ValueError(
-            "the state was saved with a GradScaler in use, which must be known before the next backward: hand it over "
-            "as scaler="
+            f"the state holds residuals of {len(residuals)} of {old_size} ranks, but now there are "
+            f"{size}: save with thinwire.checkpoint.save, which keeps those of every rank"
         )
+    names = sorted({name for named in residuals.values() for name in named})
+    mine = {name: reshard([named[name] for named in residuals.values() if name in named], old_size) for name in names}
+    if any(x.any() for x in mine.values()):
+        before = sum(float(x.norm() ** 2) for named in residuals.values() for x in named.values()) ** 0.5
+        after = (size * sum(float(x.norm() ** 2) for x in mine.values())) ** 0.5
+        log.warning(
+            "thinwire: residuals taken over, saved by %d, now of %d: every rank gets their mean (norm over ranks %.4g, "
+            "now %.4g)%s",
+            old_size, size, before, after,
+            ", and keeps it until there are several ranks again" if size == 1 else "",
+        )  # fmt: skip
+    return mine
 
 
-def owes(state: Mapping[str, Any]) -> bool:
-    """Whether there is anything in it that another method could not take over."""
-    return any(key.startswith(("residual/", "local/", "shared/")) for key in state)
+def reshard(residuals: Sequence[Tensor], old_size: int) -> Tensor:
+    """The mean over the old ranks of one parameter's residual: the update still owed to the model is kept exactly."""
+    total = torch.zeros_like(residuals[0])
+    for x in residuals:
+        total += x
+    return total / old_size
 
 
-def split_shared(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """The shared fields; a blank one was never committed (no method's is all zeros)."""
-    return {f: {n: x for n, x in named.items() if x.any()} for f, named in split(state, "shared/").items()}
+# --- attach ------------------------------------------------------------------------------------------------------
+
+
+def to_state_dict(sync: GradientSync) -> dict[str, Any]:
+    """The state of this rank, with the plan in force and what belongs to the training beside it."""
+    flat = to_flat(sync._session, _blanks_of(sync), None) | {"plan": sync.plan.to_json()}
+    for name, companion in sync.services.companions.items():
+        flat |= {f"companion/{name}/{key}": value for key, value in companion.state_dict().items()}
+    return flat
+
+
+def _blanks_of(sync: GradientSync) -> dict[str, Any]:
+    """Zeros for all that this rank will remember, or keep for when there are several."""
+    session, parameters = sync._session, sync._buckets.parameters
+    method, rank, topology = session.named, session.rank, session.topology
+    managed, dense = parameters.managed, session.dense
+    if method is not session.method:
+        managed = managed_parameters(sync.services.model, method, sync._settings.dense)
+        dense = beside(method)
+    compressed = [(m.name, m.parameter) for m in managed if not m.dense]
+    flat: dict[str, Any] = {}
+    if not method.shards:
+        flat |= blank(method, compressed, topology, rank)
+    elif method is not session.method:  # whole: there are no shards
+        flat |= {f"residual/{rank}/{name}": torch.zeros_like(x, dtype=working_dtype(x.dtype)) for name, x in compressed}
+    else:  # slices that follow from the plan in force
+        for entry in sync.plan.buckets(session.state.step):
+            if entry.dense:
+                continue
+            shapes = [(name, parameters.by_name[name].shape) for name in entry.names]
+            first = parameters.by_name[entry.names[0]].parameter
+            found = memory(method, shapes, topology, rank=rank, dtype=first.dtype)
+            for name, value in found.residuals.items():
+                flat[f"residual/{rank}/{name}"] = torch.zeros_like(value, device=first.device)
+                flat[f"offset/{rank}/{name}"] = found.offsets[name]
+    return flat | blank(dense, [(m.name, m.parameter) for m in managed if m.dense], topology, rank)
 
 
 @dataclass(frozen=True)
@@ -197,70 +284,26 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
     """
     if state.get("version") != VERSION:
         raise ValueError(f"this is not a thinwire state of version {VERSION}; it says {state.get('version')!r}")
-    method, size = method_of(sync), sync.topology.world_size
-    if state["method"] != method.name and owes(state):
-        raise ValueError(
-            f"the state was saved by {state['method']!r} but {method.name!r} is attached; attach with the same "
-            "method, or start without this state (what was owed to the model is then lost)"
-        )
-    if size > 1:
-        check_scaled(state, sync.scaler)
-    residuals, offsets = split(state, "residual/"), split(state, "offset/")
-    old_size = int(state["world_size"])
-    local = local_of(state, sync.rank, old_size == size)
-    _check_names(sync, {name for named in [*residuals.values(), *local.values()] for name in named})
-    if old_size == size:
-        mine = residuals.get(str(sync.rank), {})
-        if residuals and not mine and int(state["step"]) > 0:
-            raise ValueError(
-                f"the state holds no residuals of rank {sync.rank}: save with thinwire.checkpoint.save, "
-                "which keeps those of every rank"
-            )
-    else:
-        for rank, slices in offsets.items():
-            for name, begin in slices.items():
-                residuals[rank][name] = extend(residuals[rank][name], int(begin), sync._by_name[name].shape)
-        offsets = {}
-        mine = _resharded(residuals, old_size, sync)
-    offset = {name: int(begin) for name, begin in offsets.get(str(sync.rank), {}).items()}
-    for name, value in mine.items():
-        if name not in offset and value.shape != sync._by_name[name].shape:
-            raise ValueError(
-                f"the state holds a residual of {name} of shape {list(value.shape)}, but the model's parameter has "
-                f"{list(sync._by_name[name].shape)}"
-            )
-    stands_in = method is not sync.method
-    if stands_in:  # kept, not used: what is zero needs no memory
-        mine = {name: value for name, value in mine.items() if value.any()}
-        local = {f: {name: x for name, x in named.items() if x.any()} for f, named in local.items()}
-    shared = split_shared(state)
-    options = _options(method)
-    if shared and _without_merge(options) != _without_merge(state["options"]):
-        log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
-        shared = {}
-    device = sync.device
-    snapshot = {
-        "step": state["step"],
-        "dropped": state.get("dropped", 0),
-        "residual": {name: value.to(device) for name, value in mine.items()},
-        "offset": offset,
-        "shared": {f: {name: value.to(device) for name, value in named.items()} for f, named in shared.items()},
-        "local": {f: {name: value.to(device) for name, value in named.items()} for f, named in local.items()},
-    }
+    session, managed = sync._session, sync._buckets.parameters.managed
+    snapshot = from_flat(session, state, {m.name: m.shape for m in managed})
+    device = sync.services.device
+    snapshot["residual"] = {name: value.to(device) for name, value in snapshot["residual"].items()}
+    for kind in ("shared", "local"):
+        snapshot[kind] = {f: {n: x.to(device) for n, x in named.items()} for f, named in snapshot[kind].items()}
     companions: dict[str, dict[str, Any]] = {}
-    for name in sync.companions:
+    for name in sync.services.companions:
         prefix = f"companion/{name}/"
         if saved := {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}:
             companions[name] = saved
         else:
             log.warning("thinwire: the state was saved without %s, which begins anew", name)
-    same = state["method"] == method.name and state["options"] == options
-    plan = None
+    same = state["method"] == session.named.name and state["options"] == _options(session.named)
+    stands_in, plan = session.named is not session.method, None
     # What stands in on one rank plans for itself alone.
-    if sync._settings.pinned is None and same and state.get("plan") and stands_in == (old_size == 1):
+    if sync._settings.pinned is None and same and state.get("plan") and stands_in == (int(state["world_size"]) == 1):
         plan = Plan.from_json(state["plan"])
         try:
-            plan.check(m.name for m in sync._managed)
+            plan.check(m.name for m in managed)
         except ValueError:
             plan = None  # another set of trainable parameters: the fresh plan stays
     return Fitting(snapshot, companions, plan)
@@ -268,18 +311,19 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
 
 def restore(sync: GradientSync, found: Fitting) -> Callable[[], None]:
     """Restore memory and companions. Returns what undoes it; if it raises, it is undone already."""
-    before, restored = sync.state.snapshot(), sync.state.restored
-    companions = [(sync.companions[name], saved) for name, saved in found.companions.items()]
+    state, companions_of = sync._session.state, sync.services.companions
+    before, restored = state.snapshot(), state.restored
+    companions = [(companions_of[name], saved) for name, saved in found.companions.items()]
     earlier = [companion.state_dict() for companion, _ in companions]
     loaded = 0
 
     def undo() -> None:  # the step first: companions count from it
-        sync.state.restore(before)
-        sync.state.restored = restored
-        for (companion, _), state in zip(companions[:loaded], earlier):
-            companion.load_state_dict(state)
+        state.restore(before)
+        state.restored = restored
+        for (companion, _), held in zip(companions[:loaded], earlier):
+            companion.load_state_dict(held)
 
-    sync.state.restore(found.snapshot)
+    state.restore(found.snapshot)
     try:
         for companion, saved in companions:
             companion.load_state_dict(saved)
@@ -294,42 +338,3 @@ def adopt(sync: GradientSync, found: Fitting) -> None:
     """Put the saved plan in force, if it is to be. All ranks must call it."""
     if found.plan is not None:
         sync.adopt_plan(found.plan)
-
-
-def _without_merge(options: str) -> dict[str, Any]:
-    """The options that factors depend on: not which tensors share a bucket."""
-    return {key: value for key, value in json.loads(options).items() if key != "merge"}
-
-
-def _check_names(sync: GradientSync, names: set[str]) -> None:
-    unknown = sorted(names - set(sync._by_name))
-    if unknown:
-        raise ValueError(f"the state holds residuals of parameters that the model has not: {', '.join(unknown[:3])}")
-
-
-def _resharded(residuals: Mapping[str, Mapping[str, Tensor]], old_size: int, sync: GradientSync) -> dict[str, Tensor]:
-    if residuals and len(residuals) < old_size:
-        raise ValueError(
-            f"the state holds residuals of {len(residuals)} of {old_size} ranks, but now there are "
-            f"{sync.topology.world_size}: save with thinwire.checkpoint.save, which keeps those of every rank"
-        )
-    names = sorted({name for named in residuals.values() for name in named})
-    mine = {name: reshard([named[name] for named in residuals.values() if name in named], old_size) for name in names}
-    if any(x.any() for x in mine.values()):
-        before = sum(float(x.norm() ** 2) for named in residuals.values() for x in named.values()) ** 0.5
-        after = (sync.topology.world_size * sum(float(x.norm() ** 2) for x in mine.values())) ** 0.5
-        log.warning(
-            "thinwire: residuals taken over, saved by %d, now of %d: every rank gets their mean (norm over ranks %.4g, "
-            "now %.4g)%s",
-            old_size, sync.topology.world_size, before, after,
-            ", and keeps it until there are several ranks again" if sync.topology.world_size == 1 else "",
-        )  # fmt: skip
-    return mine
-
-
-def reshard(residuals: Sequence[Tensor], old_size: int) -> Tensor:
-    """The mean over the old ranks of one parameter's residual: the update still owed to the model is kept exactly."""
-    total = torch.zeros_like(residuals[0])
-    for x in residuals:
-        total += x
-    return total / old_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from thinwire.planner.timeline import Event
 from thinwire.program.ops import Scope
@@ -17,6 +18,7 @@ class Recorder:
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._events: list[Event] = []
+        self._marks: dict[str, float] = {}
 
     def now(self) -> float:
         """Seconds since the start of the recording."""
@@ -29,6 +31,21 @@ class Recorder:
     def exchange(self, name: str, scope: Scope, start: float, bucket: int, sent: int) -> None:
         """An exchange that has completed."""
         self.add(name, f"link {scope.value}", start, bucket, sent)
+
+    def forward_began(self, *_: Any) -> None:
+        """A hook of the model."""
+        self._marks["forward"] = self.now()
+
+    def forward_ended(self, *_: Any) -> None:
+        """The same; backward is next."""
+        if "forward" in self._marks:
+            self.add("forward", "compute", self._marks.pop("forward"))
+            self._marks["backward"] = self.now()
+
+    def backward_ended(self) -> None:
+        """All its gradients are there."""
+        if "backward" in self._marks:
+            self.add("backward", "compute", self._marks.pop("backward"))
 
     @property
     def events(self) -> tuple[Event, ...]:

@@ -12,23 +12,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from thinwire.program.drive import Paused
 from thinwire.program.ops import Collective, NextForward, Program, Scope
 
 Issue = Callable[[Collective, Scope, int, int], None]
 """(op, scope, round, bucket): start it; later call ``Runner.completed(bucket, result)``."""
-
-
-@dataclass(frozen=True, eq=False)
-class Paused:
-    """A program at its ``NextForward``: ``shard`` is the last thing it received, ``rounds`` what it has issued."""
-
-    program: Program
-    shard: Any
-    pause: NextForward
-    rounds: dict[Scope, int]
 
 
 class Runner:

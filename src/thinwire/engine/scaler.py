@@ -17,6 +17,27 @@ _warned = False
 _FRAMES = 16  # between a hook and the script, with a wrapper or two
 
 
+class LossScale:
+    """The GradScaler of a training, and its scale in the step under way.
+
+    Attributes:
+        scaler: None: nobody has named one, and none was seen.
+        now: what is in this step's gradients, 0-dim; None: nothing.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+        self.now: Tensor | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """A step begins whose gradients are on this device."""
+        self.now = loss_scale(self.scaler, device)
+
+    def find(self, state: State, device: torch.device) -> None:
+        """From a hook of an optimizer: take the scaler that has called it, if any; see ``found_scaler``."""
+        self.scaler = found_scaler(state, device)
+
+
 def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
     """The scale that is in the gradients of this step, a 0-dim fp32 tensor, nobody waits for it; None: there is none.
 

@@ -27,13 +27,15 @@ class Stats:
     """Counters since ``attach``; bytes are one rank's share of a ring.
 
     Attributes:
-        method: what runs. note: why that is not what was asked for, if so. world_size: ranks.
+        method: what runs. note: why that is not what was asked for, if so. world_size: ranks. rank: this one.
         steps: synchronised backwards. rejected_steps: those with a non-finite value, whose state was not kept.
         dropped_steps: those whose gradients no optimizer used, of methods with residuals; their state was not kept.
         bytes_sent: on the wire by this rank. dense_bytes: what S-SGD in the gradients' dtype would have sent.
         exposed_seconds: time that backward, and with a decoupled method the forward, waited for communication.
         deferred_seconds: the forward's share of it. rebuilt: whether the plan follows arrival order.
         collectives, bytes_by_kind: by kind of op. buckets: the plan in force.
+        settled: whether the plan in force is the one that measured times led to, or none was to be measured.
+        why: the reasons for it, where it was measured.
     """
 
     method: str
@@ -50,6 +52,9 @@ class Stats:
     collectives: dict[str, int] = field(default_factory=dict)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
     buckets: tuple[BucketStats, ...] = ()
+    settled: bool = True
+    rank: int = 0
+    why: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -26,7 +26,7 @@ class StepWatch:
     """Of one model.
 
     Args:
-        state: of its method; None before there is one.
+        state: of its method.
         names: of its parameters, by ``id``.
         expected: an optimizer was named, so its steps will come; else gradients count as used until one is seen.
         before: called with each optimizer that is about to step.
@@ -38,13 +38,13 @@ class StepWatch:
 
     def __init__(
         self,
-        state: Callable[[], State | None],
+        state: State,
         names: Callable[[], Mapping[int, str]],
         *,
         expected: bool,
         before: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
-        self._state, self._names, self._expected = state, names, expected
+        self._state, self.names, self._expected = state, names, expected
         self._before = None if before is None else weakref.WeakMethod(before)
         self._seen = self._told = self.fresh = False
         self._used: set[str] = set()
@@ -61,8 +61,7 @@ class StepWatch:
 
     def begin(self) -> None:
         """A backward begins whose gradients will be exchanged."""
-        state = self._state()
-        assert state is not None
+        state = self._state
         again, self.fresh = self.fresh, False
         self._used.clear()  # of a step that raised
         if state.pending:
@@ -88,21 +87,19 @@ class StepWatch:
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._before is not None and (before := self._before()) is not None:
             before(optimizer)
-        if (state := self._state()) is not None and state.pending:
+        if self._state.pending:
             self._used |= self._with_gradient(optimizer)
 
     def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        names = self._names()
-        if not owned(optimizer, names):
+        if not owned(optimizer, self.names()):
             return
         self._seen, self.fresh = True, False
-        state = self._state()
-        if state is not None and state.pending:  # a closure has made gradients meanwhile
-            state.commit(self._used | self._with_gradient(optimizer))
+        if self._state.pending:  # a closure has made gradients meanwhile
+            self._state.commit(self._used | self._with_gradient(optimizer))
         self._used.clear()
 
     def _with_gradient(self, optimizer: torch.optim.Optimizer) -> set[str]:
-        names = self._names()
+        names = self.names()
         owned = (p for group in optimizer.param_groups for p in group["params"] if id(p) in names)
         return {names[id(p)] for p in owned if p.requires_grad and p.grad is not None}
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from thinwire.engine import ranges
 from thinwire.engine.recorder import Recorder
-from thinwire.engine.runner import Paused
 from thinwire.engine.wire import Failure, MakeProgram, Wire
-from thinwire.program.ops import NextForward, Program
+from thinwire.program.drive import Paused, drive
+from thinwire.program.ops import NextForward, Op, Program
 from thinwire.program.plan import SIDE_STREAMS
 
 
@@ -24,6 +24,20 @@ def read_here(x: Tensor) -> None:
     """
     if x.is_cuda:
         x.record_stream(torch.cuda.current_stream(x.device))
+
+
+def _segments(program: Program, bucket: int) -> Any:
+    """The program, each of its segments a range for profilers."""
+    return _Segments(program, bucket) if ranges.profiling() else program
+
+
+class _Segments:
+    def __init__(self, program: Program, bucket: int) -> None:
+        self._program, self._bucket = program, bucket
+
+    def send(self, value: Any) -> Op:
+        with ranges.span("segment", self._bucket):
+            return self._program.send(value)
 
 
 class StreamExecutor:
@@ -59,8 +73,11 @@ class StreamExecutor:
         if self._streams:
             self._arrived.setdefault(bucket, {})[self._current()] = None
 
-    def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
-        """All are there, those of which nobody was told in the current stream's order: run whose turn has come."""
+    def ready(self, bucket: int, last: bool = False, light: bool = False) -> bool:
+        """All are there, those of which nobody was told in the current stream's order: run whose turn has come.
+
+        Returns whether this one's had.
+        """
         events = []
         if self._streams:
             events = [stream.record_event() for stream in {**self._arrived.pop(bucket, {}), self._current(): None}]
@@ -68,6 +85,7 @@ class StreamExecutor:
         while self._next in self._ready and self.failure is None:
             self._run(self._next, self._ready[self._next])
             self._next += 1
+        return self.failure is None and bucket < self._next
 
     @property
     def paused(self) -> Mapping[int, Paused]:
@@ -103,29 +121,27 @@ class StreamExecutor:
     def _run(self, bucket: int, events: Sequence[Any], program: Program | None = None) -> None:
         assert self._make is not None
         where, pause, side = "start", self._pause and program is None, self._side(bucket)
+
+        def answer(op: Op) -> Any:
+            nonlocal where
+            if isinstance(op, NextForward):
+                return None
+            where = f"{type(op).__name__} on lane {op.group.value}/0"
+            start = self.recorder.now() if self.recorder else 0.0
+            with ranges.span(type(op).__name__, bucket):
+                value = self._wire.issue(op, op.group, 0, bucket).wait()
+            if self.recorder:
+                self.recorder.exchange(type(op).__name__, op.group, start, bucket, 0)
+            return value
+
         try:
             with torch.no_grad(), torch.cuda.stream(side) if side is not None else nullcontext():
                 for event in events:
                     side.wait_event(event)
                 program = self._make(bucket) if program is None else program
-                value: Any = None
-                while True:
-                    try:
-                        with ranges.span("segment", bucket):
-                            op = program.send(value)
-                    except StopIteration:
-                        return
-                    if pause and isinstance(op, NextForward):
-                        self._paused[bucket] = Paused(program, value, op, {})
-                        return
-                    value = None
-                    if not isinstance(op, NextForward):
-                        where = f"{type(op).__name__} on lane {op.group.value}/0"
-                        start = self.recorder.now() if self.recorder else 0.0
-                        with ranges.span(type(op).__name__, bucket):
-                            value = self._wire.issue(op, op.group, 0, bucket).wait()
-                        if self.recorder:
-                            self.recorder.exchange(type(op).__name__, op.group, start, bucket, 0)
+                found = drive(_segments(program, bucket), answer, pause=pause)
+                if isinstance(found, Paused):
+                    self._paused[bucket] = found
         except Exception as error:
             self.failure = Failure(error, bucket, where)
 

@@ -2,45 +2,144 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from thinwire.engine import clip, persistence
-from thinwire.engine.channel import Channel
+from thinwire.engine import persistence
+from thinwire.engine.alone import Alone
+from thinwire.engine.buckets import Buckets, Parameters
 from thinwire.engine.communicator import Communicator
+from thinwire.engine.controller import Controller
 from thinwire.engine.late import in_words
+from thinwire.engine.memory import teach_malloc
+from thinwire.engine.parameters import Managed
+from thinwire.engine.pilot import Pilot
+from thinwire.engine.planning import make_plan
 from thinwire.engine.recorder import Recorder
+from thinwire.engine.schedules.clip import check_norm_type
+from thinwire.engine.schedules.coupled import Coupled
+from thinwire.engine.schedules.decoupled import Decoupled
+from thinwire.engine.schedules.schedule import Schedule
+from thinwire.engine.services import Services
+from thinwire.engine.session import Session
 from thinwire.engine.settings import Settings
-from thinwire.engine.stats import BucketStats, Stats
-from thinwire.engine.steps import Steps, _attached, attached_to
-from thinwire.planner.costs import Costs, assumed_compute
+from thinwire.engine.source import Source
+from thinwire.engine.stats import Stats
+from thinwire.methods.decoupling import deferring
 from thinwire.planner.timeline import write_trace
-from thinwire.program import Plan, PlanBucket, Program, Scope, Topology
+from thinwire.program import Method, Plan, State, Topology
 
 __all__ = ["GradientSync", "Settings", "attached_to"]
 
+_attached: weakref.WeakValueDictionary[int, GradientSync] = weakref.WeakValueDictionary()
 
-class GradientSync(Steps):
+
+def attached_to(model: nn.Module) -> GradientSync | None:
+    """The GradientSync of a model, or None. A copy of the model has none."""
+    return _attached.get(id(model))
+
+
+class GradientSync:
     """Averages a model's gradients over ranks while backward runs. Made by :func:`thinwire.attach`.
 
     After ``backward()`` has returned, ``.grad`` holds the average; with a decoupled method, parameters are up to date
     when the next forward needs them.
+
+    Attributes:
+        services: what optimizers, K-FAC and other packages use of it.
     """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        method: Method,
+        managed: list[Managed],
+        comm: Communicator | Alone | None,
+        topology: Topology,
+        scaler: Any,
+        settings: Settings,
+        pilot: Pilot | None = None,
+    ) -> None:
+        self._settings = settings
+        parameters, state = Parameters(managed), State(comm.rank if comm else 0, topology)
+        self._session = session = Session(
+            method, comm, state, scaler, lambda: parameters.names, handle="GradientSync", named=settings.named,
+            start=settings.start_compression_step, expected=bool(optimizers), before_step=self._before_step,
+        )  # fmt: skip
+        order = [m.index for m in reversed(managed)]
+        first = settings.pinned or make_plan(method, managed, order, (), comm.backend if comm else "none")
+        first.check(parameters.by_name)
+        options, find_unused = deferring(method), settings.find_unused_parameters
+        views, pauses = settings.gradient_as_bucket_view, options is not None
+        self._buckets = Buckets(session, parameters, first, views=views, pauses=pauses)
+        self._schedule: Schedule | None = None
+        self._controller: Controller | None = None
+        self._source: Source | None = None
+        if comm is not None:
+            self._start(model, comm, first)
+            if options is None:
+                self._schedule = Coupled(self._buckets, find_unused=find_unused)
+            else:
+                self._schedule = Decoupled(model, self._buckets, optimizers, options, find_unused=find_unused)
+            pinned = settings.pinned is not None
+            self._controller = Controller(self._buckets, self._schedule, pilot, pinned=pinned)
+            self._source = Source(model, self._buckets, self._schedule, self._controller, settings, self)
+            self._source.install()
+        self.services = Services(model, optimizers, managed[0].device, session, self._source, self._controller)
+        _attached[id(model)] = self
+
+    def _start(self, model: nn.Module, comm: Communicator | Alone, plan: Plan) -> None:
+        """All that ranks agree on, and rank 0's weights."""
+        session, settings, managed = self._session, self._settings, self._buckets.parameters.managed
+        kinds = {m.name: m.description for m in managed}
+        comm.watch_order = settings.check_order
+        comm.agree(
+            session.facts()
+            | {
+                "parameters": kinds,
+                "parameters in order": list(kinds),
+                "frozen": [f"{n} {list(p.shape)}" for n, p in model.named_parameters() if not p.requires_grad],
+                "buffers": [f"{n} {list(b.shape)}" for n, b in model.named_buffers()],
+                "topology": list(session.topology.layout),
+                "find_unused_parameters": settings.find_unused_parameters,
+                "broadcast_buffers": settings.broadcast_buffers,
+                "plan": plan.hash,
+            }
+        )
+        self._buckets.inline = comm.backend == "gloo" and not comm.spare_cores()
+        comm.broadcast([*model.parameters(), *model.buffers()])
+        self._buckets.adopt(plan)
+        comm.start()
+        if comm.device.type == "cpu":
+            teach_malloc()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._source is not None:
+            self._source.before_step(optimizer)
+
+    # --- what users call -----------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate locally: backwards in this context exchange nothing."""
-        before, self._enabled = self._enabled, False
+        source = self._source
+        if source is None:
+            yield
+            return
+        before, source.enabled = source.enabled, False
         try:
             yield
         finally:
-            self._enabled = before
+            source.enabled = before
 
     def synchronize(self) -> None:
         """Do all that is still to be done. All ranks must call it after passes that were all ``no_sync``.
@@ -48,162 +147,61 @@ class GradientSync(Steps):
         What these have accumulated is reduced. With a decoupled method, updates that wait for the next forward are
         made, before parameters are read by other means than a forward or ``state_dict``: that part is local.
         """
-        if self._deferred is not None:
-            self._deferred.complete()
-            if not self._deferred.accumulated:
-                return
-        if self._comm is not None and self._enabled and not self._running:
-            if not self.agree(self._owed):
-                return  # what is there is averaged already
-            self.state.commit({m.name for m in self._managed if self._delivered.holds(m.index, m.parameter.grad)})
-            self._begin()
-            self._rebuilt, before = True, self._rebuilt
-            self._finish()
-            self._rebuilt = before
+        schedule, source = self._schedule, self._source
+        if schedule is None or source is None:
+            return
+        schedule.complete()
+        if self._buckets.pauses and not schedule.accumulated:
+            return
+        if source.enabled and not self._session.running and self.services.agree(schedule.accumulated):
+            # What is there is not averaged.
+            self._session.state.commit(schedule.untouched())
+            source.begin()
+            source.finish(observed=False)
+
+    @property
+    def plan(self) -> Plan:
+        """The fusion plan in force."""
+        return self._buckets.plan
+
+    def adopt_plan(self, plan: Plan) -> None:
+        """Put a plan in force from the next step on. All ranks must call it at the same step."""
+        if self._session.running:
+            raise RuntimeError("a plan can be adopted between steps only")
+        plan.check(self._buckets.parameters.by_name)
+        if self._schedule is None or self._controller is None:
+            self._buckets.plan = plan
+            return
+        self._schedule.complete()
+        self._controller.rebuilt, self._controller.waiting = True, None
+        self._buckets.adopt(plan)
 
     @property
     def pending(self) -> tuple[str, ...]:
         """Names of the parameters that wait for their update (decoupled methods)."""
-        return () if self._deferred is None else tuple(self._managed[i].name for i in self._deferred.pending)
+        managed = self._buckets.parameters.managed
+        return () if self._schedule is None else tuple(managed[i].name for i in self._schedule.pending)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the averaged gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_``. Returns the norm.
 
         After ``scaler.unscale_``, before ``optimizer.step()``. With a decoupled method all ranks must call it.
         """
-        norm_type = clip.check_norm_type(norm_type)
-        if self._deferred is not None:
-            norm = self._deferred.clip(max_norm, norm_type, error_if_nonfinite)
-            if norm is not None:
-                return norm
-        buckets = [[self._by_name[name].parameter for name in entry.names] for entry in self._last_plan()]
-        return clip.coupled(buckets, self.topology.world_size, max_norm, norm_type, error_if_nonfinite)
-
-    def _last_plan(self) -> tuple[PlanBucket, ...]:
-        """The buckets of the last step."""
-        return self.plan.buckets(max(0, self.state.turn - 1))
-
-    def run(self, program: Program, *, lane: str = "control") -> Any:
-        """Run a program on tensors that are not parameters, now, in the calling thread, on lanes of its own.
-
-        All ranks must call it at the same point with programs that issue the same ops. Returns the program's value.
-        """
-        if self._comm is not None:
-            return self._comm.run(program, lane)
-        from thinwire.engine.alone import run_alone
-
-        return run_alone(program)
-
-    @property
-    def synchronizing(self) -> bool:
-        """Whether the next backward will be exchanged: False inside ``no_sync``."""
-        return self._enabled
-
-    def channel(self, purpose: str, depth: Mapping[Scope, int], topology: Topology | None = None) -> Channel:
-        """A way to run programs on tensors that are not parameters while training goes on; ended by ``detach``.
-
-        All ranks must call it at the same point. See :class:`~thinwire.engine.channel.Channel`.
-
-        Args:
-            purpose: keeps its lanes apart from others'.
-            depth: exchanges that one program issues within each scope, at most.
-            topology: groups the ranks otherwise than the machines do.
-        """
-        comm = self._comm if isinstance(self._comm, Communicator) else None
-        made = Channel(comm, topology or self.topology, purpose, depth, self._fail)
-        self._channels.append(made)
-        return made
-
-    @property
-    def device(self) -> torch.device:
-        """Where the gradients are."""
-        return self._managed[0].parameter.device
-
-    def probe(self, *, largest_bytes: int, seconds: float) -> Costs:
-        """What exchanges cost on this network, measured on all ranks at once, or as the plan's pilot measured it.
-
-        All ranks must call it.
-        """
-        if self._pilot is not None and self._pilot.costs is not None:
-            return self._pilot.costs
-        if not isinstance(self._comm, Communicator):
-            return Costs({}, assumed_compute())
-        from thinwire.measure.probe import probe
-
-        group, device = self._comm.user_group, self._comm.device
-        found = probe(group, self.topology, largest_bytes=largest_bytes, seconds=seconds, kernel_seconds=seconds / 4,
-                      device=device)  # fmt: skip
-        return found.costs
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Say which parameters the next exchanged backward can give gradients to, at most. For one step; local.
-
-        A bucket then starts when those of its parameters have arrived, and needs not wait for the end of backward where
-        some are unused. A gradient of another parameter is an error.
-
-        Raises:
-            ValueError: an unknown name, or a decoupled method, which follows the order of the forward.
-        """
-        chosen = list(names)
-        if unknown := [name for name in chosen if name not in self._by_name]:
-            raise ValueError(f"expect() names {unknown[0]}, which is no trainable parameter of the model")
-        if self._deferred is not None:
-            raise ValueError("expect() is for methods that are not decoupled")
-        self._expected = frozenset(self._by_name[name].index for name in chosen)
-
-    def introduce(self, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> None:
-        """Tell optimizers that want to know (``attached(sync, scaler)``) whom they work with, until ``detach``."""
-        for optimizer in optimizers:
-            if callable(meet := getattr(optimizer, "attached", None)):
-                self._handles.append(meet(self, scaler))
-
-    def agree(self, flag: bool) -> bool:
-        """Whether any rank raises the flag; equal on all ranks."""
-        if self._comm is None:
-            return flag
-        return any(row[0] for row in self._comm.gather(bytes([flag])))
-
-    def agree_on(self, facts: dict[str, Any]) -> None:
-        """Raise ``ValueError`` on all ranks, naming the difference, unless all bring the same facts (plain data)."""
-        if self._comm is not None:
-            self._comm.agree(facts)
+        schedule = self._schedule or Coupled(self._buckets, find_unused=False)
+        return schedule.clip(max_norm, check_norm_type(norm_type), error_if_nonfinite)
 
     def stats(self) -> Stats:
-        """Counters since ``attach``."""
-        if self._comm is None:
-            return Stats(self.method.name, self._settings.note, 1, self.state.step)
-        phase = self.state.turn % len(self.plan.phases)
-        buckets = tuple(
-            BucketStats(
-                entry.names,
-                sum(self._by_name[name].parameter.numel() for name in entry.names),
-                entry.dense,
-                sum(step.sent_bytes for step in traced),
-            )
-            for entry, traced in zip(self.plan.phases[phase], self._traced[phase])
-        )
-        ledger = self._comm.ledger
-        return Stats(
-            method=self.method.name,
-            note=self._settings.note,
-            world_size=self.topology.world_size,
-            steps=self.state.step,
-            rejected_steps=self._rejected,
-            dropped_steps=self._watch.dropped,
-            bytes_sent=ledger.total,
-            dense_bytes=self._dense_bytes,
-            exposed_seconds=self._exposed + (self._deferred.exposed_seconds if self._deferred else 0.0),
-            deferred_seconds=self._deferred.exposed_seconds if self._deferred else 0.0,
-            rebuilt=self._rebuilt,
-            collectives=dict(ledger.issued),
-            bytes_by_kind=dict(ledger.bytes),
-            buckets=buckets,
-        )
+        """Counters since ``attach``, and what was decided."""
+        note, controller = self._settings.note, self._controller
+        if controller is None:
+            return self._session.stats(note)
+        found = self._session.stats(note, self._buckets.stats(), rebuilt=controller.rebuilt)
+        return dataclasses.replace(found, settled=controller.settled, why=controller.why)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, but pending updates."""
-        if self._deferred is not None:
-            self._deferred.complete()
+        if self._schedule is not None:
+            self._schedule.complete()
         return persistence.to_state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -215,15 +213,9 @@ class GradientSync(Steps):
         Raises:
             ValueError: it does not fit the model or the method, or lacks what this rank needs; nothing has changed.
         """
-        if self._deferred is not None:
-            self._deferred.complete()
+        if self._schedule is not None:
+            self._schedule.complete()
         persistence.from_state_dict(self, state)
-
-    @property
-    def settled(self) -> bool:
-        """Whether the plan in force is the one that measured times led to, or none was to be measured."""
-        waiting = self._decision is not None
-        return self._rebuilt and not waiting and (self._pilot is None or self._pilot.predicted is not None)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Recorder]:
@@ -234,72 +226,39 @@ class GradientSync(Steps):
             with sync.trace(f"step.{rank}.json"):
                 loss.backward()
         """
-        recorder = Recorder()
+        recorder, model, comm = Recorder(), self.services.model, self._session.comm
         hooks = [
-            self.model.register_forward_pre_hook(lambda *_: marks.__setitem__("forward", recorder.now())),
-            self.model.register_forward_hook(lambda *_: self._forward_over(recorder, marks)),
+            model.register_forward_pre_hook(recorder.forward_began),
+            model.register_forward_hook(recorder.forward_ended),
         ]
-        marks: dict[str, float] = {}
-        self._recorder, self._marks = recorder, marks
-        if self._comm is not None:
-            self._comm.executor.recorder = recorder
+        if comm is not None:
+            comm.executor.recorder = recorder
         try:
             yield recorder
         finally:
             for hook in hooks:
                 hook.remove()
-            self._recorder = None
-            if self._comm is not None:
-                self._comm.executor.recorder = None
-            write_trace(path, recorder.events, self.rank, f"measured, {self.method.name}")
-
-    @staticmethod
-    def _forward_over(recorder: Recorder, marks: dict[str, float]) -> None:
-        if "forward" in marks:
-            recorder.add("forward", "compute", marks.pop("forward"))
-            marks["backward"] = recorder.now()
-
-    def adopt_plan(self, plan: Plan) -> None:
-        """Put a plan in force from the next step on. All ranks must call it at the same step."""
-        if self._running:
-            raise RuntimeError("a plan can be adopted between steps only")
-        plan.check(self._by_name)
-        if self._deferred is not None:
-            self._deferred.complete()
-        self._rebuilt, self._decision = True, None
-        if self._comm is not None:
-            self._adopt(plan)
-        else:
-            self.plan = plan
+            if comm is not None:
+                comm.executor.recorder = None
+            write_trace(path, recorder.events, self._session.rank, f"measured, {self._session.method.name}")
 
     def detach(self) -> None:
         """Take the hooks out, end the communicator thread, give the process groups back. Idempotent, local."""
-        error = sys.exc_info()[1]
-        if self._running and self._broken is None:
-            self._broken = "it was detached in the middle of an exchange"
-        if isinstance(self._comm, Communicator) and (self._running or error is not None):
-            self._comm.leave(f"has left at step {self.state.step}" + (f" with {in_words(error)}" if error else ""))
+        error, session = sys.exc_info()[1], self._session
+        if session.running and session.broken is None:
+            session.broken = "it was detached in the middle of an exchange"
+        if isinstance(session.comm, Communicator) and (session.running or error is not None):
+            session.comm.leave(f"has left at step {session.state.step}" + (f" with {in_words(error)}" if error else ""))
         try:
-            if self._deferred is not None:
-                self._deferred.detach(broken=self._broken is not None)
+            if self._schedule is not None:
+                self._schedule.close(broken=session.broken is not None)
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for companion in list(self.companions.values()):
-            companion.detach()
-        self.companions.clear()
-        for channel in self._channels:
-            channel.close(broken=self._broken is not None)
-        self._channels.clear()
-        if self._comm is not None:
-            self._comm.close(broken=self._broken is not None)
-        self._watch.close()
-        if attached_to(self.model) is self:
-            del _attached[id(self.model)]
+            if self._source is not None:
+                self._source.close()
+            self.services.close()
+            session.close()
+            if attached_to(self.services.model) is self:
+                del _attached[id(self.services.model)]
 
     def __enter__(self) -> GradientSync:
         return self

@@ -21,8 +21,9 @@ import torch
 from thinwire.collectives.transport import Pending
 from thinwire.engine import ranges
 from thinwire.engine.recorder import Recorder
-from thinwire.engine.runner import Paused, Runner
+from thinwire.engine.runner import Runner
 from thinwire.engine.wire import Failure, MakeProgram, Wire
+from thinwire.program.drive import Paused
 from thinwire.program.ops import Collective, Scope
 
 
@@ -96,14 +97,15 @@ class ThreadExecutor:
             step = _Step(make, failed, size is None, runner)
             self._step = self._begun = step
 
-    def ready(self, bucket: int, last: bool = False, light: bool = False) -> None:
+    def ready(self, bucket: int, last: bool = False, light: bool = False) -> bool:
         """The bucket's gradients are complete.
 
-        ``light``: its program has one exchange, and is to be run by who calls this and ``finish``.
+        ``light``: its program has one exchange, and is to be run by who calls this and ``finish``. Returns whether the
+        program has begun, here.
         """
         step = self._step
         if step is None:  # it has failed; finish() says so
-            return
+            return False
         event = _Event(step, bucket, None, last)
         if light and self._lock.acquire(blocking=False):
             step.light.add(bucket)
@@ -112,8 +114,9 @@ class ThreadExecutor:
                     self._advance([event], alone=True)
             finally:
                 self._lock.release()
-        else:
-            self._events.put(event)
+            return self.failure is None
+        self._events.put(event)
+        return False
 
     def finish(self) -> Failure | None:
         """Block until all programs of the step have ended, or one failed."""

@@ -10,13 +10,13 @@ factors that ranks share in training (PowerSGD's, ACP's) are each client's own h
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.engine.alone import run_alone
+from thinwire.engine.alone import result_alone
 from thinwire.federated.aggregator import RoundProgram
 from thinwire.federated.client import ClientContext, ClientResult
 from thinwire.methods.registry import resolve
@@ -26,12 +26,13 @@ from thinwire.program import (
     Bucket,
     Collective,
     Method,
-    Program,
     ReduceScatter,
     Slot,
     State,
     Topology,
 )
+from thinwire.program.drive import drive
+from thinwire.program.ops import Op
 
 _INNER, _OWN = "inner/", "compression/"
 _REFUSED = {
@@ -134,25 +135,25 @@ class Compressed:
         ]
         bucket, size = Bucket(0, slots), [0]
         with torch.no_grad():
-            run_alone(_counted(self.method.reduce(bucket, state), size))
+            drive(self.method.reduce(bucket, state), _counting(size))
             if not state.end_step():
                 raise ValueError("the change is not finite")
             found = [slot.raw() if slot.result is None else slot.result for slot in slots]
         return torch.cat([piece.reshape(-1) for piece in found]), _plain(state), size[0]
 
 
-def _counted(program: Program, size: list[int]) -> Generator[Any, Any, Any]:
-    """The program, with the bytes of its messages noted: what this client sends, not what the others' halves would."""
-    value, scattered = None, False
-    while True:
-        try:
-            op = program.send(value)
-        except StopIteration as end:
-            return end.value
+def _counting(size: list[int]) -> Callable[[Op], Tensor | None]:
+    """Answers as a group of one, and adds up the bytes that this client sends, not what the others' halves would."""
+    scattered = False
+
+    def answer(op: Op) -> Tensor | None:
+        nonlocal scattered
         if isinstance(op, Collective) and not (scattered and isinstance(op, AllGather)):
             size[0] += op.tensor.numel() * op.tensor.element_size()
         scattered = scattered or isinstance(op, (AllToAll, ReduceScatter))
-        value = yield op
+        return result_alone(op)
+
+    return answer
 
 
 def _plain(state: State) -> dict[str, Tensor]:

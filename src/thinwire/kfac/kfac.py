@@ -104,14 +104,14 @@ class KFAC:
         )
         choices = Choices(schedule, planner, inverse_rule, inverse_weight, inverse_comm, method, wire_dtype)
         self._optimizers = _optimizers(model, sync, optimizer)
-        self._sync, self._scaler = sync, scaler or (sync.scaler if sync is not None else None)
+        self._sync, self._scaler = sync, scaler or (sync.services.scaler if sync is not None else None)
         self._layers, notes = find_layers(model, exclude, max_dim)
         for note in notes:
             logger.info("thinwire: %s", note)
         self._device = self._layers[0].weight.device
-        self._ranks = sync if sync is not None and sync.topology.world_size > 1 else None  # None: one process
+        self._ranks = sync if sync is not None and sync.services.topology.world_size > 1 else None  # None: one process
         self.plan = self._planned(plan, choices, costs)
-        rank = self._ranks.rank if self._ranks is not None else 0
+        rank = self._ranks.services.rank if self._ranks is not None else 0
         self._state = State(rank, self.plan.topology)
         self._inverses = Inverses(self.plan, self._state, rank)
         self._channel = self._open_channel()
@@ -129,7 +129,7 @@ class KFAC:
         self._blank = warm_start is None  # no statistic yet
         self._active = not self.plan.exchange  # preconditioning has begun
         self._count = 0  # passes, where the engine does not count them
-        self._shift = -self._ranks.state.step if self._ranks is not None else 0
+        self._shift = -self._ranks.services.state.step if self._ranks is not None else 0
         self._stepped = self._turn = 0  # passes that a step has used; the inverse update that is due next
         self._wanting = self._touched = False  # a sample of the Fisher; a gradient that no step has used
         self._handles: list[Any] = [
@@ -138,14 +138,14 @@ class KFAC:
         if auto_step:
             self._handles += [o.register_step_pre_hook(self._before_step) for o in self._optimizers]
         if sync is not None:
-            sync.companions["kfac"] = self
+            sync.services.companions["kfac"] = self
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
     def _planned(self, plan: KFACPlan | None, choices: Choices, costs: Costs | None) -> KFACPlan:
         """The pinned plan, or one from costs, measured if it needs some. Notes what ``_plan_again`` will need."""
         shapes = tuple(layer.shape for layer in self._layers)
-        world = self._ranks.topology.world_size if self._ranks is not None else 1
+        world = self._ranks.services.topology.world_size if self._ranks is not None else 1
         self._choices = choices
         self._again = plan is None and self._ranks is not None and choices.prices_factors
         if plan is None:
@@ -157,13 +157,13 @@ class KFAC:
             plan = replace(plan, overlap=False)
         plan.check(shapes, world, method=choices.method)
         if self._ranks is not None:
-            self._ranks.agree_on({"K-FAC": {"plan": plan.to_json(), **self._options.facts()}})
+            self._ranks.services.agree_on({"K-FAC": {"plan": plan.to_json(), **self._options.facts()}})
         return plan
 
     def _open_channel(self) -> Channel:
         if self._ranks is None:
             return Channel(None, self.plan.topology, "kfac", {}, _never)
-        return self._ranks.channel("kfac", self.plan.depth(), self.plan.topology)
+        return self._ranks.services.channel("kfac", self.plan.depth(), self.plan.topology)
 
     def _plan_again(self) -> None:
         """Once, from the times of the second round: other messages, the same owners."""
@@ -174,7 +174,7 @@ class KFAC:
         self.plan = replace(self._inverses.plan, a_buckets=made.a_buckets, g_buckets=made.g_buckets)
         self._rounds.adopt(self.plan)
         self._inverses.plan = self.plan
-        if self._ranks.rank == 0:
+        if self._ranks.services.rank == 0:
             logger.info(
                 "thinwire: K-FAC: A in %d messages, G in %d, from measured times",
                 len(self.plan.a_buckets),
@@ -186,7 +186,7 @@ class KFAC:
     @property
     def passes(self) -> int:
         """Synchronised backward passes so far."""
-        return self._count if self._ranks is None else self._ranks.state.step + self._shift
+        return self._count if self._ranks is None else self._ranks.services.state.step + self._shift
 
     def due(self) -> bool:
         """Whether this pass's statistics are wanted."""
@@ -194,7 +194,7 @@ class KFAC:
 
     def last_pass(self) -> bool:
         """Whether the pass that now runs is the last of its step; without a sync that is known in ``step`` alone."""
-        return self._sync is not None and self._sync.synchronizing
+        return self._sync is not None and self._sync.services.synchronizing
 
     def begin_round(self) -> None:
         """The first captured forward of a step begins."""
@@ -265,7 +265,7 @@ class KFAC:
 
     def _invert(self, damping: float) -> None:
         with self._tally.phase("inverses", self._channel) as spent:
-            run = self._ranks.run if self._ranks is not None else run_alone
+            run = self._ranks.services.run if self._ranks is not None else run_alone
             spent.waited = self._inverses.update(damping, self._channel, run)
         self.plan = self._inverses.plan
         self._tally.inverse_updates += 1
@@ -353,8 +353,8 @@ class KFAC:
             handle.remove()
         self._handles.clear()
         self._channel.close()
-        if self._sync is not None and self._sync.companions.get("kfac") is self:
-            del self._sync.companions["kfac"]
+        if self._sync is not None and self._sync.services.companions.get("kfac") is self:
+            del self._sync.services.companions["kfac"]
 
 
 def _optimizers(
@@ -364,16 +364,17 @@ def _optimizers(
         if optimizer is None:
             raise ValueError("without a sync K-FAC needs the optimizer: KFAC(model, None, optimizer=optimizer, ...)")
         return (optimizer,)
-    if sync.model is not model:
+    if sync.services.model is not model:
         raise ValueError("the sync belongs to another model: give KFAC the model that was attached")
-    if deferring(sync.method) is not None:
+    method = sync.services.method
+    if deferring(method) is not None:
         raise ValueError(
-            f"{sync.method.name} with decoupled updates delivers gradients in parts, after the step; K-FAC needs them "
+            f"{method.name} with decoupled updates delivers gradients in parts, after the step; K-FAC needs them "
             'whole before it: attach with "ssgd" or another method without decoupled=True'
         )
-    if "kfac" in sync.companions:
+    if "kfac" in sync.services.companions:
         raise RuntimeError("this model has a KFAC already: call detach() on it first")
-    return sync.optimizers if optimizer is None else (optimizer,)
+    return sync.services.optimizers if optimizer is None else (optimizer,)
 
 
 def _never(text: str) -> NoReturn:

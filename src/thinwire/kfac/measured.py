@@ -25,10 +25,10 @@ _SECONDS = 2.0
 
 def measured_costs(sync: GradientSync, layers: Sequence[FactorLayer], method: str) -> Costs:
     """Prices of exchanges on this network, and of inversions of these sizes on all ranks at once."""
-    known = sync.probe(largest_bytes=4 << 20, seconds=_SECONDS)
+    known = sync.services.probe(largest_bytes=4 << 20, seconds=_SECONDS)
     largest = max(max(layer.d_a, layer.d_g) for layer in layers)
-    device = sync.device
-    sync.agree(False)  # begin together
+    device = sync.services.device
+    sync.services.agree(False)  # begin together
     points = inversion_points(curve_name(method), device, largest=largest, seconds=_SECONDS)
     slowest = _gathered(sync, [seconds for _, seconds in points]).max(0).values.tolist()
     table = curve(list(zip(sides(largest), slowest)), "measured here", "at the start of K-FAC, the slowest rank's")
@@ -63,7 +63,7 @@ def agreed_times(sync: GradientSync, capture: Capture, layers: int) -> LayerTime
 
 def _gathered(sync: GradientSync, row: Sequence[float]) -> Tensor:
     """Every rank's row of numbers, ``[W, n]``, on the CPU."""
-    found: Tensor = sync.run(_gather(torch.tensor(row, dtype=torch.float64, device=sync.device)))
+    found: Tensor = sync.services.run(_gather(torch.tensor(row, dtype=torch.float64, device=sync.services.device)))
     return found.cpu()
 
 

@@ -102,11 +102,11 @@ class LAMB(LayerWise):
 
     def attached(self, sync: GradientSync, scaler: Any) -> Any:
         """As of every optimizer here; clipping by the norm of all gradients needs them all at once."""
-        options = deferring(sync.method)
+        options = deferring(method := sync.services.method)
         limit = self.param_groups[0]["max_grad_norm"]
         if options is not None and options.eager is not True and limit is not None:
             raise ValueError(
-                f"max_grad_norm={limit:g} needs all gradients at once, and {sync.method.name} updates parameters "
+                f"max_grad_norm={limit:g} needs all gradients at once, and {method.name} updates parameters "
                 "bucket by bucket: give max_grad_norm=None and call sync.clip_grad_norm_, or attach with eager=True"
             )
         return super().attached(sync, scaler)

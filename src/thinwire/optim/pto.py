@@ -157,13 +157,13 @@ class Share:
         """
         if self.parallel is None:
             return None
-        options = deferring(sync.method)
+        options = deferring(method := sync.services.method)
         if options is not None and options.eager is not True:
             raise ValueError(
-                f"parallel={self.parallel!r} needs all gradients at once, and {sync.method.name} updates parameters "
+                f"parallel={self.parallel!r} needs all gradients at once, and {method.name} updates parameters "
                 "bucket by bucket: attach with eager=True, or give parallel=None"
             )
-        if sync.topology.world_size == 1:
+        if sync.services.topology.world_size == 1:
             logger.warning("thinwire: parallel=%r has no effect on one rank", self.parallel)
         return Sharing(sync, self)
 
@@ -173,7 +173,7 @@ class Sharing:
 
     def __init__(self, sync: GradientSync, share: Share) -> None:
         self._sync, self._share = sync, share
-        topology = sync.topology
+        topology = sync.services.topology
         self._scopes = {"world": WORLD} if topology.world_size > 1 else {}
         if topology.two_levels:
             self._scopes["node"] = Scope.NODE
@@ -201,7 +201,9 @@ class Sharing:
             return self._measure(blocks)
         if running == "off":
             return replicated(blocks)
-        found: list[Tensor] = self._sync.run(self._program(running, blocks).reduce(blocks, self._place(running)))
+        found: list[Tensor] = self._sync.services.run(
+            self._program(running, blocks).reduce(blocks, self._place(running))
+        )
         return found
 
     def _program(self, scope: str, blocks: Sequence[Layers]) -> TrustRatios:
@@ -218,10 +220,10 @@ class Sharing:
         return made
 
     def _members(self, scope: str) -> tuple[int, ...]:
-        return self._sync.topology.members(self._scopes[scope], self._sync.rank)
+        return self._sync.services.topology.members(self._scopes[scope], self._sync.services.rank)
 
     def _place(self, scope: str) -> int:
-        return self._members(scope).index(self._sync.rank)
+        return self._members(scope).index(self._sync.services.rank)
 
     # --- "auto" ----------------------------------------------------------------------------------------------------
 
@@ -243,11 +245,13 @@ class Sharing:
         for name, scope in self._scopes.items():
             program = self._program(name, blocks)
             message = torch.zeros(program.longest, dtype=blocks[0].weights[0].dtype, device=device)
-            gather = lambda: self._sync.run(_gather(message.clone(), scope))  # noqa: B023, E731
+            gather = lambda: self._sync.services.run(_gather(message.clone(), scope))  # noqa: B023, E731
             # As many calls on every rank, whatever its clock says.
             exchange = median_seconds(gather, device, seconds=0.0, least=5)
             mine.append(full * program.placement.makespan / max(1, size) + exchange)
-        everyone: Tensor = self._sync.run(_gather(torch.tensor(mine, dtype=torch.float64, device=device), WORLD))
+        everyone: Tensor = self._sync.services.run(
+            _gather(torch.tensor(mine, dtype=torch.float64, device=device), WORLD)
+        )
         worst = everyone.max(dim=0).values.tolist()
         shared = dict(zip(self._scopes, worst[1:]))
         running, why = decide(worst[0], shared)

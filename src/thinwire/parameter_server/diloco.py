@@ -5,39 +5,18 @@ On nodes of equal speed this form sends what the preset sends, spread over all l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.parameter_server.outer import Outer
-from thinwire.program import WORLD, AllReduce, Program, Scope, Topology
+from thinwire.program import WORLD, AllReduce, Program
 
-
-class Rounds(Protocol):
-    """What is used of a :class:`thinwire.engine.channel.Channel`."""
-
-    def begin(self, names: Sequence[Sequence[str]], make: Callable[[int], Program]) -> None:
-        """Open a round of programs."""
-
-    def ready(self, index: int) -> None:
-        """A program may start."""
-
-    def wait(self) -> float:
-        """Until the round has ended."""
-
-
-class Sync(Protocol):
-    """What is used of a :class:`thinwire.GradientSync`."""
-
-    topology: Topology
-
-    def run(self, program: Program) -> object:
-        """Run a program on all ranks."""
-
-    def channel(self, purpose: str, depth: Mapping[Scope, int]) -> Rounds:
-        """A way to run programs while training goes on."""
+if TYPE_CHECKING:
+    from thinwire.engine.channel import Channel
+    from thinwire.engine.sync import GradientSync
 
 
 def nesterov(params: list[Tensor]) -> torch.optim.Optimizer:
@@ -103,25 +82,25 @@ class DiLoCo:
         self._parts = list(_parts(parameters, fragments))
         self._anchors = [torch.cat([p.detach().reshape(-1) for p in part]).clone() for part in self._parts]
         self._outers = [outer([anchor]) for anchor in self._anchors]
-        self._rounds: Rounds | None = None
+        self._rounds: Channel | None = None
         self._under_way: int | None = None
         self._mean: Tensor | None = None
 
-    def step(self, sync: Sync) -> bool:
+    def step(self, sync: GradientSync) -> bool:
         """Count an inner step, and exchange what is due. All ranks must call it. Returns whether a fragment came."""
         self._count += 1
         since = self._count % self._every
         if self._delay == 0:
             if since:
                 return False
-            sync.run(self.program(self._due(), sync.topology.world_size))
+            sync.services.run(self.program(self._due(), sync.services.topology.world_size))
             return True
         came = since == self._delay and self.finish()
         if since == 0:
             part = self._due()
             if self._rounds is None:
-                self._rounds = sync.channel("diloco", {WORLD: 1})
-            program = self._exchange(self._difference(part), sync.topology.world_size)
+                self._rounds = sync.services.channel("diloco", {WORLD: 1})
+            program = self._exchange(self._difference(part), sync.services.topology.world_size)
             self._under_way = part
             self._rounds.begin([[f"fragment {part}"]], lambda _: program)
             self._rounds.ready(0)

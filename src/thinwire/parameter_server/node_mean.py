@@ -6,25 +6,19 @@ links; with local steps each inner step is a synchronous one of the whole node.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.local_work import Loss, local_gradient
-from thinwire.program import AllReduce, Broadcast, Program, Topology
+from thinwire.program import AllReduce, Broadcast, Program
+
+if TYPE_CHECKING:
+    from thinwire.engine.services import Services
 
 _END = -1
-
-
-class Sync(Protocol):
-    """What is used of a :class:`thinwire.GradientSync` over the ranks of one node."""
-
-    topology: Topology
-
-    def run(self, program: Program) -> Any:
-        """Run a program on all ranks."""
 
 
 class NodeMean:
@@ -33,35 +27,35 @@ class NodeMean:
     Args:
         model: of this rank.
         loss: of this rank's batch of a number.
-        sync: over the node's ranks; its own exchange during backward must be off (``no_sync``).
+        ranks: of the node: a GradientSync's services; its own exchange during backward must be off (``no_sync``).
 
     Differences from InHAD's local aggregator, of which only the abstract is public: the ranks of a node are in step,
     and the mean is taken of the whole gradient after backward.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, sync: Sync) -> None:
-        self._model, self._loss, self._sync, self._layout = model, loss, sync, Layout.of(model)
-        self._size = sync.topology.world_size
+    def __init__(self, model: nn.Module, loss: Loss, ranks: Services) -> None:
+        self._model, self._loss, self._ranks, self._layout = model, loss, ranks, Layout.of(model)
+        self._size = ranks.topology.world_size
         self._device = next(model.parameters()).device
 
     def gradient(self, theta: Tensor, batch: int) -> tuple[Tensor, float, int]:
         """Rank 0: the mean gradient ``[D]`` at ``theta`` ``[D]`` over all ranks, their mean loss, and all samples."""
-        self._sync.run(self.announce(theta, batch, 0))
+        self._ranks.run(self.announce(theta, batch, 0))
         return self._together(theta, batch)
 
     def end(self, version: int) -> None:
         """Rank 0: nothing more will come; all take its weights and buffers."""
-        self._sync.run(self.announce(self._layout.flat(self._model), _END, version))
-        self._sync.run(self.share_buffers())
+        self._ranks.run(self.announce(self._layout.flat(self._model), _END, version))
+        self._ranks.run(self.share_buffers())
 
     def follow(self) -> tuple[int, int]:
         """Another rank: compute what rank 0 announces, to the end. Returns the number of gradients and the version."""
         count = 0
         while True:
-            theta, batch, version = self._sync.run(self.announce(None, 0, 0))
+            theta, batch, version = self._ranks.run(self.announce(None, 0, 0))
             if batch == _END:
                 self._layout.write(theta, self._model)
-                self._sync.run(self.share_buffers())
+                self._ranks.run(self.share_buffers())
                 return count, version
             self._together(theta, batch)
             count += 1
@@ -89,5 +83,5 @@ class NodeMean:
 
     def _together(self, theta: Tensor, batch: int) -> tuple[Tensor, float, int]:
         mine = local_gradient(self._model, self._layout, self._loss, theta, batch)
-        gradient, loss, samples = self._sync.run(self.mean(*mine))
+        gradient, loss, samples = self._ranks.run(self.mean(*mine))
         return gradient, loss, samples

@@ -188,7 +188,7 @@ def _together(
         dist.init_process_group()
     unused = torch.optim.SGD(model.parameters(), lr=0.0)  # steps are made on the server
     sync = attach(model, unused, "ssgd")
-    together = NodeMean(model, step, sync)
+    together = NodeMean(model, step, sync.services)
     try:
         with sync.no_sync():
             if local:

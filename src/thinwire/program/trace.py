@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.program.bucket import Bucket, Slot
+from thinwire.program.drive import drive
 from thinwire.program.method import Method
-from thinwire.program.ops import AllGather, Collective, NextForward, ReduceScatter, Scope
+from thinwire.program.ops import AllGather, Collective, NextForward, Op, ReduceScatter, Scope
 from thinwire.program.state import State
 from thinwire.program.topology import Topology
 from thinwire.program.volume import sent_bytes
@@ -75,20 +75,18 @@ def _run(
     ]
     program = method.reduce(Bucket(0, slots, kept=kept), state)
     steps: list[Step] = []
-    value: Any = None
-    while True:
-        try:
-            op = program.send(value)
-        except StopIteration:
-            return steps
+
+    def answer(op: Op) -> Tensor | None:
         if isinstance(op, NextForward):
             steps.append(Step("NextForward", None, 0, 0))
-            value = None
-            continue
+            return None
         members = len(state.topology.members(op.group, state.rank))
         size = op.tensor.numel() * op.tensor.element_size()
         steps.append(Step(type(op).__name__, op.group, size, sent_bytes(op, members)))
-        value = result_like(op, members)
+        return result_like(op, members)
+
+    drive(program, answer)
+    return steps
 
 
 def result_like(op: Collective, members: int) -> Tensor:

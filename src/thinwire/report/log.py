@@ -30,10 +30,6 @@ COUNTERS = ("rejected_steps", "bytes_sent", "dense_bytes", "exposed_seconds", "d
 class Counted(Protocol):
     """What can be logged: a GradientSync, or the state of ``ddp_hook``."""
 
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-
     def stats(self) -> Stats:
         """Counters since the start."""
 
@@ -73,17 +69,18 @@ class StepLog:
             raise ValueError(f"every={every!r} must be at least 1")
         self._sync, self._every, self._calls = sync, every, 0
         self._before, self._at = sync.stats(), time.perf_counter()
+        rank = self._before.rank
         self._plan: str | None = None
         self._warned = False
         self._file = None
         self._scalars: Scalars | None = None
-        named = None if path is None else Path(str(path).replace("{rank}", str(sync.rank)))
-        if named is not None and (sync.rank == 0 or str(named) != str(path)):
+        named = None if path is None else Path(str(path).replace("{rank}", str(rank)))
+        if named is not None and (rank == 0 or str(named) != str(path)):
             self._file = _continued(named)
-        if tensorboard is not None and sync.rank == 0:
+        if tensorboard is not None and rank == 0:
             self._scalars = Scalars(tensorboard)
         if self._file is not None:
-            self._put({"kind": "run", **_run(sync, self._before)})
+            self._put({"kind": "run", **_run(self._before)})
 
     def write(self, step: int | None = None, **values: float) -> None:
         """Add a record of what has happened since the last one.
@@ -201,7 +198,7 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [steps[number] for number in sorted(steps)]
 
 
-def _run(sync: Counted, stats: Stats) -> dict[str, Any]:
+def _run(stats: Stats) -> dict[str, Any]:
     """Who writes."""
     import torch
 
@@ -210,7 +207,7 @@ def _run(sync: Counted, stats: Stats) -> dict[str, Any]:
     return {
         "time": time.time(),
         "step": stats.steps,
-        "rank": sync.rank,
+        "rank": stats.rank,
         "world_size": stats.world_size,
         "method": stats.method,
         "note": stats.note,

@@ -112,7 +112,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded(two_steps):
 
 
 def _state(net, optimizer, sync):
-    return [p.detach().clone() for p in net.parameters()], optimizer.state_dict()["state"], sync.state.step
+    return [p.detach().clone() for p in net.parameters()], optimizer.state_dict()["state"], sync.services.state.step
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer", "method"])

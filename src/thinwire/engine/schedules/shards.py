@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thinwire.engine.memory import Memory
-from thinwire.engine.partial import Frozen
-from thinwire.engine.runner import Paused
+from thinwire.engine.schedules.partial import Frozen
 from thinwire.program import Bucket
+from thinwire.program.drive import Paused
 
 
 @dataclass
@@ -16,14 +16,13 @@ class Shards:
     """What one backward has left: this rank's part of every bucket.
 
     Attributes:
-        buckets, memories: of the step's plan.
+        memories: of the step's buckets.
         paused: their programs, by bucket.
         light: which of them only receive and copy.
         where: per parameter its bucket, and its place there.
         sums: per bucket, ``Method.sums`` of its method.
     """
 
-    buckets: list[Bucket]
     memories: list[Memory]
     paused: Mapping[int, Paused]
     light: list[int]
@@ -31,6 +30,12 @@ class Shards:
     sums: Sequence[Callable[[Sequence[int]], bool]]
     gathering: bool = False
     received: set[int] = field(default_factory=set)
+
+    def bucket(self, index: int) -> Bucket:
+        """One of them."""
+        made = self.memories[index].made
+        assert made is not None
+        return made
 
 
 @dataclass(eq=False)

@@ -7,15 +7,15 @@ part, then over the buckets of one rank's parts, then over ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from thinwire.engine.deferred_grad import Change
-from thinwire.engine.runner import Paused
+from thinwire.engine.buckets import Buckets
+from thinwire.engine.schedules.deferred_grad import Change
 from thinwire.methods.exchanges import padded
 from thinwire.program import Bucket
+from thinwire.program.drive import Paused
 
 
 def check_norm_type(norm_type: float) -> float:
@@ -63,24 +63,20 @@ def scaling(norm: Tensor, max_norm: float) -> Change:
     return change
 
 
-def coupled(
-    buckets: Sequence[Sequence[nn.Parameter]],
-    ranks: int,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-) -> Tensor:
+def whole(buckets: Buckets, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Clip gradients that are there, whole, on every rank. Returns the norm, 0-dim.
 
     Args:
-        buckets: the parameters as the plan has them.
-        ranks: of the world.
+        buckets: of the model.
         max_norm, norm_type, error_if_nonfinite: as of ``torch.nn.utils.clip_grad_norm_``.
     """
-    first = buckets[0][0]
+    state, by_name = buckets.session.state, buckets.parameters.by_name
+    ranks, last = state.size, buckets.plan.buckets(max(0, state.turn - 1))
+    first = by_name[last[0].names[0]].parameter
     powers = torch.zeros(ranks, dtype=torch.float64, device=first.device)
     gradients: list[Tensor] = []
-    for parameters in buckets:
+    for entry in last:
+        parameters = [by_name[name].parameter for name in entry.names]
         here = [p.grad for p in parameters if p.grad is not None]
         gradients += here
         if not here:

@@ -19,12 +19,16 @@ class Need:
     Args:
         model: the root.
         managed: its trainable parameters.
-        first: indices of parameters that are wanted before all others.
+        early: indices of parameters that are wanted before all others.
+
+    Attributes:
+        index: of the parameters, by ``id``.
+        learning: the order is not known yet.
     """
 
-    def __init__(self, model: nn.Module, managed: Sequence[Managed], first: Iterable[int] = ()) -> None:
-        index = {id(m.parameter): m.index for m in managed}
-        self._count, self._first = len(managed), tuple(first)
+    def __init__(self, model: nn.Module, managed: Sequence[Managed], early: Iterable[int] = ()) -> None:
+        self.model, self.index, self.early = model, {id(m.parameter): m.index for m in managed}, sorted(early)
+        self.learning, index = True, self.index
         self._names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(module, []).append(name)
@@ -40,8 +44,9 @@ class Need:
         return [m for m in self._names if any(p.requires_grad for p in m.parameters())]
 
     def called(self, module: nn.Module) -> None:
-        """Note that a module's forward begins."""
-        self._called.setdefault(module)
+        """Note that a module's forward begins, until the order is known."""
+        if self.learning:
+            self._called.setdefault(module)
 
     def reads(self, module: nn.Module) -> tuple[int, ...]:
         """Indices of the parameters that must be up to date when a module's forward begins."""
@@ -49,6 +54,7 @@ class Need:
 
     def order(self) -> list[int]:
         """All parameters in the order in which they are needed; from now on the adopted ones count as read."""
+        self.learning = False
         by_name = {name: module for module, names in self._names.items() for name in names}
         adopted: dict[nn.Module, list[int]] = {}
         orphans: list[int] = []
@@ -63,8 +69,8 @@ class Need:
         if self._called:
             adopted.setdefault(next(iter(self._called)), []).extend(orphans)
         self._reads = {m: tuple(dict.fromkeys([*own, *adopted.get(m, ())])) for m, own in self._own.items()}
-        wanted = [*self._first, *orphans, *(i for module in self._called for i in self._reads[module])]
-        return list(dict.fromkeys([*wanted, *range(self._count)]))
+        wanted = [*self.early, *orphans, *(i for module in self._called for i in self._reads[module])]
+        return list(dict.fromkeys([*wanted, *range(len(self.index))]))
 
     def _nearest(self, name: str, by_name: dict[str, nn.Module]) -> nn.Module | None:
         while name:

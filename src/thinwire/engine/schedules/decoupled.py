@@ -1,6 +1,6 @@
-"""The second half of a decoupled step: shards wait for ``step()``, updates for the layers that need them.
+"""The decoupled schedule: shards wait for ``step()``, updates for the layers that need them.
 
-backward      reduce-scatters, then ``take``: the guard, and a ``DeferredGrad`` for each ``.grad``
+backward      reduce-scatters, then ``deliver``: the guard, and a ``DeferredGrad`` for each ``.grad``
 step()        hyper-parameters are frozen, all all-gathers issued in need order, every bucket is pending
 forward       the first module that needs a bucket waits for it and updates its parameters, once
 
@@ -12,77 +12,73 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine import clip, guard
-from thinwire.engine.alone import Alone
 from thinwire.engine.backward_end import current_task
-from thinwire.engine.communicator import Communicator
-from thinwire.engine.deferred_grad import DeferredGrad
+from thinwire.engine.buckets import Buckets
 from thinwire.engine.hooks import ModuleHook
-from thinwire.engine.need import Need
 from thinwire.engine.parameters import Managed
-from thinwire.engine.partial import Closed, Frozen
-from thinwire.engine.shards import Part, Shards
+from thinwire.engine.schedules import clip, guard
+from thinwire.engine.schedules.deferred_grad import DeferredGrad
+from thinwire.engine.schedules.need import Need
+from thinwire.engine.schedules.partial import Closed, Frozen
+from thinwire.engine.schedules.schedule import Schedule
+from thinwire.engine.schedules.shards import Part, Shards
 from thinwire.methods.decoupling import Decoupling
-from thinwire.program import State
 from thinwire.program.bucket import used_by_nobody
 
 logger = logging.getLogger("thinwire")
 
 
-class Deferred:
-    """Of one GradientSync whose method is decoupled.
+class Decoupled(Schedule):
+    """Of one attached model.
 
     Args:
         model: the root.
-        managed: its trainable parameters.
-        optimizers: that own them.
-        communicator: of the ranks.
-        state: of the method.
-        options: of the schedule.
-        fail: puts the GradientSync out of use with a sentence; raises.
+        buckets: of its plan.
+        optimizers: that own its parameters.
+        options: of the method.
+        find_unused: ask all ranks which parameters were used before ``step()``.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        managed: list[Managed],
+        buckets: Buckets,
         optimizers: Sequence[torch.optim.Optimizer],
-        communicator: Communicator | Alone,
-        state: State,
         options: Decoupling,
-        fail: Callable[[str], NoReturn],
+        *,
+        find_unused: bool,
     ) -> None:
-        self._managed, self._comm, self._state, self._fail = managed, communicator, state, fail
-        self._options = options
-        self._index = {id(m.parameter): m.index for m in managed}
-        self._early = _early(model, managed, options)
-        self._model, self._whole = model, options.eager is True
+        managed = buckets.parameters.managed
+        self._buckets, self._options, self._find_unused = buckets, options, find_unused
+        self._need = Need(model, managed, _early(model, managed, options))
+        self._whole = options.eager is True  # all is updated in ``step()``
         self._see_compiled()
+        self._need.learning = not self._whole
         self._grads = [DeferredGrad(m.parameter) for m in managed]
-        self._need = Need(model, managed, sorted(self._early))
-        self._learning = not self._whole
         self._shards: Shards | None = None
         self._pending: dict[int, list[Part]] = {}
-        self._old: dict[int, Tensor] = {}  # with check=True: values of parameters that are NaN for the time being
-        self._stale: set[int] = set()
-        self.accumulated = False  # gradients that have not been reduced
+        self._poison = _Poison(managed) if options.check else None
+        self._stale: set[int] = set()  # what was pending when a gradient came
         self._handles: list[Any] = []
-        self.exposed_seconds = 0.0
         self._install(model, optimizers)
 
     def _see_compiled(self) -> None:
-        if not self._whole and _compiled(self._model):
+        if not self._whole and _compiled(self._need.model):
             self._whole = True
             logger.info("thinwire: the model is compiled, so its parameters are updated in optimizer.step()")
 
     # --- hooks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _managed(self) -> list[Managed]:
+        return self._buckets.parameters.managed
 
     def _install(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         keep = self._handles.append
@@ -103,7 +99,6 @@ class Deferred:
         if self._pending:
             self._stale = {i for parts in self._pending.values() for part in parts for i in part.indices}
             self.complete()
-        self.accumulated = True
         m = self._managed[index]
         if index in self._stale:
             module = m.name.rpartition(".")[0]
@@ -121,15 +116,15 @@ class Deferred:
 
     @property
     def readers(self) -> list[nn.Module]:
-        """The modules whose forwards are to begin with ``before_forward``."""
+        """See :class:`Schedule`."""
         return [] if self._whole else self._need.modules
 
     def before_forward(self, module: nn.Module) -> None:
-        """A module's forward begins: what it reads must be up to date."""
+        """See :class:`Schedule`."""
         outside = current_task() == -1
         if outside:
             self._stale.clear()
-        if self._learning and outside and module.training:
+        if self._need.learning and outside and module.training:
             self._need.called(module)
         if not self._pending:
             return
@@ -146,16 +141,16 @@ class Deferred:
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise RuntimeError("step(closure) needs gradients at once: attach with decoupled=False")
         self._see_compiled()
-        shards, frozen = self._shards, None
+        shards, frozen, index_of = self._shards, None, self._need.index
         parts: dict[int, Part] = {}
         if shards is None:
             return
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                if isinstance(parameter.grad, DeferredGrad) and id(parameter) in self._index:
+                if isinstance(parameter.grad, DeferredGrad) and id(parameter) in index_of:
                     if not shards.gathering:
                         self._gather(shards)
-                    index = self._index[id(parameter)]
+                    index = index_of[id(parameter)]
                     frozen = frozen or Frozen(optimizer)
                     part = parts.setdefault(shards.where[index][0], Part(frozen, {}))
                     part.groups.setdefault(number, []).append(index)
@@ -165,26 +160,23 @@ class Deferred:
                 self._fill(part.indices)
                 continue
             for index in part.indices:
-                parameter = self._managed[index].parameter
-                parameter.grad = None
-                if self._options.check and index not in self._early:
-                    self._old[index] = parameter.detach().clone()
-                    with torch.no_grad():
-                        parameter.fill_(torch.nan)
+                self._managed[index].parameter.grad = None
+                if self._poison is not None and index not in self._need.early:
+                    self._poison.put(index)
             self._pending.setdefault(bucket, []).append(part)
         if self._whole and parts:
             self._settle()
 
     def _after_step(self, *_: Any) -> None:
         if self._shards is not None and self._pending:
-            for bucket in dict.fromkeys(self._shards.where[index][0] for index in sorted(self._early)):
+            for bucket in dict.fromkeys(self._shards.where[index][0] for index in self._need.early):
                 if bucket in self._pending:
                     self._update(bucket)
 
     # --- from backward to backward ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A synchronised backward has begun: what the last one left is dropped, if nobody wants it."""
+        """What the last backward left is dropped, if nobody wants it."""
         for m in self._managed:
             held = m.parameter.grad
             if isinstance(held, DeferredGrad):
@@ -194,48 +186,58 @@ class Deferred:
         self.complete()
         self._shards, self.accumulated = None, False
 
-    def take(self, shards: Shards, *, exact: bool) -> Callable[[], Tensor] | None:
-        """All reduce-scatters have ended: ask for the verdict, put a ``DeferredGrad`` in each ``.grad``.
-
-        Args:
-            shards: of the step.
-            exact: parameters that no rank used keep None now; otherwise it is seen in their averages.
-
-        Returns:
-            What waits for the verdict: whether all is finite, as a 0-dim bool tensor; None without a guard.
-        """
+    def deliver(self) -> None:
+        """All reduce-scatters have ended: ask for the verdict, put a ``DeferredGrad`` in each ``.grad``, commit."""
+        session, shards = self._buckets.session, self._shards_of_step()
         self._shards, self.accumulated = shards, False
-        used = [shards.memories[b].used[i] for b, i in shards.where] if exact else None
-        finite = None
+        started = time.perf_counter()
+        used = [shards.memories[b].used[i] for b, i in shards.where] if self._find_unused else None
+        finite: Callable[[], Tensor] | None = None
+        assert session.comm is not None
         if self._options.guard:
-            verdict = guard.exchange(self._comm, [p.shard for p in shards.paused.values()], used)
+            verdict = guard.exchange(session.comm, [p.shard for p in shards.paused.values()], used)
             finite, used = verdict.finite, verdict.used
         elif used is not None:
-            everyone = self._comm.gather(bytes(used))
+            everyone = session.comm.gather(bytes(used))
             used = [any(row[i] for row in everyone) for i in range(len(used))]
         for m, grad in zip(self._managed, self._grads):
             grad.renew(finite)
             if m.parameter.requires_grad:
                 m.parameter.grad = grad if used is None or used[m.index] else None
-        return finite
+        session.counters.exposed_seconds += time.perf_counter() - started
+        if finite is not None and session.method.has_residual:
+            session.state.verdict(finite())
+        session.commit()
+
+    def _shards_of_step(self) -> Shards:
+        buckets, by_name = self._buckets, self._buckets.parameters.by_name
+        step, comm = buckets.step, buckets.session.comm
+        assert step is not None
+        assert comm is not None
+        where = [(0, 0)] * len(self._managed)
+        for b, entry in enumerate(step.entries):
+            for place, name in enumerate(entry.names):
+                where[by_name[name].index] = b, place
+        count = range(len(step.entries))
+        light = [b for b in count if buckets.method_of(b).light or buckets.inline]
+        memories, sums = [buckets.memory(b) for b in count], [buckets.method_of(b).sums for b in count]
+        return Shards(memories, comm.executor.paused, light, where, sums)
 
     def order(self) -> list[int] | None:
-        """Parameters in the order in which they will be needed, the last first; None: it was not learnt."""
-        if not self._learning:
-            return None
-        self._learning = False
-        return self._need.order()[::-1]
+        """The reverse of the order in which they are needed, known after the first forward; None: it was not learnt."""
+        return self._need.order()[::-1] if self._need.learning else None
 
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor | None:
-        """Clip what lies in shards, by their norm over all ranks; None: nothing does."""
-        shards = self._shards
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip what lies in shards, by their norm over all ranks."""
+        shards, session = self._shards, self._buckets.session
         held = [m.parameter.grad for m in self._managed]
         deferred = [x for x in held if isinstance(x, DeferredGrad)]
         if shards is None or not deferred:
-            return None
-        own = torch.zeros((), dtype=torch.float64, device=self._comm.device)
+            return clip.whole(self._buckets, max_norm, norm_type, error_if_nonfinite)
+        assert session.comm is not None
+        own = torch.zeros((), dtype=torch.float64, device=session.comm.device)
         for bucket, paused in sorted(shards.paused.items()):
-            part = clip.delivered(paused, shards.buckets[bucket], self._state.rank, self._state.size, norm_type)
+            part = clip.delivered(paused, shards.bucket(bucket), session.rank, session.state.size, norm_type)
             slots = [i for i, (b, _) in enumerate(shards.where) if b == bucket]
             changes = [x.changes for i in slots if isinstance(x := held[i], DeferredGrad)]
             if any(len(other) != len(changes[0]) for other in changes):
@@ -243,7 +245,7 @@ class Deferred:
             for change in changes[0] if changes else ():
                 change([part])
             own = clip.add(own, clip.power(part, norm_type), norm_type)
-        sums = self._comm.gather_tensor(own.view(1)).view(-1)
+        sums = session.comm.gather_tensor(own.view(1)).view(-1)
         norm = clip.total(sums, norm_type, self._managed[0].parameter.dtype, error_if_nonfinite)
         change = clip.scaling(norm, max_norm)
         for grad in deferred:
@@ -254,14 +256,16 @@ class Deferred:
         self.complete()
 
     def _gather(self, shards: Shards) -> None:
+        comm = self._buckets.session.comm
+        assert comm is not None
         shards.gathering = True
-        self._comm.executor.resume(sorted(shards.paused, reverse=True), shards.light)
+        comm.executor.resume(sorted(shards.paused, reverse=True), shards.light)
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> list[int]:
-        """Indices of the parameters that wait for their update."""
+        """See :class:`Schedule`."""
         return sorted(i for parts in self._pending.values() for part in parts for i in part.indices)
 
     def complete(self) -> None:
@@ -274,9 +278,8 @@ class Deferred:
         self._receive(bucket)
         for part in self._pending.pop(bucket):
             for index in part.indices:
-                if (old := self._old.pop(index, None)) is not None:
-                    with torch.no_grad():
-                        self._managed[index].parameter.copy_(old)
+                if self._poison is not None:
+                    self._poison.take_out(index)
             self._fill(part.indices)
             part.frozen.update({n: [self._managed[i].parameter for i in some] for n, some in part.groups.items()})
             for index in part.indices:
@@ -289,19 +292,20 @@ class Deferred:
         assert self._shards is not None
         for bucket in self._shards.paused:
             self._receive(bucket)
-        self._state.settle()
+        self._buckets.session.state.settle()
 
     def _receive(self, bucket: int) -> None:
-        shards = self._shards
+        shards, session = self._shards, self._buckets.session
         assert shards is not None
         if bucket in shards.received or bucket not in shards.paused:
             return
+        assert session.comm is not None
         started = time.perf_counter()
-        failure = self._comm.wait(bucket)
-        self.exposed_seconds += time.perf_counter() - started
+        failure = session.comm.wait(bucket)
+        session.counters.deferred_seconds += time.perf_counter() - started
         if failure:
             self._pending.clear()
-            self._fail(failure)
+            session.fail(failure)
         shards.received.add(bucket)
 
     @torch.no_grad()
@@ -337,8 +341,8 @@ class Deferred:
             for change in changes:
                 change(gradients)
 
-    def detach(self, *, broken: bool) -> None:
-        """Complete what is pending and take the hooks out."""
+    def close(self, *, broken: bool) -> None:
+        """See :class:`Schedule`."""
         try:
             if not broken:
                 self.complete()
@@ -351,6 +355,25 @@ class Deferred:
                     m.parameter.grad = None
 
 
+class _Poison:
+    """With ``check=True``: parameters hold NaN until they are updated, so that whoever reads them sees it."""
+
+    def __init__(self, managed: Sequence[Managed]) -> None:
+        self._managed = managed
+        self._values: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def put(self, index: int) -> None:
+        parameter = self._managed[index].parameter
+        self._values[index] = parameter.detach().clone()
+        parameter.fill_(torch.nan)
+
+    @torch.no_grad()
+    def take_out(self, index: int) -> None:
+        if (value := self._values.pop(index, None)) is not None:
+            self._managed[index].parameter.copy_(value)
+
+
 def _refuse_second() -> NoReturn:
     raise RuntimeError(
         "a second backward on top of deferred gradients: wrap all but the last in `with sync.no_sync():`, "
@@ -358,7 +381,7 @@ def _refuse_second() -> NoReturn:
     )
 
 
-def _early(model: nn.Module, managed: Sequence[Managed], options: Decoupling) -> set[int]:
+def _early(model: nn.Module, managed: Iterable[Managed], options: Decoupling) -> set[int]:
     """The parameters of the modules named in ``eager``."""
     if isinstance(options.eager, bool):
         return set()

@@ -1,0 +1,154 @@
+"""The buckets of the plan in force: which parameter lies where, whose program runs when, and in what memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.engine.memory import Memory
+from thinwire.engine.parameters import Managed
+from thinwire.engine.planning import trace_plan
+from thinwire.engine.session import Session
+from thinwire.engine.stats import BucketStats
+from thinwire.program import Method, Plan, PlanBucket, Program
+from thinwire.program.trace import Step as Exchanged
+from thinwire.program.trace import with_rare_rounds
+
+
+class Parameters:
+    """The managed parameters, by index, by name and by ``id``."""
+
+    def __init__(self, managed: Sequence[Managed]) -> None:
+        self.manage(managed)
+
+    def manage(self, managed: Sequence[Managed]) -> None:
+        """The same, as another method has them."""
+        self.managed = list(managed)
+        self.by_name = {m.name: m for m in managed}
+        self.names = {id(m.parameter): m.name for m in managed}
+        self.nbytes = sum(m.parameter.nbytes for m in managed)
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A backward under way.
+
+    Attributes:
+        phase: of the plan. entries: its buckets.
+        where: per parameter, its bucket.
+        left: per bucket, how many gradients are still to come.
+        seen: per parameter, whether its gradient has come. arrival: their indices, in order.
+        began: with its first gradient, in ``time.perf_counter``'s seconds.
+    """
+
+    phase: int
+    entries: Sequence[PlanBucket]
+    where: Sequence[int]
+    left: list[int]
+    seen: list[bool]
+    arrival: list[int]
+    began: float
+
+
+class Buckets:
+    """Of one attached model.
+
+    Args:
+        session: whose method runs.
+        parameters: of the model.
+        plan: the first.
+        views: ``.grad`` may be the buckets' memory.
+        pauses: programs stop at their ``NextForward``: the schedule is decoupled.
+    """
+
+    def __init__(self, session: Session, parameters: Parameters, plan: Plan, *, views: bool, pauses: bool) -> None:
+        self.session, self.parameters, self.plan = session, parameters, plan
+        self.views, self.pauses = views, pauses
+        self.inline = False  # programs of one exchange run in the thread of backward
+        self.step: Step | None = None
+        self._traced: list[list[list[Exchanged]]] = []
+        self._where: list[list[int]] = []
+        self._memory: dict[tuple[int, int], Memory] = {}
+
+    def adopt(self, plan: Plan) -> None:
+        """Put a plan in force; every rank does so at the same step."""
+        session, managed = self.session, self.parameters.managed
+        state, comm = session.state, session.comm
+        assert comm is not None
+        self.plan = plan
+        self._traced = trace_plan(plan, session.method, session.dense, managed, state.topology, state.rank)
+        comm.open_lanes(program for phase in self._traced for program in with_rare_rounds(session.method, phase))
+        if state.step < state.start:
+            exact = trace_plan(plan, session.dense, session.dense, managed, state.topology, state.rank)
+            comm.open_lanes(bucket for phase in exact for bucket in phase)
+        self._where = []
+        for phase in plan.phases:
+            where = [0] * len(managed)
+            for b, entry in enumerate(phase):
+                for name in entry.names:
+                    where[self.parameters.by_name[name].index] = b
+            self._where.append(where)
+        self._memory = {}
+
+    def begin(self, expected: frozenset[int] | None, began: float) -> Step:
+        """Open a step. ``expected``: the parameters that gradients can come of, by index; None: all."""
+        session, by_name = self.session, self.parameters.by_name
+        before = session.exact
+        session.begin()
+        if session.exact != before:
+            self._memory.clear()  # it is the other method's
+        phase = session.state.turn % len(self.plan.phases)
+        entries = self.plan.phases[phase]
+        left = [sum(expected is None or by_name[name].index in expected for name in entry.names) for entry in entries]
+        count = len(self.parameters.managed)
+        self.step = Step(phase, entries, self._where[phase], left, [False] * count, [], began)
+        return self.step
+
+    def ready(self, index: int) -> None:
+        """All gradients of a bucket are there that will come."""
+        step, comm = self.step, self.session.comm
+        assert step is not None
+        assert comm is not None
+        # A program of one exchange in backward needs nobody who sees to a second.
+        light = self.method_of(index).light
+        once = self.pauses or len(self._traced[step.phase][index]) <= 1
+        started = comm.executor.ready(index, light=once and (light or self.inline))
+        if started and light and once and self.views and (memory := self.memory(index)).filled:
+            memory.hand_over(shown=not self.pauses)
+
+    def program(self, index: int) -> Program:
+        """The program of a bucket whose gradients are there; called by the executor."""
+        step, method = self.step, self.method_of(index)
+        assert step is not None
+        key = (step.phase, index)
+        if key not in self._memory:
+            entry = step.entries[index]
+            parameters = [self.parameters.by_name[name].parameter for name in entry.names]
+            ranks = self.session.state.size if self.pauses else 1
+            self._memory[key] = Memory(entry, parameters, light=method.light, ranks=ranks)
+        return method.reduce(self._memory[key].bucket(index, self.session.loss_scale.now), self.session.state)
+
+    def memory(self, index: int) -> Memory:
+        """What a bucket of this step keeps, once its program has begun."""
+        assert self.step is not None
+        return self._memory[self.step.phase, index]
+
+    def method_of(self, index: int) -> Method:
+        """Which runs for a bucket in this step."""
+        assert self.step is not None
+        entry = self.step.entries[index]
+        return entry.applied(self.session.method_of(entry.dense))
+
+    def stats(self) -> list[BucketStats]:
+        """Of the phase that comes next."""
+        phase = self.session.state.turn % len(self.plan.phases)
+        by_name = self.parameters.by_name
+        return [
+            BucketStats(
+                entry.names,
+                sum(by_name[name].parameter.numel() for name in entry.names),
+                entry.dense,
+                sum(step.sent_bytes for step in traced),
+            )
+            for entry, traced in zip(self.plan.phases[phase], self._traced[phase])
+        ]

@@ -1,0 +1,81 @@
+"""Plans between steps: one from the first step's order of arrival, then those that a pilot's measurements lead to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.engine.buckets import Buckets, Step
+from thinwire.engine.pilot import Decision, Pilot
+from thinwire.engine.schedules.schedule import Schedule
+from thinwire.engine.second_plan import second_plan
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step has shown.
+
+    Attributes:
+        step: that has ended; None: its order of arrival says nothing.
+        backward_seconds: from its first gradient to its last bucket.
+    """
+
+    step: Step | None
+    backward_seconds: float
+
+
+class Controller:
+    """Of one attached model.
+
+    Args:
+        buckets: whose plan it is.
+        schedule: which may know a better order than that of arrival.
+        pilot: measures; None: nobody does.
+        pinned: the first plan is the user's, and stays.
+
+    Attributes:
+        rebuilt: the plan follows the first step.
+        why: the pilot's reasons for the plan in force.
+        waiting: a decision that is to be followed before the next backward.
+    """
+
+    def __init__(self, buckets: Buckets, schedule: Schedule, pilot: Pilot | None, *, pinned: bool) -> None:
+        self._buckets, self._schedule, self.pilot = buckets, schedule, pilot
+        self.rebuilt = pinned
+        self.why: tuple[str, ...] = ()
+        self.waiting: Decision | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan in force is the one that measured times led to, or none was to be measured."""
+        return self.rebuilt and self.waiting is None and (self.pilot is None or self.pilot.predicted is not None)
+
+    def after_step(self, report: StepReport) -> Decision | None:
+        """What is to be done before the next step. Called on all ranks alike; now and then it is a collective."""
+        if self.pilot is not None:
+            self.pilot.timings.ended()
+        if not self.rebuilt and report.step is not None:
+            return self._rebuild(report.step, report.backward_seconds)
+        if self.pilot is None:
+            return None
+        session = self._buckets.session
+        decision = self.pilot.after_step(session.method, session.dense)
+        if decision is not None and self._buckets.pauses:  # the updates of this step are still to come
+            self.waiting, decision = decision, None
+        return decision
+
+    def before_step(self) -> Decision | None:
+        """What was to wait until nothing is pending any more."""
+        decision, self.waiting = self.waiting, None
+        return decision
+
+    def _rebuild(self, step: Step, seconds: float) -> Decision | None:
+        """Once: the plan in rank 0's order of arrival; decoupled: the reverse of the order in which layers need it."""
+        self.rebuilt = True
+        buckets = self._buckets
+        session, managed = buckets.session, buckets.parameters.managed
+        assert session.comm is not None
+        unseen = [m.index for m in reversed(managed) if not step.seen[m.index]]
+        order = self._schedule.order() or [*step.arrival, *unseen]
+        measured = self.pilot is not None
+        plan = second_plan(session.method, managed, session.comm, order, unseen, seconds, measured=measured)
+        return None if plan == buckets.plan else Decision(plan, 0.0)

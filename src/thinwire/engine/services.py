@@ -1,0 +1,166 @@
+"""What packages that work beside a GradientSync need of it: its ranks, their agreement, programs on other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from thinwire.engine.alone import run_alone
+from thinwire.engine.channel import Channel
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.companion import Companion
+from thinwire.engine.session import Session
+from thinwire.planner.costs import Costs, assumed_compute
+from thinwire.program import Method, Program, Scope, State, Topology
+
+if TYPE_CHECKING:
+    from thinwire.engine.controller import Controller
+    from thinwire.engine.source import Source
+
+
+class Services:
+    """Of one GradientSync.
+
+    Args:
+        model: that is attached.
+        optimizers: of its parameters.
+        device: of its gradients.
+        session: of its exchange.
+        source: of its gradients; None: nothing is exchanged.
+        controller: of its plans; None likewise.
+
+    Attributes:
+        companions: what is saved and loaded with the GradientSync, by name.
+        handles: removed when it is closed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
+        session: Session,
+        source: Source | None,
+        controller: Controller | None,
+    ) -> None:
+        self.model, self.optimizers, self.device = model, tuple(optimizers), device
+        self._session, self._source, self._controller = session, source, controller
+        self.companions: dict[str, Companion] = {}
+        self.handles: list[Any] = []
+        self._channels: list[Channel] = []
+
+    @property
+    def method(self) -> Method:
+        """The one that runs."""
+        return self._session.method
+
+    @property
+    def state(self) -> State:
+        """What it remembers."""
+        return self._session.state
+
+    @property
+    def topology(self) -> Topology:
+        """Which rank sits on which machine."""
+        return self._session.topology
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._session.rank
+
+    @property
+    def scaler(self) -> Any:
+        """The GradScaler in use, or None."""
+        return self._session.loss_scale.scaler
+
+    @property
+    def synchronizing(self) -> bool:
+        """Whether the next backward will be exchanged: False inside ``no_sync``."""
+        return self._source is None or self._source.enabled
+
+    def run(self, program: Program, *, lane: str = "control") -> Any:
+        """Run a program on tensors that are not parameters, now, in the calling thread, on lanes of its own.
+
+        All ranks must call it at the same point with programs that issue the same ops. Returns the program's value.
+        """
+        comm = self._session.comm
+        return run_alone(program) if comm is None else comm.run(program, lane)
+
+    def channel(self, purpose: str, depth: Mapping[Scope, int], topology: Topology | None = None) -> Channel:
+        """A way to run programs on tensors that are not parameters while training goes on.
+
+        All ranks must call it at the same point. See :class:`~thinwire.engine.channel.Channel`.
+
+        Args:
+            purpose: keeps its lanes apart from others'.
+            depth: exchanges that one program issues within each scope, at most.
+            topology: groups the ranks otherwise than the machines do.
+        """
+        comm = self._session.comm if isinstance(self._session.comm, Communicator) else None
+        made = Channel(comm, topology or self.topology, purpose, depth, self._session.fail)
+        self._channels.append(made)
+        return made
+
+    def probe(self, *, largest_bytes: int, seconds: float) -> Costs:
+        """What exchanges cost on this network, measured on all ranks at once, or as the plan's pilot measured it.
+
+        All ranks must call it.
+        """
+        pilot, comm = None if self._controller is None else self._controller.pilot, self._session.comm
+        if pilot is not None and pilot.costs is not None:
+            return pilot.costs
+        if not isinstance(comm, Communicator):
+            return Costs({}, assumed_compute())
+        from thinwire.measure.probe import probe
+
+        found = probe(comm.user_group, self.topology, largest_bytes=largest_bytes, seconds=seconds,
+                      kernel_seconds=seconds / 4, device=comm.device)  # fmt: skip
+        return found.costs
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Say which parameters the next exchanged backward can give gradients to, at most. For one step; local.
+
+        A bucket then starts when those of its parameters have arrived, and needs not wait for the end of backward where
+        some are unused. A gradient of another parameter is an error.
+
+        Raises:
+            ValueError: an unknown name, or a decoupled method, which follows the order of the forward.
+        """
+        if self._source is not None:
+            self._source.expect(names)
+
+    def bind(self, optimizers: Iterable[torch.optim.Optimizer], sync: Any, scaler: Any) -> None:
+        """Tell optimizers that want to know (``attached(sync, scaler)``) whom they work with, until the end."""
+        for optimizer in optimizers:
+            if callable(meet := getattr(optimizer, "attached", None)):
+                self.handles.append(meet(sync, scaler))
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Every rank's message, in rank order."""
+        comm = self._session.comm
+        return [message] if comm is None else comm.gather(message)
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank raises the flag; equal on all ranks."""
+        return any(row[0] for row in self.gather(bytes([flag])))
+
+    def agree_on(self, facts: dict[str, Any]) -> None:
+        """Raise ``ValueError`` on all ranks, naming the difference, unless all bring the same facts (plain data)."""
+        if self._session.comm is not None:
+            self._session.comm.agree(facts)
+
+    def close(self) -> None:
+        """End what others have begun."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for companion in list(self.companions.values()):
+            companion.detach()
+        self.companions.clear()
+        for channel in self._channels:
+            channel.close(broken=self._session.broken is not None)
+        self._channels.clear()

@@ -1,0 +1,233 @@
+"""The gradients of an attached model: hooks on its parameters say when buckets are ready, and when backward has ended.
+
+hooks -> Source -> Buckets -> executor       a gradient arrives; its bucket's program runs while backward goes on
+         Source -> Session.finish -> Schedule.deliver -> Session.commit                     the end of backward
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.engine.backward_end import BackwardEnd
+from thinwire.engine.buckets import Buckets
+from thinwire.engine.buffers import Buffers
+from thinwire.engine.communicator import Communicator
+from thinwire.engine.controller import Controller, StepReport
+from thinwire.engine.hooks import ModuleHook
+from thinwire.engine.late_parameters import LateParameters
+from thinwire.engine.parameters import managed_parameters
+from thinwire.engine.pilot import Decision
+from thinwire.engine.schedules.schedule import Schedule
+from thinwire.engine.session import INTERRUPTED
+from thinwire.engine.settings import Settings
+from thinwire.engine.streams import StreamExecutor
+
+
+class Source:
+    """Of one attached model.
+
+    Args:
+        model: the root.
+        buckets: of its plan.
+        schedule: delivers averages.
+        controller: chooses plans.
+        settings: of ``attach``.
+        handle: what ``attach`` has returned, which lives as long as the hooks.
+
+    Attributes:
+        enabled: whether the next backward is exchanged; False inside ``no_sync``.
+        expected: what the next backward can reach, by index; None: anything.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Buckets,
+        schedule: Schedule,
+        controller: Controller,
+        settings: Settings,
+        handle: object,
+    ) -> None:
+        self._model, self._buckets, self._schedule, self._controller = model, buckets, schedule, controller
+        self._settings, self._handle = settings, handle
+        self.enabled = True
+        self.expected: frozenset[int] | None = None
+        self._end = BackwardEnd(self.finish)
+        self._late = LateParameters(model)
+        comm, sends = buckets.session.comm, settings.broadcast_buffers
+        self._buffers = Buffers(model, comm) if sends and isinstance(comm, Communicator) else None
+        self._hooks: list[Any] = []
+
+    def install(self) -> None:
+        """Begin to watch."""
+        model, pilot, comm = self._model, self._controller.pilot, self._buckets.session.comm
+        assert comm is not None
+        streams = comm.executor if isinstance(comm.executor, StreamExecutor) else None
+        for m in self._buckets.parameters.managed:
+            self._hooks.append(m.parameter.register_post_accumulate_grad_hook(partial(self._arrive, m.index, streams)))
+        before, readers = self._schedule.before_forward, set(self._schedule.readers)
+        untraced = torch.compiler.disable(before) if readers else before
+
+        def began(module: nn.Module, compiling: bool) -> None:
+            self._forward_began(compiling, timed=pilot is not None and module is model)
+
+        def read(module: nn.Module, args: Any) -> None:  # one hook, since each costs more than its work
+            compiling = torch.compiler.is_compiling()  # the model was compiled after ``attach``
+            (untraced if compiling else before)(module)
+            began(module, compiling)
+
+        def other(module: nn.Module, args: Any) -> None:
+            began(module, torch.compiler.is_compiling())
+
+        for module in model.modules():
+            if module in readers:
+                self._hooks.append(module.register_forward_pre_hook(ModuleHook(read), prepend=True))
+            elif module is model or any(True for _ in module.parameters(recurse=False)):
+                self._hooks.append(module.register_forward_pre_hook(ModuleHook(other)))
+
+    # --- hooks ---------------------------------------------------------------------------------------------------
+
+    def _forward_began(self, compiling: bool, timed: bool) -> None:
+        if (compiling and not timed) or not self.enabled:  # no break in the graph for each module
+            return
+        running = self._buckets.session.running
+        if not self._end.outside():
+            self._end.note()  # a forward re-run inside backward belongs to the outer pass
+        elif running:
+            self._buckets.session.fail(INTERRUPTED)
+        if timed and not running and (pilot := self._controller.pilot) is not None:
+            pilot.timings.forward()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer of the process is about to step."""
+        session, parameters = self._buckets.session, self._buckets.parameters
+        if not self._late.check(optimizer, parameters.names):
+            return
+        if session.running:
+            raise RuntimeError(
+                "optimizer.step() in the middle of the exchange: .grad holds the averages when backward() has ended, "
+                "so step() cannot be called from a hook inside it (nor after a backward that ended with an exception)"
+            )
+        if session.method.has_residual:
+            held = (p for group in optimizer.param_groups for p in group["params"] if id(p) in parameters.names)
+            self._schedule.used([parameters.by_name[parameters.names[id(p)]].index for p in held])
+            session.find_scaler(optimizer)
+
+    def _arrive(self, index: int, streams: StreamExecutor | None, parameter: Tensor) -> None:
+        grad = parameter.grad
+        if not self.enabled:
+            self._schedule.accumulate(index, grad)
+            return
+        buckets = self._buckets
+        if not buckets.session.running:
+            self.begin()
+        self._end.note()
+        step, name = buckets.step, buckets.parameters.managed[index].name
+        assert step is not None
+        if step.seen[index]:
+            raise RuntimeError(
+                f"{name} received a gradient twice in one backward, after its exchange had begun; "
+                "use torch.utils.checkpoint with use_reentrant=False, or share the module less"
+            )
+        if grad is not None and grad.layout is not torch.strided:
+            raise TypeError(f"{name} received a sparse gradient, which thinwire does not exchange: use sparse=False")
+        self._schedule.check(index, grad, name)
+        if self.expected is not None and index not in self.expected:
+            raise RuntimeError(f"{name} received a gradient, but expect() did not name it")
+        step.seen[index] = True
+        step.arrival.append(index)
+        if (pilot := self._controller.pilot) is not None:
+            pilot.timings.arrived(index)
+        bucket = step.where[index]
+        if streams is not None:
+            streams.arrived(bucket)
+        step.left[bucket] -= 1
+        if step.left[bucket] == 0:
+            buckets.ready(bucket)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """See :meth:`thinwire.engine.services.Services.expect`."""
+        chosen, by_name = list(names), self._buckets.parameters.by_name
+        if unknown := [name for name in chosen if name not in by_name]:
+            raise ValueError(f"expect() names {unknown[0]}, which is no trainable parameter of the model")
+        if self._buckets.pauses:
+            raise ValueError("expect() is for methods that are not decoupled")
+        self.expected = frozenset(by_name[name].index for name in chosen)
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The first gradient of a backward is there."""
+        buckets, session = self._buckets, self._buckets.session
+        session.check_usable()
+        self._check_dtypes()
+        if (decision := self._controller.before_step()) is not None:
+            self.follow(decision)
+        step = buckets.begin(self.expected, time.perf_counter())
+        self._schedule.begin()
+        assert session.comm is not None
+        names = [entry.names for entry in step.entries]
+        session.comm.begin(session.state.step, names, buckets.program, pause=buckets.pauses)
+        if self._buffers is not None:
+            self._buffers.send()
+        for index, left in enumerate(step.left):
+            if not left:  # nothing of it is expected: what earlier passes left there is all
+                buckets.ready(index)
+
+    def finish(self, *, observed: bool = True) -> None:
+        """End of backward: launch what is left, wait, deliver, commit.
+
+        Args:
+            observed: False: the order in which gradients came says nothing.
+        """
+        buckets, session = self._buckets, self._buckets.session
+        step, comm = buckets.step, session.comm
+        if not session.running:
+            return
+        assert step is not None
+        assert comm is not None
+        for bucket, left in enumerate(step.left):
+            if left:
+                buckets.ready(bucket)
+        if comm.executor.recorder is not None:
+            comm.executor.recorder.backward_ended()
+        backward_seconds = time.perf_counter() - step.began
+        session.finish()
+        comm.check_order()
+        if self._buffers is not None:
+            self._buffers.receive()
+        self._schedule.deliver()
+        self.expected = None
+        session.counters.sent(buckets.parameters.nbytes, session.state.size)
+        report = StepReport(step if observed else None, backward_seconds)
+        if (decision := self._controller.after_step(report)) is not None:
+            self.follow(decision)
+
+    def follow(self, decision: Decision) -> None:
+        """Take over a decision of the controller, between two steps, on all ranks alike."""
+        buckets, method, asked = self._buckets, decision.method, self._settings.start_compression_step
+        if method is not None:
+            buckets.session.run_as(method, asked)
+            buckets.parameters.manage(managed_parameters(self._model, method, self._settings.dense))
+        self._controller.why = decision.why
+        buckets.adopt(decision.plan)
+
+    def _check_dtypes(self) -> None:
+        for m in self._buckets.parameters.managed:
+            if m.parameter.dtype is not m.dtype or m.parameter.device != m.device:
+                raise RuntimeError(
+                    f"{m.name} is {m.parameter.dtype} on {m.parameter.device} now, but was {m.dtype} on {m.device} "
+                    "when the model was attached: detach(), change the model, and attach again"
+                )
+
+    def close(self) -> None:
+        """Take the hooks out."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
