@@ -888,7 +888,7 @@ def _limit_of_the_group(rank, size):
     group = torch.distributed.new_group(list(range(size)), timeout=timedelta(seconds=41))
     net = cases.model()
     with tw.attach(net, None, "ssgd", group=group) as ours, tw.attach(cases.model(), None, "ssgd", timeout=7) as theirs:
-        return [sync._session.comm.timeout.total_seconds() for sync in (ours, theirs)]
+        return [sync._session.comm.members.timeout.total_seconds() for sync in (ours, theirs)]
 
 
 def test_the_limit_is_that_of_the_group():

@@ -163,7 +163,7 @@ class DDPSync:
             if bucket.index() == 0:
                 self.session.begin()
                 self._step = _Step(has_joined)
-                comm.begin_open(self.state.step, self._step.names, self._step.programs.__getitem__, self._failed)
+                comm.steps.begin_open(self.state.step, self._step.names, self._step.programs.__getitem__, self._failed)
             return self._submit(comm, bucket, buffer)
 
     def _alone(self, bucket: GradBucket, buffer: Tensor) -> torch.futures.Future[Tensor]:
@@ -199,8 +199,8 @@ class DDPSync:
         if last:
             step.last = len(step.jobs)
         for index in programs:
-            comm.executor.ready(index, last=last and index == programs[-1])
-        failure = comm.executor.failure
+            comm.steps.executor.ready(index, last=last and index == programs[-1])
+        failure = comm.steps.executor.failure
         if failure is not None and self.session.broken is None and comm.backend == "nccl":
             self._failed()
         return result
@@ -244,7 +244,7 @@ class DDPSync:
         session, step = self.session, self._step
         if job.buffer.is_cuda:
             assert session.comm is not None
-            session.comm.finish()  # this is the stream of one program, and there are others
+            session.comm.steps.finish()  # this is the stream of one program, and there are others
         for part in job.parts:
             into_values(part.slots)
         step.ended += 1
@@ -258,7 +258,7 @@ class DDPSync:
         """Some program or collective raised: every bucket that DDP waits for raises, with the reason."""
         comm = self.session.comm
         assert comm is not None
-        text = comm.finish() or "the exchange failed"
+        text = comm.steps.finish() or "the exchange failed"
         with self._lock:
             self.session.give_up(text)
             waiting = [job for job in self._step.jobs if not job.promise.done()]

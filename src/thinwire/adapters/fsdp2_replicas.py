@@ -57,7 +57,7 @@ class ReplicaSync:
         start: int | None = None,
     ) -> None:
         names = {id(p): name for name, p in model.named_parameters()}
-        state = State(0 if comm is None else comm.rank, Topology(1 if comm is None else len(comm.ranks)))
+        state = State(0 if comm is None else comm.rank, Topology(1 if comm is None else len(comm.members.ranks)))
         self._session = Session(method, comm, state, scaler, lambda: names, handle="ReplicaSync", start=start)
         self._model, self._groups, self._note, self.shards = model, tuple(groups), note, groups[0].shards
         self._end = BackwardEnd(self._finish)
@@ -157,11 +157,11 @@ class ReplicaSync:
         bucket = Bucket(group.index, slots, scale=session.loss_scale.now, buffer=memory)
         before = comm.ledger.total
         try:
-            comm.run(session.method_of(dense).reduce(bucket, state), "bucket", state.step)
+            comm.run(session.method_of(dense).reduce(bucket, state), "bucket")
         except RuntimeError as error:
             failure = Failure(error, group.index, f"the exchange between replicas of module {group.name!r}")
             names = [[piece.name for piece in one.pieces] or [one.name] for one in self._groups]
-            text = comm.sentence(failure, names) or str(error)
+            text = comm.sentence(failure, state.step, names)
             session.give_up(text)
             raise RuntimeError(text) from error
         into_values(slots)

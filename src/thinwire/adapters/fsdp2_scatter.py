@@ -78,7 +78,7 @@ class CompressedReduceScatter:
             RuntimeError: the exchange failed.
         """
         assert self._comm is not None
-        ranks = len(self._comm.ranks)
+        ranks = len(self._comm.members.ranks)
         if async_op or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise NotImplementedError(
                 "the compressed reduce-scatter gives averages and sums, at once: leave out set_gradient_divide_factor"
@@ -90,7 +90,7 @@ class CompressedReduceScatter:
                 mean = self._comm.run(scatter_mean(input_tensor, ranks, self._dtype, self._block), "scatter")
         except RuntimeError as error:
             failure = Failure(error, None, "a reduce-scatter of FSDP2's")
-            self._broken = self._comm.sentence(failure, []) or str(error)
+            self._broken = self._comm.sentence(failure, 0, [])
             raise RuntimeError(self._broken) from error
         output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(ranks))
         self._calls += 1
@@ -104,7 +104,7 @@ class CompressedReduceScatter:
         return Stats(
             method=self.method.name,
             note="",
-            world_size=len(self._comm.ranks),
+            world_size=len(self._comm.members.ranks),
             rank=self._comm.rank,
             steps=self._calls,
             bytes_sent=ledger.total,

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.collectives.topology import topology_of
-from thinwire.engine.alone import Alone
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.communicator import Alone, Communicator
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
 from thinwire.engine.pilot import Pilot, wanted
 from thinwire.engine.retune import Retune

@@ -112,7 +112,7 @@ class Buckets:
         # A program of one exchange in backward needs nobody who sees to a second.
         light = self.method_of(index).light
         once = self.pauses or len(self._traced[step.phase][index]) <= 1
-        started = comm.executor.ready(index, light=once and (light or self.inline))
+        started = comm.steps.executor.ready(index, light=once and (light or self.inline))
         if started and light and once and self.views and (memory := self.memory(index)).filled:
             memory.hand_over(shown=not self.pauses)
 

@@ -8,15 +8,16 @@ its own may group the ranks otherwise than the machines do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from thinwire.collectives.lanes import Lanes
 from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import Pending
-from thinwire.engine.alone import AloneExecutor
-from thinwire.engine.communicator import Communicator
-from thinwire.engine.executor import Executor, executor_for
+from thinwire.engine.communicator import Alone, Communicator
+from thinwire.engine.session import Session
+from thinwire.engine.steps import Steps, executor_for
 from thinwire.engine.wire import MakeProgram, Wire
 from thinwire.program import Collective, Scope, Topology
 
@@ -29,7 +30,7 @@ class Channel:
         topology: of the ranks, for the programs' groups.
         purpose: keeps its lanes apart from others'.
         depth: exchanges that one program issues within each scope, at most.
-        fail: told in a sentence what went wrong; raises.
+        session: of the GradientSync, which a failure here ends; None with one rank, where none can fail.
     """
 
     def __init__(
@@ -38,23 +39,23 @@ class Channel:
         topology: Topology,
         purpose: str,
         depth: Mapping[Scope, int],
-        fail: Callable[[str], NoReturn],
+        session: Session | None,
     ) -> None:
         self.topology, self.ledger = topology, Ledger()
         self.rank = communicator.rank if communicator is not None else 0
-        self._comm, self._fail = communicator, fail
-        self._names: Sequence[Sequence[str]] = ()
+        self._session = session
         self._open = self._broken = False
         self._lanes: Lanes | None = None
-        self._executor: Executor | AloneExecutor = AloneExecutor()
-        if communicator is not None:
+        if communicator is None:
+            self._steps = Alone(torch.device("cpu")).steps
+        else:
             lanes = communicator.lanes_of(topology)
             for scope in sorted(depth, key=lambda s: s.value):
                 for round_ in range(1 if communicator.backend == "nccl" else depth[scope]):
                     lanes.get(purpose, scope, round_)
             self._lanes = lanes
             wire = _Purposed(lanes, self.ledger, purpose)
-            self._executor = executor_for(communicator.backend, wire, communicator.device)
+            self._steps = Steps(executor_for(communicator.backend, wire, communicator.device), communicator.sentence)
 
     @property
     def under_way(self) -> bool:
@@ -69,17 +70,13 @@ class Channel:
         """
         if self._open:
             raise RuntimeError("a channel's round begins when the one before has ended: call wait() first")
-        self._names, self._open = names, bool(names)
-        if not names:
-            return
-        if isinstance(self._executor, AloneExecutor):
-            self._executor.begin(make, pause=False)
-        else:
-            self._executor.begin(len(names), make)
+        self._open = bool(names)
+        if names:
+            self._steps.begin(0 if self._session is None else self._session.state.step, names, make)
 
     def ready(self, index: int) -> None:
         """The data of a program are there. In any order; exchanges are issued in that of the numbers."""
-        self._executor.ready(index, light=True)
+        self._steps.executor.ready(index, light=True)
 
     def wait(self) -> float:
         """Block until the round has ended. Returns the seconds that this took.
@@ -91,19 +88,16 @@ class Channel:
             return 0.0
         self._open = False
         started = time.perf_counter()
-        if not isinstance(self._executor, AloneExecutor):
-            failure = self._executor.finish()
-            if failure is not None:
-                self._broken = True
-                assert self._comm is not None
-                self._fail(self._comm.sentence(failure, self._names) or "the exchange failed")
+        if failure := self._steps.finish():
+            self._broken = True
+            assert self._session is not None
+            self._session.fail(failure)
         return time.perf_counter() - started
 
     def close(self, *, broken: bool = False) -> None:
         """End the executor and give the process groups back. Idempotent."""
         if self._lanes is not None:
-            assert not isinstance(self._executor, AloneExecutor)
-            self._executor.close()
+            self._steps.executor.close()
             self._lanes.release(broken=broken or self._broken or self._open)
             self._lanes = None
 

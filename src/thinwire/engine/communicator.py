@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,9 +20,11 @@ from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import Pending, all_gather_flat, issue, pairwise
 from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
-from thinwire.engine.executor import Executor, executor_for
+from thinwire.engine.alone import AloneExecutor, run_alone
 from thinwire.engine.late import LateRanks
-from thinwire.engine.wire import Failure, MakeProgram, Wire
+from thinwire.engine.order import OrderWatch
+from thinwire.engine.steps import Names, Steps, executor_for
+from thinwire.engine.wire import Failure, Wire
 from thinwire.measure.cores import place, spare_places
 from thinwire.program import NextForward, Program, Scope, Topology
 from thinwire.program.drive import drive
@@ -31,6 +32,29 @@ from thinwire.program.ops import AllGather, Broadcast, Collective, Op
 from thinwire.program.trace import Step
 
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part in an exchange, and by what means.
+
+    Attributes:
+        group: the user's process group; None: the default one.
+        ranks: of its members, global.
+        rank: this one's place among them.
+        topology: which of them sit on which machine.
+        backend: "gloo" or "nccl".
+        device: of the gradients.
+        timeout: of the collectives; None: torch's.
+    """
+
+    group: dist.ProcessGroup | None
+    ranks: tuple[int, ...]
+    rank: int
+    topology: Topology
+    backend: str
+    device: torch.device
+    timeout: timedelta | None
 
 
 class Communicator:
@@ -41,38 +65,53 @@ class Communicator:
         topology: of its ranks.
         device: of the gradients.
         timeout: of the collectives; None keeps torch's.
+
+    Attributes:
+        control: the lane of small messages.
+        ledger: of what gradients' programs have sent.
+        order: of the ops issued, with ``check_order``; None: nobody looks.
+        steps: of the gradients' programs.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, topology: Topology, device: torch.device, timeout: timedelta | None
     ) -> None:
-        self.user_group = group
-        self.ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-        self.rank = dist.get_rank(group)
-        self.backend = _backend(group, device)
-        if self.backend == "nccl":
+        ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        rank, backend = dist.get_rank(group), _backend(group, device)
+        if backend == "nccl":
             _check_whole(group)
-        self.device = device
-        self.timeout = timeout = timeout or _timeout_of(group, device)
-        self.ledger = Ledger()
-        self._topology = topology
-        self._two_levels = topology.two_levels
+        self.members = Members(group, ranks, rank, topology, backend, device, timeout or _timeout_of(group, device))
         self._lanes = self.lanes_of(topology)
-        label = f"{next(_numbers)}/{'-'.join(map(str, self.ranks[:64]))}"
-        self._late = LateRanks(self.ranks, self.rank, label, seconds_of(timeout))
+        label = f"{next(_numbers)}/{'-'.join(map(str, ranks[:64]))}"
+        self._late = LateRanks(ranks, rank, label, seconds_of(self.members.timeout))
         with self._meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
+        self.ledger = Ledger()
+        self.order: OrderWatch | None = None
         self._wire = Wire(self._lanes, self.ledger, self._note)
-        self.watch_order = False  # for ``check_order``
-        self._order: dict[str, Any] = {}  # per lane: between lanes the order is free
-        self._step = 0
-        self._names: Sequence[Sequence[str]] = ()
         self._spare: bool | None = None
-        self.executor: Executor
+        self.steps: Steps
+
+    @property
+    def rank(self) -> int:
+        """This one's place in the group."""
+        return self.members.rank
+
+    @property
+    def backend(self) -> str:
+        """ "gloo" or "nccl"."""
+        return self.members.backend
+
+    @property
+    def device(self) -> torch.device:
+        """Of the gradients."""
+        return self.members.device
 
     def lanes_of(self, topology: Topology) -> Lanes:
         """Lanes of these ranks, none yet; where NCCL carries them, few of its communicators."""
-        return Lanes(self.ranks, topology, self.rank, self.timeout, self.device if self.backend == "nccl" else None)
+        who = self.members
+        card = who.device if who.backend == "nccl" else None
+        return Lanes(who.ranks, topology, who.rank, who.timeout, card)
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise ``ValueError``, naming the difference, unless all ranks bring the same facts."""
@@ -102,7 +141,7 @@ class Communicator:
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
         """The same; between CPUs with connections of our own, only who calls what is returned waits."""
         with self._meeting("gathering"):
-            if self.device.type == "cpu" and "AllGather" in pairwise(self._topology):
+            if self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology):
                 lane = self._lanes.get("answers", Scope.WORLD, 0, bare=True)
                 return self._told(issue(AllGather(x), lane), "gathering")
             everyone = x.new_empty(self.control.size * x.numel())
@@ -111,14 +150,14 @@ class Communicator:
 
     def broadcast_later(self, x: Tensor) -> Callable[[], Tensor]:
         """Rank 0's 1-D tensor, in place; who calls what is returned waits. All ranks must call it in the same order."""
-        bare = self.device.type == "cpu" and "AllGather" in pairwise(self._topology)
+        bare = self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology)
         with self._meeting("sending the buffers"):
             lane = self._lanes.get("buffers", Scope.WORLD, 0, bare=True) if bare else self.control
             return self._told(issue(Broadcast(x), lane), "sending the buffers")
 
     def start(self) -> None:
         """Start the executor; after everything at ``attach`` that can fail."""
-        self.executor = executor_for(self.backend, self._wire, self.device)
+        self.steps = Steps(executor_for(self.backend, self._wire, self.device), self.sentence)
 
     def open_lanes(self, programs: Iterable[Sequence[Step]]) -> None:
         """Make the process groups that a plan's programs need, in the same order on all ranks."""
@@ -127,11 +166,12 @@ class Communicator:
         for steps in programs:
             kinds = [step.kind for step in steps if step.scope is Scope.WORLD]
             if self.backend != "nccl":
-                paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(self._topology))
+                paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(self.members.topology))
             counts = Counter(step.scope for step in steps if step.scope is not None)
             for scope, count in counts.items():
                 deepest[scope] = max(deepest.get(scope, 0), 1 if self.backend == "nccl" else count)
-        if self._two_levels:  # a leader's program has more exchanges, but torch names groups by how many a rank has
+        if self.members.topology.two_levels:
+            # A leader's program has more exchanges, but torch names groups by how many a rank has.
             rows = self.gather(bytes(deepest.get(scope, 0) for scope in Scope))
             most = {scope: max(row[i] for row in rows) for i, scope in enumerate(Scope)}
             deepest = {scope: count for scope, count in most.items() if count}
@@ -142,48 +182,21 @@ class Communicator:
                     bare = two_way and self.device.type == "cpu"
                     self._lanes.get("bucket", scope, round_, two_way=two_way, bare=bare)
 
-    def begin(self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, *, pause: bool = False) -> None:
-        """Open a step; ``pause``: its programs stop at their ``NextForward``, see the executors."""
-        self._refuse_graphs()
-        self._step, self._names = step, names
-        self.executor.begin(len(names), make, pause=pause)
-
-    def begin_open(
-        self, step: int, names: Sequence[Sequence[str]], make: MakeProgram, failed: Callable[[], None]
-    ) -> None:
-        """Open a step whose ``names`` grow until a bucket is ready as the last; ``failed``: see the executors."""
-        self._refuse_graphs()
-        self._step, self._names = step, names
-        self.executor.begin(None, make, failed)
-
-    def _refuse_graphs(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "thinwire cannot be captured in a CUDA graph, which would repeat one step's seeds and phases for ever: "
-                "capture the model's forward and backward inside sync.no_sync(), and exchange outside"
-            )
-
-    def finish(self) -> str | None:
-        """Wait for the step's programs. Returns a sentence if one failed."""
-        return self.sentence(self.executor.finish())
-
-    def wait(self, bucket: int) -> str | None:
-        """Wait for the rest of a paused program that has been resumed. Returns a sentence if one failed."""
-        return self.sentence(self.executor.wait(bucket))
-
-    def sentence(self, failure: Failure | None, names: Sequence[Sequence[str]] | None = None) -> str | None:
-        """A failure in words, with who was late; ``names``: of the buckets, if not those of the step."""
-        if failure is None:
-            return None
+    def sentence(self, failure: Failure, step: int, names: Names) -> str:
+        """A failure in words, with who was late; ``names``: of the step's buckets."""
         bucket = "none"
         if failure.bucket is not None:
-            inside = (self._names if names is None else names)[failure.bucket]
+            inside = names[failure.bucket]
             bucket = f"{failure.bucket} ({inside[0]}{', ...' if len(inside) > 1 else ''})"
-        kind, words = _cause(failure.error, self._late.report(self._step, bucket, failure.where))
+        kind, words = _cause(failure.error, self._late.report(step, bucket, failure.where))
         return (
-            f"rank {self.ranks[self.rank]}: the exchange failed at step {self._step}, bucket {bucket}, "
+            f"rank {self._global_rank}: the exchange failed at step {step}, bucket {bucket}, "
             f"{failure.where}: {kind}: {words}"
         )
+
+    @property
+    def _global_rank(self) -> int:
+        return self.members.ranks[self.members.rank]
 
     def _told(self, pending: Pending, doing: str) -> Callable[[], Tensor]:
         def wait() -> Tensor:
@@ -199,11 +212,10 @@ class Communicator:
             yield
         except (RuntimeError, TimeoutError) as error:
             kind, words = _cause(error, self._late.report(0, "none", doing))
-            raise RuntimeError(f"rank {self.ranks[self.rank]}: {doing} failed: {kind}: {words}") from error
+            raise RuntimeError(f"rank {self._global_rank}: {doing} failed: {kind}: {words}") from error
 
-    def run(self, program: Program, purpose: str, step: int | None = None) -> Any:
-        """Run a program to its end in the calling thread, on lanes of its own. ``step``: what a failure names."""
-        self._step = self._step if step is None else step
+    def run(self, program: Program, purpose: str) -> Any:
+        """Run a program to its end in the calling thread, on lanes of its own."""
         rounds: dict[Scope, int] = {}
 
         def answer(op: Op) -> Any:
@@ -216,25 +228,17 @@ class Communicator:
         return drive(program, answer)
 
     def _note(self, op: Collective, scope: Scope, round_: int, bucket: int) -> None:
-        if not self.watch_order:
-            return
-        lane = self._order.setdefault(f"{scope.value}/{round_}", hashlib.blake2b(digest_size=8))
-        lane.update(f"{bucket}/{type(op).__name__}/{op.tensor.numel()};".encode())
+        if self.order is not None:
+            self.order.note(op, scope, round_, bucket)
 
-    def check_order(self) -> None:
-        """With ``watch_order``: raise ``RuntimeError`` unless all ranks have issued the same ops per lane since."""
-        if not self.watch_order:
-            return
-        mine = {name: digest.hexdigest() for name, digest in sorted(self._order.items())}
-        everyone = self.gather(json.dumps(mine).encode())
-        if len(set(everyone)) == 1:
-            return
-        lanes = [json.loads(text) for text in everyone]
-        for rank, issued in enumerate(lanes):  # a lane's own ranks must agree: a node's leader may issue more
-            for name in issued:
-                members = self._topology.members(Scope(name.split("/")[0]), rank)
-                if len({lanes[other].get(name) for other in members}) > 1:
-                    raise RuntimeError(f"the ranks have issued different collectives by step {self._step}")
+    def watch_order(self) -> None:
+        """From now on, let ``check_order`` compare the ops issued."""
+        self.order = OrderWatch(self.members.topology)
+
+    def check_order(self, step: int) -> None:
+        """Raise ``RuntimeError`` if the order is watched and some rank has issued other ops."""
+        if self.order is not None:
+            self.order.check(self.gather, step)
 
     def leave(self, why: str) -> None:
         """Tell the others, if they come to ask, that this rank goes on no more, and why."""
@@ -242,10 +246,62 @@ class Communicator:
 
     def close(self, *, broken: bool) -> None:
         """End the executor and give the process groups back."""
-        if hasattr(self, "executor"):
-            self.executor.close()
+        if hasattr(self, "steps"):
+            self.steps.executor.close()
         self._late.close()
         self._lanes.release(broken=broken)
+
+
+class Alone:
+    """Stands for the :class:`~thinwire.engine.communicator.Communicator` of a single rank, where there is no group."""
+
+    rank, backend = 0, "none"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ledger = Ledger()
+        self.steps = Steps(AloneExecutor(), lambda failure, step, names: str(failure.error))
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """There is nobody to differ."""
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """There is nobody to send to."""
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """This rank's message."""
+        return [message]
+
+    def spare_cores(self) -> bool:
+        """Nothing is sent, so there is no thread that wants one."""
+        return True
+
+    def gather_tensor(self, x: Tensor) -> Tensor:
+        """This rank's tensor: ``[k]`` -> ``[1, k]``."""
+        return x.view(1, -1)
+
+    def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """The same."""
+        return lambda: x.view(1, -1)
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def open_lanes(self, programs: Iterable[Sequence[Step]]) -> None:
+        """No lanes."""
+
+    def run(self, program: Program, purpose: str) -> Any:
+        """Run a program to its end."""
+        return run_alone(program)
+
+    def watch_order(self) -> None:
+        """There is nobody to differ."""
+
+    def check_order(self, step: int) -> None:
+        """The same."""
+
+    def close(self, *, broken: bool) -> None:
+        """Nothing to give back."""
 
 
 def _cause(error: BaseException, who: str) -> tuple[str, str]:

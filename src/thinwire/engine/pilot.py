@@ -137,8 +137,8 @@ class Pilot:
 
             scopes = 3 if self._topology.two_levels else 1  # to be measured
             result = probe(
-                self._comm.user_group, self._topology, largest_bytes=4 << 20, seconds=4.0 * scopes, kernel_seconds=1.0,
-                device=self._comm.device,
+                self._comm.members.group, self._topology, largest_bytes=4 << 20, seconds=4.0 * scopes,
+                kernel_seconds=1.0, device=self._comm.device,
             )  # fmt: skip
             self.costs = result.costs
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.engine.alone import Alone
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.communicator import Alone, Communicator
 from thinwire.engine.parameters import Managed
 from thinwire.engine.planning import make_plan
 from thinwire.engine.rate import all_reduce_rate

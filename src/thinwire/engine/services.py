@@ -101,7 +101,7 @@ class Services:
             topology: groups the ranks otherwise than the machines do.
         """
         comm = self._session.comm if isinstance(self._session.comm, Communicator) else None
-        made = Channel(comm, topology or self.topology, purpose, depth, self._session.fail)
+        made = Channel(comm, topology or self.topology, purpose, depth, self._session)
         self._channels.append(made)
         return made
 
@@ -117,7 +117,7 @@ class Services:
             return Costs({}, assumed_compute())
         from thinwire.measure.probe import probe
 
-        found = probe(comm.user_group, self.topology, largest_bytes=largest_bytes, seconds=seconds,
+        found = probe(comm.members.group, self.topology, largest_bytes=largest_bytes, seconds=seconds,
                       kernel_seconds=seconds / 4, device=comm.device)  # fmt: skip
         return found.costs
 

@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from thinwire.collectives.ledger import Ledger
-from thinwire.engine.alone import Alone
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.communicator import Alone, Communicator
 from thinwire.engine.restart import tell_reset
 from thinwire.engine.scaler import LossScale
 from thinwire.engine.stats import BucketStats, Stats
@@ -155,7 +154,7 @@ class Session:
         """
         assert self.comm is not None
         started = time.perf_counter()
-        failure = self.comm.finish()
+        failure = self.comm.steps.finish()
         self.counters.exposed_seconds += time.perf_counter() - started
         if failure:
             self.fail(failure)

@@ -68,7 +68,8 @@ class Source:
         """Begin to watch."""
         model, pilot, comm = self._model, self._controller.pilot, self._buckets.session.comm
         assert comm is not None
-        streams = comm.executor if isinstance(comm.executor, StreamExecutor) else None
+        executor = comm.steps.executor
+        streams = executor if isinstance(executor, StreamExecutor) else None
         for m in self._buckets.parameters.managed:
             self._hooks.append(m.parameter.register_post_accumulate_grad_hook(partial(self._arrive, m.index, streams)))
         before, readers = self._schedule.before_forward, set(self._schedule.readers)
@@ -173,7 +174,7 @@ class Source:
         self._schedule.begin()
         assert session.comm is not None
         names = [entry.names for entry in step.entries]
-        session.comm.begin(session.state.step, names, buckets.program, pause=buckets.pauses)
+        session.comm.steps.begin(session.state.step, names, buckets.program, pause=buckets.pauses)
         if self._buffers is not None:
             self._buffers.send()
         for index, left in enumerate(step.left):
@@ -195,11 +196,11 @@ class Source:
         for bucket, left in enumerate(step.left):
             if left:
                 buckets.ready(bucket)
-        if comm.executor.recorder is not None:
-            comm.executor.recorder.backward_ended()
+        if (recorder := comm.steps.executor.recorder) is not None:
+            recorder.backward_ended()
         backward_seconds = time.perf_counter() - step.began
         session.finish()
-        comm.check_order()
+        comm.check_order(session.state.step)
         if self._buffers is not None:
             self._buffers.receive()
         self._schedule.deliver()

@@ -63,6 +63,11 @@ class StreamExecutor:
 
         ``pause``: at their ``NextForward`` programs are put aside, for ``resume``.
         """
+        if self._streams and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "thinwire cannot be captured in a CUDA graph, which would repeat one step's seeds and phases for ever: "
+                "capture the model's forward and backward inside sync.no_sync(), and exchange outside"
+            )
         self._arrived.clear()
         self._ready.clear()
         self._pause, self._paused = pause, {}

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.engine import persistence
-from thinwire.engine.alone import Alone
 from thinwire.engine.buckets import Buckets, Parameters
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.communicator import Alone, Communicator
 from thinwire.engine.controller import Controller
 from thinwire.engine.late import in_words
 from thinwire.engine.memory import teach_malloc
@@ -101,7 +100,8 @@ class GradientSync:
         """All that ranks agree on, and rank 0's weights."""
         session, settings, managed = self._session, self._settings, self._buckets.parameters.managed
         kinds = {m.name: m.description for m in managed}
-        comm.watch_order = settings.check_order
+        if settings.check_order:
+            comm.watch_order()
         comm.agree(
             session.facts()
             | {
@@ -232,14 +232,14 @@ class GradientSync:
             model.register_forward_hook(recorder.forward_ended),
         ]
         if comm is not None:
-            comm.executor.recorder = recorder
+            comm.steps.executor.recorder = recorder
         try:
             yield recorder
         finally:
             for hook in hooks:
                 hook.remove()
             if comm is not None:
-                comm.executor.recorder = None
+                comm.steps.executor.recorder = None
             write_trace(path, recorder.events, self._session.rank, f"measured, {self._session.method.name}")
 
     def detach(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +162,7 @@ class KFAC:
 
     def _open_channel(self) -> Channel:
         if self._ranks is None:
-            return Channel(None, self.plan.topology, "kfac", {}, _never)
+            return Channel(None, self.plan.topology, "kfac", {}, None)
         return self._ranks.services.channel("kfac", self.plan.depth(), self.plan.topology)
 
     def _plan_again(self) -> None:
@@ -375,7 +375,3 @@ def _optimizers(
     if "kfac" in sync.services.companions:
         raise RuntimeError("this model has a KFAC already: call detach() on it first")
     return sync.services.optimizers if optimizer is None else (optimizer,)
-
-
-def _never(text: str) -> NoReturn:
-    raise RuntimeError(text)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from thinwire.engine import communicator
 from thinwire.engine.communicator import Communicator
+from thinwire.engine.streams import StreamExecutor
 from thinwire.program import Topology
 
 
@@ -24,18 +25,15 @@ def test_gloo_is_for_tensors_of_cpus(group):
     assert "\n" not in str(error.value)
 
 
-def test_cuda_graphs(group, monkeypatch):
-    comm = Communicator(None, Topology(1), torch.device("cpu"), None)
-    comm.start()
-    try:
-        comm.begin(0, [], lambda _: None)
-        comm.device = torch.device("cuda")
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        for begin in (lambda: comm.begin(1, [], lambda _: None), lambda: comm.begin_open(1, [], None, None)):
-            with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
-                begin()
-    finally:
-        comm.close(broken=False)
+def test_cuda_graphs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    executor = StreamExecutor(None, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    executor.begin(0, lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for size in (1, None):
+        with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+            executor.begin(size, lambda _: None)
 
 
 def test_a_part_of_the_ranks_beside_a_bound_device(monkeypatch):

@@ -221,7 +221,7 @@ class Decoupled(Schedule):
         count = range(len(step.entries))
         light = [b for b in count if buckets.method_of(b).light or buckets.inline]
         memories, sums = [buckets.memory(b) for b in count], [buckets.method_of(b).sums for b in count]
-        return Shards(memories, comm.executor.paused, light, where, sums)
+        return Shards(memories, comm.steps.executor.paused, light, where, sums)
 
     def order(self) -> list[int] | None:
         """The reverse of the order in which they are needed, known after the first forward; None: it was not learnt."""
@@ -259,7 +259,7 @@ class Decoupled(Schedule):
         comm = self._buckets.session.comm
         assert comm is not None
         shards.gathering = True
-        comm.executor.resume(sorted(shards.paused, reverse=True), shards.light)
+        comm.steps.executor.resume(sorted(shards.paused, reverse=True), shards.light)
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class Decoupled(Schedule):
             return
         assert session.comm is not None
         started = time.perf_counter()
-        failure = session.comm.wait(bucket)
+        failure = session.comm.steps.wait(bucket)
         session.counters.deferred_seconds += time.perf_counter() - started
         if failure:
             self._pending.clear()

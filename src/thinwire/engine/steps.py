@@ -1,0 +1,56 @@
+"""Steps of programs on one set of lanes: what gradients and the rounds of a channel have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from thinwire.engine.alone import AloneExecutor
+from thinwire.engine.streams import StreamExecutor
+from thinwire.engine.threads import ThreadExecutor
+from thinwire.engine.wire import Failure, MakeProgram, Wire
+
+Executor = ThreadExecutor | StreamExecutor | AloneExecutor
+Names = Sequence[Sequence[str]]
+"""Of a step's buckets, the names of what is inside."""
+
+
+def executor_for(backend: str, wire: Wire, device: torch.device) -> Executor:
+    """Who runs programs on tensors of this device, which ``backend`` carries: threads, or side streams for NCCL."""
+    return StreamExecutor(wire, device) if backend == "nccl" else ThreadExecutor(wire)
+
+
+class Steps:
+    """One step after another.
+
+    Args:
+        executor: runs the programs.
+        in_words: a failure at a step, whose buckets have these names, as a sentence.
+    """
+
+    def __init__(self, executor: Executor, in_words: Callable[[Failure, int, Names], str]) -> None:
+        self.executor, self._in_words = executor, in_words
+        self._number = 0
+        self._names: Names = ()
+
+    def begin(self, number: int, names: Names, make: MakeProgram, *, pause: bool = False) -> None:
+        """Open a step; ``pause``: its programs stop at their ``NextForward``, see the executors."""
+        self._number, self._names = number, names
+        self.executor.begin(len(names), make, pause=pause)
+
+    def begin_open(self, number: int, names: Names, make: MakeProgram, failed: Callable[[], None]) -> None:
+        """Open a step whose ``names`` grow until a bucket is ready as the last; ``failed``: see the executors."""
+        self._number, self._names = number, names
+        self.executor.begin(None, make, failed)
+
+    def finish(self) -> str | None:
+        """Wait for the step's programs. Returns a sentence if one failed."""
+        return self._sentence(self.executor.finish())
+
+    def wait(self, bucket: int) -> str | None:
+        """Wait for the rest of a paused program that has been resumed. Returns a sentence if one failed."""
+        return self._sentence(self.executor.wait(bucket))
+
+    def _sentence(self, failure: Failure | None) -> str | None:
+        return None if failure is None else self._in_words(failure, self._number, self._names)
