@@ -154,7 +154,7 @@ def _hook_pickles(rank, size):
     made.register_comm_hook(*tw.ddp_hook("acp", rank=1))
     cases.loss_of(made, rank, 0).backward()
     (_, state) = torch.load(io.BytesIO(_dumped(ddp._comm_hooks)), weights_only=False)[0]
-    return state.method.name
+    return state.stats().method
 
 
 def _dumped(x):

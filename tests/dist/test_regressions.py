@@ -75,10 +75,14 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @property
+    def memory(self):
+        return getattr(self.sync, "services", self.sync).state
+
     def residuals(self):
         """Clones by the model's own names, whatever the route calls them."""
         names = {id(p): n for n, p in self.net.named_parameters()}
-        state = self.sync.services.state
+        state = self.memory
         if self.route == "attach":
             return {n: r.clone() for n, r in state.residuals.items()}
         known = {ordinal: names[id(p)] for ordinal, p in self.sync.names()}
@@ -180,8 +184,8 @@ def m3_attach(rank, name):
     pinned, merged = resume(plan=other), resume(cap="single")
     loaded = same(before, pinned.residuals()) and same(before, merged.residuals())
     factors = all(
-        t.sync.services.state.fields.keys() == training.sync.services.state.fields.keys()
-        and same(training.sync.services.state.fields, t.sync.services.state.fields)
+        t.memory.fields.keys() == training.memory.fields.keys()
+        and same(training.memory.fields, t.memory.fields)
         for t in (pinned, merged)
     )
     training.sync.adopt_plan(other)
@@ -208,7 +212,7 @@ def m3_hook(rank, name):
     resumed.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
     resumed.sync.load_state_dict(saved)
     # what the names stand for is known once DDP has shown its first bucket
-    loaded = {**resumed.sync.services.state.residuals}
+    loaded = {**resumed.memory.residuals}
     known = {ordinal: n for n, p in training.net.named_parameters() for ordinal, q in training.sync.names() if p is q}
     for step in range(6, 12):
         training.step(step)
@@ -273,12 +277,12 @@ def m8(rank, route, name, folder):
     stateful = isinstance(training.sync, Stateful)
     where = f"{folder}/{route}-{name}"
     dcp.save({"sync": training.sync}, checkpoint_id=where)
-    want, fields = training.residuals(), copy.deepcopy(training.sync.services.state.fields)
+    want, fields = training.residuals(), copy.deepcopy(training.memory.fields)
     for step in range(4, 6):
         training.step(step)
     changed = not same(want, training.residuals())
     dcp.load({"sync": training.sync}, checkpoint_id=where)
-    inplace = same(want, training.residuals()) and training.sync.services.state.step == 4
+    inplace = same(want, training.residuals()) and training.memory.step == 4
     training.close()
     fresh = Training(rank, route, name)
     refused = ""
@@ -291,8 +295,8 @@ def m8(rank, route, name, folder):
     dcp.load({"sync": fresh.sync}, checkpoint_id=where)
     anew = (
         same(want, fresh.residuals())
-        and same(fields, fresh.sync.services.state.fields)
-        and fresh.sync.services.state.step == 4
+        and same(fields, fresh.memory.fields)
+        and fresh.memory.step == 4
     )
     fresh.step(4)
     fresh.close()

@@ -20,7 +20,7 @@ from nccl import Nccl
 from torch import Tensor, nn
 from training import DEVICE, RANKS, Net
 
-from thinwire.adapters import ddp_steps, fsdp2_replicas
+from thinwire.adapters import ddp_sync, fsdp2_replicas
 from thinwire.adapters.ddp import ddp_hook
 from thinwire.adapters.fsdp2_groups import Group, Piece
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
@@ -123,7 +123,7 @@ def ddp(method: Any, rank: int = 0, card: Card | None = None, **options: Any) ->
     with (
         card.in_place(),
         Nccl(card, rank, RANKS).in_place(),
-        patch.object(ddp_steps, "_promise", lambda device: Promise(card, device)),
+        patch.object(ddp_sync, "_promise", lambda device: Promise(card, device)),
     ):
         torch.manual_seed(0)
         with DEVICE:
