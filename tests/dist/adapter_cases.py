@@ -71,7 +71,7 @@ def oracle(net, fed, method, options):
         torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-    residuals = {name: x.clone() for name, x in sync.state.residuals.items()}
+    residuals = {name: x.clone() for name, x in sync.services.state.residuals.items()}
     sync.detach()
     return net.losses, cases.weights(net), residuals
 

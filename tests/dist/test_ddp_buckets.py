@@ -79,7 +79,7 @@ def _beside_attach(rank):
         ddp, state = _hooked(theirs, name, options, **bucket_arguments(plan, theirs))
         others = _steps(theirs, ddp, rank, 5)
         layout = [b.names for b in state.stats().buckets]
-        residuals = sync.state.residuals
+        residuals = sync.services.state.residuals
         found.append(
             {
                 "losses": all(map(torch.equal, losses, others)),

@@ -152,8 +152,9 @@ def _events(rank, size, schedule):
         kfac = KFAC(net, sync, schedule=schedule, planner="layer", inverse_rule="none", inverse_comm="broadcast",
                     **{**OPTIONS, "factor_every": 1, "inverse_every": 1})  # fmt: skip
         net.register_forward_hook(lambda *_: log.append("forward over"))
-        ready, wait = kfac._channel.ready, kfac._channel.wait
-        kfac._channel.ready = lambda index: (log.append((kfac._channel._names[index][0], index)), ready(index))[1]
+        begin, ready, wait, names = kfac._channel.begin, kfac._channel.ready, kfac._channel.wait, []
+        kfac._channel.begin = lambda inside, make: (names.clear(), names.extend(inside), begin(inside, make))[2]
+        kfac._channel.ready = lambda index: (log.append((names[index][0], index)), ready(index))[1]
         kfac._channel.wait = lambda: (log.append("wait"), wait())[1]
         for step in range(3):
             x, y = data(step)

@@ -27,7 +27,8 @@ half = load_half(folder, "edge")
 edge = EdgeEnd(half.module, half.pair, recipe, 10)
 ids = torch.randint(5, 100, (8, 32))
 batch = Batch({"input_ids": ids}, torch.zeros(8, dtype=torch.int64), torch.full((8,), 32), torch.arange(8))
-with StageLink(os.environ["MASTER_ADDR"], 7443, Credentials.of(folder + "/keys", "edge"), reconnect_seconds=150) as link:
+keys, far = Credentials.of(folder + "/keys", "edge"), os.environ["MASTER_ADDR"]
+with StageLink(far, 7443, keys, reconnect_seconds=150) as link:  # the other's imports take long on a busy machine
     link.attach(edge)
     edge.step(batch)
     sent, ledger, count = transmitted_bytes("eth0"), link.ledger.wire, sum(link.ledger.messages.values())
