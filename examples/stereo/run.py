@@ -20,7 +20,7 @@ from thinwire.elastic.pairs import batches, normalise
 from thinwire.elastic.pictures import draw_disparities
 from thinwire.elastic.readers import middlebury_motorcycle
 from thinwire.elastic.stereograms import RandomDots, random_dot_pair
-from thinwire.engine.alone import run_alone
+from thinwire.engine.executors.alone import run_alone
 
 SIZE, MOST = (72, 144), 24  # of training pairs; the largest disparity in them
 SHRUNK = 3  # the motorcycle, 500 x 741, is made so many times smaller

@@ -125,7 +125,7 @@ def _after_the_kill(rank, size, folder):
 
 
 def test_a_kill_in_the_middle_of_saving_loses_nothing(tmp_path):
-    import thinwire.engine.checkpoint  # noqa: F401
+    import thinwire.engine.state.checkpoint  # noqa: F401
 
     results = run(_killed_while_saving, 2, str(tmp_path), expect_exit={0: -signal.SIGKILL})
     assert results[1] == "lost its peer"

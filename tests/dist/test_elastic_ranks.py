@@ -22,7 +22,7 @@ from thinwire.elastic import (
     short,
     shrink,
 )
-from thinwire.engine.alone import run_alone
+from thinwire.engine.executors.alone import run_alone
 
 pytestmark = pytest.mark.dist
 

@@ -10,17 +10,17 @@ pytestmark = pytest.mark.dist
 
 
 def _train(rank, size, seconds, backward=None):
-    from thinwire.engine import second_plan
+    from thinwire.engine.controller import rebuild
 
-    rate, gain = second_plan.all_reduce_rate, second_plan.gain_of_overlap
+    rate, gain = rebuild.all_reduce_rate, rebuild.gain_of_overlap
     if seconds is not None:
-        second_plan.all_reduce_rate = lambda lane, device: lambda total: seconds
+        rebuild.all_reduce_rate = lambda lane, device: lambda total: seconds
     if backward is not None:
-        second_plan.gain_of_overlap = lambda all_reduce, measured: gain(all_reduce, backward)
+        rebuild.gain_of_overlap = lambda all_reduce, measured: gain(all_reduce, backward)
     try:
         return _steps(rank)
     finally:
-        second_plan.all_reduce_rate, second_plan.gain_of_overlap = rate, gain
+        rebuild.all_reduce_rate, rebuild.gain_of_overlap = rate, gain
 
 
 def _steps(rank):

@@ -6,7 +6,7 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.engine import pilot
+from thinwire.engine.controller import pilot
 from thinwire.planner.costs import Costs, Linear
 
 pytestmark = pytest.mark.dist

@@ -184,8 +184,7 @@ def m3_attach(rank, name):
     pinned, merged = resume(plan=other), resume(cap="single")
     loaded = same(before, pinned.residuals()) and same(before, merged.residuals())
     factors = all(
-        t.memory.fields.keys() == training.memory.fields.keys()
-        and same(training.memory.fields, t.memory.fields)
+        t.memory.fields.keys() == training.memory.fields.keys() and same(training.memory.fields, t.memory.fields)
         for t in (pinned, merged)
     )
     training.sync.adopt_plan(other)
@@ -293,11 +292,7 @@ def m8(rank, route, name, folder):
             refused = str(error)
         fresh.step(0)
     dcp.load({"sync": fresh.sync}, checkpoint_id=where)
-    anew = (
-        same(want, fresh.residuals())
-        and same(fields, fresh.memory.fields)
-        and fresh.memory.step == 4
-    )
+    anew = same(want, fresh.residuals()) and same(fields, fresh.memory.fields) and fresh.memory.step == 4
     fresh.step(4)
     fresh.close()
     return {"stateful": stateful, "changed": changed, "in place": inplace, "anew": anew, "refused": refused}

@@ -13,7 +13,7 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.engine.restart import restarts, tell_reset
+from thinwire.engine.state.restart import restarts, warn_if_state_missing
 from thinwire.program import State, Topology
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters" / "checkpoints.md"
@@ -143,7 +143,7 @@ def test_the_count_is_read_from_torchruns_variable(monkeypatch, text, count):
 def test_methods_that_owe_nothing_have_nothing_to_say(monkeypatch, caplog):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     state = State(0, Topology(2))
-    tell_reset(tw.SSGD(), state)
+    warn_if_state_missing(tw.SSGD(), state)
     state.step = 5
-    tell_reset(tw.ACP(rank=2), state)
+    warn_if_state_missing(tw.ACP(rank=2), state)
     assert not caplog.records

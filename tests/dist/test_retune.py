@@ -8,7 +8,7 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.engine import retune
+from thinwire.engine.controller import tuner
 from thinwire.measure.timing import Stopwatch
 from thinwire.planner.costs import Costs
 
@@ -152,14 +152,14 @@ class _Garbled(tw.Plan):
 
 
 def _differ(rank, size):
-    before = retune.Plan
-    retune.Plan = _Garbled if rank == 1 else before
+    before = tuner.Plan
+    tuner.Plan = _Garbled if rank == 1 else before
     try:
         _train(rank, tw.SSGD(merge="tune"), seconds=_many)
     except ValueError as error:
         return str(error)
     finally:
-        retune.Plan = before
+        tuner.Plan = before
 
 
 def test_ranks_that_would_run_different_plans_say_so():
@@ -169,11 +169,11 @@ def test_ranks_that_would_run_different_plans_say_so():
 
 def _adaptive(rank, size):
     """Settled; then steps take no time at all on the clock, which is not what was measured."""
-    before, retune.WATCH_STEPS = retune.WATCH_STEPS, 6
+    before, tuner.WATCH_STEPS = tuner.WATCH_STEPS, 6
     try:
         net, sync, _ = _train(rank, tw.SSGD(merge="tune"), seconds=_few, plan="adaptive")
     finally:
-        retune.WATCH_STEPS = before
+        tuner.WATCH_STEPS = before
     settled = sync.stats().settled, sync._controller.pilot.decisions
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     _loop(rank, net, sync, optimizer, 6 + 8, None)

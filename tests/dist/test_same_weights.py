@@ -6,7 +6,7 @@ from torch import nn
 
 import thinwire as tw
 from spawned import run
-from thinwire.engine import agreement
+from thinwire.engine.ranks import agreement
 
 pytestmark = pytest.mark.dist
 WIDE = 1500  # a layer of 9 MB: two make a chunk

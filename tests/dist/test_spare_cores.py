@@ -8,7 +8,7 @@ import torch
 
 import thinwire as tw
 from spawned import run
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.ranks.communicator import Communicator
 
 pytestmark = pytest.mark.dist
 

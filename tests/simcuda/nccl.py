@@ -28,7 +28,7 @@ from card import Card, OnCard, Stream
 from torch import Tensor
 
 from thinwire.collectives import transport
-from thinwire.engine import agreement, communicator
+from thinwire.engine.ranks import agreement, communicator
 
 _KNOWN = {
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,

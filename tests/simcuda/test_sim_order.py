@@ -12,7 +12,7 @@ from sim_cases import METHODS, STEPS, WAYS
 from training import DEVICE, Branches, place, training
 
 from thinwire.collectives.transport import Pending
-from thinwire.engine.streams import StreamExecutor
+from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import AllReduce
 

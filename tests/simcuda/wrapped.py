@@ -25,7 +25,7 @@ from thinwire.adapters.ddp import ddp_hook
 from thinwire.adapters.fsdp2_groups import Group, Piece
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
 from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.methods.registry import resolve
 from thinwire.program import Topology
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.engine.controller.planning import make_plan, trace_plan
 from thinwire.engine.parameters import managed_parameters
-from thinwire.engine.planning import make_plan, trace_plan
 from thinwire.program import LocalWorld, Topology
 from thinwire.program.trace import trace
 

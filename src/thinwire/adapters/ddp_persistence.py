@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.engine.persistence import VERSION, blank, from_flat, to_flat
 from thinwire.engine.session import Session
+from thinwire.engine.state.persistence import VERSION, blank, from_flat, to_flat
 
 
 def to_state_dict(session: Session, compressed: Iterable[tuple[str, Tensor]], source: str) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from thinwire.adapters.ddp_names import Ordinals
 from thinwire.adapters.ddp_persistence import from_state_dict, to_state_dict
 from thinwire.adapters.traced import traced
 from thinwire.collectives.topology import topology_of
-from thinwire.engine.communicator import Communicator
 from thinwire.engine.parameters import managed_parameters
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.methods.ssgd import SSGD

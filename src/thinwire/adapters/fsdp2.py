@@ -17,7 +17,7 @@ from torch import nn
 from thinwire.adapters.fsdp2_groups import Group, groups_of
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
 from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.settings import checked_timeout
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD

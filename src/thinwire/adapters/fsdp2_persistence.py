@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from thinwire.engine.persistence import VERSION, blank, from_flat, to_flat
+from thinwire.engine.state.persistence import VERSION, blank, from_flat, to_flat
 
 if TYPE_CHECKING:
     from thinwire.adapters.fsdp2_replicas import ReplicaSync

@@ -22,11 +22,11 @@ from thinwire.adapters.ddp_layout import into_values, joined
 from thinwire.adapters.fsdp2_groups import Group, Piece
 from thinwire.adapters.traced import traced
 from thinwire.engine.backward_end import BackwardEnd
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.executors.streams import read_here
+from thinwire.engine.executors.wire import Failure
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.engine.streams import read_here
-from thinwire.engine.wire import Failure
 from thinwire.program import Bucket, Method, Slot, State, Topology
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from thinwire.adapters.fsdp2_groups import Group
 from thinwire.adapters.released import released
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.executors.wire import Failure
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.stats import Stats
-from thinwire.engine.wire import Failure
 from thinwire.methods import linear8
 from thinwire.program import Method, ReduceScatter, working_dtype
 

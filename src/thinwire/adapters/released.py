@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.ranks.communicator import Communicator
 
 
 def released(undo: list[Callable[[], None]], comm: Communicator | None, broken: str | None) -> str | None:

@@ -44,8 +44,8 @@ class Predictor:
 
     def predict(self, row: Row, compute: RowRecord) -> float | None:
         """Seconds of a step of a thinwire row; ``compute`` is the row without exchange."""
+        from thinwire.engine.controller.planning import price_plan
         from thinwire.engine.parameters import managed_parameters
-        from thinwire.engine.planning import price_plan
         from thinwire.measure.cores import spare_cores
         from thinwire.methods.registry import method as named
         from thinwire.planner.measured import Measured

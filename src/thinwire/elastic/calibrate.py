@@ -1,7 +1,7 @@
 """Statistics of BatchNorm for one sub-network, from training images on all ranks; and its error on others.
 
 Statistics gathered while sub-networks take turns fit none of them. Both functions are programs: ``sync.services.run``
-runs them over the ranks, ``thinwire.engine.alone.run_alone`` on one.
+runs them over the ranks, ``thinwire.engine.executors.alone.run_alone`` on one.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from thinwire.elastic.metrics import Metrics
 from thinwire.elastic.pairs import Batch
 from thinwire.elastic.space import SubNet
 from thinwire.elastic.stereo import ElasticStereo
-from thinwire.engine.alone import run_alone
+from thinwire.engine.executors.alone import run_alone
 
 
 class Calibrated:

@@ -17,7 +17,7 @@ from thinwire.elastic.pairs import Pairs, Shuffled, collate
 from thinwire.elastic.phases import Phase
 from thinwire.elastic.step import ElasticTrainer, StepReport, adam
 from thinwire.elastic.stereo import ElasticStereo
-from thinwire.engine import checkpoint
+from thinwire.engine.state import checkpoint
 from thinwire.program import Method
 
 Progress = Callable[[Phase, int, StepReport], None]

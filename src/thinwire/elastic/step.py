@@ -20,8 +20,8 @@ from thinwire.elastic.semantics import InactiveWeights
 from thinwire.elastic.space import SubNet
 from thinwire.elastic.stereo import ElasticStereo
 from thinwire.engine.attach import attach
+from thinwire.engine.controller.planning import make_plan
 from thinwire.engine.parameters import managed_parameters
-from thinwire.engine.planning import make_plan
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import AllReduce, Method, Plan, Program

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.collectives.topology import topology_of
-from thinwire.engine.communicator import Alone, Communicator
+from thinwire.engine.controller.pilot import Pilot, wanted
+from thinwire.engine.controller.tuner import Tuner
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
-from thinwire.engine.pilot import Pilot, wanted
-from thinwire.engine.retune import Retune
+from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.settings import Settings, check_scaler, check_topology, checked_timeout
 from thinwire.engine.sync import GradientSync, attached_to
 from thinwire.methods.base import check_count
@@ -47,7 +47,6 @@ def attach(
     timeout: timedelta | float | None = None,
     check_order: bool = False,
     lossy: bool = False,
-    _solo: bool = False,
     _costs: Costs | None = None,
     **options: Any,
 ) -> GradientSync:
@@ -132,7 +131,7 @@ def attach(
     world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     if world < 1:
         raise ValueError("this rank is not in the process group that was given to attach")
-    alone = world == 1 and not (_solo and dist.is_initialized())
+    alone = world == 1
     note, named = "", None
     if alone:
         if not chosen.exact:
@@ -172,8 +171,8 @@ def attach(
     )
     pilot = None
     if isinstance(communicator, Communicator) and wanted(chosen, pinned, adaptive, auto):
-        pilot = (Retune if rule_of(chosen) == "tune" else Pilot)(
-            communicator, topology, lambda m: managed_parameters(model, m, dense),
+        pilot = (Tuner if rule_of(chosen) == "tune" else Pilot)(
+            communicator, lambda m: managed_parameters(model, m, dense),
             auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
         )  # fmt: skip
     try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from thinwire.collectives.stream import memory_of
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.ranks.communicator import Communicator
 
 logger = logging.getLogger("thinwire")
 

@@ -15,10 +15,10 @@ import torch
 from thinwire.collectives.lanes import Lanes
 from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import Pending
-from thinwire.engine.communicator import Alone, Communicator
+from thinwire.engine.executors.steps import Steps, executor_for
+from thinwire.engine.executors.wire import MakeProgram, Wire
+from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.session import Session
-from thinwire.engine.steps import Steps, executor_for
-from thinwire.engine.wire import MakeProgram, Wire
 from thinwire.program import Collective, Scope, Topology
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine.streams import read_here
+from thinwire.engine.executors.streams import read_here
 from thinwire.program import Bucket, PlanBucket, Slot
 
 
@@ -94,7 +94,7 @@ def delivered(parameter: Tensor, result: Tensor, value: Tensor | None, *, copy: 
     return own.detach().copy_(result)
 
 
-def teach_malloc() -> None:
+def prime_allocator() -> None:
     """Let glibc keep what a step frees: it learns from the largest block it has seen freed, and otherwise gives the
     activations' memory back to the system after every step, to fault it in again (10 MB a step on a 10 M model).
     """

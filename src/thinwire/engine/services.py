@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from thinwire.engine.alone import run_alone
 from thinwire.engine.channel import Channel
-from thinwire.engine.communicator import Communicator
-from thinwire.engine.companion import Companion
+from thinwire.engine.executors.alone import run_alone
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
+from thinwire.engine.stateful import Stateful
 from thinwire.planner.costs import Costs, assumed_compute
 from thinwire.program import Method, Program, Scope, State, Topology
 
 if TYPE_CHECKING:
-    from thinwire.engine.controller import Controller
+    from thinwire.engine.controller.controller import Controller
     from thinwire.engine.source import Source
 
 
@@ -48,7 +48,7 @@ class Services:
     ) -> None:
         self.model, self.optimizers, self.device = model, tuple(optimizers), device
         self._session, self._source, self._controller = session, source, controller
-        self.companions: dict[str, Companion] = {}
+        self.companions: dict[str, Stateful] = {}
         self.handles: list[Any] = []
         self._channels: list[Channel] = []
 

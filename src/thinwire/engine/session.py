@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 import torch
 
 from thinwire.collectives.ledger import Ledger
-from thinwire.engine.communicator import Alone, Communicator
-from thinwire.engine.restart import tell_reset
-from thinwire.engine.scaler import LossScale
+from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.state.restart import warn_if_state_missing
+from thinwire.engine.state.scaler import LossScale
+from thinwire.engine.state.step_watch import StepWatch, owned
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.engine.step_watch import StepWatch, owned
 from thinwire.methods.decoupling import schedule
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Method, State, Topology
@@ -140,7 +140,7 @@ class Session:
         self.check_usable()
         assert self.comm is not None
         self.watch.begin()
-        tell_reset(self.method, self.state)
+        warn_if_state_missing(self.method, self.state)
         self.exact = self.state.step < self.state.start
         self.loss_scale.begin(self.comm.device)
         self.state.lr = None

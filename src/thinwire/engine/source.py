@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.buffers import Buffers
-from thinwire.engine.communicator import Communicator
-from thinwire.engine.controller import Controller, StepReport
+from thinwire.engine.controller.controller import Controller, StepReport
+from thinwire.engine.controller.pilot import Decision
+from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.engine.hooks import ModuleHook
 from thinwire.engine.late_parameters import LateParameters
 from thinwire.engine.parameters import managed_parameters
-from thinwire.engine.pilot import Decision
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.schedule import Schedule
 from thinwire.engine.session import INTERRUPTED
 from thinwire.engine.settings import Settings
-from thinwire.engine.streams import StreamExecutor
 
 
 class Source:

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine import persistence
 from thinwire.engine.buckets import Buckets, Parameters
-from thinwire.engine.communicator import Alone, Communicator
-from thinwire.engine.controller import Controller
-from thinwire.engine.late import in_words
-from thinwire.engine.memory import teach_malloc
+from thinwire.engine.controller.controller import Controller
+from thinwire.engine.controller.pilot import Pilot
+from thinwire.engine.controller.planning import make_plan
+from thinwire.engine.executors.recorder import Recorder
+from thinwire.engine.memory import prime_allocator
 from thinwire.engine.parameters import Managed
-from thinwire.engine.pilot import Pilot
-from thinwire.engine.planning import make_plan
-from thinwire.engine.recorder import Recorder
+from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.ranks.late_ranks import in_words
 from thinwire.engine.schedules.clip import check_norm_type
 from thinwire.engine.schedules.coupled import Coupled
 from thinwire.engine.schedules.decoupled import Decoupled
@@ -31,6 +30,7 @@ from thinwire.engine.services import Services
 from thinwire.engine.session import Session
 from thinwire.engine.settings import Settings
 from thinwire.engine.source import Source
+from thinwire.engine.state import persistence
 from thinwire.engine.stats import Stats
 from thinwire.methods.decoupling import deferring
 from thinwire.planner.timeline import write_trace
@@ -120,7 +120,7 @@ class GradientSync:
         self._buckets.adopt(plan)
         comm.start()
         if comm.device.type == "cpu":
-            teach_malloc()
+            prime_allocator()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._source is not None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.topology import topology_of
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.federated import files
 from thinwire.federated.backend import Planner, VisitReport
 from thinwire.federated.coordinator import DeviceLost

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.engine.alone import result_alone
+from thinwire.engine.executors.alone import result_alone
 from thinwire.federated.aggregator import RoundProgram
 from thinwire.federated.client import ClientContext, ClientResult
 from thinwire.methods.registry import resolve

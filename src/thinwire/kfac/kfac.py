@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine.alone import run_alone
 from thinwire.engine.channel import Channel
-from thinwire.engine.scaler import loss_scale, still_scaled
+from thinwire.engine.executors.alone import run_alone
+from thinwire.engine.state.scaler import loss_scale, still_scaled
 from thinwire.engine.sync import GradientSync
 from thinwire.kfac import persistence
 from thinwire.kfac.capture import Capture

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.engine.alone import run_alone
 from thinwire.engine.channel import Channel
+from thinwire.engine.executors.alone import run_alone
 from thinwire.kernels.symmetric import pack_upper
 from thinwire.kfac.plan import KFACPlan
 from thinwire.kfac.programs import FACTOR, UPDATES, FactorExchange

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.engine.streams import read_here
+from thinwire.engine.executors.streams import read_here
 from thinwire.kernels.symmetric import pack_upper, packed_size
 from thinwire.kfac.factors import examples_in, gradient_rows, gradient_scale, input_rows, input_scale, second_moment
 from thinwire.kfac.layers import Preconditioned

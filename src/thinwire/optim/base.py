@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.engine.scaler import refuse_scaled
+from thinwire.engine.state.scaler import refuse_scaled
 from thinwire.engine.sync import GradientSync
 from thinwire.methods.base import check_choice
 from thinwire.optim.pto import ParallelStats, Share, Sharing

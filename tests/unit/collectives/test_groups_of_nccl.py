@@ -7,8 +7,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 import thinwire as tw
 from thinwire.adapters.traced import traced
-from thinwire.engine import communicator
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.ranks import communicator
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.program import AllReduce, Topology
 from thinwire.program.ops import WORLD
 

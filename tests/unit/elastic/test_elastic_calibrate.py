@@ -6,7 +6,7 @@ from torch import nn
 from thinwire.elastic import calibrate, evaluate
 from thinwire.elastic.calibrate import active_norms
 from thinwire.elastic.fitness import Calibrated, constant_guess
-from thinwire.engine.alone import run_alone
+from thinwire.engine.executors.alone import run_alone
 from thinwire.program import Topology
 from thinwire.program.lockstep import run_lockstep
 

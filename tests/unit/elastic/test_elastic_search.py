@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinwire.elastic import Evolution, Infeasible, LatencyTable, Space, SubNet, build_table, measure_net, search
 from thinwire.elastic.search import crossed, mutated
-from thinwire.engine.alone import run_alone
+from thinwire.engine.executors.alone import run_alone
 from thinwire.program import Topology
 from thinwire.program.lockstep import run_lockstep
 

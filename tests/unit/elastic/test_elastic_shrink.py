@@ -7,7 +7,7 @@ from elastic_nets import dots, tiny
 from thinwire.elastic import ElasticTrainer, Phase, RandomDots, batches, short, shrink
 from thinwire.elastic.fitness import Calibrated, constant_guess
 from thinwire.elastic.step import adam
-from thinwire.engine import checkpoint
+from thinwire.engine.state import checkpoint
 
 DATA = RandomDots(12, 24, 48, 9)
 

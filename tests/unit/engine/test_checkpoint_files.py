@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.engine.restart import tell_reset
+from thinwire.engine.state.restart import warn_if_state_missing
 from thinwire.kfac import KFAC
 from thinwire.program import State
 
@@ -291,7 +291,7 @@ def test_a_restarted_job_that_has_loaded_a_state_is_not_told_that_it_has_not(cap
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     method, state = tw.method("acp", rank=2), State(0, tw.Topology(2))
     state.restore({"step": 0, "residual": {}, "shared": {}})  # one rank, which counts no steps, has saved it
-    tell_reset(method, state)
+    warn_if_state_missing(method, state)
     assert not caplog.records
-    tell_reset(method, State(0, tw.Topology(2)))
+    warn_if_state_missing(method, State(0, tw.Topology(2)))
     assert "has loaded no state" in caplog.text

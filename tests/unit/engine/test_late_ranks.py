@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
-from thinwire.engine import late
+from thinwire.engine.ranks import late_ranks as late
 
 
 @pytest.fixture

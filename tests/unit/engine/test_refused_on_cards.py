@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from thinwire.engine import communicator
-from thinwire.engine.communicator import Communicator
-from thinwire.engine.streams import StreamExecutor
+from thinwire.engine.executors.streams import StreamExecutor
+from thinwire.engine.ranks import communicator
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.program import Topology
 
 

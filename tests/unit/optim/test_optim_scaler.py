@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.engine import scaler as engine_scaler
+from thinwire.engine.state import scaler as engine_scaler
 from thinwire.optim import LAMB, LARS
 
 MAKE = {

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.engine.controller.planning import make_plan as engine_plan
 from thinwire.engine.parameters import Managed
-from thinwire.engine.planning import make_plan as engine_plan
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
 from thinwire.methods.ssgd import SSGD

@@ -5,7 +5,7 @@ import random
 import pytest
 from timelines import costs_of, lane, profile_of
 
-from thinwire.engine.runner import Runner
+from thinwire.engine.executors.runner import Runner
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.ssgd import SSGD
 from thinwire.planner.costs import Linear

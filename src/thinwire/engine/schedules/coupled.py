@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.memory import delivered
 from thinwire.engine.schedules import clip
-from thinwire.engine.schedules.delivered import Delivered
+from thinwire.engine.schedules.delivered import DeliveredGrads
 from thinwire.engine.schedules.schedule import Schedule
 from thinwire.kernels.upload import upload
 from thinwire.program import Method
@@ -30,7 +30,7 @@ class Coupled(Schedule):
 
     def __init__(self, buckets: Buckets, *, find_unused: bool) -> None:
         self._session, self._buckets, self._find_unused = buckets.session, buckets, find_unused
-        self._delivered = Delivered()
+        self._delivered = DeliveredGrads()
         self._warned = False
 
     def begin(self) -> None:

@@ -25,10 +25,10 @@ from thinwire.engine.hooks import ModuleHook
 from thinwire.engine.parameters import Managed
 from thinwire.engine.schedules import clip, guard
 from thinwire.engine.schedules.deferred_grad import DeferredGrad
-from thinwire.engine.schedules.need import Need
-from thinwire.engine.schedules.partial import Closed, Frozen
+from thinwire.engine.schedules.forward_order import ForwardOrder
+from thinwire.engine.schedules.optimizers import OptimizerSnapshot, ParamGroupLock
 from thinwire.engine.schedules.schedule import Schedule
-from thinwire.engine.schedules.shards import Part, Shards
+from thinwire.engine.schedules.updates import DeferredUpdate, DeferredUpdates
 from thinwire.methods.decoupling import Decoupling
 from thinwire.program.bucket import used_by_nobody
 
@@ -57,20 +57,20 @@ class Decoupled(Schedule):
     ) -> None:
         managed = buckets.parameters.managed
         self._buckets, self._options, self._find_unused = buckets, options, find_unused
-        self._need = Need(model, managed, _early(model, managed, options))
+        self._forwards = ForwardOrder(model, managed, _early(model, managed, options))
         self._whole = options.eager is True  # all is updated in ``step()``
         self._see_compiled()
-        self._need.learning = not self._whole
+        self._forwards.learning = not self._whole
         self._grads = [DeferredGrad(m.parameter) for m in managed]
-        self._shards: Shards | None = None
-        self._pending: dict[int, list[Part]] = {}
+        self._shards: DeferredUpdates | None = None
+        self._pending: dict[int, list[DeferredUpdate]] = {}
         self._poison = _Poison(managed) if options.check else None
         self._stale: set[int] = set()  # what was pending when a gradient came
         self._handles: list[Any] = []
         self._install(model, optimizers)
 
     def _see_compiled(self) -> None:
-        if not self._whole and _compiled(self._need.model):
+        if not self._whole and _compiled(self._forwards.model):
             self._whole = True
             logger.info("thinwire: the model is compiled, so its parameters are updated in optimizer.step()")
 
@@ -92,7 +92,7 @@ class Decoupled(Schedule):
             keep(optimizer.register_step_post_hook(self._after_step))
             keep(optimizer.register_state_dict_pre_hook(ModuleHook(self._complete_before)))
             keep(optimizer.register_load_state_dict_pre_hook(ModuleHook(self._complete_before)))
-            keep(Closed(optimizer))
+            keep(ParamGroupLock(optimizer))
 
     def _before_gradient(self, index: int, gradient: Tensor) -> None:
         """A gradient is about to be accumulated: the forward phase is over."""
@@ -117,22 +117,22 @@ class Decoupled(Schedule):
     @property
     def readers(self) -> list[nn.Module]:
         """See :class:`Schedule`."""
-        return [] if self._whole else self._need.modules
+        return [] if self._whole else self._forwards.modules
 
     def before_forward(self, module: nn.Module) -> None:
         """See :class:`Schedule`."""
         outside = current_task() == -1
         if outside:
             self._stale.clear()
-        if self._need.learning and outside and module.training:
-            self._need.called(module)
+        if self._forwards.learning and outside and module.training:
+            self._forwards.called(module)
         if not self._pending:
             return
         if not (module.training and torch.is_grad_enabled()):  # fast paths read weights without calling their modules
             self.complete()
             return
         assert self._shards is not None
-        for index in self._need.reads(module):
+        for index in self._forwards.reads(module):
             bucket = self._shards.where[index][0]
             if bucket in self._pending:
                 self._update(bucket)
@@ -141,8 +141,8 @@ class Decoupled(Schedule):
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise RuntimeError("step(closure) needs gradients at once: attach with decoupled=False")
         self._see_compiled()
-        shards, frozen, index_of = self._shards, None, self._need.index
-        parts: dict[int, Part] = {}
+        shards, frozen, index_of = self._shards, None, self._forwards.index
+        parts: dict[int, DeferredUpdate] = {}
         if shards is None:
             return
         for number, group in enumerate(optimizer.param_groups):
@@ -151,8 +151,8 @@ class Decoupled(Schedule):
                     if not shards.gathering:
                         self._gather(shards)
                     index = index_of[id(parameter)]
-                    frozen = frozen or Frozen(optimizer)
-                    part = parts.setdefault(shards.where[index][0], Part(frozen, {}))
+                    frozen = frozen or OptimizerSnapshot(optimizer)
+                    part = parts.setdefault(shards.where[index][0], DeferredUpdate(frozen, {}))
                     part.groups.setdefault(number, []).append(index)
         for bucket, part in parts.items():
             if self._whole:
@@ -161,7 +161,7 @@ class Decoupled(Schedule):
                 continue
             for index in part.indices:
                 self._managed[index].parameter.grad = None
-                if self._poison is not None and index not in self._need.early:
+                if self._poison is not None and index not in self._forwards.early:
                     self._poison.put(index)
             self._pending.setdefault(bucket, []).append(part)
         if self._whole and parts:
@@ -169,7 +169,7 @@ class Decoupled(Schedule):
 
     def _after_step(self, *_: Any) -> None:
         if self._shards is not None and self._pending:
-            for bucket in dict.fromkeys(self._shards.where[index][0] for index in self._need.early):
+            for bucket in dict.fromkeys(self._shards.where[index][0] for index in self._forwards.early):
                 if bucket in self._pending:
                     self._update(bucket)
 
@@ -209,7 +209,7 @@ class Decoupled(Schedule):
             session.state.verdict(finite())
         session.commit()
 
-    def _shards_of_step(self) -> Shards:
+    def _shards_of_step(self) -> DeferredUpdates:
         buckets, by_name = self._buckets, self._buckets.parameters.by_name
         step, comm = buckets.step, buckets.session.comm
         assert step is not None
@@ -221,11 +221,11 @@ class Decoupled(Schedule):
         count = range(len(step.entries))
         light = [b for b in count if buckets.method_of(b).light or buckets.inline]
         memories, sums = [buckets.memory(b) for b in count], [buckets.method_of(b).sums for b in count]
-        return Shards(memories, comm.steps.executor.paused, light, where, sums)
+        return DeferredUpdates(memories, comm.steps.executor.paused, light, where, sums)
 
     def order(self) -> list[int] | None:
         """The reverse of the order in which they are needed, known after the first forward; None: it was not learnt."""
-        return self._need.order()[::-1] if self._need.learning else None
+        return self._forwards.order()[::-1] if self._forwards.learning else None
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip what lies in shards, by their norm over all ranks."""
@@ -255,7 +255,7 @@ class Decoupled(Schedule):
     def _complete_before(self, *_: Any) -> None:
         self.complete()
 
-    def _gather(self, shards: Shards) -> None:
+    def _gather(self, shards: DeferredUpdates) -> None:
         comm = self._buckets.session.comm
         assert comm is not None
         shards.gathering = True

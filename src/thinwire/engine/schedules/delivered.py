@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
-class Delivered:
+class DeliveredGrads:
     """Of one model."""
 
     def __init__(self) -> None:

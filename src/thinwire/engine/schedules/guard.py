@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.engine.communicator import Alone, Communicator
+from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.kernels.upload import upload
 from thinwire.methods.base import all_finite
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from thinwire.collectives.transport import Pending
-from thinwire.engine import ranges
-from thinwire.engine.recorder import Recorder
-from thinwire.engine.runner import Runner
-from thinwire.engine.wire import Failure, MakeProgram, Wire
+from thinwire.engine.executors import ranges
+from thinwire.engine.executors.recorder import Recorder
+from thinwire.engine.executors.runner import Runner
+from thinwire.engine.executors.wire import Failure, MakeProgram, Wire
 from thinwire.program.drive import Paused
 from thinwire.program.ops import Collective, Scope
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from thinwire.engine.controller.pilot import WATCH_STEPS, Decision, Pilot
+from thinwire.engine.controller.timings import Measurement
 from thinwire.engine.parameters import Managed
-from thinwire.engine.pilot import WATCH_STEPS, Decision, Pilot
-from thinwire.engine.timings import Measurement
 from thinwire.planner.tune import FusionTuner, distinct, grid
 from thinwire.program import Method, Plan
 
@@ -23,7 +23,7 @@ DISCARDED, MEASURED = 2, 5
 _STEPS = DISCARDED + MEASURED + 1  # an interval ends where the next forward begins
 
 
-class Retune(Pilot):
+class Tuner(Pilot):
     """A pilot that goes on measuring when it has made its plan. Arguments as of :class:`Pilot`."""
 
     _trying = False

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.collectives.lanes import Lane
-from thinwire.engine.agreement import gather_bytes
+from thinwire.engine.ranks.agreement import gather_bytes
 
 _FIRST_BYTES, _MORE_BYTES = 256 << 10, 4 << 20
 _SHORT_SECONDS = 0.05

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from thinwire.engine.alone import AloneExecutor
-from thinwire.engine.streams import StreamExecutor
-from thinwire.engine.threads import ThreadExecutor
-from thinwire.engine.wire import Failure, MakeProgram, Wire
+from thinwire.engine.executors.alone import AloneExecutor
+from thinwire.engine.executors.streams import StreamExecutor
+from thinwire.engine.executors.threads import ThreadExecutor
+from thinwire.engine.executors.wire import Failure, MakeProgram, Wire
 
 Executor = ThreadExecutor | StreamExecutor | AloneExecutor
 Names = Sequence[Sequence[str]]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.engine import ranges
-from thinwire.engine.recorder import Recorder
-from thinwire.engine.wire import Failure, MakeProgram, Wire
+from thinwire.engine.executors import ranges
+from thinwire.engine.executors.recorder import Recorder
+from thinwire.engine.executors.wire import Failure, MakeProgram, Wire
 from thinwire.program.drive import Paused, drive
 from thinwire.program.ops import NextForward, Op, Program
 from thinwire.program.plan import SIDE_STREAMS

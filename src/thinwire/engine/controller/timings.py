@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from thinwire.collectives.lanes import Lane
-from thinwire.engine.agreement import gather_bytes
 from thinwire.engine.parameters import Managed
+from thinwire.engine.ranks.agreement import gather_bytes
 from thinwire.measure.timing import Stopwatch
 from thinwire.planner.profiles import ModelProfile, TensorTime
 

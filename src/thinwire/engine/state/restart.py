@@ -16,7 +16,7 @@ def restarts() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def tell_reset(method: Method, state: State) -> None:
+def warn_if_state_missing(method: Method, state: State) -> None:
     """At a first step: warn if this is a restarted job that has not loaded its residuals."""
     if state.step == 0 and not state.restored and method.has_residual and state.rank == 0 and (count := restarts()):
         logger.warning(

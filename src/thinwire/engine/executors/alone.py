@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.engine.recorder import Recorder
-from thinwire.engine.wire import Failure, MakeProgram
+from thinwire.engine.executors.recorder import Recorder
+from thinwire.engine.executors.wire import Failure, MakeProgram
 from thinwire.program.drive import Paused, drive
 from thinwire.program.ops import AllGather, NextForward, Op, Program
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 
-class Companion(Protocol):
+class Stateful(Protocol):
     """Something with a state of its own, in plain values and tensors, that belongs to the training."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 _Groups = list[dict[str, Any]]
 
 
-class Frozen:
+class OptimizerSnapshot:
     """An optimizer as it is when ``step()`` is called; ``update`` does what that step would do to some parameters.
 
     It is bound to the optimizer's own ``state``, so that checkpoints are what they would be. A plain ``copy.copy`` goes
@@ -41,7 +41,7 @@ class Frozen:
         self._step(self._copy)
 
 
-class Closed:
+class ParamGroupLock:
     """Keeps an optimizer from taking more parameters, until removed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

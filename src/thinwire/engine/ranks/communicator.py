@@ -19,12 +19,12 @@ from thinwire.collectives.bounded import seconds_of
 from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import Pending, all_gather_flat, issue, pairwise
-from thinwire.engine.agreement import agree, broadcast_tensors, gather_bytes
-from thinwire.engine.alone import AloneExecutor, run_alone
-from thinwire.engine.late import LateRanks
-from thinwire.engine.order import OrderWatch
-from thinwire.engine.steps import Names, Steps, executor_for
-from thinwire.engine.wire import Failure, Wire
+from thinwire.engine.executors.alone import AloneExecutor, run_alone
+from thinwire.engine.executors.steps import Names, Steps, executor_for
+from thinwire.engine.executors.wire import Failure, Wire
+from thinwire.engine.ranks.agreement import agree, broadcast_tensors, gather_bytes
+from thinwire.engine.ranks.late_ranks import LateRanks
+from thinwire.engine.ranks.order import OrderWatch
 from thinwire.measure.cores import place, spare_places
 from thinwire.program import NextForward, Program, Scope, Topology
 from thinwire.program.drive import drive
@@ -253,7 +253,7 @@ class Communicator:
 
 
 class Alone:
-    """Stands for the :class:`~thinwire.engine.communicator.Communicator` of a single rank, where there is no group."""
+    """Stands for the :class:`Communicator` of a single rank, where there is no group."""
 
     rank, backend = 0, "none"
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from thinwire.engine.controller.planning import measured_plan, price_plan
+from thinwire.engine.controller.timings import Measurement
 from thinwire.engine.parameters import Managed
-from thinwire.engine.planning import measured_plan, price_plan
-from thinwire.engine.timings import Measurement
 from thinwire.methods.registry import method as named
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import Measured, needs_measurement

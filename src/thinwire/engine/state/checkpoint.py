@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine import persistence
-from thinwire.engine.claim import hold
 from thinwire.engine.durable import (
     digest_of,
     finished,
@@ -35,6 +33,8 @@ from thinwire.engine.durable import (
     write_file,
     write_text,
 )
+from thinwire.engine.state import persistence
+from thinwire.engine.state.claim import hold
 from thinwire.engine.sync import GradientSync
 
 _NAME = re.compile(r"step-(\d+)")

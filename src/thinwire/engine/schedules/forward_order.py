@@ -13,7 +13,7 @@ from torch import nn
 from thinwire.engine.parameters import Managed
 
 
-class Need:
+class ForwardOrder:
     """Of one model.
 
     Args:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thinwire.engine.memory import Memory
-from thinwire.engine.schedules.partial import Frozen
+from thinwire.engine.schedules.optimizers import OptimizerSnapshot
 from thinwire.program import Bucket
 from thinwire.program.drive import Paused
 
 
 @dataclass
-class Shards:
+class DeferredUpdates:
     """What one backward has left: this rank's part of every bucket.
 
     Attributes:
@@ -39,10 +39,10 @@ class Shards:
 
 
 @dataclass(eq=False)
-class Part:
+class DeferredUpdate:
     """Of a pending bucket, what one optimizer updates: indices by the number of their group."""
 
-    frozen: Frozen
+    frozen: OptimizerSnapshot
     groups: dict[int, list[int]]
 
     @property

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.engine.communicator import Alone, Communicator
+from thinwire.engine.controller.planning import make_plan
+from thinwire.engine.controller.rate import all_reduce_rate
 from thinwire.engine.parameters import Managed
-from thinwire.engine.planning import make_plan
-from thinwire.engine.rate import all_reduce_rate
+from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.planner.plans import follows_network
 from thinwire.planner.sizes import gain_of_overlap
 from thinwire.program import Method, Plan
@@ -17,7 +17,7 @@ from thinwire.program import Method, Plan
 _ONE_BUCKET_BYTES = 1 << 20  # not worth a cut, nor a measurement
 
 
-def second_plan(
+def rebuild(
     method: Method,
     managed: Sequence[Managed],
     communicator: Communicator | Alone,

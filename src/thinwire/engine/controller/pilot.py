@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.engine.communicator import Communicator
+from thinwire.engine.controller.prices import Prices
+from thinwire.engine.controller.timings import Measurement, Timings
 from thinwire.engine.parameters import Managed
-from thinwire.engine.prices import Prices
-from thinwire.engine.timings import Measurement, Timings
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.methods.registry import method as named
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import needs_measurement
-from thinwire.program import Method, Plan, Topology
+from thinwire.program import Method, Plan
 
 logger = logging.getLogger("thinwire")
 
@@ -40,7 +40,6 @@ class Pilot:
 
     Args:
         communicator: to agree.
-        topology: of its ranks.
         manage: the managed parameters under a method.
         auto: choose the method too.
         lossy: ``auto`` may choose lossy ones.
@@ -51,7 +50,6 @@ class Pilot:
     def __init__(
         self,
         communicator: Communicator,
-        topology: Topology,
         manage: Callable[[Method], list[Managed]],
         *,
         auto: bool,
@@ -59,7 +57,7 @@ class Pilot:
         adaptive: bool,
         costs: Costs | None = None,
     ) -> None:
-        self._comm, self._topology, self._manage = communicator, topology, manage
+        self._comm, self._manage = communicator, manage
         self._auto, self._lossy, self._adaptive = auto, lossy, adaptive
         self.timings = Timings(communicator.device)
         self.costs = costs
@@ -129,16 +127,19 @@ class Pilot:
     def _prices(self, measurement: Measurement, dense: Method) -> Prices:
         assert self.costs is not None
         side_stream = self._comm.backend != "gloo" or self._comm.spare_cores()
-        return Prices(self._comm.backend, self._topology, self._manage, dense, self.costs, measurement, side_stream)
+        return Prices(
+            self._comm.backend, self._comm.members.topology, self._manage, dense, self.costs, measurement, side_stream
+        )
 
     def _probe(self) -> None:
         if self.costs is None:
             from thinwire.measure.probe import probe
 
-            scopes = 3 if self._topology.two_levels else 1  # to be measured
+            members = self._comm.members
+            scopes = 3 if members.topology.two_levels else 1  # to be measured
             result = probe(
-                self._comm.members.group, self._topology, largest_bytes=4 << 20, seconds=4.0 * scopes,
-                kernel_seconds=1.0, device=self._comm.device,
+                members.group, members.topology, largest_bytes=4 << 20, seconds=4.0 * scopes, kernel_seconds=1.0,
+                device=members.device,
             )  # fmt: skip
             self.costs = result.costs
 

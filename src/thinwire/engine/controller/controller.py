@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thinwire.engine.buckets import Buckets, Step
-from thinwire.engine.pilot import Decision, Pilot
+from thinwire.engine.controller.pilot import Decision, Pilot
+from thinwire.engine.controller.rebuild import rebuild
 from thinwire.engine.schedules.schedule import Schedule
-from thinwire.engine.second_plan import second_plan
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,5 @@ class Controller:
         unseen = [m.index for m in reversed(managed) if not step.seen[m.index]]
         order = self._schedule.order() or [*step.arrival, *unseen]
         measured = self.pilot is not None
-        plan = second_plan(session.method, managed, session.comm, order, unseen, seconds, measured=measured)
+        plan = rebuild(session.method, managed, session.comm, order, unseen, seconds, measured=measured)
         return None if plan == buckets.plan else Decision(plan, 0.0)

@@ -1,0 +1,1 @@
+"""Which plan is in force: made once, or from what is measured while training goes on."""

@@ -1,0 +1,1 @@
+"""The other ranks: groups, small exchanges, and who is late."""

@@ -1,0 +1,1 @@
+"""What a training remembers beside its weights: residuals, loss scale, checkpoints."""

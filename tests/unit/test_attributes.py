@@ -1,0 +1,38 @@
+"""Classes of the engine and the adapters stay small: what has many attributes is several things."""
+
+import ast
+from pathlib import Path
+
+import thinwire
+
+MOST = 12
+PACKAGE = Path(thinwire.__file__).parent
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """What its methods assign on ``self``."""
+    return {
+        inside.attr
+        for inside in ast.walk(node)
+        if isinstance(inside, ast.Attribute)
+        and isinstance(inside.ctx, ast.Store)
+        and isinstance(inside.value, ast.Name)
+        and inside.value.id == "self"
+    }
+
+
+def test_no_class_of_engine_and_adapters_has_more_than_twelve_attributes():
+    found = {
+        f"{path.relative_to(PACKAGE)}: {node.name}": len(attributes(node))
+        for room in ("engine", "adapters")
+        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert len(found) > 50
+    assert not {name: count for name, count in found.items() if count > MOST}
+
+
+def test_a_handle_shows_its_users_few_names():
+    names = [name for name in dir(thinwire.GradientSync) if not name.startswith("_")] + ["services"]
+    assert len(names) <= MOST, names
