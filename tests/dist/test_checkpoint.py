@@ -102,14 +102,14 @@ def _killed_while_saving(rank, size, folder):
     tw.checkpoint.save(folder, net, optimizer, sync, 2)
     _steps(net, optimizer, rank, 2, 4)
     if rank == 0:
-        write = tw.engine.checkpoint.write_file
+        write = tw.engine.state.checkpoint.write_file
 
         def die(path, content):
             write(path, content)
             if path.name == "model.pt":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        tw.engine.checkpoint.write_file = die
+        tw.engine.state.checkpoint.write_file = die
     try:
         tw.checkpoint.save(folder, net, optimizer, sync, 4)
     except (RuntimeError, OSError):

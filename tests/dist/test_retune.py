@@ -113,7 +113,7 @@ def _twins(rank, size):
         for a, b in zip(cases.weights(net), cases.weights(twin)):
             assert torch.equal(a, b), tuned.name
         _, again, under = _train(rank, tuned, steps=2, plan=pinned)
-        assert again.settled
+        assert again.stats().settled
         assert set(under) == {pinned.hash}
         again.detach()
     return found

@@ -117,7 +117,7 @@ class DDPSync:
                 runs = SSGD()
             state = State(dist.get_rank(options.group) if here else 0, topology)
             self._session = Session(
-                runs, None, state, options.scaler, lambda: self._ordinals.names, handle="DDP hook",
+                runs, None, state, options.scaler, lambda: self._ordinals.names,
                 start=options.start, named=self._method,
             )  # fmt: skip
             if self._saved is not None:

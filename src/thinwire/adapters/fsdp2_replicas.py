@@ -58,7 +58,7 @@ class ReplicaSync:
     ) -> None:
         names = {id(p): name for name, p in model.named_parameters()}
         state = State(0 if comm is None else comm.rank, Topology(1 if comm is None else len(comm.members.ranks)))
-        self._session = Session(method, comm, state, scaler, lambda: names, handle="ReplicaSync", start=start)
+        self._session = Session(method, comm, state, scaler, lambda: names, start=start)
         self._model, self._groups, self._note, self.shards = model, tuple(groups), note, groups[0].shards
         self._end = BackwardEnd(self._finish)
         self._reduced: set[int] = set()  # modules, in the backward under way

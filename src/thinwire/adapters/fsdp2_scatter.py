@@ -84,7 +84,7 @@ class CompressedReduceScatter:
                 "the compressed reduce-scatter gives averages and sums, at once: leave out set_gradient_divide_factor"
             )
         if self._broken is not None:
-            raise RuntimeError(f"this reduce-scatter is unusable after an earlier failure: {self._broken}")
+            raise RuntimeError(f"the exchange is unusable after an earlier failure: {self._broken}")
         try:
             with torch.no_grad():
                 mean = self._comm.run(scatter_mean(input_tensor, ranks, self._dtype, self._block), "scatter")

@@ -59,7 +59,6 @@ class Session:
         state: of the method.
         scaler: the GradScaler in use; None: found at its first ``scaler.step(optimizer)``.
         names: of the parameters, by ``id``.
-        handle: what users know this by, for sentences.
         start: steps that are exact before the method begins; None: as it says itself.
         named: the method that was asked for, where another one stands in for it on a single rank.
         expected: an optimizer was named, so its steps will come.
@@ -80,13 +79,12 @@ class Session:
         scaler: Any,
         names: Callable[[], Mapping[int, str]],
         *,
-        handle: str,
         start: int | None = None,
         named: Method | None = None,
         expected: bool = False,
         before_step: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
-        self.named, self.comm, self.state, self._handle = named or method, comm, state, handle
+        self.named, self.comm, self.state = named or method, comm, state
         self.dense = beside(method)
         self.run_as(method, start)
         self.exact = self.running = False
@@ -131,7 +129,7 @@ class Session:
     def check_usable(self) -> None:
         """Raise ``RuntimeError`` after a failure, with its reason."""
         if self.broken is not None:
-            raise RuntimeError(f"this {self._handle} is unusable after an earlier failure: {self.broken}")
+            raise RuntimeError(f"the exchange is unusable after an earlier failure: {self.broken}")
 
     def begin(self) -> None:
         """A backward has begun whose gradients are exchanged."""

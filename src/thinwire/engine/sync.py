@@ -71,7 +71,7 @@ class GradientSync:
         self._settings = settings
         parameters, state = Parameters(managed), State(comm.rank if comm else 0, topology)
         self._session = session = Session(
-            method, comm, state, scaler, lambda: parameters.names, handle="GradientSync", named=settings.named,
+            method, comm, state, scaler, lambda: parameters.names, named=settings.named,
             start=settings.start_compression_step, expected=bool(optimizers), before_step=self._before_step,
         )  # fmt: skip
         order = [m.index for m in reversed(managed)]
