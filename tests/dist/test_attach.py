@@ -51,7 +51,7 @@ def _gradients(rank, size, steps):
     for name, options in METHODS:
         net = cases.model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        with tw.attach(net, optimizer, name, dense="none", start_compression_step=0, **options) as sync:
+        with tw.attach(net, optimizer, name, keep_dense="none", start_compression_step=0, **options) as sync:
             seen = []
             for step in range(steps):
                 cases.loss_of(net, rank, step).backward()

@@ -156,7 +156,7 @@ def _hurried(rank, size):
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(pause)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with tw.attach(net, optimizer, "dear", merge="none", check_order=True):
+    with tw.attach(net, optimizer, "dear", merge="none", detect_desync=True):
         for step in range(80):
             cases.loss_of(net, rank, step, width=4).backward()
             pause()

@@ -49,7 +49,7 @@ def _odd(rank, size, method, options):
         nn.init.normal_(net.a.weight)  # overwritten by rank 0's at attach
         net.count += 5
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0)
-    sync = tw.attach(net, optimizer, method, check_order=True, **options)
+    sync = tw.attach(net, optimizer, method, detect_desync=True, **options)
     assert int(net.count.sum()) == 0
     results = []
     for step in range(3):
@@ -260,7 +260,7 @@ def _subgroup(rank, size):
     mine = groups[rank % 2]
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    with tw.attach(net, optimizer, "acp", rank=2, group=mine) as sync:
+    with tw.attach(net, optimizer, "acp", rank=2, process_group=mine) as sync:
         for step in range(2):
             net.zero_grad()
             cases.loss_of(net, rank, step).backward()

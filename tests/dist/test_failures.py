@@ -135,7 +135,7 @@ def test_bad_input_is_one_sentence():
         ({"method": "topk"}, "density"),
         ({"method": "ssgd", "merge": "sometimes"}, "merge"),
         ({"method": "ssgd", "find_unused_parameters": "maybe"}, "find_unused_parameters"),
-        ({"method": "ssgd", "dense": "all"}, "dense"),
+        ({"method": "ssgd", "keep_dense": "all"}, "keep_dense"),
         ({"method": "ssgd", "plan": "adaptive!"}, "plan"),
         ({"method": "acp", "start_compression_step": -1}, "start_compression_step"),
         *(({"method": "ssgd", "timeout": value}, "timeout") for value in (-1, 0, "x", True, math.nan, math.inf)),

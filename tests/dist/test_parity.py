@@ -176,7 +176,7 @@ def _discarded(rank, size):
     for method, options in RESIDUAL:
         net = nn.Linear(16, 16)
         optimizer = _sgd(net)
-        with tw.attach(net, optimizer, method, dense="none", **options) as sync:
+        with tw.attach(net, optimizer, method, keep_dense="none", **options) as sync:
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
             net(x).square().mean().backward()
             optimizer.step()
@@ -883,7 +883,10 @@ def test_ddp_that_skips_buckets_is_told():
 def _limit_of_the_group(rank, size):
     group = torch.distributed.new_group(list(range(size)), timeout=timedelta(seconds=41))
     net = cases.model()
-    with tw.attach(net, None, "ssgd", group=group) as ours, tw.attach(cases.model(), None, "ssgd", timeout=7) as theirs:
+    with (
+        tw.attach(net, None, "ssgd", process_group=group) as ours,
+        tw.attach(cases.model(), None, "ssgd", timeout=7) as theirs,
+    ):
         return [sync._comm.timeout.total_seconds() for sync in (ours, theirs)]
 
 

@@ -39,7 +39,7 @@ def _engine(rank, size):
     for name, options, plan in CASES:
         net = cases.model()
         sync = tw.attach(
-            net, None, name, plan=plan, topology=Topology(4, 2), dense="none", check_order=True,
+            net, None, name, plan=plan, topology=Topology(4, 2), keep_dense="none", detect_desync=True,
             start_compression_step=0, **options,
         )  # fmt: skip
         results = [_gradients(net, rank, step) for step in range(STEPS)]
@@ -71,7 +71,7 @@ def test_gloo_equals_local_world():
 def _mixed(rank, size, steps):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    sync = tw.attach(net, optimizer, "ssgd", plan=MIXED, topology=Topology(4, 2), check_order=True)
+    sync = tw.attach(net, optimizer, "ssgd", plan=MIXED, topology=Topology(4, 2), detect_desync=True)
     for step in range(steps):
         cases.loss_of(net, rank, step).backward()
         optimizer.step()

@@ -65,7 +65,7 @@ def exchanged(name, options, rank, device):
     """By how much each step moved the weights at a rate of 1: the averages, whenever they come. On the CPU."""
     net, found = Given(SHAPES).to(device), []
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    with tw.attach(net, optimizer, name, dense="none", start_compression_step=0, **options) as sync:
+    with tw.attach(net, optimizer, name, keep_dense="none", start_compression_step=0, **options) as sync:
         for step in range(STEPS):
             before = [p.detach().double() for p in net.parameters()]
             net([g.to(device) for g in gradients(SHAPES, rank, step)]).backward()

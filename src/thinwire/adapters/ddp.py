@@ -41,7 +41,7 @@ def ddp_hook(
     scaler: Any = None,
     start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     topology: Topology | None = None,
     **options: Any,
 ) -> tuple["DDPSync", Hook]:
@@ -54,7 +54,7 @@ def ddp_hook(
             ``scaler.step(optimizer)``.
         start_compression_step: as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
-        group: the ``process_group`` that was given to DDP; None: the default one.
+        process_group: the one that was given to DDP; None: the default one.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
@@ -71,7 +71,7 @@ def ddp_hook(
     check_topology(topology)
     if start_compression_step is not None:
         check_count("start_compression_step", start_compression_step)
-    return DDPSync(chosen, scaler, start_compression_step, limit, group, topology), thinwire_hook
+    return DDPSync(chosen, scaler, start_compression_step, limit, process_group, topology), thinwire_hook
 
 
 def thinwire_hook(state: "DDPSync", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -140,7 +140,7 @@ class DDPSync(DDPSteps):
         return flag if self.state.size == 1 else any_rank(flag, self._group)
 
     @property
-    def group(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
         """DDP's process group."""
         found = self._group or dist.group.WORLD
         assert found is not None

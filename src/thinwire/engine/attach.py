@@ -37,16 +37,16 @@ def attach(
     method: Method | str = "ssgd",
     *,
     plan: Plan | str | None = None,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     topology: Topology | None = None,
     scaler: Any = None,
-    dense: DenseRule = "auto",
+    keep_dense: DenseRule = "auto",
     start_compression_step: int | None = None,
     find_unused_parameters: bool = False,
     gradient_as_bucket_view: bool = True,
     broadcast_buffers: bool = True,
     timeout: timedelta | float | None = None,
-    check_order: bool = False,
+    detect_desync: bool = False,
     lossy: bool = False,
     _solo: bool = False,
     _costs: Costs | None = None,
@@ -65,11 +65,11 @@ def attach(
         plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
             method's merge rule from measured times. "adaptive": measured, and made again where steps take 15 % more
             or less than predicted.
-        group: process group; None: the default one. Without any, or with one rank, nothing is exchanged.
+        process_group: None: the default one. Without any, or with one rank, nothing is exchanged.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units; LARS and LAMB watch it too. None:
             it is found at its first ``scaler.step(optimizer)``.
-        dense: "auto" (the method says which parameters it does not compress), "none", or (name, parameter) -> bool.
+        keep_dense: "auto" (the method names what it does not compress), "none", or (name, parameter) -> bool.
         start_compression_step: steps that are exact before a lossy method begins. None: 2 with low rank and Top-k,
             whose first steps say little yet; else 0.
         find_unused_parameters: with exact methods, and in 16 bits, ``.grad`` of what no rank used stays None anyway;
@@ -78,7 +78,7 @@ def attach(
             under DDP.
         broadcast_buffers: buffers that change (BatchNorm's statistics) are rank 0's after each backward.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
-        check_order: compare the sequence of issued collectives over ranks at every step (debugging).
+        detect_desync: compare the sequence of issued collectives over ranks at every step (debugging).
         lossy: "auto" may choose a method that is not exact.
 
     Returns:
@@ -130,7 +130,7 @@ def attach(
     limit = checked_timeout(timeout)
     check_scaler(scaler)
     check_topology(topology)
-    world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    world = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
     if world < 1:
         raise ValueError("this rank is not in the process group that was given to attach")
     alone = world == 1 and not (_solo and dist.is_initialized())
@@ -143,7 +143,7 @@ def attach(
         named, chosen = chosen, SSGD(merge=chosen.merge, **schedule(chosen))
         if getattr(named, "collective", "") == "auto":
             named = replace(named, collective="flat")  # type: ignore[type-var]  # as below
-    managed = managed_parameters(model, chosen, dense)
+    managed = managed_parameters(model, chosen, keep_dense)
     check_optimizers(managed, optimizers)
     for o in optimizers:
         chosen.check_optimizer(o)
@@ -154,7 +154,7 @@ def attach(
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
     communicator: Communicator | Alone | None = None
     if not alone:
-        communicator = Communicator(group, topology, managed[0].parameter.device, limit)
+        communicator = Communicator(process_group, topology, managed[0].parameter.device, limit)
     elif deferring(chosen) is not None:
         communicator = Alone(managed[0].parameter.device)
     if start_compression_step is not None:
@@ -166,15 +166,15 @@ def attach(
         broadcast_buffers=broadcast_buffers,
         pinned=pinned,
         timeout=limit,
-        check_order=check_order,
+        detect_desync=detect_desync,
         note=note,
-        dense=dense,
+        keep_dense=keep_dense,
         named=named,
     )
     pilot = None
     if isinstance(communicator, Communicator) and wanted(chosen, pinned, adaptive, auto):
         pilot = (Retune if rule_of(chosen) == "tune" else Pilot)(
-            communicator, topology, lambda m: managed_parameters(model, m, dense),
+            communicator, topology, lambda m: managed_parameters(model, m, keep_dense),
             auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
         )  # fmt: skip
     ordered, collective = bool(getattr(chosen, "ordered", False)), getattr(chosen, "collective", "flat")

@@ -62,7 +62,7 @@ class Communicator:
         with self._meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self._wire = Wire(self._lanes, self.ledger, self._note)
-        self.watch_order = False  # for ``check_order``
+        self.watch_order = False  # for ``detect_desync``
         self._order: dict[str, Any] = {}  # per lane: between lanes the order is free
         self._step = 0
         self._names: Sequence[Sequence[str]] = ()

@@ -68,7 +68,7 @@ def _blank_of(sync: GradientSync, method: Method) -> dict[str, Any]:
     """Zeros for all that this rank will remember, or keep for when there are several."""
     managed, dense = sync._managed, sync._dense
     if method is not sync.method:
-        managed = managed_parameters(sync.model, method, sync._settings.dense)
+        managed = managed_parameters(sync.model, method, sync._settings.keep_dense)
         dense = method.beside() or dense
     compressed = [(m.name, m.parameter) for m in managed if not m.dense]
     flat: dict[str, Any]

@@ -25,9 +25,9 @@ class Settings:
     broadcast_buffers: bool = True
     pinned: Plan | None = None
     timeout: timedelta | None = None
-    check_order: bool = False
+    detect_desync: bool = False
     note: str = ""
-    dense: DenseRule = "auto"
+    keep_dense: DenseRule = "auto"
     named: Method | None = None
 
 

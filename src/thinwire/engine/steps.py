@@ -112,7 +112,7 @@ class Steps:
         first = settings.pinned or make_plan(method, managed, order, (), backend)
         first.check(m.name for m in managed)
         if communicator:
-            communicator.watch_order = settings.check_order
+            communicator.watch_order = settings.detect_desync
             communicator.agree(self._facts(first))
             self._inline = communicator.backend == "gloo" and not communicator.spare_cores()
             communicator.broadcast([*model.parameters(), *model.buffers()])
@@ -364,7 +364,7 @@ class Steps:
         self._exposed += time.perf_counter() - started
         if failure:
             self._fail(failure)
-        if self._settings.check_order:
+        if self._settings.detect_desync:
             self._comm.check_order()
         if self._buffers_of_model is not None:
             self._buffers_of_model.receive()
@@ -393,7 +393,7 @@ class Steps:
         self._decision = None
         if decision.method is not None:
             self.method = decision.method
-            self._managed = managed_parameters(self.model, self.method, self._settings.dense)
+            self._managed = managed_parameters(self.model, self.method, self._settings.keep_dense)
             self._by_name = {m.name: m for m in self._managed}
             self._names = {id(m.parameter): m.name for m in self._managed}
         self.why = decision.why
