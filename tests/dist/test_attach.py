@@ -10,8 +10,8 @@ from spawned import run
 pytestmark = pytest.mark.dist
 
 
-def _against_ddp(rank, size, merge):
-    ours, sync = cases.train(rank, 8, "ssgd", {"merge": merge})
+def _against_ddp(rank, size, fusion):
+    ours, sync = cases.train(rank, 8, "ssgd", {"fusion": fusion})
     theirs = cases.train_ddp(rank, 8)
     stats = sync.stats()
     sync.detach()
@@ -19,9 +19,9 @@ def _against_ddp(rank, size, merge):
     return worst, stats.bytes_sent, stats.dense_bytes, stats.steps
 
 
-@pytest.mark.parametrize("merge", ["auto", "none", 0.002])
-def test_ssgd_equals_ddp_bit_for_bit_on_two_ranks(merge):
-    for worst, sent, dense, steps in run(_against_ddp, 2, merge):
+@pytest.mark.parametrize("fusion", ["auto", "none", 0.002])
+def test_ssgd_equals_ddp_bit_for_bit_on_two_ranks(fusion):
+    for worst, sent, dense, steps in run(_against_ddp, 2, fusion):
         assert worst == 0.0
         assert sent == dense
         assert steps == 8
@@ -36,11 +36,11 @@ METHODS = [
     ("ssgd", {}),
     ("ssgd", {"ordered": True}),
     ("cast", {"dtype": torch.bfloat16}),
-    ("acp", {"rank": 2, "merge": "none"}),
-    ("powersgd", {"rank": 2, "merge": "none"}),
-    ("topk", {"density": 0.1, "merge": "none"}),
-    ("signsgd", {"merge": "none"}),
-    ("cast", {"dtype": torch.int8, "merge": "none"}),
+    ("acp", {"rank": 2, "fusion": "none"}),
+    ("powersgd", {"rank": 2, "fusion": "none"}),
+    ("topk", {"density": 0.1, "fusion": "none"}),
+    ("signsgd", {"fusion": "none"}),
+    ("cast", {"dtype": torch.int8, "fusion": "none"}),
     ("qsgd", {}),
     ("terngrad", {}),
 ]

@@ -18,11 +18,11 @@ from spawned import run
 pytestmark = pytest.mark.dist
 METHODS = [
     ("acp", {"rank": 2}),
-    ("acp", {"rank": 2, "ordered": True, "merge": "none"}),
+    ("acp", {"rank": 2, "ordered": True, "fusion": "none"}),
     ("topk", {"density": 0.1}),
     ("powersgd", {"rank": 2}),
     ("signsgd", {}),
-    ("cast", {"dtype": torch.int8, "merge": "none"}),
+    ("cast", {"dtype": torch.int8, "fusion": "none"}),
     ("qsgd", {}),
 ]
 
@@ -67,7 +67,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
 
 
 def _save(rank, size, folder):
-    net, optimizer, sync = _build("acp", {"rank": 2, "merge": "none"})
+    net, optimizer, sync = _build("acp", {"rank": 2, "fusion": "none"})
     _steps(net, optimizer, rank, 0, 6)
     tw.checkpoint.save(folder, net, optimizer, sync, 6)
     sync.detach()
@@ -75,7 +75,7 @@ def _save(rank, size, folder):
 
 
 def _load(rank, size, folder):
-    net, optimizer, sync = _build("acp", {"rank": 2, "merge": "none"})
+    net, optimizer, sync = _build("acp", {"rank": 2, "fusion": "none"})
     assert tw.checkpoint.load(folder, net, optimizer, sync) == 6
     residuals = {n: r.double() for n, r in sync.state.residuals.items()}
     _steps(net, optimizer, rank, 6, 8)

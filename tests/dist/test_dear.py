@@ -105,9 +105,9 @@ def _everyday(rank, size):
         assert_same(*[everyday(rank, tw.ACP(**factors, **options), scaled=scaled) for options in schedules])
     names = [name for name, _ in cases.model().named_parameters()]
     single, each, odd = [names[::-1]], [[n] for n in reversed(names)], [names[3:], names[:3]]
-    changing = everyday(rank, tw.DeAR(merge="single"), adopt=[each, odd, single, each, single, odd])
-    for merge in ("none", 0.001, 1, 25):
-        assert_same(_without_norms(changing), _without_norms(everyday(rank, tw.DeAR(merge=merge))))
+    changing = everyday(rank, tw.DeAR(fusion="single"), adopt=[each, odd, single, each, single, odd])
+    for fusion in ("none", 0.001, 1, 25):
+        assert_same(_without_norms(changing), _without_norms(everyday(rank, tw.DeAR(fusion=fusion))))
     return changing
 
 

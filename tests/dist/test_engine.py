@@ -66,7 +66,7 @@ def _odd(rank, size, method, options):
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}])
 def test_odd_models(options):
-    results = run(_odd, 2, "ssgd", {"merge": "none"} | options)
+    results = run(_odd, 2, "ssgd", {"fusion": "none"} | options)
     for step in range(3):
         local = [_local(rank, step) for rank in range(2)]
         for name in local[0]:
@@ -196,7 +196,7 @@ def _recompute(rank, size):
             for other in range(size) if not attached else [rank]:
                 net = Blocks(reentrant)
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-                sync = tw.attach(net, optimizer, "ssgd", merge="none") if attached else None
+                sync = tw.attach(net, optimizer, "ssgd", fusion="none") if attached else None
                 for step in range(2):
                     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step * 7 + other)).requires_grad_()
                     net.zero_grad()
@@ -294,7 +294,7 @@ def _two_in_one_backward(rank, size, method):
     return made, weights
 
 
-_FACTORS = {"rank": 2, "verify_every": 2, "min_rate": 1.0, "merge": "none"}
+_FACTORS = {"rank": 2, "verify_every": 2, "min_rate": 1.0, "fusion": "none"}
 
 
 @pytest.mark.parametrize(

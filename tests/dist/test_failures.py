@@ -49,7 +49,7 @@ def test_ranks_that_differ_are_told_what_differs():
 def _killed(rank, size, victim, step_of_death, how):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    tw.attach(net, optimizer, "ssgd", merge="none", timeout=15)  # a busy machine may keep a live rank for seconds
+    tw.attach(net, optimizer, "ssgd", fusion="none", timeout=15)  # a busy machine may keep a live rank for seconds
     told = torch.distributed.distributed_c10d._get_default_store().clone()
     try:
         for step in range(20):
@@ -133,7 +133,7 @@ def test_bad_input_is_one_sentence():
         ({"method": "topk", "density": 0}, "density"),
         ({"method": "topk", "density": 1.5}, "density"),
         ({"method": "topk"}, "density"),
-        ({"method": "ssgd", "merge": "sometimes"}, "merge"),
+        ({"method": "ssgd", "fusion": "sometimes"}, "fusion"),
         ({"method": "ssgd", "find_unused_parameters": "maybe"}, "find_unused_parameters"),
         ({"method": "ssgd", "keep_dense": "all"}, "keep_dense"),
         ({"method": "ssgd", "plan": "adaptive!"}, "plan"),
@@ -189,7 +189,7 @@ def _delayed(rank, size, repetitions, steps):
         name, options = LOSSY[repetition % len(LOSSY)]
         net = cases.model(width=12, depth=4)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        sync = tw.attach(net, optimizer, name, merge="none", timeout=30, **options)
+        sync = tw.attach(net, optimizer, name, fusion="none", timeout=30, **options)
         for p in net.parameters():
             p.register_hook(partial(_now_and_then, delays))
         for step in range(steps):
@@ -219,7 +219,7 @@ def _recovers(rank, size, who):
     """An exception in the middle of a backward, on all ranks or on one; all go on in the same processes."""
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    options = {"rank": 1, "start_compression_step": 0, "merge": "none", "timeout": 15}
+    options = {"rank": 1, "start_compression_step": 0, "fusion": "none", "timeout": 15}
     sync, said, step, armed = tw.attach(net, optimizer, "acp", **options), "", 0, True
     while step < 6:
         if armed and step == 3 and rank in who:

@@ -32,7 +32,7 @@ class Everything(Method):
     """Each op once, several rounds of Exchange; the result depends on all of them."""
 
     name: ClassVar[str] = "everything"
-    merge: str = "none"
+    fusion: str = "none"
 
     def reduce(self, bucket, state):
         x, size, rank = bucket.gradient(), state.size, state.rank

@@ -725,7 +725,7 @@ def _unused(rank, size, topology, listed):
     return found
 
 
-CARRYING = [*EXACT, *VIEWS, ("ssgd", {"merge": "none"}), ("dear", {"merge": "none"}), ("dear", {"guard": False})]
+CARRYING = [*EXACT, *VIEWS, ("ssgd", {"fusion": "none"}), ("dear", {"fusion": "none"}), ("dear", {"guard": False})]
 FOUND = [(m, o | {"find_unused_parameters": True}) for m, o in RESIDUAL]
 
 
@@ -826,7 +826,7 @@ def _starts(rank, size):
             optimizers = [_sgd(net) for net in nets]
             exact = []
             with (
-                tw.attach(nets[0], optimizers[0], "ssgd", merge="none"),
+                tw.attach(nets[0], optimizers[0], "ssgd", fusion="none"),
                 tw.attach(nets[1], optimizers[1], name, start_compression_step=start, **options) as sync,
             ):
                 for step in range(5):

@@ -1,4 +1,4 @@
-"""``merge="tune"`` on real ranks: every plan on all of them, the slowest decides, and no bit of training changes."""
+"""``fusion="tune"`` on real ranks: every plan on all of them, the slowest decides, and no bit of training changes."""
 
 import logging
 
@@ -64,7 +64,7 @@ def _chosen(rank, size):
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         try:
-            _, sync, hashes = _train(rank, tw.SSGD(merge="tune"), seconds=seconds)
+            _, sync, hashes = _train(rank, tw.SSGD(fusion="tune"), seconds=seconds)
         finally:
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
@@ -91,11 +91,11 @@ def test_the_slowest_rank_decides_and_all_follow():
 
 
 METHODS = [
-    (tw.SSGD(ordered=True, merge="tune"), tw.SSGD(ordered=True, merge="single")),
-    (tw.DeAR(merge="tune"), tw.SSGD(ordered=True, merge="none")),
-    (tw.Cast("bf16", decoupled=True, merge="tune"), tw.Cast("bf16", ordered=True, merge=1)),
+    (tw.SSGD(ordered=True, fusion="tune"), tw.SSGD(ordered=True, fusion="single")),
+    (tw.DeAR(fusion="tune"), tw.SSGD(ordered=True, fusion="none")),
+    (tw.Cast("bf16", decoupled=True, fusion="tune"), tw.Cast("bf16", ordered=True, fusion=1)),
 ]
-OTHERS = [tw.ACP(rank=2, min_rate=1.0, decoupled=True, merge="tune"), tw.TopK(0.2, merge="tune")]
+OTHERS = [tw.ACP(rank=2, min_rate=1.0, decoupled=True, fusion="tune"), tw.TopK(0.2, fusion="tune")]
 
 
 def _twins(rank, size):
@@ -155,7 +155,7 @@ def _differ(rank, size):
     before = retune.Plan
     retune.Plan = _Garbled if rank == 1 else before
     try:
-        _train(rank, tw.SSGD(merge="tune"), seconds=_many)
+        _train(rank, tw.SSGD(fusion="tune"), seconds=_many)
     except ValueError as error:
         return str(error)
     finally:
@@ -171,7 +171,7 @@ def _adaptive(rank, size):
     """Settled; then steps take no time at all on the clock, which is not what was measured."""
     before, retune.WATCH_STEPS = retune.WATCH_STEPS, 6
     try:
-        net, sync, _ = _train(rank, tw.SSGD(merge="tune"), seconds=_few, plan="adaptive")
+        net, sync, _ = _train(rank, tw.SSGD(fusion="tune"), seconds=_few, plan="adaptive")
     finally:
         retune.WATCH_STEPS = before
     settled = sync.settled, sync._pilot.decisions

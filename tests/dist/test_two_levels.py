@@ -85,11 +85,11 @@ def test_buckets_that_go_different_ways_do_not_hang():
     assert all(torch.equal(a, b) for other in results for a, b in zip(results[0], other))
 
 
-def _train(rank, size, folder, layout, first, last, merge):
+def _train(rank, size, folder, layout, first, last, fusion):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     sync = tw.attach(
-        net, optimizer, "hitopk", density=0.1, start_compression_step=0, merge=merge, topology=Topology(size, layout)
+        net, optimizer, "hitopk", density=0.1, start_compression_step=0, fusion=fusion, topology=Topology(size, layout)
     )
     if first:
         assert tw.checkpoint.load(folder, net, optimizer, sync) == first
@@ -152,7 +152,7 @@ def _auto(rank, size, costs):
     net = cases.model(width=64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     sync = tw.attach(
-        net, optimizer, "ssgd", collective="auto", merge="none", topology=Topology(4, 2), _costs=Costs.from_json(costs)
+        net, optimizer, "ssgd", collective="auto", fusion="none", topology=Topology(4, 2), _costs=Costs.from_json(costs)
     )
     before = [b.collective for b in sync.plan.phases[0]]
     for step in range(14):

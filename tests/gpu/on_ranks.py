@@ -16,7 +16,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives.topology import topology_of
 
-ALONE = {"merge": "none"}  # these choose or scale values per bucket, which LocalWorld does not make
+ALONE = {"fusion": "none"}  # these choose or scale values per bucket, which LocalWorld does not make
 METHODS = [
     ("ssgd", {}),
     ("ssgd", {"ordered": True}),
@@ -113,7 +113,7 @@ def timed(name, options, rank, device, width, steps=20):
     on_card, seconds = device.type == "cuda", []
     wrapped = nn.parallel.DistributedDataParallel(net) if name is None else net
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    options = {key: value for key, value in options.items() if key != "merge"}
+    options = {key: value for key, value in options.items() if key != "fusion"}
     sync = None if name is None else tw.attach(net, optimizer, name, **options)
     if on_card:
         torch.cuda.reset_peak_memory_stats(device)

@@ -48,7 +48,7 @@ def ddp_hook(
     """State and hook for ``ddp_model.register_comm_hook(*ddp_hook("acp", rank=4))``; one pair per DDP model.
 
     Args:
-        method: a name with its ``options``, or an instance. Buckets are DDP's, so ``merge`` has no effect: set
+        method: a name with its ``options``, or an instance. Buckets are DDP's, so ``fusion`` has no effect: set
             ``bucket_cap_mb``. Embeddings cannot be told from other matrices here.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units. None: it is found at its first
             ``scaler.step(optimizer)``.

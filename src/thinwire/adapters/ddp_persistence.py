@@ -17,6 +17,7 @@ from thinwire.engine.persistence import (
     local_of,
     owes,
     reshard,
+    saved_options,
     split,
     split_shared,
 )
@@ -27,7 +28,7 @@ log = logging.getLogger("thinwire")
 
 def _options(method: Method) -> str:
     """The options that factors depend on; buckets are DDP's."""
-    return json.dumps({key: str(value) for key, value in method.options().items() if key != "merge"}, sort_keys=True)
+    return json.dumps({key: str(value) for key, value in method.options().items() if key != "fusion"}, sort_keys=True)
 
 
 def to_state_dict(
@@ -100,7 +101,7 @@ def from_state_dict(state: State, method: Method, saved: Mapping[str, Any], sour
         }
     local = local_of(saved, state.rank, old_size == state.size)
     shared = split_shared(saved)
-    if shared and saved["options"] != _options(method):
+    if shared and saved_options(saved["options"], method) != json.loads(_options(method)):
         log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
         shared = {}
     if state.size == 1:  # kept, not used: what is zero needs no memory

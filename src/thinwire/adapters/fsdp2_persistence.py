@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.engine.persistence import VERSION, blank, check_scaled, counted, scaled, split
+from thinwire.engine.persistence import VERSION, blank, check_scaled, counted, saved_options, scaled, split
 
 if TYPE_CHECKING:
     from thinwire.adapters.fsdp2_replicas import ReplicaSync
@@ -26,7 +26,7 @@ log = logging.getLogger("thinwire")
 def _options(sync: ReplicaSync) -> str:
     """The options that factors depend on; buckets are FSDP2's."""
     options = sync.method.options().items()
-    return json.dumps({key: str(value) for key, value in options if key != "merge"}, sort_keys=True)
+    return json.dumps({key: str(value) for key, value in options if key != "fusion"}, sort_keys=True)
 
 
 def _shard(sync: ReplicaSync) -> str:
@@ -92,7 +92,7 @@ def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
         for field, named in _fields(saved, f"shared/{_shard(sync)}/").items()
     }
     drawn = any(named for named in shared.values())
-    if drawn and saved["options"] != _options(sync):
+    if drawn and saved_options(saved["options"], sync.method) != json.loads(_options(sync)):
         log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
         shared = {}
     elif shared and not drawn and int(saved["step"]):

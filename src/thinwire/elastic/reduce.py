@@ -69,7 +69,7 @@ class ActiveReduce(Method):
 
     inner: Method = field(default_factory=SSGD)
     divisor: str = "world"
-    merge: Any = field(init=False, default="auto")
+    fusion: Any = field(init=False, default="auto")
     announced: _Announced = field(default_factory=_Announced, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class ActiveReduce(Method):
             )
         for name in ("has_residual", "exact"):
             object.__setattr__(self, name, getattr(inner, name))
-        object.__setattr__(self, "merge", inner.merge)
+        object.__setattr__(self, "fusion", inner.fusion)
 
     def announce(self, active: ActiveSet, sync: GradientSync, step: int, everyone: Sequence[ActiveSet] = ()) -> None:
         """Say what this step's gradients can touch, before its backward. All ranks must call it alike.

@@ -18,7 +18,7 @@ from thinwire.engine.communicator import Communicator
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
 from thinwire.engine.pilot import Pilot, wanted
 from thinwire.engine.retune import Retune
-from thinwire.engine.settings import Settings, check_scaler, check_topology, checked_timeout
+from thinwire.engine.settings import Settings, capped, check_scaler, check_topology, checked_timeout
 from thinwire.engine.sync import GradientSync, attached_to
 from thinwire.methods.base import check_count
 from thinwire.methods.decoupling import deferring, schedule
@@ -37,6 +37,7 @@ def attach(
     method: Method | str = "ssgd",
     *,
     plan: Plan | str | None = None,
+    bucket_cap_mb: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     topology: Topology | None = None,
     scaler: Any = None,
@@ -62,8 +63,9 @@ def attach(
             script updates the weights by itself; not for decoupled methods.
         method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" begins as
             S-SGD, measures the first dozen steps and the network (5 s), and takes what it predicts to be fastest.
+        bucket_cap_mb: as DDP's, the most MiB of gradients in a bucket: ``fusion=`` of a method that is named.
         plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
-            method's merge rule from measured times. "adaptive": measured, and made again where steps take 15 % more
+            method's fusion rule from measured times. "adaptive": measured, and made again where steps take 15 % more
             or less than predicted.
         process_group: None: the default one. Without any, or with one rank, nothing is exchanged.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
@@ -97,6 +99,8 @@ def attach(
         if not isinstance(o, torch.optim.Optimizer):
             raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
     auto = isinstance(method, str) and method.lower() == "auto"
+    if bucket_cap_mb is not None:
+        options = capped(method, options, bucket_cap_mb)
     if auto and options:
         raise ValueError(f'"auto" chooses the options itself; leave out {", ".join(options)} or name a method')
     if lossy and not auto:
@@ -140,7 +144,7 @@ def attach(
             note = f"one rank only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd{chosen.alone}"
             if chosen.alone:
                 logger.warning("thinwire: %s", note)
-        named, chosen = chosen, SSGD(merge=chosen.merge, **schedule(chosen))
+        named, chosen = chosen, SSGD(fusion=chosen.fusion, **schedule(chosen))
         if getattr(named, "collective", "") == "auto":
             named = replace(named, collective="flat")  # type: ignore[type-var]  # as below
     managed = managed_parameters(model, chosen, keep_dense)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from thinwire.engine.sync import GradientSync
 
 VERSION = 1
+_NOW = {"merge": "fusion"}
+"""What options are called that had another name when states of this version were first written."""
+
 log = logging.getLogger("thinwire")
 
 
@@ -62,6 +65,12 @@ def to_state_dict(sync: GradientSync) -> dict[str, Any]:
 
 def _options(method: Method) -> str:
     return json.dumps({key: str(value) for key, value in method.options().items()}, sort_keys=True)
+
+
+def saved_options(text: str, method: Method) -> dict[str, str]:
+    """The options in a state by the names that they have now; ``method`` is the attached one."""
+    known = method.options()
+    return {name if name in known else _NOW.get(name, name): value for name, value in json.loads(text).items()}
 
 
 def _blank_of(sync: GradientSync, method: Method) -> dict[str, Any]:
@@ -234,8 +243,8 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
         mine = {name: value for name, value in mine.items() if value.any()}
         local = {f: {name: x for name, x in named.items() if x.any()} for f, named in local.items()}
     shared = split_shared(state)
-    options = _options(method)
-    if shared and _without_merge(options) != _without_merge(state["options"]):
+    options, before = json.loads(_options(method)), saved_options(state["options"], method)
+    if shared and _without_fusion(options) != _without_fusion(before):
         log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
         shared = {}
     device = sync.device
@@ -254,7 +263,7 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
             companions[name] = saved
         else:
             log.warning("thinwire: the state was saved without %s, which begins anew", name)
-    same = state["method"] == method.name and state["options"] == options
+    same = state["method"] == method.name and before == options
     plan = None
     # What stands in on one rank plans for itself alone.
     if sync._settings.pinned is None and same and state.get("plan") and stands_in == (old_size == 1):
@@ -296,9 +305,9 @@ def adopt(sync: GradientSync, found: Fitting) -> None:
         sync.adopt_plan(found.plan)
 
 
-def _without_merge(options: str) -> dict[str, Any]:
+def _without_fusion(options: Mapping[str, str]) -> dict[str, str]:
     """The options that factors depend on: not which tensors share a bucket."""
-    return {key: value for key, value in json.loads(options).items() if key != "merge"}
+    return {key: value for key, value in options.items() if key != "fusion"}
 
 
 def _check_names(sync: GradientSync, names: set[str]) -> None:

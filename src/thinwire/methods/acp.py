@@ -45,7 +45,7 @@ class ACP(LowRank, Decoupling):
         seed: of the first bases.
         verify_every: steps between checks that the bases are bitwise equal on all ranks (also at the second that is
             compressed); 0: never.
-        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order: equal bits under any plan.
         collective, decoupled, guard, eager, check: as of :class:`~thinwire.methods.ssgd.SSGD`.
     """

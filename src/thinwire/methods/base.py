@@ -13,19 +13,19 @@ from thinwire.planner.merge import Merge
 from thinwire.program import AllGather, Bucket, ReduceScatter, Slot, State, working_dtype
 
 
-def check_merge(merge: Any, *, sparse: bool = False) -> None:
-    """Raise ``ValueError`` unless ``merge`` is of the merge vocabulary: a word, a number of MiB, a ``Merge``.
+def check_fusion(fusion: Any, *, sparse: bool = False) -> None:
+    """Raise ``ValueError`` unless ``fusion`` is of its vocabulary: a word, a number of MiB, a ``Merge``.
 
     ``sparse``: the method selects, so that of the two published rules OMGS's applies and not MG-WFBP's.
     """
     words = ("auto", "none", "single", "optimal", "omgs" if sparse else "mgwfbp", "tune")
-    if isinstance(merge, Merge):
+    if isinstance(fusion, Merge):
         return
-    if isinstance(merge, str):
-        if merge not in words:
-            raise ValueError(f"merge={merge!r} is unknown; use a number of MiB or one of {', '.join(words)}")
-    elif isinstance(merge, bool) or not isinstance(merge, (int, float)) or not merge > 0:
-        raise ValueError(f"merge={merge!r} must be a positive number of MiB or one of {', '.join(words)}")
+    if isinstance(fusion, str):
+        if fusion not in words:
+            raise ValueError(f"fusion={fusion!r} is unknown; use a number of MiB or one of {', '.join(words)}")
+    elif isinstance(fusion, bool) or not isinstance(fusion, (int, float)) or not fusion > 0:
+        raise ValueError(f"fusion={fusion!r} must be a positive number of MiB or one of {', '.join(words)}")
 
 
 def check_count(name: str, value: Any, least: int = 0) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from thinwire.methods import linear8
 from thinwire.methods.base import all_reduce as sum_over_ranks
-from thinwire.methods.base import check_count, check_flag, check_merge
+from thinwire.methods.base import check_count, check_flag, check_fusion
 from thinwire.methods.decoupling import Decoupling, check_decoupling, decoupled_sum
 from thinwire.methods.exchanges import check_collective
 from thinwire.methods.prices import COPY, IN_PLACE, Prices, elements
@@ -45,7 +45,7 @@ class Cast(Decoupling, Method):
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``, or "bf16" or "fp16"; or ``torch.int8``, "int8".
         block: elements that share a scale, with int8.
-        merge: fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
+        fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order: equal bits under any plan; not with int8.
         collective, decoupled, guard, eager, check: as of :class:`~thinwire.methods.ssgd.SSGD`.
     """
@@ -55,7 +55,7 @@ class Cast(Decoupling, Method):
 
     dtype: torch.dtype | str = torch.bfloat16
     block: int = 256
-    merge: Any = "auto"
+    fusion: Any = "auto"
     ordered: bool = False
     collective: str = "flat"
 
@@ -66,7 +66,7 @@ class Cast(Decoupling, Method):
                 f"dtype={self.dtype!r} is unknown; use torch.bfloat16 ('bf16'), torch.float16 ('fp16') or torch.int8"
             )
         object.__setattr__(self, "dtype", dtype)
-        check_merge(self.merge)
+        check_fusion(self.fusion)
         check_flag("ordered", self.ordered)
         check_count("block", self.block, 8)
         if self.block % 8:

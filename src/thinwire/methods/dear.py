@@ -31,7 +31,7 @@ class DeAR(SSGD):
     """Exact averaging on the decoupled schedule: ``SSGD(decoupled=True)`` by its published name.
 
     Args:
-        merge: fusion: MiB, "none", "single", "optimal", "tune", a ``Merge`` or "auto".
+        fusion: MiB, "none", "single", "optimal", "tune", a ``Merge`` or "auto".
         guard: one small exchange at the end of backward, so that all ranks know of a non-finite gradient. Between
             CPUs that share no link only a ``GradScaler`` and ``find_unused_parameters=True`` wait for it; elsewhere
             False saves its latency where no ``GradScaler`` is in use.

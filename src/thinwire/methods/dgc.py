@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
-from thinwire.methods.base import all_finite, check_flag, check_merge, poison
+from thinwire.methods.base import all_finite, check_flag, check_fusion, poison
 from thinwire.methods.feedback import Warmup
 from thinwire.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, LINE_PASSES, Prices, elements
 from thinwire.methods.sparse import (
@@ -63,7 +63,7 @@ class DGC(Method):
         select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
         warmup: a :class:`~thinwire.methods.feedback.Warmup`, as the published runs have it, or None.
         wire: dtype of the values on the wire: "fp32", "bf16" or "fp16".
-        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
     name: ClassVar[str] = "dgc"
@@ -79,7 +79,7 @@ class DGC(Method):
     select: str = "threshold"
     warmup: Warmup | None = None
     wire: str = "fp32"
-    merge: Any = "auto"
+    fusion: Any = "auto"
 
     def __post_init__(self) -> None:
         check_options(self.density, self.select, self.wire, self.warmup)
@@ -93,7 +93,7 @@ class DGC(Method):
         check_flag("masking", self.masking)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov=True needs a momentum above 0")
-        check_merge(self.merge, sparse=True)
+        check_fusion(self.fusion, sparse=True)
 
     def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
         """Vectors and embeddings stay dense: they are small, or sparse already."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from thinwire.kernels.pairs import add_pairs, pack, to_wire, unpack, wire_dtype
 from thinwire.kernels.seeding import generator
 from thinwire.kernels.select import keep_count, top_k
-from thinwire.methods.base import all_finite, check_merge, poison
+from thinwire.methods.base import all_finite, check_fusion, poison
 from thinwire.methods.exchanges import padded
 from thinwire.methods.prices import COPY, FINITE, IN_PLACE, LINE_PASSES, READ, WRITE, Prices, elements
 from thinwire.methods.shards import cuts, in_place, with_debts
@@ -55,7 +55,7 @@ class HiTopK(Method):
         select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
         select_options: its options.
         wire: dtype of the values across: "fp32", "bf16" or "fp16"; inside a node the gradient's own.
-        merge: fusion: MiB of dense gradient, "none", "single", a ``Merge`` or "auto".
+        fusion: MiB of dense gradient, "none", "single", a ``Merge`` or "auto".
     """
 
     name: ClassVar[str] = "hitopk"
@@ -68,13 +68,13 @@ class HiTopK(Method):
     select: str = "exact"
     select_options: Mapping[str, Any] | None = None
     wire: str = "fp32"
-    merge: Any = "auto"
+    fusion: Any = "auto"
 
     def __post_init__(self) -> None:
         check_options(self.density, self.select, self.wire, None)
-        check_merge(self.merge)
-        if self.merge in ("optimal", "mgwfbp", "tune"):
-            raise ValueError(f'merge={self.merge!r} has no price for two levels: use MiB, "none", "single" or "auto"')
+        check_fusion(self.fusion)
+        if self.fusion in ("optimal", "mgwfbp", "tune"):
+            raise ValueError(f'fusion={self.fusion!r} has no price for two levels: use MiB, "none", "single" or "auto"')
         top_k(torch.zeros(1), 1, self.select, **(self.select_options or {}))  # an unknown option raises here
 
     def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:

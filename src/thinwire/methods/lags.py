@@ -33,7 +33,7 @@ class LAGS(Method):
     Args:
         max_ratio: no layer is compressed more than this many times.
         exposed_seconds: what the last layer's exchange may take after backward.
-        merge: "none": layer by layer, which is the method.
+        fusion: "none": layer by layer, which is the method.
         wire: dtype of the values on the wire: "fp32", "bf16" or "fp16".
         error_feedback: keep what was not sent; False is for ablations.
     """
@@ -44,7 +44,7 @@ class LAGS(Method):
 
     max_ratio: float = 1000
     exposed_seconds: float = 0.0
-    merge: Any = "none"
+    fusion: Any = "none"
     wire: str = "fp32"
     error_feedback: bool = True
 
@@ -53,7 +53,7 @@ class LAGS(Method):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
                 raise ValueError(f"{name}={value!r} must be a number of at least {least}")
-        check_choice("merge", self.merge, ("none",))
+        check_choice("fusion", self.fusion, ("none",))
         check_choice("wire", self.wire, tuple(WIRES))
         check_flag("error_feedback", self.error_feedback)
         if not self.error_feedback:

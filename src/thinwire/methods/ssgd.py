@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from thinwire.methods.base import average_flat, check_merge
+from thinwire.methods.base import average_flat, check_fusion
 from thinwire.methods.decoupling import Decoupling, average_decoupled, check_decoupling
 from thinwire.methods.exchanges import check_collective
 from thinwire.methods.prices import Prices, elements
@@ -25,7 +25,7 @@ class SSGD(Decoupling, Method):
     """Exact averaging.
 
     Args:
-        merge: fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
+        fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
         ordered: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
         collective: "flat"; over nodes of several ranks "three_phase" or "torus"; "auto": for each bucket the fastest by
             measured times (flat until the plan has them); "threshold:<MB>": three-phase up to so many MB, flat above.
@@ -35,12 +35,12 @@ class SSGD(Decoupling, Method):
     name: ClassVar[str] = "ssgd"
     light: ClassVar[bool] = True
     exact: ClassVar[bool] = True
-    merge: Any = "auto"
+    fusion: Any = "auto"
     ordered: bool = False
     collective: str = "flat"
 
     def __post_init__(self) -> None:
-        check_merge(self.merge)
+        check_fusion(self.fusion)
         check_collective(self.collective, ordered=self.ordered)
         check_decoupling(self, collective=self.collective)
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
-from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge
+from thinwire.methods.base import all_finite, check_choice, check_flag, check_fusion
 from thinwire.methods.butterfly import butterfly
 from thinwire.methods.feedback import Warmup, accumulate_flat, stage_flat
 from thinwire.methods.prices import Prices, elements
@@ -49,12 +49,12 @@ class TopK(Method):
     Args:
         density: share of the elements that is sent, in (0, 1].
         exchange: "allgather", "gtopk", "oktopk", or "auto": the cheapest for each bucket, by measured costs where the
-            plan is made from them (``merge="optimal"``, ``plan="adaptive"``), else by those of an assumed link.
+            plan is made from them (``fusion="optimal"``, ``plan="adaptive"``), else by those of an assumed link.
         select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
         wire: dtype of the values on the wire: "fp32", "bf16" or "fp16"; "gtopk" needs "fp32".
         error_feedback: keep what was not sent; False is for ablations.
         warmup: a :class:`~thinwire.methods.feedback.Warmup`, or None.
-        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         capacity: room for one region's pairs under "oktopk", in units of k / P; at least 1.
     """
 
@@ -68,7 +68,7 @@ class TopK(Method):
     wire: str = "fp32"
     error_feedback: bool = True
     warmup: Warmup | None = None
-    merge: Any = "auto"
+    fusion: Any = "auto"
     capacity: float = 1.5
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class TopK(Method):
                 f'wire={self.wire!r} would round the two sides of a merge differently: gTop-k needs "fp32"'
             )
         check_flag("error_feedback", self.error_feedback)
-        check_merge(self.merge, sparse=True)
+        check_fusion(self.fusion, sparse=True)
         capacity = self.capacity
         if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 1 <= capacity < math.inf:
             raise ValueError(f"capacity={capacity!r} must be a number of at least 1")

@@ -42,7 +42,7 @@ class Method(abc.ABC):
     light: ClassVar[bool] = False
     shards: ClassVar[bool] = False
     alone: ClassVar[str] = ""
-    merge: Any = "auto"
+    fusion: Any = "auto"
 
     @abc.abstractmethod
     def reduce(self, bucket: Bucket, state: State) -> Program:

@@ -41,7 +41,7 @@ class Counting(torch.optim.SGD):
 def test_one_update_per_parameter_and_step():
     net = make()
     optimizer = Counting(net.parameters(), lr=0.1)
-    with tw.attach(net, optimizer, "dear", merge="none") as sync:
+    with tw.attach(net, optimizer, "dear", fusion="none") as sync:
         for step in range(4):
             loss_of(net, step).backward()
             assert sync.pending == ()
@@ -61,7 +61,7 @@ def test_one_update_per_parameter_and_step():
 def both(loop, **options):
     """What a loop leaves behind with S-SGD and decoupled."""
     results = []
-    for method in (tw.SSGD(), tw.DeAR(merge="none", check=True, **options)):
+    for method in (tw.SSGD(), tw.DeAR(fusion="none", check=True, **options)):
         net = make()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         with tw.attach(net, optimizer, method) as sync:
@@ -182,7 +182,7 @@ def test_a_step_that_is_not_taken_leaves_nothing():
 
 def test_two_optimizers_that_step_apart():
     results = []
-    for method in (tw.SSGD(), tw.DeAR(merge="single")):
+    for method in (tw.SSGD(), tw.DeAR(fusion="single")):
         net = make()
         a = torch.optim.SGD(net[0].parameters(), lr=0.1)
         b = torch.optim.Adam([*net[2].parameters(), *net[4].parameters()], lr=0.01)
@@ -202,7 +202,7 @@ def test_two_optimizers_that_step_apart():
 @pytest.mark.parametrize("fused", [False, True])
 def test_scaler_and_clipping(fused):
     results = []
-    for method in (tw.SSGD(), tw.DeAR(merge="none", check=True)):
+    for method in (tw.SSGD(), tw.DeAR(fusion="none", check=True)):
         net = make()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
@@ -286,8 +286,8 @@ def test_options_that_are_refused():
     with pytest.raises(ValueError, match="guard"):
         tw.ACP(decoupled=True, guard=False)
     for bad in (0, -1, "tiny"):
-        with pytest.raises(ValueError, match="merge"):
-            tw.DeAR(merge=bad)
+        with pytest.raises(ValueError, match="fusion"):
+            tw.DeAR(fusion=bad)
     with pytest.raises(ValueError, match="eager"):
         tw.DeAR(eager=3)
     with pytest.raises(ValueError, match="SSGD"):

@@ -14,18 +14,18 @@ MAJORITY = tw.SignSGD(error_feedback=False, vote="majority")
         ([tw.ACP(rank=2)], tw.ACP(rank=2)),
         (["qsgd"], tw.QSGD()),
         ([tw.TopK(0.1), tw.Cast("fp16")], tw.TopK(0.1, wire="fp16")),
-        ([tw.TopK(0.1, merge=2), "cast"], tw.TopK(0.1, wire="bf16", merge=2)),
-        ([tw.TopK(0.1), tw.Cast("fp16", merge=2)], tw.TopK(0.1, wire="fp16", merge=2)),
+        ([tw.TopK(0.1, fusion=2), "cast"], tw.TopK(0.1, wire="bf16", fusion=2)),
+        ([tw.TopK(0.1), tw.Cast("fp16", fusion=2)], tw.TopK(0.1, wire="fp16", fusion=2)),
         ([tw.HiTopK(0.1), tw.Cast("bf16")], tw.HiTopK(0.1, wire="bf16")),
         ([tw.LAGS(20), tw.Cast("fp16")], tw.LAGS(20, wire="fp16")),
         ([tw.OMGS(0.1), tw.Cast("fp16")], tw.OMGS(0.1, wire="fp16")),
         ([tw.TopK(0.1, wire="bf16"), "cast"], tw.TopK(0.1, wire="bf16")),
         (["ssgd", "cast"], tw.Cast()),
         ([tw.ACP(rank=2), tw.SSGD(ordered=True)], tw.ACP(rank=2, ordered=True)),
-        ([tw.SSGD(merge="single"), tw.QSGD()], tw.QSGD(merge="single")),
+        ([tw.SSGD(fusion="single"), tw.QSGD()], tw.QSGD(fusion="single")),
         (["cast", "dear"], tw.Cast(decoupled=True)),
         ([tw.DeAR(guard=False), tw.Cast("fp16")], tw.Cast("fp16", decoupled=True, guard=False)),
-        (["ssgd", tw.TopK(0.1), "cast", tw.SSGD(merge="none")], tw.TopK(0.1, wire="bf16", merge="none")),
+        (["ssgd", tw.TopK(0.1), "cast", tw.SSGD(fusion="none")], tw.TopK(0.1, wire="bf16", fusion="none")),
     ],
 )
 def test_sound_compositions_are_one_method(methods, want):
@@ -59,7 +59,7 @@ def test_sound_compositions_are_one_method(methods, want):
         ([tw.TopK(0.1, error_feedback=False), tw.ACP(error_feedback=False)], "not what the first sends"),
         ([tw.SignSGD(), tw.SSGD(ordered=True)], "SignSGD has no option 'ordered'"),
         ([tw.TopK(0.1), tw.Cast(ordered=True)], "TopK has no option 'ordered'"),
-        ([tw.ACP(merge=2), tw.SSGD(merge=4)], "merge=2 and merge=4 in one chain"),
+        ([tw.ACP(fusion=2), tw.SSGD(fusion=4)], "fusion=2 and fusion=4 in one chain"),
     ],
 )
 def test_others_are_refused_with_the_reason(methods, words):

@@ -166,7 +166,7 @@ def test_refusals():
         ({"density": 0.1, "select": "most"}, "select='most' is unknown"),
         ({"density": 0.1, "select_options": {"rounds": 3}}, "rounds"),
         ({"density": 0.1, "wire": "int8"}, "'fp32', 'fp16', 'bf16'|'fp32', 'bf16', 'fp16'"),
-        ({"density": 0.1, "merge": "optimal"}, "no price for two levels"),
+        ({"density": 0.1, "fusion": "optimal"}, "no price for two levels"),
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             HiTopK(**options)

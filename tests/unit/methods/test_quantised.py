@@ -314,7 +314,7 @@ def test_what_is_kept():
         (lambda: QSGD(block=12), "block=12 must be a multiple of 8"),
         (lambda: QSGD(norm="l1"), "norm='l1' is unknown"),
         (lambda: QSGD(seed=-1), "seed=-1"),
-        (lambda: QSGD(merge="some"), "merge='some' is unknown"),
+        (lambda: QSGD(fusion="some"), "fusion='some' is unknown"),
         (lambda: TernGrad(clip=0), "clip=0 must be a number of standard deviations above 0, or None"),
         (lambda: TernGrad(clip=float("nan")), "clip=nan"),
         (lambda: TernGrad(clip=True), "clip=True"),

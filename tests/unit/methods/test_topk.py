@@ -121,7 +121,7 @@ def test_refusals():
         ({"select": "best"}, "select='best' is unknown"),
         ({"wire": "int8"}, "'fp32', 'bf16', 'fp16'"),
         ({"warmup": 3}, "Warmup"),
-        ({"merge": "all"}, "merge"),
+        ({"fusion": "all"}, "fusion"),
     ):
         with pytest.raises(ValueError, match=words):
             TopK(0.1, **options)
