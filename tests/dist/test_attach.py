@@ -34,7 +34,7 @@ def test_ssgd_equals_ddp_on_four_ranks():
 
 METHODS = [
     ("ssgd", {}),
-    ("ssgd", {"ordered": True}),
+    ("ssgd", {"deterministic": True}),
     ("cast", {"dtype": torch.bfloat16}),
     ("acp", {"rank": 2, "fusion": "none"}),
     ("powersgd", {"rank": 2, "fusion": "none"}),

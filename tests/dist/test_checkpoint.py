@@ -18,7 +18,7 @@ from spawned import run
 pytestmark = pytest.mark.dist
 METHODS = [
     ("acp", {"rank": 2}),
-    ("acp", {"rank": 2, "ordered": True, "fusion": "none"}),
+    ("acp", {"rank": 2, "deterministic": True, "fusion": "none"}),
     ("topk", {"density": 0.1}),
     ("powersgd", {"rank": 2}),
     ("signsgd", {}),

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 
 METHODS = [
     ("ssgd", {}),
-    ("ssgd", {"ordered": True}),
+    ("ssgd", {"deterministic": True}),
     ("cast", {"dtype": torch.bfloat16}),
     ("acp", {"rank": 2}),
     ("powersgd", {"rank": 2}),

@@ -20,7 +20,7 @@ def _low_rank(rank, size):
     for decoupled in (False, True):
         net = cases.model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        method = tw.ACP(rank=2, min_rate=1.0, ordered=True, verify_every=7, decoupled=decoupled)
+        method = tw.ACP(rank=2, min_rate=1.0, deterministic=True, verify_every=7, decoupled=decoupled)
         with tw.attach(net, optimizer, method, start_compression_step=0) as sync:
             for step in range(50):
                 with sync.no_sync():
@@ -127,7 +127,7 @@ def _uneven(rank, size):
     for found in (False, True):
         for options in ({}, {"guard": False}):
             results = []
-            for method in (tw.SSGD(ordered=True), tw.DeAR(check=True, fusion="none", **options)):
+            for method in (tw.SSGD(deterministic=True), tw.DeAR(check=True, fusion="none", **options)):
                 net = Uneven()
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
                 with tw.attach(net, optimizer, method, find_unused_parameters=found):

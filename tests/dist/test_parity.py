@@ -28,7 +28,7 @@ RESIDUAL = [
 ]
 EXACT = [
     ("ssgd", {}),
-    ("ssgd", {"ordered": True}),
+    ("ssgd", {"deterministic": True}),
     ("cast", {"dtype": "bf16"}),
     ("cast", {"dtype": "fp16"}),
     ("dear", {}),

@@ -91,9 +91,9 @@ def test_the_slowest_rank_decides_and_all_follow():
 
 
 METHODS = [
-    (tw.SSGD(ordered=True, fusion="tune"), tw.SSGD(ordered=True, fusion="single")),
-    (tw.DeAR(fusion="tune"), tw.SSGD(ordered=True, fusion="none")),
-    (tw.Cast("bf16", decoupled=True, fusion="tune"), tw.Cast("bf16", ordered=True, fusion=1)),
+    (tw.SSGD(deterministic=True, fusion="tune"), tw.SSGD(deterministic=True, fusion="single")),
+    (tw.DeAR(fusion="tune"), tw.SSGD(deterministic=True, fusion="none")),
+    (tw.Cast("bf16", decoupled=True, fusion="tune"), tw.Cast("bf16", deterministic=True, fusion=1)),
 ]
 OTHERS = [tw.ACP(rank=2, min_rate=1.0, decoupled=True, fusion="tune"), tw.TopK(0.2, fusion="tune")]
 

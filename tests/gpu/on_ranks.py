@@ -19,7 +19,7 @@ from thinwire.collectives.topology import topology_of
 ALONE = {"fusion": "none"}  # these choose or scale values per bucket, which LocalWorld does not make
 METHODS = [
     ("ssgd", {}),
-    ("ssgd", {"ordered": True}),
+    ("ssgd", {"deterministic": True}),
     ("ssgd", {"collective": "torus"}),
     ("dear", {}),
     ("cast", {"dtype": "bf16"}),

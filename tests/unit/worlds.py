@@ -21,7 +21,7 @@ from thinwire.methods.topk import TopK
 
 FEEDBACK = [
     ACP(rank=2, min_rate=1.0),
-    ACP(rank=3, compress="matrices", ordered=True),
+    ACP(rank=3, compress="matrices", deterministic=True),
     PowerSGD(rank=2, min_rate=1.0),
     SignSGD(),
     SignSGD(levels=2),
@@ -40,7 +40,7 @@ FEEDBACK = [
 MOMENTUM = [DGC(0.1), DGC(1.0, nesterov=True)]
 UNBIASED = [QSGD(), QSGD(bits=2, norm="l2"), TernGrad()]
 DECOUPLED = [DeAR(), Cast(decoupled=True), ACP(rank=2, min_rate=1.0, decoupled=True)]
-EVERY = [SSGD(), SSGD(ordered=True), Cast(), Cast("fp16"), *DECOUPLED, OneBit(), *UNBIASED, *MOMENTUM, *FEEDBACK]
+EVERY = [SSGD(), SSGD(deterministic=True), Cast(), Cast("fp16"), *DECOUPLED, OneBit(), *UNBIASED, *MOMENTUM, *FEEDBACK]
 SHAPES = {"w": (12, 9), "b": (5,), "conv": (6, 4, 2, 2), "s": (), "empty": (0, 3), "row": (1, 8), "column": (8, 1)}
 PLAN = [["w", "b", "empty"], ["conv", "s"], ["row", "column"]]
 

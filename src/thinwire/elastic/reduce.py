@@ -133,7 +133,7 @@ class ActiveReduce(Method):
 
     def beside(self) -> Method:
         """Parameters that the inner method does not compress are packed too."""
-        plain = self.inner.beside() or SSGD(ordered=bool(getattr(self.inner, "ordered", False)))
+        plain = self.inner.beside() or SSGD(deterministic=bool(getattr(self.inner, "deterministic", False)))
         return ActiveReduce(plain, announced=self.announced)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:

@@ -181,8 +181,8 @@ def attach(
             communicator, topology, lambda m: managed_parameters(model, m, keep_dense),
             auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
         )  # fmt: skip
-    ordered, collective = bool(getattr(chosen, "ordered", False)), getattr(chosen, "collective", "flat")
-    plain = chosen.beside() or SSGD(ordered=ordered, collective=collective, **schedule(chosen))
+    deterministic, collective = bool(getattr(chosen, "deterministic", False)), getattr(chosen, "collective", "flat")
+    plain = chosen.beside() or SSGD(deterministic=deterministic, collective=collective, **schedule(chosen))
     try:
         sync = GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings, pilot)
     except BaseException as error:

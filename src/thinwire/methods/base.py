@@ -46,12 +46,14 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
 
 
-def all_reduce(x: Tensor, state: State, *, ordered: bool, collective: str = "flat") -> Generator[Any, Tensor, Tensor]:
-    """Sum over the world; ``ordered=True``: in rank order, as reduce-scatter and all-gather, same bytes. Owns ``x``.
+def all_reduce(
+    x: Tensor, state: State, *, deterministic: bool, collective: str = "flat"
+) -> Generator[Any, Tensor, Tensor]:
+    """Sum over the world; ``deterministic=True``: in rank order, by reduce-scatter and all-gather. Owns ``x``.
 
     ``collective``: the sub-program of :mod:`~thinwire.methods.exchanges` otherwise.
     """
-    if not ordered:
+    if not deterministic:
         return (yield from all_reduce_by(collective, x, state))
     size = x.numel()
     shard = yield ReduceScatter(padded(x, state.size))
@@ -95,7 +97,7 @@ def own_memory(slot: Slot) -> Tensor | None:
 
 
 def average_flat(
-    bucket: Bucket, state: State, *, ordered: bool, watch: bool = False, collective: str = "flat"
+    bucket: Bucket, state: State, *, deterministic: bool, watch: bool = False, collective: str = "flat"
 ) -> Generator[Any, Tensor, None]:
     """The program of S-SGD; ``watch=True``: with a verdict, for methods that hold a residual elsewhere.
 
@@ -103,7 +105,7 @@ def average_flat(
     """
     if bucket.numel == 0:
         return
-    total = yield from all_reduce(bucket.shares(state.size), state, ordered=ordered, collective=collective)
+    total = yield from all_reduce(bucket.shares(state.size), state, deterministic=deterministic, collective=collective)
     if watch:
         state.verdict(all_finite(total))
     bucket.write(total)

@@ -29,7 +29,8 @@ def chain(*methods: Method | str) -> Method:
     """One method that does what the given ones do, the first first.
 
     Sound are: a sparse method and ``Cast`` in 16 bits (the values travel in 16 bits, and their rounding error is fed
-    back); any method and ``SSGD`` or ``DeAR``, whose options (``ordered``, ``decoupled``, ``fusion``) it takes over.
+    back); any method and ``SSGD`` or ``DeAR``, whose options (``deterministic``, ``decoupled``, ``fusion``) it takes
+    over.
 
     Args:
         methods: names or instances, at least one.

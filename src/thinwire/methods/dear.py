@@ -38,7 +38,7 @@ class DeAR(SSGD):
         eager: names of modules whose parameters are updated in ``optimizer.step()``, because something reads them
             without calling the module; True: all, for optimizers that look at all gradients together.
         check: parameters hold NaN until they are updated, so that a read of an old value shows (debugging).
-        ordered: sum in rank order: equal bits under any plan (on Gloo always).
+        deterministic: sum in rank order: equal bits under any plan (on Gloo always).
 
     Raises:
         ValueError: an option is out of range.

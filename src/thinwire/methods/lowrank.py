@@ -37,7 +37,7 @@ class LowRank(Method):
     seed: int = 0
     verify_every: int = 1000
     fusion: Any = "auto"
-    ordered: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank, 1)
@@ -48,7 +48,7 @@ class LowRank(Method):
         check_count("seed", self.seed)
         check_count("verify_every", self.verify_every)
         check_fusion(self.fusion)
-        check_flag("ordered", self.ordered)
+        check_flag("deterministic", self.deterministic)
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
 

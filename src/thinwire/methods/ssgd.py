@@ -3,7 +3,7 @@
 Paper: wait-free backpropagation (Zhang et al., Poseidon, 2017) with tensor fusion (Shi et al., MG-WFBP, 1811.11141).
 
 Differences from the papers: buckets launch in plan order on every rank; gradients are divided before the sum, so that
-16 bits cannot overflow; ``ordered=True`` adds in rank order, so that bits do not depend on bucket boundaries.
+16 bits cannot overflow; ``deterministic=True`` adds in rank order, so that bits do not depend on bucket boundaries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SSGD(Decoupling, Method):
 
     Args:
         fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
-        ordered: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
+        deterministic: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
         collective: "flat"; over nodes of several ranks "three_phase" or "torus"; "auto": for each bucket the fastest by
             measured times (flat until the plan has them); "threshold:<MB>": three-phase up to so many MB, flat above.
         decoupled, guard, eager, check: see :class:`~thinwire.methods.decoupling.Decoupling`.
@@ -36,12 +36,12 @@ class SSGD(Decoupling, Method):
     light: ClassVar[bool] = True
     exact: ClassVar[bool] = True
     fusion: Any = "auto"
-    ordered: bool = False
+    deterministic: bool = False
     collective: str = "flat"
 
     def __post_init__(self) -> None:
         check_fusion(self.fusion)
-        check_collective(self.collective, ordered=self.ordered)
+        check_collective(self.collective, deterministic=self.deterministic)
         check_decoupling(self, collective=self.collective)
 
     def sums(self, shape: Sequence[int]) -> bool:
@@ -55,11 +55,11 @@ class SSGD(Decoupling, Method):
         prices = Prices(costs, topology.world_size, topology)
         if self.decoupled:
             return prices.average_decoupled(elements(shapes))
-        return prices.average_flat(elements(shapes), ordered=self.ordered, collective=self.collective)
+        return prices.average_flat(elements(shapes), deterministic=self.deterministic, collective=self.collective)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-reduce of the gradients over the world size; decoupled: in two halves."""
         if self.decoupled:
             yield from average_decoupled(bucket, state)
         else:
-            yield from average_flat(bucket, state, ordered=self.ordered, collective=self.collective)
+            yield from average_flat(bucket, state, deterministic=self.deterministic, collective=self.collective)

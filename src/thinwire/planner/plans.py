@@ -52,7 +52,9 @@ def default_fusion(method: Method, backend: str) -> Any:
 
 def follows_network(method: Method, backend: str) -> bool:
     """Whether ``fusion="auto"`` of a method follows the network: plain averages on Gloo, coupled, flat."""
-    plain = method.light and getattr(method, "collective", "flat") == "flat" and not getattr(method, "ordered", False)
+    plain = (
+        method.light and getattr(method, "collective", "flat") == "flat" and not getattr(method, "deterministic", False)
+    )
     return plain and backend == "gloo" and not getattr(method, "decoupled", False) and rule_of(method) == "auto"
 
 

@@ -320,7 +320,7 @@ def test_what_is_kept():
         (lambda: TernGrad(clip=True), "clip=True"),
         (lambda: Cast("int4"), "dtype='int4' is unknown"),
         (lambda: Cast("int8", block=12), "block=12 must be a multiple of 8"),
-        (lambda: Cast("int8", ordered=True), "ordered=True cannot hold with int8"),
+        (lambda: Cast("int8", deterministic=True), "deterministic=True cannot hold with int8"),
         (lambda: Cast("int8", decoupled=True), "leave out decoupled=True"),
         (lambda: OneBit(levels=1), "levels=1 is unknown"),
     ],

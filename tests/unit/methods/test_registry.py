@@ -51,7 +51,7 @@ def test_resolve():
         ("powersgd", {"min_rate": -1}, "min_rate=-1"),
         ("powersgd", {"compress": "all"}, "'paying', 'matrices'"),
         ("acp", {"fusion": 0}, "fusion=0"),
-        ("acp", {"ordered": "yes"}, "True or False"),
+        ("acp", {"deterministic": "yes"}, "True or False"),
         ("cast", {"dtype": "int4"}, "torch.bfloat16"),
         ("cast", {"dtype": torch.float32}, "torch.bfloat16"),
         ("ssgd", {"rank": 2}, "unknown option of ssgd: 'rank'"),

@@ -63,7 +63,7 @@ def test_plain_averages_follow_the_network_and_nothing_else_does():
     # From four on there is one more, a small first one.
     assert [buckets(SSGD(), rate) for rate in (1e6, 1e3, 100, 10)] == [1, 3, 11, 40]
     assert buckets(Cast("bf16"), 100) == 8  # half the bytes: sqrt(2) fewer
-    for method in (SSGD(fusion=4), SSGD(ordered=True), SSGD(decoupled=True), TopK(0.01)):
+    for method in (SSGD(fusion=4), SSGD(deterministic=True), SSGD(decoupled=True), TopK(0.01)):
         assert len({buckets(method, rate) for rate in (1e6, 10)}) == 1
     assert len({buckets(SSGD(), rate, "nccl") for rate in (1e6, 10)}) == 1
 

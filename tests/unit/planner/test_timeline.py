@@ -24,7 +24,7 @@ from thinwire.planner.timeline import LANES, simulate
 from thinwire.program import Plan, Topology
 from thinwire.program.trace import trace
 
-METHODS = [SSGD(), SSGD(ordered=True), Cast(), SignSGD(), TopK(0.1), PowerSGD(rank=2), ACP(rank=2), DeAR()]
+METHODS = [SSGD(), SSGD(deterministic=True), Cast(), SignSGD(), TopK(0.1), PowerSGD(rank=2), ACP(rank=2), DeAR()]
 
 
 def random_case(draw):

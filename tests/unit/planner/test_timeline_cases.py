@@ -148,7 +148,7 @@ def test_dense_buckets():
     assert [e.name for e in lane(timeline, "link world")] == ["AllGather", "AllReduce"]
     same = simulate(TopK(0.1), profile, TWO, Costs.of_link(1e9, 1e-4, 2), dense=SSGD())
     assert same == timeline
-    ordered = simulate(TopK(0.1), profile, TWO, Costs.of_link(1e9, 1e-4, 2), dense=SSGD(ordered=True))
+    ordered = simulate(TopK(0.1), profile, TWO, Costs.of_link(1e9, 1e-4, 2), dense=SSGD(deterministic=True))
     assert [e.name for e in lane(ordered, "link world")] == ["AllGather", "ReduceScatter", "AllGather"]
 
 
