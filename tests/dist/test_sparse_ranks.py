@@ -17,9 +17,9 @@ METHODS = [
     tw.TopK(0.1, exchange="auto", select="threshold"),
     tw.GTopK(0.1),
     tw.OkTopk(0.1),
-    tw.OkTopk(0.2, wire="bf16"),
+    tw.OkTopk(0.2, value_dtype="bf16"),
     tw.DGC(0.1),
-    tw.DGC(0.1, nesterov=True, clip=0.5, wire="fp16", select="exact"),
+    tw.DGC(0.1, nesterov=True, clip=0.5, value_dtype="fp16", select="exact"),
 ]
 
 

@@ -23,7 +23,7 @@ CASES = [
     ("cast", {"dtype": "fp16", "collective": "torus"}, Plan.of(*[TWO])),
     ("acp", {"rank": 2, "min_rate": 1.0, "collective": "torus"}, Plan.of(TWO, TWO)),
     ("hitopk", {"density": 0.1}, Plan.of(*[TWO])),
-    ("hitopk", {"density": 0.1, "wire": "fp16"}, Plan.of(*[[[n] for n in NAMES]])),
+    ("hitopk", {"density": 0.1, "value_dtype": "fp16"}, Plan.of(*[[[n] for n in NAMES]])),
 ]
 STEPS = 3
 

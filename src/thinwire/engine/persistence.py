@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from thinwire.engine.sync import GradientSync
 
 VERSION = 1
-_NOW = {"merge": "fusion", "ordered": "deterministic"}
+_NOW = {"merge": "fusion", "ordered": "deterministic", "wire": "value_dtype"}
 """What options are called that had another name when states of this version were first written."""
 
 log = logging.getLogger("thinwire")

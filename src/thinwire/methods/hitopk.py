@@ -54,7 +54,7 @@ class HiTopK(Method):
         density: share of each shard that is sent across, in (0, 1].
         select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
         select_options: its options.
-        wire: dtype of the values across: "fp32", "bf16" or "fp16"; inside a node the gradient's own.
+        value_dtype: of the values across: "fp32", "bf16" or "fp16"; inside a node the gradient's own.
         fusion: MiB of dense gradient, "none", "single", a ``Merge`` or "auto".
     """
 
@@ -67,11 +67,11 @@ class HiTopK(Method):
     density: float
     select: str = "exact"
     select_options: Mapping[str, Any] | None = None
-    wire: str = "fp32"
+    value_dtype: str = "fp32"
     fusion: Any = "auto"
 
     def __post_init__(self) -> None:
-        check_options(self.density, self.select, self.wire, None)
+        check_options(self.density, self.select, self.value_dtype, None)
         check_fusion(self.fusion)
         if self.fusion in ("optimal", "mgwfbp", "tune"):
             raise ValueError(f'fusion={self.fusion!r} has no price for two levels: use MiB, "none", "single" or "auto"')
@@ -83,7 +83,7 @@ class HiTopK(Method):
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """What a node sends of each tensor to another node, in units of fp32 elements."""
-        return message_units((keep_count(n, self.density) for n in super().payload(shapes, phase)), self.wire)
+        return message_units((keep_count(n, self.density) for n in super().payload(shapes, phase)), self.value_dtype)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
@@ -135,7 +135,7 @@ class HiTopK(Method):
         k = keep_count(size, self.density)
         draw = None if self.select == "exact" or a.is_meta else generator("select", bucket.index, state.step)
         values, index = top_k(a, k, self.select, draw, **(self.select_options or {}))
-        sent = to_wire(torch.where(all_finite(a), values, torch.nan), wire_dtype(self.wire, a.dtype))
+        sent = to_wire(torch.where(all_finite(a), values, torch.nan), wire_dtype(self.value_dtype, a.dtype))
         a[index] = values - sent.to(a.dtype)
         if begin >= d:  # a shard of nothing but padding; each rank has some residual, so that none seems lost
             state.stage_slice(bucket.slots[0].name, 0, a[:0])

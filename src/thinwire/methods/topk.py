@@ -51,7 +51,7 @@ class TopK(Method):
         exchange: "allgather", "gtopk", "oktopk", or "auto": the cheapest for each bucket, by measured costs where the
             plan is made from them (``fusion="optimal"``, ``plan="adaptive"``), else by those of an assumed link.
         select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
-        wire: dtype of the values on the wire: "fp32", "bf16" or "fp16"; "gtopk" needs "fp32".
+        value_dtype: of the values on the wire: "fp32", "bf16" or "fp16"; "gtopk" needs "fp32".
         error_feedback: keep what was not sent; False is for ablations.
         warmup: a :class:`~thinwire.methods.feedback.Warmup`, or None.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
@@ -65,18 +65,18 @@ class TopK(Method):
     density: float
     exchange: str = "allgather"
     select: str = "exact"
-    wire: str = "fp32"
+    value_dtype: str = "fp32"
     error_feedback: bool = True
     warmup: Warmup | None = None
     fusion: Any = "auto"
     capacity: float = 1.5
 
     def __post_init__(self) -> None:
-        check_options(self.density, self.select, self.wire, self.warmup)
+        check_options(self.density, self.select, self.value_dtype, self.warmup)
         check_choice("exchange", self.exchange, (*EXCHANGES, "auto"))
-        if self.exchange == "gtopk" and self.wire != "fp32":
+        if self.exchange == "gtopk" and self.value_dtype != "fp32":
             raise ValueError(
-                f'wire={self.wire!r} would round the two sides of a merge differently: gTop-k needs "fp32"'
+                f'value_dtype={self.value_dtype!r} would round the two sides of a merge differently: gTop-k needs "fp32"'
             )
         check_flag("error_feedback", self.error_feedback)
         check_fusion(self.fusion, sparse=True)
@@ -94,7 +94,7 @@ class TopK(Method):
         """The message of each tensor in units of fp32 elements: 2 k for fp32 pairs; "oktopk": of all its boxes."""
         room = self.capacity if self.exchange == "oktopk" else 1.0
         kept = (keep_count(size, self.density) for size in super().payload(shapes, phase))
-        return message_units((math.ceil(room * k) for k in kept), self.wire)
+        return message_units((math.ceil(room * k) for k in kept), self.value_dtype)
 
     def kept(self, d: int, step: int) -> int:
         """Entries sent for a bucket of ``d`` elements at a step."""
@@ -105,7 +105,7 @@ class TopK(Method):
         """The exchange of a bucket; "auto", where no plan has decided, follows from these numbers alone."""
         if self.exchange != "auto":
             return self.exchange
-        return assumed_cheapest(d, k, ranks, self.wire, self.capacity)
+        return assumed_cheapest(d, k, ranks, self.value_dtype, self.capacity)
 
     def settle(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Costs) -> str:
         """For "auto": the cheapest exchange of a bucket by measured costs."""
@@ -113,7 +113,7 @@ class TopK(Method):
         if self.exchange != "auto" or not size or topology.world_size == 1:
             return ""
         k = min(size, kept) or keep_count(size, self.density)
-        return cheapest(size, k, topology.world_size, costs, self.wire, self.capacity)
+        return cheapest(size, k, topology.world_size, costs, self.value_dtype, self.capacity)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
@@ -138,7 +138,7 @@ class TopK(Method):
         k = min(d, bucket.kept) or self.kept(d, state.step)
         a = accumulate_flat(bucket, state) if self.error_feedback else bucket.gradient()
         values, index = choose(a, k, self.select, bucket, state)
-        exchange, wire = self.exchange_of(d, k, ranks), wire_dtype(self.wire, a.dtype)
+        exchange, wire = self.exchange_of(d, k, ranks), wire_dtype(self.value_dtype, a.dtype)
         if exchange == "gtopk":
             (sums, places), taken = yield from butterfly(values, index, state)
             left = torch.where(taken, 0, values)

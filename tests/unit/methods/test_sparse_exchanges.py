@@ -26,7 +26,7 @@ from thinwire.planner.timeline import simulate
 from thinwire.program import AllGather, LocalWorld, Plan, PlanBucket, Topology
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12)
-METHODS = [TopK(0.05), GTopK(0.05), OkTopk(0.05), OkTopk(0.05, capacity=1.0), OkTopk(0.3, wire="bf16")]
+METHODS = [TopK(0.05), GTopK(0.05), OkTopk(0.05), OkTopk(0.05, capacity=1.0), OkTopk(0.3, value_dtype="bf16")]
 
 
 @dataclass(frozen=True)
