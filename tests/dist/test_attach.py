@@ -19,6 +19,13 @@ def _against_ddp(rank, size, fusion):
     return worst, stats.bytes_sent, stats.dense_bytes, stats.steps
 
 
+def test_bucket_cap_mb_is_fusion_by_the_word_of_ddp():
+    for name in ("bucket_cap_mb", "fusion"):
+        net = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(5)))  # 1 KiB each
+        with tw.attach(net, None, "ssgd", **{name: 0.002}) as sync:
+            assert [len(bucket.names) for bucket in sync.plan.phases[0]] == [2, 2, 1]
+
+
 @pytest.mark.parametrize("fusion", ["auto", "none", 0.002])
 def test_ssgd_equals_ddp_bit_for_bit_on_two_ranks(fusion):
     for worst, sent, dense, steps in run(_against_ddp, 2, fusion):

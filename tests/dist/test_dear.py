@@ -51,7 +51,7 @@ def _every_optimizer(rank, size):
     for wire in ("bf16", "fp16"):
         twins = [plain(rank, tw.Cast(wire, deterministic=True, decoupled=d), "adamw", plan=plan) for d in (False, True)]
         assert_same(*twins)
-    return plain(rank, tw.DeAR(guard=False), "nesterov")
+    return plain(rank, tw.DeAR(check_finite=False), "nesterov")
 
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))])
@@ -99,11 +99,12 @@ def _everyday(rank, size):
     plan = tw.Plan.of(PLAN)
     for scaled in (False, True):
         twins = [
-            everyday(rank, m, plan=plan, scaled=scaled) for m in (tw.SSGD(deterministic=True), tw.DeAR(check=True))
+            everyday(rank, m, plan=plan, scaled=scaled)
+            for m in (tw.SSGD(deterministic=True), tw.DeAR(poison_stale=True))
         ]
         assert_same(*twins)
         factors = {"rank": 2, "min_rate": 1.0, "deterministic": True}
-        schedules = [{}, {"decoupled": True}, {"decoupled": True, "eager": True}]
+        schedules = [{}, {"decoupled": True}, {"decoupled": True, "update_in_step": True}]
         assert_same(*[everyday(rank, tw.ACP(**factors, **options), scaled=scaled) for options in schedules])
     names = [name for name, _ in cases.model().named_parameters()]
     single, each, odd = [names[::-1]], [[n] for n in reversed(names)], [names[3:], names[:3]]

@@ -125,9 +125,9 @@ class Uneven(nn.Module):
 
 def _uneven(rank, size):
     for found in (False, True):
-        for options in ({}, {"guard": False}):
+        for options in ({}, {"check_finite": False}):
             results = []
-            for method in (tw.SSGD(deterministic=True), tw.DeAR(check=True, fusion="none", **options)):
+            for method in (tw.SSGD(deterministic=True), tw.DeAR(poison_stale=True, fusion="none", **options)):
                 net = Uneven()
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
                 with tw.attach(net, optimizer, method, find_unused_parameters=found):

@@ -81,7 +81,7 @@ def _refusals(rank, size):
         with pytest.raises(ValueError, match="bucket"):
             tw.attach(net, make(net.parameters()), "dear")
         make_whole = make(net.parameters())
-        with tw.attach(net, make_whole, "dear", eager=True):  # the refused one has left nothing behind
+        with tw.attach(net, make_whole, "dear", update_in_step=True):  # the refused one has left nothing behind
             for step in range(2):
                 cases.loss_of(net, rank, step).backward()
                 make_whole.step()

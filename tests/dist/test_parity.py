@@ -725,7 +725,13 @@ def _unused(rank, size, topology, listed):
     return found
 
 
-CARRYING = [*EXACT, *VIEWS, ("ssgd", {"fusion": "none"}), ("dear", {"fusion": "none"}), ("dear", {"guard": False})]
+CARRYING = [
+    *EXACT,
+    *VIEWS,
+    ("ssgd", {"fusion": "none"}),
+    ("dear", {"fusion": "none"}),
+    ("dear", {"check_finite": False}),
+]
 FOUND = [(m, o | {"find_unused_parameters": True}) for m, o in RESIDUAL]
 
 
@@ -809,7 +815,7 @@ def test_sentences():
 STARTS = [
     ("acp", {"rank": 1}),
     ("powersgd", {"rank": 1}),
-    ("acp", {"rank": 1, "decoupled": True, "eager": True}),
+    ("acp", {"rank": 1, "decoupled": True, "update_in_step": True}),
     *((name, {"density": 0.1}) for name in ("topk", "gtopk", "oktopk", "omgs")),
     ("hitopk", {"density": 0.1, "topology": tw.Topology(2)}),
     ("signsgd", {}),

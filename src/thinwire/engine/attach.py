@@ -63,7 +63,7 @@ def attach(
             script updates the weights by itself; not for decoupled methods.
         method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" begins as
             S-SGD, measures the first dozen steps and the network (5 s), and takes what it predicts to be fastest.
-        bucket_cap_mb: as DDP's, the most MiB of gradients in a bucket: ``fusion=`` of a method that is named.
+        bucket_cap_mb: MiB of gradients in a bucket, DDP's word: the same as the ``fusion=`` of a named method.
         plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
             method's fusion rule from measured times. "adaptive": measured, and made again where steps take 15 % more
             or less than predicted.

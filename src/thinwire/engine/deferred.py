@@ -63,14 +63,14 @@ class Deferred:
         self._options = options
         self._index = {id(m.parameter): m.index for m in managed}
         self._early = _early(model, managed, options)
-        self._model, self._whole = model, options.eager is True
+        self._model, self._whole = model, options.update_in_step is True
         self._see_compiled()
         self._grads = [DeferredGrad(m.parameter) for m in managed]
         self._need = Need(model, managed, sorted(self._early))
         self._learning = not self._whole
         self._shards: Shards | None = None
         self._pending: dict[int, list[Part]] = {}
-        self._old: dict[int, Tensor] = {}  # with check=True: values of parameters that are NaN for the time being
+        self._old: dict[int, Tensor] = {}  # with poison_stale=True: values of parameters that are NaN for now
         self._stale: set[int] = set()
         self.accumulated = False  # gradients that have not been reduced
         self._handles: list[Any] = []
@@ -109,7 +109,8 @@ class Deferred:
             module = m.name.rpartition(".")[0]
             raise RuntimeError(
                 f"{m.name} was used before its update: something reads it without calling its module; attach with "
-                f'eager=("{module}",), so that it is updated in optimizer.step() (eager=True for a compiled model)'
+                f'update_in_step=("{module}",), so that it is updated in optimizer.step() (update_in_step=True for a '
+                "compiled model)"
             )
         if gradient.layout is not torch.strided:
             raise TypeError(f"{m.name} received a sparse gradient, which thinwire does not exchange: use sparse=False")
@@ -167,7 +168,7 @@ class Deferred:
             for index in part.indices:
                 parameter = self._managed[index].parameter
                 parameter.grad = None
-                if self._options.check and index not in self._early:
+                if self._options.poison_stale and index not in self._early:
                     self._old[index] = parameter.detach().clone()
                     with torch.no_grad():
                         parameter.fill_(torch.nan)
@@ -202,12 +203,12 @@ class Deferred:
             exact: parameters that no rank used keep None now; otherwise it is seen in their averages.
 
         Returns:
-            What waits for the verdict: whether all is finite, as a 0-dim bool tensor; None without a guard.
+            What waits for the verdict: whether all is finite, as a 0-dim bool tensor; None where it is not asked for.
         """
         self._shards, self.accumulated = shards, False
         used = [shards.memories[b].used[i] for b, i in shards.where] if exact else None
         finite = None
-        if self._options.guard:
+        if self._options.check_finite:
             verdict = guard.exchange(self._comm, [p.shard for p in shards.paused.values()], used)
             finite, used = verdict.finite, verdict.used
         elif used is not None:
@@ -359,14 +360,16 @@ def _refuse_second() -> NoReturn:
 
 
 def _early(model: nn.Module, managed: Sequence[Managed], options: Decoupling) -> set[int]:
-    """The parameters of the modules named in ``eager``."""
-    if isinstance(options.eager, bool):
+    """The parameters of the modules named in ``update_in_step``."""
+    if isinstance(options.update_in_step, bool):
         return set()
     modules = dict(model.named_modules())
     wanted: set[int] = set()
-    for name in options.eager:
+    for name in options.update_in_step:
         if name not in modules:
-            raise ValueError(f"eager: the model has no module {name!r}; it has {', '.join(filter(None, modules))}")
+            raise ValueError(
+                f"update_in_step: the model has no module {name!r}; it has {', '.join(filter(None, modules))}"
+            )
         inside = {id(p) for p in modules[name].parameters()}
         wanted |= {m.index for m in managed if id(m.parameter) in inside}
     return wanted

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from thinwire.engine.sync import GradientSync
 
 VERSION = 1
-_NOW = {"merge": "fusion", "ordered": "deterministic", "wire": "value_dtype"}
+_NOW = {
+    "merge": "fusion",
+    "ordered": "deterministic",
+    "wire": "value_dtype",
+    "guard": "check_finite",
+    "eager": "update_in_step",
+    "check": "poison_stale",
+}
 """What options are called that had another name when states of this version were first written."""
 
 log = logging.getLogger("thinwire")

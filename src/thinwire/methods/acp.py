@@ -47,7 +47,7 @@ class ACP(LowRank, Decoupling):
             compressed); 0: never.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         deterministic: sum in rank order: equal bits under any plan.
-        collective, decoupled, guard, eager, check: as of :class:`~thinwire.methods.ssgd.SSGD`.
+        collective, decoupled, check_finite, update_in_step, poison_stale: as of :class:`~thinwire.methods.ssgd.SSGD`.
     """
 
     name: ClassVar[str] = "acp"

@@ -47,7 +47,7 @@ class Cast(Decoupling, Method):
         block: elements that share a scale, with int8.
         fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
         deterministic: sum in rank order: equal bits under any plan; not with int8.
-        collective, decoupled, guard, eager, check: as of :class:`~thinwire.methods.ssgd.SSGD`.
+        collective, decoupled, check_finite, update_in_step, poison_stale: as of :class:`~thinwire.methods.ssgd.SSGD`.
     """
 
     name: ClassVar[str] = "cast"

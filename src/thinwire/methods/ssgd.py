@@ -29,7 +29,7 @@ class SSGD(Decoupling, Method):
         deterministic: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
         collective: "flat"; over nodes of several ranks "three_phase" or "torus"; "auto": for each bucket the fastest by
             measured times (flat until the plan has them); "threshold:<MB>": three-phase up to so many MB, flat above.
-        decoupled, guard, eager, check: see :class:`~thinwire.methods.decoupling.Decoupling`.
+        decoupled, check_finite, update_in_step, poison_stale: see :class:`~thinwire.methods.decoupling.Decoupling`.
     """
 
     name: ClassVar[str] = "ssgd"

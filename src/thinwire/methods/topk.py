@@ -76,7 +76,8 @@ class TopK(Method):
         check_choice("exchange", self.exchange, (*EXCHANGES, "auto"))
         if self.exchange == "gtopk" and self.value_dtype != "fp32":
             raise ValueError(
-                f'value_dtype={self.value_dtype!r} would round the two sides of a merge differently: gTop-k needs "fp32"'
+                f"value_dtype={self.value_dtype!r} would round the two sides of a merge differently: "
+                'gTop-k needs "fp32"'
             )
         check_flag("error_feedback", self.error_feedback)
         check_fusion(self.fusion, sparse=True)

@@ -140,7 +140,7 @@ def equal(a, b):
 @pytest.mark.parametrize("fusion", ["none", 25])
 @pytest.mark.parametrize("name", MODELS)
 def test_bitwise_ssgd(name, fusion):
-    deferred = train(MODELS[name], tw.DeAR(fusion=fusion, check=True))
+    deferred = train(MODELS[name], tw.DeAR(fusion=fusion, poison_stale=True))
     equal(train(MODELS[name], tw.SSGD()), deferred)
 
 
@@ -164,13 +164,17 @@ class Peeking(nn.Module):
 
 
 def test_a_read_behind_the_hooks_back_is_named():
-    with pytest.raises(RuntimeError, match=r'child\.(weight|bias) was used before its update.*eager=\("child",\)'):
+    with pytest.raises(
+        RuntimeError, match=r'child\.(weight|bias) was used before its update.*update_in_step=\("child",\)'
+    ):
         train(Peeking, tw.DeAR(fusion="none"))
-    equal(train(Peeking, tw.SSGD()), train(Peeking, tw.DeAR(fusion="none", eager=("child",), check=True)))
+    equal(
+        train(Peeking, tw.SSGD()), train(Peeking, tw.DeAR(fusion="none", update_in_step=("child",), poison_stale=True))
+    )
     with pytest.raises(ValueError, match="no module 'chidl'"):
-        train(Peeking, tw.DeAR(eager=("chidl",)))
+        train(Peeking, tw.DeAR(update_in_step=("chidl",)))
 
 
 @pytest.mark.parametrize("name", ["twice", "skipping"])
 def test_eager_updates_in_step(name):
-    equal(train(MODELS[name], tw.SSGD()), train(MODELS[name], tw.DeAR(eager=True)))
+    equal(train(MODELS[name], tw.SSGD()), train(MODELS[name], tw.DeAR(update_in_step=True)))

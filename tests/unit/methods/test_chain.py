@@ -24,7 +24,7 @@ MAJORITY = tw.SignSGD(error_feedback=False, vote="majority")
         ([tw.ACP(rank=2), tw.SSGD(deterministic=True)], tw.ACP(rank=2, deterministic=True)),
         ([tw.SSGD(fusion="single"), tw.QSGD()], tw.QSGD(fusion="single")),
         (["cast", "dear"], tw.Cast(decoupled=True)),
-        ([tw.DeAR(guard=False), tw.Cast("fp16")], tw.Cast("fp16", decoupled=True, guard=False)),
+        ([tw.DeAR(check_finite=False), tw.Cast("fp16")], tw.Cast("fp16", decoupled=True, check_finite=False)),
         (["ssgd", tw.TopK(0.1), "cast", tw.SSGD(fusion="none")], tw.TopK(0.1, value_dtype="bf16", fusion="none")),
     ],
 )
