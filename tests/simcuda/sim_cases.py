@@ -23,7 +23,7 @@ STEPS = 6
 
 Case = Callable[..., AbstractContextManager[Any]]
 _low = {"rank": 2, "min_rate": 1.0}
-_kfac = {"factor_every": 1, "inverse_every": 2, "costs": Costs.of_link(1e9, 50e-6, 4)}
+_kfac = {"factor_update_steps": 1, "inv_update_steps": 2, "costs": Costs.of_link(1e9, 50e-6, 4)}
 
 
 def _plain(parameters: Any) -> torch.optim.Optimizer:
