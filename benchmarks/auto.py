@@ -19,13 +19,13 @@ import in_lab
 from main_figures import measure, seconds
 
 RESULTS = Path(__file__).parent / "results" / "auto.json"
-FIXED = ("ssgd", "ssgd merge=1.0", "ssgd merge=25.0")
+FIXED = ("ssgd", "ssgd fusion=1.0", "ssgd fusion=25.0")
 ALLOWED = 1.03
 
 
 def compare(model: str, workers: int, link: str, rounds: int) -> dict[str, Any]:
     limit = None if link == "unlimited" else link
-    methods = "ssgd,ssgd:merge=1.0,ssgd:merge=25.0,auto"
+    methods = "ssgd,ssgd:fusion=1.0,ssgd:fusion=25.0,auto"
     result = measure(model, methods, workers=workers, link=limit, steps=6, rounds=rounds)
     times = {label: seconds(result, label) for label in (*FIXED, "auto")}
     best = min(FIXED, key=times.__getitem__)

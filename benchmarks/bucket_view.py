@@ -31,7 +31,7 @@ ROWS = {
 def attached(workload: Workload, group: Any, view: bool) -> Trainer:
     """A row of ``attach``."""
     optimizer = workload.optimizer(workload.model)
-    sync = thinwire.attach(workload.model, optimizer, "ssgd", group=group, gradient_as_bucket_view=view)
+    sync = thinwire.attach(workload.model, optimizer, "ssgd", process_group=group, gradient_as_bucket_view=view)
     return Trainer(workload.model, optimizer, sync.detach)
 
 

@@ -22,8 +22,8 @@ from thinwire.bench.contenders import dense_ring_bytes
 
 RESULTS = Path(__file__).parent / "results" / "dear.json"
 METHODS = (
-    "ddp,ssgd:merge=none,ssgd,ssgd:merge=mgwfbp,"
-    "dear:merge=none,dear:merge=25,dear,dear:merge=tune,acp:rank=4:decoupled=true"
+    "ddp,ssgd:fusion=none,ssgd,ssgd:fusion=mgwfbp,"
+    "dear:fusion=none,dear:fusion=25,dear,dear:fusion=tune,acp:rank=4:decoupled=true"
 )
 
 

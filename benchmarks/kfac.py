@@ -94,7 +94,7 @@ def rank_main(model: str, steps: int, rounds: int, names: list[str]) -> None:
             net, loss = networks(model)
             optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
             with tw.attach(net, optimizer) as sync:
-                kfac = KFAC(net, sync, damping=0.03, factor_every=1, inverse_every=1, costs=costs, **options)
+                kfac = KFAC(net, sync, damping=0.03, factor_update_steps=1, inv_update_steps=1, costs=costs, **options)
                 for step in range(steps + 4):  # two rounds, then the messages are planned again
                     if step == 4:
                         sync.services.agree(False)
@@ -176,8 +176,18 @@ RATES = {
     "muon": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), "kfac": (0.03, 0.1, 0.3, 1.0, 3.0),
 }  # fmt: skip
 TASKS = {
-    "teacher": {"target": 0.3, "steps": 400, "damping": 1e-3, "kfac": {"factor_every": 1, "inverse_every": 1}},
-    "digits": {"target": 0.62, "steps": 600, "damping": 3e-2, "kfac": {"factor_every": 5, "inverse_every": 25}},
+    "teacher": {
+        "target": 0.3,
+        "steps": 400,
+        "damping": 1e-3,
+        "kfac": {"factor_update_steps": 1, "inv_update_steps": 1},
+    },
+    "digits": {
+        "target": 0.62,
+        "steps": 600,
+        "damping": 3e-2,
+        "kfac": {"factor_update_steps": 5, "inv_update_steps": 25},
+    },
 }
 
 

@@ -112,12 +112,12 @@ def part_c(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def part_d(options: argparse.Namespace) -> Iterator[Figure]:
-    methods = "torch-powersgd:rank=32,powersgd:rank=32:merge=single,powersgd:rank=32,acp:rank=32"
+    methods = "torch-powersgd:rank=32,powersgd:rank=32:fusion=single,powersgd:rank=32,acp:rank=32"
     r = measure("chargpt", methods, workers=options.workers, link="100mbit", rounds=options.rounds)
     acp, where = seconds(r, "acp rank=32"), f"chargpt, {options.workers} workers, 100mbit"
     for label, words, target in (
         ("torch-powersgd rank=32", "torch's PowerSGD hook", 1.43),
-        ("powersgd rank=32 merge=single", "powersgd in one bucket, as published", 1.43),
+        ("powersgd rank=32 fusion=single", "powersgd in one bucket, as published", 1.43),
         ("powersgd rank=32", "our powersgd, overlapped", NONE),
     ):
         yield Figure("d", f"{words} / acp, rank 32, {where}", seconds(r, label) / acp, target, at_most=False)

@@ -18,7 +18,7 @@ from thinwire.bench.table import bench_table
 
 RESULTS = Path(__file__).parent / "results" / "merge_plans.json"
 RULES = ("none", "4", "25", "single", "mgwfbp", "optimal")
-METHODS = ",".join(["ddp", "ddp-best", *(f"ssgd:merge={rule}" for rule in RULES)])
+METHODS = ",".join(["ddp", "ddp-best", *(f"ssgd:fusion={rule}" for rule in RULES)])
 
 
 def main() -> None:

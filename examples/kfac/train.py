@@ -25,7 +25,7 @@ def train(optimizer_name: str, target: float, lr: float, most: int) -> tuple[int
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
     sync = tw.attach(model, optimizer)
     if optimizer_name == "kfac":
-        every = {"factor_every": 1, "inverse_every": 5}
+        every = {"factor_update_steps": 1, "inv_update_steps": 5}
         KFAC(model, sync, damping=1e-3, method="eigen", schedule="dkfac", **every)  # factors this small need no plan
     seconds, loss = 0.0, float("nan")
     for step in range(most):

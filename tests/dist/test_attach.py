@@ -10,8 +10,8 @@ from spawned import run
 pytestmark = pytest.mark.dist
 
 
-def _against_ddp(rank, size, merge):
-    ours, sync = cases.train(rank, 8, "ssgd", {"merge": merge})
+def _against_ddp(rank, size, fusion):
+    ours, sync = cases.train(rank, 8, "ssgd", {"fusion": fusion})
     theirs = cases.train_ddp(rank, 8)
     stats = sync.stats()
     sync.detach()
@@ -19,9 +19,16 @@ def _against_ddp(rank, size, merge):
     return worst, stats.bytes_sent, stats.dense_bytes, stats.steps
 
 
-@pytest.mark.parametrize("merge", ["auto", "none", 0.002])
-def test_ssgd_equals_ddp_bit_for_bit_on_two_ranks(merge):
-    for worst, sent, dense, steps in run(_against_ddp, 2, merge):
+def test_bucket_cap_mb_is_fusion_by_the_word_of_ddp():
+    for name in ("bucket_cap_mb", "fusion"):
+        net = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(5)))  # 1 KiB each
+        with tw.attach(net, None, "ssgd", **{name: 0.002}) as sync:
+            assert [len(bucket.names) for bucket in sync.plan.phases[0]] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("fusion", ["auto", "none", 0.002])
+def test_ssgd_equals_ddp_bit_for_bit_on_two_ranks(fusion):
+    for worst, sent, dense, steps in run(_against_ddp, 2, fusion):
         assert worst == 0.0
         assert sent == dense
         assert steps == 8
@@ -34,13 +41,13 @@ def test_ssgd_equals_ddp_on_four_ranks():
 
 METHODS = [
     ("ssgd", {}),
-    ("ssgd", {"ordered": True}),
+    ("ssgd", {"deterministic": True}),
     ("cast", {"dtype": torch.bfloat16}),
-    ("acp", {"rank": 2, "merge": "none"}),
-    ("powersgd", {"rank": 2, "merge": "none"}),
-    ("topk", {"density": 0.1, "merge": "none"}),
-    ("signsgd", {"merge": "none"}),
-    ("cast", {"dtype": torch.int8, "merge": "none"}),
+    ("acp", {"rank": 2, "fusion": "none"}),
+    ("powersgd", {"rank": 2, "fusion": "none"}),
+    ("topk", {"density": 0.1, "fusion": "none"}),
+    ("signsgd", {"fusion": "none"}),
+    ("cast", {"dtype": torch.int8, "fusion": "none"}),
     ("qsgd", {}),
     ("terngrad", {}),
 ]
@@ -51,7 +58,7 @@ def _gradients(rank, size, steps):
     for name, options in METHODS:
         net = cases.model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        with tw.attach(net, optimizer, name, dense="none", start_compression_step=0, **options) as sync:
+        with tw.attach(net, optimizer, name, keep_dense="none", start_compression_step=0, **options) as sync:
             seen = []
             for step in range(steps):
                 cases.loss_of(net, rank, step).backward()

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 CASES = [
     ("ssgd", {}),
     ("acp", {"rank": 2}),
-    ("dear", {"eager": True}),
+    ("dear", {"update_in_step": True}),
 ]
 FORMS = ("whole graph", "module.compile", "parts")
 

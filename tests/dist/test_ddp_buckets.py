@@ -66,7 +66,7 @@ def _beside_attach(rank):
     for name, options in EQUAL:
         net = cases.model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        sync = tw.attach(net, optimizer, "ssgd", merge=SMALL)
+        sync = tw.attach(net, optimizer, "ssgd", fusion=SMALL)
         cases.loss_of(net, rank, 0).backward()
         plan = sync.plan
         sync.detach()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 
 METHODS = [
     ("ssgd", {}),
-    ("ssgd", {"ordered": True}),
+    ("ssgd", {"deterministic": True}),
     ("cast", {"dtype": torch.bfloat16}),
     ("acp", {"rank": 2}),
     ("powersgd", {"rank": 2}),
@@ -178,7 +178,7 @@ def _resume(rank):
         refused = str(error)
     merged = {**parts[0], **parts[1]}
     group = [dist.new_group([r]) for r in range(2)][rank]
-    alone, _ = tw.ddp_hook("ssgd", group=group)
+    alone, _ = tw.ddp_hook("ssgd", process_group=group)
     merged_method = {**merged, "method": "ssgd"}
     alone.load_state_dict(merged_method)
     name = next(iter(alone.state.residuals))

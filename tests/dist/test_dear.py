@@ -44,14 +44,14 @@ def plain(rank, method, make, *, steps=4, plan=None, dtype=torch.float32):
 def _every_optimizer(rank, size):
     plan = tw.Plan.of(PLAN)
     for make in OPTIMIZERS:
-        assert_same(*[plain(rank, m, make, plan=plan) for m in (tw.SSGD(ordered=True), tw.DeAR())])
+        assert_same(*[plain(rank, m, make, plan=plan) for m in (tw.SSGD(deterministic=True), tw.DeAR())])
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        twins = [plain(rank, m, "nesterov", plan=plan, dtype=dtype) for m in (tw.SSGD(ordered=True), tw.DeAR())]
+        twins = [plain(rank, m, "nesterov", plan=plan, dtype=dtype) for m in (tw.SSGD(deterministic=True), tw.DeAR())]
         assert_same(*twins)
     for wire in ("bf16", "fp16"):
-        twins = [plain(rank, tw.Cast(wire, ordered=True, decoupled=d), "adamw", plan=plan) for d in (False, True)]
+        twins = [plain(rank, tw.Cast(wire, deterministic=True, decoupled=d), "adamw", plan=plan) for d in (False, True)]
         assert_same(*twins)
-    return plain(rank, tw.DeAR(guard=False), "nesterov")
+    return plain(rank, tw.DeAR(check_finite=False), "nesterov")
 
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))])
@@ -98,16 +98,19 @@ def everyday(rank, method, *, plan=None, scaled=False, steps=7, adopt=()):
 def _everyday(rank, size):
     plan = tw.Plan.of(PLAN)
     for scaled in (False, True):
-        twins = [everyday(rank, m, plan=plan, scaled=scaled) for m in (tw.SSGD(ordered=True), tw.DeAR(check=True))]
+        twins = [
+            everyday(rank, m, plan=plan, scaled=scaled)
+            for m in (tw.SSGD(deterministic=True), tw.DeAR(poison_stale=True))
+        ]
         assert_same(*twins)
-        factors = {"rank": 2, "min_rate": 1.0, "ordered": True}
-        schedules = [{}, {"decoupled": True}, {"decoupled": True, "eager": True}]
+        factors = {"rank": 2, "min_rate": 1.0, "deterministic": True}
+        schedules = [{}, {"decoupled": True}, {"decoupled": True, "update_in_step": True}]
         assert_same(*[everyday(rank, tw.ACP(**factors, **options), scaled=scaled) for options in schedules])
     names = [name for name, _ in cases.model().named_parameters()]
     single, each, odd = [names[::-1]], [[n] for n in reversed(names)], [names[3:], names[:3]]
-    changing = everyday(rank, tw.DeAR(merge="single"), adopt=[each, odd, single, each, single, odd])
-    for merge in ("none", 0.001, 1, 25):
-        assert_same(_without_norms(changing), _without_norms(everyday(rank, tw.DeAR(merge=merge))))
+    changing = everyday(rank, tw.DeAR(fusion="single"), adopt=[each, odd, single, each, single, odd])
+    for fusion in ("none", 0.001, 1, 25):
+        assert_same(_without_norms(changing), _without_norms(everyday(rank, tw.DeAR(fusion=fusion))))
     return changing
 
 

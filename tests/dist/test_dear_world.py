@@ -20,7 +20,7 @@ def _low_rank(rank, size):
     for decoupled in (False, True):
         net = cases.model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        method = tw.ACP(rank=2, min_rate=1.0, ordered=True, verify_every=7, decoupled=decoupled)
+        method = tw.ACP(rank=2, min_rate=1.0, deterministic=True, verify_every=7, decoupled=decoupled)
         with tw.attach(net, optimizer, method, start_compression_step=0) as sync:
             for step in range(50):
                 with sync.no_sync():
@@ -82,7 +82,7 @@ def test_the_norm_is_torchs():
 def _save(rank, size, path):
     net = cases.model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    with tw.attach(net, optimizer, "dear", merge="none") as sync:
+    with tw.attach(net, optimizer, "dear", fusion="none") as sync:
         for step in range(3):
             cases.loss_of(net, rank, step).backward()
             optimizer.step()
@@ -125,9 +125,9 @@ class Uneven(nn.Module):
 
 def _uneven(rank, size):
     for found in (False, True):
-        for options in ({}, {"guard": False}):
+        for options in ({}, {"check_finite": False}):
             results = []
-            for method in (tw.SSGD(ordered=True), tw.DeAR(check=True, merge="none", **options)):
+            for method in (tw.SSGD(deterministic=True), tw.DeAR(poison_stale=True, fusion="none", **options)):
                 net = Uneven()
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
                 with tw.attach(net, optimizer, method, find_unused_parameters=found):
@@ -156,7 +156,7 @@ def _hurried(rank, size):
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(pause)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    with tw.attach(net, optimizer, "dear", merge="none", check_order=True):
+    with tw.attach(net, optimizer, "dear", fusion="none", detect_desync=True):
         for step in range(80):
             cases.loss_of(net, rank, step, width=4).backward()
             pause()

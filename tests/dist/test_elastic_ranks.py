@@ -163,7 +163,7 @@ def test_a_rank_without_a_valid_pixel_takes_part():
     assert all(finite for _, finite in results)
 
 
-COMPOSED = [tw.TopK(density=0.05), tw.Cast("bf16"), tw.SignSGD(), tw.SSGD(merge="none")]
+COMPOSED = [tw.TopK(density=0.05), tw.Cast("bf16"), tw.SignSGD(), tw.SSGD(fusion="none")]
 
 
 @pytest.mark.parametrize("inner", range(len(COMPOSED)), ids=[m.name for m in COMPOSED])
@@ -234,7 +234,7 @@ def test_one_rank_sends_nothing_and_trains():
 def _expect(rank, size):
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "ssgd", merge="none")
+    sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "ssgd", fusion="none")
     x, said = torch.full((2, 4), 1.0 + rank), []
     sync.services.expect(["2.weight", "2.bias"])
     net[2](x).sum().backward()

@@ -49,7 +49,7 @@ def _odd(rank, size, method, options):
         nn.init.normal_(net.a.weight)  # overwritten by rank 0's at attach
         net.count += 5
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0)
-    sync = tw.attach(net, optimizer, method, check_order=True, **options)
+    sync = tw.attach(net, optimizer, method, detect_desync=True, **options)
     assert int(net.count.sum()) == 0
     results = []
     for step in range(3):
@@ -66,7 +66,7 @@ def _odd(rank, size, method, options):
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}])
 def test_odd_models(options):
-    results = run(_odd, 2, "ssgd", {"merge": "none"} | options)
+    results = run(_odd, 2, "ssgd", {"fusion": "none"} | options)
     for step in range(3):
         local = [_local(rank, step) for rank in range(2)]
         for name in local[0]:
@@ -196,7 +196,7 @@ def _recompute(rank, size):
             for other in range(size) if not attached else [rank]:
                 net = Blocks(reentrant)
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-                sync = tw.attach(net, optimizer, "ssgd", merge="none") if attached else None
+                sync = tw.attach(net, optimizer, "ssgd", fusion="none") if attached else None
                 for step in range(2):
                     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step * 7 + other)).requires_grad_()
                     net.zero_grad()
@@ -260,7 +260,7 @@ def _subgroup(rank, size):
     mine = groups[rank % 2]
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    with tw.attach(net, optimizer, "acp", rank=2, group=mine) as sync:
+    with tw.attach(net, optimizer, "acp", rank=2, process_group=mine) as sync:
         for step in range(2):
             net.zero_grad()
             cases.loss_of(net, rank, step).backward()
@@ -294,7 +294,7 @@ def _two_in_one_backward(rank, size, method):
     return made, weights
 
 
-_FACTORS = {"rank": 2, "verify_every": 2, "min_rate": 1.0, "merge": "none"}
+_FACTORS = {"rank": 2, "verify_every": 2, "min_rate": 1.0, "fusion": "none"}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_ranks_that_differ_are_told_what_differs():
 def _killed(rank, size, victim, step_of_death, how):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    tw.attach(net, optimizer, "ssgd", merge="none", timeout=15)  # a busy machine may keep a live rank for seconds
+    tw.attach(net, optimizer, "ssgd", fusion="none", timeout=15)  # a busy machine may keep a live rank for seconds
     told = torch.distributed.distributed_c10d._get_default_store().clone()
     try:
         for step in range(20):
@@ -133,9 +133,14 @@ def test_bad_input_is_one_sentence():
         ({"method": "topk", "density": 0}, "density"),
         ({"method": "topk", "density": 1.5}, "density"),
         ({"method": "topk"}, "density"),
-        ({"method": "ssgd", "merge": "sometimes"}, "merge"),
+        ({"method": "ssgd", "fusion": "sometimes"}, "fusion"),
+        ({"method": "ssgd", "merge": 4}, "unknown option of ssgd: 'merge'"),
+        ({"method": "ssgd", "bucket_cap_mb": 25, "fusion": 4}, "bucket_cap_mb=25 and fusion=4 say the same"),
+        ({"method": "auto", "bucket_cap_mb": 25}, "leave out bucket_cap_mb=25"),
+        ({"method": tw.SSGD(), "bucket_cap_mb": 25}, r"SSGD\(...\) carries its own options: write fusion=25"),
+        *(({"bucket_cap_mb": value}, f"bucket_cap_mb={value!r}") for value in (0, -1, True, "single", math.nan)),
         ({"method": "ssgd", "find_unused_parameters": "maybe"}, "find_unused_parameters"),
-        ({"method": "ssgd", "dense": "all"}, "dense"),
+        ({"method": "ssgd", "keep_dense": "all"}, "keep_dense"),
         ({"method": "ssgd", "plan": "adaptive!"}, "plan"),
         ({"method": "acp", "start_compression_step": -1}, "start_compression_step"),
         *(({"method": "ssgd", "timeout": value}, "timeout") for value in (-1, 0, "x", True, math.nan, math.inf)),
@@ -189,7 +194,7 @@ def _delayed(rank, size, repetitions, steps):
         name, options = LOSSY[repetition % len(LOSSY)]
         net = cases.model(width=12, depth=4)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        sync = tw.attach(net, optimizer, name, merge="none", timeout=30, **options)
+        sync = tw.attach(net, optimizer, name, fusion="none", timeout=30, **options)
         for p in net.parameters():
             p.register_hook(partial(_now_and_then, delays))
         for step in range(steps):
@@ -219,7 +224,7 @@ def _recovers(rank, size, who):
     """An exception in the middle of a backward, on all ranks or on one; all go on in the same processes."""
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    options = {"rank": 1, "start_compression_step": 0, "merge": "none", "timeout": 15}
+    options = {"rank": 1, "start_compression_step": 0, "fusion": "none", "timeout": 15}
     sync, said, step, armed = tw.attach(net, optimizer, "acp", **options), "", 0, True
     while step < 6:
         if armed and step == 3 and rank in who:

@@ -27,7 +27,7 @@ METHODS = [
     ("acp", {"rank": 2, "compress": "matrices"}),
 ]
 MORE = [
-    ("ssgd", {"ordered": True}),
+    ("ssgd", {"deterministic": True}),
     ("cast", {}),
     ("topk", {"density": 0.1}),
     ("powersgd", {"rank": 2, "compress": "matrices"}),

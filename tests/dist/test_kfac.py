@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 BATCH, STEPS = 8, 20
 TERMS = BATCH * 4 * 4  # of the longest sum in a step: a weight's gradient in the convolution
 COSTS = Costs.of_link(1e9, 50e-6, 4)
-OPTIONS = {"damping": 1e-2, "factor_every": 2, "inverse_every": 4, "kl_clip": 1e-3, "costs": COSTS}
+OPTIONS = {"damping": 1e-2, "factor_update_steps": 2, "inv_update_steps": 4, "kl_clip": 1e-3, "costs": COSTS}
 
 
 def network():
@@ -150,7 +150,7 @@ def _events(rank, size, schedule):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with tw.attach(net, optimizer) as sync:
         kfac = KFAC(net, sync, schedule=schedule, planner="layer", inverse_rule="none", inverse_comm="broadcast",
-                    **{**OPTIONS, "factor_every": 1, "inverse_every": 1})  # fmt: skip
+                    **{**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1})  # fmt: skip
         net.register_forward_hook(lambda *_: log.append("forward over"))
         begin, ready, wait, names = kfac._channel.begin, kfac._channel.ready, kfac._channel.wait, []
         kfac._channel.begin = lambda inside, make: (names.clear(), names.extend(inside), begin(inside, make))[2]
@@ -188,7 +188,7 @@ def test_when_messages_leave(schedule):
 
 
 def _counted(rank, size, intervals):
-    options = {"factor_every": intervals[0], "inverse_every": intervals[1]}
+    options = {"factor_update_steps": intervals[0], "inv_update_steps": intervals[1]}
     options |= {"inverse_rule": "none", "inverse_comm": "broadcast", "planner": "layer"}
     kfac, sync, _, _ = train(rank, size, options, steps=12)
     sync.detach()
@@ -218,7 +218,7 @@ def _micro(rank, size):
         net = network()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         with tw.attach(net, optimizer) as sync:
-            kfac = KFAC(net, sync, **{**OPTIONS, "factor_every": 1, "inverse_every": 1})
+            kfac = KFAC(net, sync, **{**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1})
             for step in range(4):
                 x, y = (part.chunk(size)[rank].chunk(parts) for part in data(step))
                 for i in range(parts):
@@ -238,7 +238,7 @@ def _micro(rank, size):
 
 
 def test_micro_batches_are_one_batch():
-    _, _, off = joint(steps=4, factor_every=1, inverse_every=1)
+    _, _, off = joint(steps=4, factor_update_steps=1, inv_update_steps=1)
     for (whole, factors), (parts, others) in run(_micro, 2):
         torch.testing.assert_close(parts, whole, rtol=0, atol=off["weights"])
         for name in factors:
@@ -250,7 +250,7 @@ def _scaled(rank, size):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1000)
     with tw.attach(net, optimizer, scaler=scaler) as sync:
-        kfac = KFAC(net, sync, **{**OPTIONS, "factor_every": 4, "inverse_every": 8})
+        kfac = KFAC(net, sync, **{**OPTIONS, "factor_update_steps": 4, "inv_update_steps": 8})
         log = []
         for step in range(6):
             x, y = (part.chunk(size)[rank].float() for part in data(step))
@@ -297,7 +297,13 @@ def _broken(rank, size, rule):
         elif step == 5:
             seen["raised"] = dict(kfac.stats().levels)
 
-    options = {"inverse_rule": rule, "factor_every": 1, "inverse_every": 1, "decay": 1.0, "inverse_comm": "broadcast"}
+    options = {
+        "inverse_rule": rule,
+        "factor_update_steps": 1,
+        "inv_update_steps": 1,
+        "factor_decay": 1.0,
+        "inverse_comm": "broadcast",
+    }
     _, sync, _, net = train(rank, size, options, steps=6, before=before)
     sync.detach()
     logging.getLogger("thinwire").removeHandler(handler)
@@ -321,7 +327,7 @@ def _poisoned(rank, size):
             rows = kfac._capture.statistic
             kfac._rounds._statistic = lambda i, s: rows(i, s).mul_(torch.nan if (rank, i, s) == (1, 0, 0) else 1)
 
-    options = {"factor_every": 1, "inverse_every": 1, "schedule": "mpd"}
+    options = {"factor_update_steps": 1, "inv_update_steps": 1, "schedule": "mpd"}
     frozen = {}
 
     def both(kfac, step):
@@ -402,8 +408,8 @@ def _refused(rank, size):
     with tw.attach(net, optimizer) as sync:
         with pytest.raises(ValueError, match="kaisa:1/2"):
             KFAC(net, sync, **OPTIONS, schedule="kaisa:1/3")
-        with pytest.raises(ValueError, match="rank 1 differs from rank 0: K-FAC: decay"):
-            KFAC(net, sync, **OPTIONS, decay=0.9 + 0.05 * rank)
+        with pytest.raises(ValueError, match="rank 1 differs from rank 0: K-FAC: factor_decay"):
+            KFAC(net, sync, **OPTIONS, factor_decay=0.9 + 0.05 * rank)
         kfac = KFAC(net, sync, **OPTIONS, schedule="dkfac")
         with pytest.raises(RuntimeError, match="already"):
             KFAC(net, sync, **OPTIONS)

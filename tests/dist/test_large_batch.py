@@ -81,7 +81,7 @@ def _refusals(rank, size):
         with pytest.raises(ValueError, match="bucket"):
             tw.attach(net, make(net.parameters()), "dear")
         make_whole = make(net.parameters())
-        with tw.attach(net, make_whole, "dear", eager=True):  # the refused one has left nothing behind
+        with tw.attach(net, make_whole, "dear", update_in_step=True):  # the refused one has left nothing behind
             for step in range(2):
                 cases.loss_of(net, rank, step).backward()
                 make_whole.step()
@@ -89,7 +89,7 @@ def _refusals(rank, size):
         weights = cases.weights(net)
         twin = cases.model()
         optimizer = make(twin.parameters())
-        with tw.attach(twin, optimizer, tw.SSGD(ordered=True)):
+        with tw.attach(twin, optimizer, tw.SSGD(deterministic=True)):
             for step in range(2):
                 cases.loss_of(twin, rank, step).backward()
                 optimizer.step()
@@ -104,7 +104,7 @@ def test_what_needs_all_gradients_asks_for_them():
 
 def _decoupled(rank, size):
     ends = []
-    for method in (tw.SSGD(ordered=True), tw.DeAR()):
+    for method in (tw.SSGD(deterministic=True), tw.DeAR()):
         for make in (
             lambda n: LARS(n.parameters(), 0.5, weight_decay=0.1),
             lambda n: LAMB(n.parameters(), max_grad_norm=None),

@@ -32,7 +32,7 @@ class Everything(Method):
     """Each op once, several rounds of Exchange; the result depends on all of them."""
 
     name: ClassVar[str] = "everything"
-    merge: str = "none"
+    fusion: str = "none"
 
     def reduce(self, bucket, state):
         x, size, rank = bucket.gradient(), state.size, state.rank
@@ -51,7 +51,7 @@ class Everything(Method):
 
 def _engine(rank, size, steps):
     net = cases.model()
-    sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.0), Everything(), check_order=True)
+    sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.0), Everything(), detect_desync=True)
     found = []
     for step in range(steps):
         net.zero_grad()

@@ -28,7 +28,7 @@ RESIDUAL = [
 ]
 EXACT = [
     ("ssgd", {}),
-    ("ssgd", {"ordered": True}),
+    ("ssgd", {"deterministic": True}),
     ("cast", {"dtype": "bf16"}),
     ("cast", {"dtype": "fp16"}),
     ("dear", {}),
@@ -176,7 +176,7 @@ def _discarded(rank, size):
     for method, options in RESIDUAL:
         net = nn.Linear(16, 16)
         optimizer = _sgd(net)
-        with tw.attach(net, optimizer, method, dense="none", **options) as sync:
+        with tw.attach(net, optimizer, method, keep_dense="none", **options) as sync:
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
             net(x).square().mean().backward()
             optimizer.step()
@@ -729,7 +729,13 @@ def _unused(rank, size, topology, listed):
     return found
 
 
-CARRYING = [*EXACT, *VIEWS, ("ssgd", {"merge": "none"}), ("dear", {"merge": "none"}), ("dear", {"guard": False})]
+CARRYING = [
+    *EXACT,
+    *VIEWS,
+    ("ssgd", {"fusion": "none"}),
+    ("dear", {"fusion": "none"}),
+    ("dear", {"check_finite": False}),
+]
 FOUND = [(m, o | {"find_unused_parameters": True}) for m, o in RESIDUAL]
 
 
@@ -813,7 +819,7 @@ def test_sentences():
 STARTS = [
     ("acp", {"rank": 1}),
     ("powersgd", {"rank": 1}),
-    ("acp", {"rank": 1, "decoupled": True, "eager": True}),
+    ("acp", {"rank": 1, "decoupled": True, "update_in_step": True}),
     *((name, {"density": 0.1}) for name in ("topk", "gtopk", "oktopk", "omgs")),
     ("hitopk", {"density": 0.1, "topology": tw.Topology(2)}),
     ("signsgd", {}),
@@ -830,7 +836,7 @@ def _starts(rank, size):
             optimizers = [_sgd(net) for net in nets]
             exact = []
             with (
-                tw.attach(nets[0], optimizers[0], "ssgd", merge="none"),
+                tw.attach(nets[0], optimizers[0], "ssgd", fusion="none"),
                 tw.attach(nets[1], optimizers[1], name, start_compression_step=start, **options) as sync,
             ):
                 for step in range(5):
@@ -887,7 +893,10 @@ def test_ddp_that_skips_buckets_is_told():
 def _limit_of_the_group(rank, size):
     group = torch.distributed.new_group(list(range(size)), timeout=timedelta(seconds=41))
     net = cases.model()
-    with tw.attach(net, None, "ssgd", group=group) as ours, tw.attach(cases.model(), None, "ssgd", timeout=7) as theirs:
+    with (
+        tw.attach(net, None, "ssgd", process_group=group) as ours,
+        tw.attach(cases.model(), None, "ssgd", timeout=7) as theirs,
+    ):
         return [sync._session.comm.members.timeout.total_seconds() for sync in (ours, theirs)]
 
 

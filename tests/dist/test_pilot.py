@@ -18,7 +18,7 @@ FREE = Costs.of_link(1e15, 0.0, 2, node_bits_per_second=1e15, node_latency_secon
 def _train(rank, method, options, costs, steps=14, **attach):
     net = cases.model(width=64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    sync = tw.attach(net, optimizer, method, check_order=True, _costs=costs, **attach, **options)
+    sync = tw.attach(net, optimizer, method, detect_desync=True, _costs=costs, **attach, **options)
     first = sync.plan.hash
     for step in range(steps):
         cases.loss_of(net, rank, step, width=64).backward()
@@ -28,12 +28,12 @@ def _train(rank, method, options, costs, steps=14, **attach):
 
 
 MEASURED = [
-    ("ssgd", {"merge": "optimal"}),
-    ("ssgd", {"merge": "mgwfbp"}),
+    ("ssgd", {"fusion": "optimal"}),
+    ("ssgd", {"fusion": "mgwfbp"}),
     ("omgs", {"density": 0.1}),
     ("omgs", {"density": 0.1, "schedule": "greedy"}),
     ("lags", {"max_ratio": 50}),
-    ("acp", {"rank": 2, "merge": "optimal"}),
+    ("acp", {"rank": 2, "fusion": "optimal"}),
 ]
 
 
@@ -74,7 +74,7 @@ def test_lags_goes_dense_where_the_network_is_free():
 
 def _residuals(rank, size):
     """A plan that is made anew leaves residuals as they are."""
-    net, sync, _ = _train(rank, "topk", {"density": 0.05, "merge": "optimal"}, SLOW, steps=10)
+    net, sync, _ = _train(rank, "topk", {"density": 0.05, "fusion": "optimal"}, SLOW, steps=10)
     before = {n: r.clone() for n, r in sync.services.state.residuals.items()}
     sync.adopt_plan(tw.Plan.of([[n for n, _ in net.named_parameters()]]))
     return all(torch.equal(before[n], r) for n, r in sync.services.state.residuals.items()), bool(before)
@@ -124,7 +124,7 @@ def _adaptive(rank, size):
     _, sync, _first = _train(rank, "ssgd", {}, wrong, steps=60, plan="adaptive")
     again = sync._controller.pilot.decisions
     sync.detach()
-    _, sync, _ = _train(rank, "ssgd", {"merge": "optimal"}, wrong, steps=60)
+    _, sync, _ = _train(rank, "ssgd", {"fusion": "optimal"}, wrong, steps=60)
     return again, sync._controller.pilot.decisions, sync._controller.pilot.warned
 
 

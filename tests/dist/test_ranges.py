@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 def _profiled(rank, size, folder, method, options):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    sync = tw.attach(net, optimizer, method, merge="none", **options)
+    sync = tw.attach(net, optimizer, method, fusion="none", **options)
     log = tw.StepLog(sync, f"{folder}/{method}-{{rank}}.jsonl")
     config = _ExperimentalConfig(profile_all_threads=True)
     for step in range(3):

@@ -28,7 +28,7 @@ def _traced(rank, size, folder, method, options):
     return sent, buckets
 
 
-@pytest.mark.parametrize(("method", "options"), [("ssgd", {"merge": "none"}), ("topk", {"density": 0.1})])
+@pytest.mark.parametrize(("method", "options"), [("ssgd", {"fusion": "none"}), ("topk", {"density": 0.1})])
 def test_a_step_is_recorded(tmp_path, method, options):
     for rank, (sent, _) in enumerate(run(_traced, 2, str(tmp_path), method, options)):
         events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]

@@ -50,7 +50,7 @@ class Training:
                 self.net,
                 self.optimizer,
                 name,
-                merge=cap,
+                fusion=cap,
                 scaler=scaler,
                 start_compression_step=0,
                 **METHODS[name],

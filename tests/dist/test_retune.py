@@ -1,4 +1,4 @@
-"""``merge="tune"`` on real ranks: every plan on all of them, the slowest decides, and no bit of training changes."""
+"""``fusion="tune"`` on real ranks: every plan on all of them, the slowest decides, and no bit of training changes."""
 
 import logging
 
@@ -22,7 +22,7 @@ def _train(rank, method, *, steps=None, seconds=None, plan=None):
     """Until the tuner is done, or so many steps; with ``seconds`` of (rank, buckets) on a clock of that."""
     net = cases.model(width=16, depth=6)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    sync = tw.attach(net, optimizer, method, check_order=seconds is None, plan=plan, _costs=SLOW)
+    sync = tw.attach(net, optimizer, method, detect_desync=seconds is None, plan=plan, _costs=SLOW)
     try:
         return net, sync, _loop(rank, net, sync, optimizer, steps, seconds)
     except ValueError:
@@ -64,7 +64,7 @@ def _chosen(rank, size):
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         try:
-            _, sync, hashes = _train(rank, tw.SSGD(merge="tune"), seconds=seconds)
+            _, sync, hashes = _train(rank, tw.SSGD(fusion="tune"), seconds=seconds)
         finally:
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
@@ -91,11 +91,11 @@ def test_the_slowest_rank_decides_and_all_follow():
 
 
 METHODS = [
-    (tw.SSGD(ordered=True, merge="tune"), tw.SSGD(ordered=True, merge="single")),
-    (tw.DeAR(merge="tune"), tw.SSGD(ordered=True, merge="none")),
-    (tw.Cast("bf16", decoupled=True, merge="tune"), tw.Cast("bf16", ordered=True, merge=1)),
+    (tw.SSGD(deterministic=True, fusion="tune"), tw.SSGD(deterministic=True, fusion="single")),
+    (tw.DeAR(fusion="tune"), tw.SSGD(deterministic=True, fusion="none")),
+    (tw.Cast("bf16", decoupled=True, fusion="tune"), tw.Cast("bf16", deterministic=True, fusion=1)),
 ]
-OTHERS = [tw.ACP(rank=2, min_rate=1.0, decoupled=True, merge="tune"), tw.TopK(0.2, merge="tune")]
+OTHERS = [tw.ACP(rank=2, min_rate=1.0, decoupled=True, fusion="tune"), tw.TopK(0.2, fusion="tune")]
 
 
 def _twins(rank, size):
@@ -155,7 +155,7 @@ def _differ(rank, size):
     before = tuner.Plan
     tuner.Plan = _Garbled if rank == 1 else before
     try:
-        _train(rank, tw.SSGD(merge="tune"), seconds=_many)
+        _train(rank, tw.SSGD(fusion="tune"), seconds=_many)
     except ValueError as error:
         return str(error)
     finally:
@@ -171,7 +171,7 @@ def _adaptive(rank, size):
     """Settled; then steps take no time at all on the clock, which is not what was measured."""
     before, tuner.WATCH_STEPS = tuner.WATCH_STEPS, 6
     try:
-        net, sync, _ = _train(rank, tw.SSGD(merge="tune"), seconds=_few, plan="adaptive")
+        net, sync, _ = _train(rank, tw.SSGD(fusion="tune"), seconds=_few, plan="adaptive")
     finally:
         tuner.WATCH_STEPS = before
     settled = sync.stats().settled, sync._controller.pilot.decisions

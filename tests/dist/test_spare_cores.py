@@ -13,11 +13,11 @@ from thinwire.engine.ranks.communicator import Communicator
 pytestmark = pytest.mark.dist
 
 METHODS = [
-    ("topk", {"density": 0.1, "merge": "none"}),
-    ("acp", {"rank": 2, "merge": "none"}),
-    ("acp", {"rank": 2, "decoupled": True, "merge": "none"}),
-    ("signsgd", {"merge": "none"}),
-    ("powersgd", {"rank": 2, "merge": "none"}),  # two exchanges, but for what does not pay: in the thread
+    ("topk", {"density": 0.1, "fusion": "none"}),
+    ("acp", {"rank": 2, "fusion": "none"}),
+    ("acp", {"rank": 2, "decoupled": True, "fusion": "none"}),
+    ("signsgd", {"fusion": "none"}),
+    ("powersgd", {"rank": 2, "fusion": "none"}),  # two exchanges, but for what does not pay: in the thread
 ]
 
 

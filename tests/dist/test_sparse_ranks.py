@@ -17,9 +17,9 @@ METHODS = [
     tw.TopK(0.1, exchange="auto", select="threshold"),
     tw.GTopK(0.1),
     tw.OkTopk(0.1),
-    tw.OkTopk(0.2, wire="bf16"),
+    tw.OkTopk(0.2, value_dtype="bf16"),
     tw.DGC(0.1),
-    tw.DGC(0.1, nesterov=True, clip=0.5, wire="fp16", select="exact"),
+    tw.DGC(0.1, nesterov=True, clip=0.5, value_dtype="fp16", select="exact"),
 ]
 
 
@@ -27,7 +27,9 @@ def _gradients(rank, size, steps):
     found = []
     for method in METHODS:
         net = cases.model()
-        with tw.attach(net, None, method, dense="none", plan=PLAN, check_order=True, start_compression_step=0) as sync:
+        with tw.attach(
+            net, None, method, keep_dense="none", plan=PLAN, detect_desync=True, start_compression_step=0
+        ) as sync:
             seen = []
             for step in range(steps):
                 net.zero_grad()
@@ -74,7 +76,7 @@ def _as_sgd(rank, size):
     for dense in ("auto", lambda name, parameter: True):
         net = cases.model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        with tw.attach(net, optimizer, "dgc", dense=dense, **OPTIONS):
+        with tw.attach(net, optimizer, "dgc", keep_dense=dense, **OPTIONS):
             for step in range(8):
                 net.zero_grad()
                 cases.loss_of(net, rank, step).backward()
@@ -114,9 +116,9 @@ def _steps(net, optimizer, rank, first, last):
 
 RESUMED = [
     ("dgc", {"density": 0.1, "weight_decay": 0.01}),
-    ("dgc", {"density": 0.1, "nesterov": True, "merge": "none"}),
+    ("dgc", {"density": 0.1, "nesterov": True, "fusion": "none"}),
     ("gtopk", {"density": 0.1}),
-    ("oktopk", {"density": 0.1, "merge": "none"}),
+    ("oktopk", {"density": 0.1, "fusion": "none"}),
 ]
 
 
@@ -212,7 +214,7 @@ def _decided(rank, size):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     slow = Costs.of_link(1e6, 1e-6, size)
     sync = tw.attach(
-        net, optimizer, "topk", density=0.1, exchange="auto", merge="optimal", check_order=True, _costs=slow
+        net, optimizer, "topk", density=0.1, exchange="auto", fusion="optimal", detect_desync=True, _costs=slow
     )
     first = [b.exchange for b in sync.plan.phases[0]]
     for step in range(14):

@@ -23,7 +23,7 @@ CASES = [
     ("cast", {"dtype": "fp16", "collective": "torus"}, Plan.of(*[TWO])),
     ("acp", {"rank": 2, "min_rate": 1.0, "collective": "torus"}, Plan.of(TWO, TWO)),
     ("hitopk", {"density": 0.1}, Plan.of(*[TWO])),
-    ("hitopk", {"density": 0.1, "wire": "fp16"}, Plan.of(*[[[n] for n in NAMES]])),
+    ("hitopk", {"density": 0.1, "value_dtype": "fp16"}, Plan.of(*[[[n] for n in NAMES]])),
 ]
 STEPS = 3
 
@@ -39,7 +39,7 @@ def _engine(rank, size):
     for name, options, plan in CASES:
         net = cases.model()
         sync = tw.attach(
-            net, None, name, plan=plan, topology=Topology(4, 2), dense="none", check_order=True,
+            net, None, name, plan=plan, topology=Topology(4, 2), keep_dense="none", detect_desync=True,
             start_compression_step=0, **options,
         )  # fmt: skip
         results = [_gradients(net, rank, step) for step in range(STEPS)]
@@ -74,7 +74,7 @@ def test_gloo_equals_local_world():
 def _mixed(rank, size, steps):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    sync = tw.attach(net, optimizer, "ssgd", plan=MIXED, topology=Topology(4, 2), check_order=True)
+    sync = tw.attach(net, optimizer, "ssgd", plan=MIXED, topology=Topology(4, 2), detect_desync=True)
     for step in range(steps):
         cases.loss_of(net, rank, step).backward()
         optimizer.step()
@@ -88,11 +88,11 @@ def test_buckets_that_go_different_ways_do_not_hang():
     assert all(torch.equal(a, b) for other in results for a, b in zip(results[0], other))
 
 
-def _train(rank, size, folder, layout, first, last, merge):
+def _train(rank, size, folder, layout, first, last, fusion):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     sync = tw.attach(
-        net, optimizer, "hitopk", density=0.1, start_compression_step=0, merge=merge, topology=Topology(size, layout)
+        net, optimizer, "hitopk", density=0.1, start_compression_step=0, fusion=fusion, topology=Topology(size, layout)
     )
     if first:
         assert tw.checkpoint.load(folder, net, optimizer, sync) == first
@@ -161,7 +161,7 @@ def _auto(rank, size, costs):
     net = cases.model(width=64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     sync = tw.attach(
-        net, optimizer, "ssgd", collective="auto", merge="none", topology=Topology(4, 2), _costs=Costs.from_json(costs)
+        net, optimizer, "ssgd", collective="auto", fusion="none", topology=Topology(4, 2), _costs=Costs.from_json(costs)
     )
     before = [b.collective for b in sync.plan.phases[0]]
     for step in range(14):

@@ -16,10 +16,10 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives.topology import topology_of
 
-ALONE = {"merge": "none"}  # these choose or scale values per bucket, which LocalWorld does not make
+ALONE = {"fusion": "none"}  # these choose or scale values per bucket, which LocalWorld does not make
 METHODS = [
     ("ssgd", {}),
-    ("ssgd", {"ordered": True}),
+    ("ssgd", {"deterministic": True}),
     ("ssgd", {"collective": "torus"}),
     ("dear", {}),
     ("cast", {"dtype": "bf16"}),
@@ -65,7 +65,7 @@ def exchanged(name, options, rank, device):
     """By how much each step moved the weights at a rate of 1: the averages, whenever they come. On the CPU."""
     net, found = Given(SHAPES).to(device), []
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    with tw.attach(net, optimizer, name, dense="none", start_compression_step=0, **options) as sync:
+    with tw.attach(net, optimizer, name, keep_dense="none", start_compression_step=0, **options) as sync:
         for step in range(STEPS):
             before = [p.detach().double() for p in net.parameters()]
             net([g.to(device) for g in gradients(SHAPES, rank, step)]).backward()
@@ -113,7 +113,7 @@ def timed(name, options, rank, device, width, steps=20):
     on_card, seconds = device.type == "cuda", []
     wrapped = nn.parallel.DistributedDataParallel(net) if name is None else net
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    options = {key: value for key, value in options.items() if key != "merge"}
+    options = {key: value for key, value in options.items() if key != "fusion"}
     sync = None if name is None else tw.attach(net, optimizer, name, **options)
     if on_card:
         torch.cuda.reset_peak_memory_stats(device)

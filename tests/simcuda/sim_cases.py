@@ -23,7 +23,7 @@ STEPS = 6
 
 Case = Callable[..., AbstractContextManager[Any]]
 _low = {"rank": 2, "min_rate": 1.0}
-_kfac = {"factor_every": 1, "inverse_every": 2, "costs": Costs.of_link(1e9, 50e-6, 4)}
+_kfac = {"factor_update_steps": 1, "inv_update_steps": 2, "costs": Costs.of_link(1e9, 50e-6, 4)}
 
 
 def _plain(parameters: Any) -> torch.optim.Optimizer:
@@ -60,13 +60,13 @@ WAYS: dict[str, Case] = {
     "unused and dear": partial(training, "dear", find_unused_parameters=True),
     "unused by all": partial(training, "ssgd", model=partial(Net, short=True)),
     "unused by all, dear": partial(training, "dear", model=partial(Net, short=True)),
-    "dear, checked": partial(training, "dear", check=True),
-    "dear, eager": partial(training, "dear", eager=True),
-    "dear, one layer eager": partial(training, "dear", eager=("last",)),
-    "dear without guard": partial(training, "dear", guard=False),
-    "one bucket each": partial(training, "ssgd", merge="none"),
-    "one bucket each, dear": partial(training, "dear", merge="none"),
-    "one bucket each, topk": partial(training, "topk", density=0.1, merge="none"),
+    "dear, checked": partial(training, "dear", poison_stale=True),
+    "dear, eager": partial(training, "dear", update_in_step=True),
+    "dear, one layer eager": partial(training, "dear", update_in_step=("last",)),
+    "dear without guard": partial(training, "dear", check_finite=False),
+    "one bucket each": partial(training, "ssgd", fusion="none"),
+    "one bucket each, dear": partial(training, "dear", fusion="none"),
+    "one bucket each, topk": partial(training, "topk", density=0.1, fusion="none"),
     "torus": partial(training, "ssgd", collective="torus", nodes=2),
     "three phases": partial(training, "ssgd", collective="three_phase", nodes=2),
     "adaptive": partial(training, "ssgd", plan="adaptive"),

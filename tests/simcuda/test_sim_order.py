@@ -85,7 +85,7 @@ def logs(method, *, unused, **options):
 def test_ranks_agree_on_the_order_of_everything(name):
     """Also where one of them has not used a layer."""
     method, options = METHODS[name].args[0], METHODS[name].keywords
-    text = disagreement(logs(replace(method, merge="none"), unused=True, **{**options, "nodes": 2}))
+    text = disagreement(logs(replace(method, fusion="none"), unused=True, **{**options, "nodes": 2}))
     assert text is None
 
 
@@ -93,5 +93,5 @@ def test_ranks_agree_on_the_order_of_everything(name):
 def test_ranks_agree_on_the_order_beside_kfac(schedule):
     """One layer after another, as plans that are made of measured times would be each rank's own here."""
     kfac = {**WAYS["K-FAC"].keywords["kfac"], "schedule": schedule, "planner": "layer"}
-    text = disagreement(logs(SSGD(merge="none"), unused=False, kfac=kfac))
+    text = disagreement(logs(SSGD(fusion="none"), unused=False, kfac=kfac))
     assert text is None

@@ -68,12 +68,12 @@ def _every_ddp(hooked):
     def init(self, *args, device_ids=None, output_device=None, **kwargs):
         made(self, *args, **kwargs)
         if hooked:
-            self.register_comm_hook(*tw.ddp_hook("ssgd", group=self.process_group, timeout=PATIENCE))
+            self.register_comm_hook(*tw.ddp_hook("ssgd", process_group=self.process_group, timeout=PATIENCE))
 
     def setstate(self, state):
         read(self, state)
         if hooked:
-            self.register_comm_hook(*tw.ddp_hook("ssgd", group=self.process_group, timeout=PATIENCE))
+            self.register_comm_hook(*tw.ddp_hook("ssgd", process_group=self.process_group, timeout=PATIENCE))
 
     DistributedDataParallel.__init__, DistributedDataParallel.__setstate__ = init, setstate
     try:

@@ -21,18 +21,18 @@ from thinwire.methods.topk import TopK
 
 FEEDBACK = [
     ACP(rank=2, min_rate=1.0),
-    ACP(rank=3, compress="matrices", ordered=True),
+    ACP(rank=3, compress="matrices", deterministic=True),
     PowerSGD(rank=2, min_rate=1.0),
     SignSGD(),
     SignSGD(levels=2),
     Cast("int8", block=16),
     TopK(0.1),
-    TopK(0.05, wire="fp16"),
-    TopK(0.3, wire="bf16"),
+    TopK(0.05, value_dtype="fp16"),
+    TopK(0.3, value_dtype="bf16"),
     TopK(0.1, exchange="auto"),
     GTopK(0.1),
     OkTopk(0.1),
-    OkTopk(0.2, wire="fp16", capacity=1.0),
+    OkTopk(0.2, value_dtype="fp16", capacity=1.0),
     HiTopK(0.1),
     OMGS(0.1),
     LAGS(20),
@@ -40,7 +40,7 @@ FEEDBACK = [
 MOMENTUM = [DGC(0.1), DGC(1.0, nesterov=True)]
 UNBIASED = [QSGD(), QSGD(bits=2, norm="l2"), TernGrad()]
 DECOUPLED = [DeAR(), Cast(decoupled=True), ACP(rank=2, min_rate=1.0, decoupled=True)]
-EVERY = [SSGD(), SSGD(ordered=True), Cast(), Cast("fp16"), *DECOUPLED, OneBit(), *UNBIASED, *MOMENTUM, *FEEDBACK]
+EVERY = [SSGD(), SSGD(deterministic=True), Cast(), Cast("fp16"), *DECOUPLED, OneBit(), *UNBIASED, *MOMENTUM, *FEEDBACK]
 SHAPES = {"w": (12, 9), "b": (5,), "conv": (6, 4, 2, 2), "s": (), "empty": (0, 3), "row": (1, 8), "column": (8, 1)}
 PLAN = [["w", "b", "empty"], ["conv", "s"], ["row", "column"]]
 

@@ -35,20 +35,20 @@ def ddp_hook(
     scaler: Any = None,
     start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     topology: Topology | None = None,
     **options: Any,
 ) -> tuple[DDPSync, Hook]:
     """State and hook for ``ddp_model.register_comm_hook(*ddp_hook("acp", rank=4))``; one pair per DDP model.
 
     Args:
-        method: a name with its ``options``, or an instance. Buckets are DDP's, so ``merge`` has no effect: set
+        method: a name with its ``options``, or an instance. Buckets are DDP's, so ``fusion`` has no effect: set
             ``bucket_cap_mb``. Embeddings cannot be told from other matrices here.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units. None: it is found at its first
             ``scaler.step(optimizer)``.
         start_compression_step: as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
-        group: the ``process_group`` that was given to DDP; None: the default one.
+        process_group: the one that was given to DDP; None: the default one.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
@@ -65,7 +65,7 @@ def ddp_hook(
     check_topology(topology)
     if start_compression_step is not None:
         check_count("start_compression_step", start_compression_step)
-    return DDPSync(chosen, HookOptions(scaler, start_compression_step, limit, group, topology)), thinwire_hook
+    return DDPSync(chosen, HookOptions(scaler, start_compression_step, limit, process_group, topology)), thinwire_hook
 
 
 def thinwire_hook(state: DDPSync, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -77,15 +77,15 @@ def register(
         sync.learn_names(model)
         log.info("thinwire: one rank only: nothing is sent, so nothing is compressed")
         return sync
-    group = None if ddp.process_group == dist.group.WORLD else ddp.process_group
-    if topology is not None and topology.world_size != dist.get_world_size(group):
+    process_group = None if ddp.process_group == dist.group.WORLD else ddp.process_group
+    if topology is not None and topology.world_size != dist.get_world_size(process_group):
         topology = None
     sync, hook = ddp_hook(
         method,
         scaler=scaler,
         start_compression_step=start_compression_step,
         timeout=timeout,
-        group=group,
+        process_group=process_group,
         topology=topology,
     )
     sync.learn_names(_inside(ddp))

@@ -31,7 +31,7 @@ def gathered_state(sync: DDPSync) -> dict[str, Any]:
     state = _on_cpu(sync.state_dict())
     if not sync.agree(any(key.startswith(_OWN) for key in state)) or sync.state.size == 1:
         return state
-    device, group = control_device(sync.group), sync.group
+    device, group = control_device(sync.process_group), sync.process_group
     if sync.state.rank == 0:
         for rank in range(1, sync.state.size):
             state.update(_received(dist.get_global_rank(group, rank), group, device))

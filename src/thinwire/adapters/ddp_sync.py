@@ -46,7 +46,7 @@ class HookOptions:
     scaler: Any = None
     start: int | None = None
     timeout: timedelta | None = None
-    group: dist.ProcessGroup | None = None
+    process_group: dist.ProcessGroup | None = None
     topology: Topology | None = None
 
 
@@ -106,7 +106,7 @@ class DDPSync:
             here = dist.is_available() and dist.is_initialized()
             if not here and options.topology != Topology(1):
                 raise RuntimeError("call torch.distributed.init_process_group before using the hook's state")
-            world = dist.get_world_size(options.group) if here else 1
+            world = dist.get_world_size(options.process_group) if here else 1
             topology = options.topology or topology_of(world)
             if topology.world_size != world:
                 raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
@@ -115,7 +115,7 @@ class DDPSync:
                 if not runs.exact:
                     self._note = f"one rank only: nothing is sent, so nothing is compressed; {runs.name} runs as ssgd"
                 runs = SSGD()
-            state = State(dist.get_rank(options.group) if here else 0, topology)
+            state = State(dist.get_rank(options.process_group) if here else 0, topology)
             self._session = Session(
                 runs, None, state, options.scaler, lambda: self._ordinals.names,
                 start=options.start, named=self._method,
@@ -134,7 +134,7 @@ class DDPSync:
         """At the first bucket: make the lanes and compare the options over the ranks."""
         session = self.session
         if session.comm is None:
-            comm = Communicator(self._options.group, session.topology, device, self._options.timeout)
+            comm = Communicator(self._options.process_group, session.topology, device, self._options.timeout)
             comm.agree(session.facts())
             comm.start()
             # Not handed back to the pool: ranks collect garbage at different times, but lease in one order.
@@ -307,12 +307,12 @@ class DDPSync:
 
     def agree(self, flag: bool) -> bool:
         """Whether any rank raises the flag; equal on all ranks. Between steps only."""
-        return flag if self.state.size == 1 else any_rank(flag, self._options.group)
+        return flag if self.state.size == 1 else any_rank(flag, self._options.process_group)
 
     @property
-    def group(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
         """DDP's process group."""
-        found = self._options.group or dist.group.WORLD
+        found = self._options.process_group or dist.group.WORLD
         assert found is not None
         return found
 

@@ -51,7 +51,7 @@ def attach(
     Args:
         model: under ``fully_shard``, on a mesh of (replicas, shards); or on a mesh of shards alone, with ``replicas``.
         method: a name with its ``options``, or an instance: one of ``WORKS``. One message per FSDP2 module, whatever
-            its ``merge``.
+            its ``fusion``.
         replicas: the other dimension, such as ``mesh["replicate"]``; None: that of the model's own mesh.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units.
         start_compression_step: as of :func:`thinwire.attach`.

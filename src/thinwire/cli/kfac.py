@@ -45,8 +45,8 @@ def plan(
         str, typer.Option(help="What every rank inverts under spd: cost, threshold:<side>, all, none.")
     ] = "cost",
     method: Annotated[str, typer.Option(help="inverse, inverse_pi or eigen.")] = "inverse",
-    factor_every: Annotated[int, typer.Option(help="Steps between new statistics.")] = 10,
-    inverse_every: Annotated[int, typer.Option(help="Steps between inversions.")] = 100,
+    factor_update_steps: Annotated[int, typer.Option(help="Steps between new statistics.")] = 10,
+    inv_update_steps: Annotated[int, typer.Option(help="Steps between inversions.")] = 100,
     explain: Annotated[bool, typer.Option("--explain", help="Also the messages and owners of the fastest.")] = False,
     published: Annotated[
         bool, typer.Option("--published", help="The published seconds of SPD-KFAC beside what follows here.")
@@ -72,7 +72,7 @@ def plan(
         from thinwire.kfac.schedules import Choices, make_plan
         from thinwire.kfac.times import LayerTimes, layers_of
 
-        for name, value in (("--factor-every", factor_every), ("--inverse-every", inverse_every)):
+        for name, value in (("--factor-update-steps", factor_update_steps), ("--inv-update-steps", inv_update_steps)):
             if value < 1:
                 raise ValueError(f"{name} {value} must be at least 1")
         check_file("--out", out)
@@ -89,20 +89,20 @@ def plan(
             choices = Choices(name, planner, inverse_rule, method=method)
             made = make_plan(layers, world, choices, prices, times)
             found.append((made, predict(made, profile, prices)))
-        found.sort(key=lambda pair: pair[1].step_seconds(factor_every, inverse_every))
+        found.sort(key=lambda pair: pair[1].step_seconds(factor_update_steps, inv_update_steps))
         answer |= {
             "question": question.to_data(),
             "layers": len(layers),
-            "factor_every": factor_every,
-            "inverse_every": inverse_every,
+            "factor_update_steps": factor_update_steps,
+            "inv_update_steps": inv_update_steps,
             "plans": [
                 {**json_module.loads(made.to_json()), **predicted.to_data(),
-                 "step_seconds": predicted.step_seconds(factor_every, inverse_every)}
+                 "step_seconds": predicted.step_seconds(factor_update_steps, inv_update_steps)}
                 for made, predicted in found
             ],
         }  # fmt: skip
         title = f"{profile.name}, {len(layers)} layers, {world} ranks, {question.describe_network()}"
-        console.print(_table(title, found, factor_every, inverse_every))
+        console.print(_table(title, found, factor_update_steps, inv_update_steps))
         if explain:
             console.print(_explained(found[0][0]))
         if "inverse" not in prices.compute and method != "eigen":
@@ -186,13 +186,15 @@ def _plain(title: str, columns: tuple[str, ...]) -> Table:
     return table
 
 
-def _table(title: str, found: list[tuple[KFACPlan, Prediction]], factor_every: int, inverse_every: int) -> Table:
+def _table(
+    title: str, found: list[tuple[KFACPlan, Prediction]], factor_update_steps: int, inv_update_steps: int
+) -> Table:
     columns = ("schedule", "A+G", "by all", "factors", "+wait", "invert", "+send", "each")
-    table = _plain(f"{title}; ms", (*columns, f"{factor_every}/{inverse_every}", "1/1"))
+    table = _plain(f"{title}; ms", (*columns, f"{factor_update_steps}/{inv_update_steps}", "1/1"))
     for plan_, p in found:
         parts = [p.factor_compute_seconds, p.factor_wait_seconds, p.invert_seconds, p.send_seconds]
         parts.append(p.precondition_seconds + p.return_seconds)
-        steps = (p.step_seconds(factor_every, inverse_every), p.step_seconds())
+        steps = (p.step_seconds(factor_update_steps, inv_update_steps), p.step_seconds())
         table.add_row(
             plan_.schedule,
             f"{len(plan_.a_buckets)}+{len(plan_.g_buckets)}",

@@ -69,7 +69,7 @@ class ActiveReduce(Method):
 
     inner: Method = field(default_factory=SSGD)
     divisor: str = "world"
-    merge: Any = field(init=False, default="auto")
+    fusion: Any = field(init=False, default="auto")
     announced: _Announced = field(default_factory=_Announced, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class ActiveReduce(Method):
             )
         for name in ("has_residual", "exact"):
             object.__setattr__(self, name, getattr(inner, name))
-        object.__setattr__(self, "merge", inner.merge)
+        object.__setattr__(self, "fusion", inner.fusion)
 
     def announce(self, active: ActiveSet, sync: GradientSync, step: int, everyone: Sequence[ActiveSet] = ()) -> None:
         """Say what this step's gradients can touch, before its backward. All ranks must call it alike.
@@ -133,7 +133,7 @@ class ActiveReduce(Method):
 
     def beside(self) -> Method:
         """Parameters that the inner method does not compress are packed too."""
-        plain = self.inner.beside() or SSGD(ordered=bool(getattr(self.inner, "ordered", False)))
+        plain = self.inner.beside() or SSGD(deterministic=bool(getattr(self.inner, "deterministic", False)))
         return ActiveReduce(plain, announced=self.announced)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:

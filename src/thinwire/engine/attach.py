@@ -17,7 +17,7 @@ from thinwire.engine.controller.pilot import Pilot, wanted
 from thinwire.engine.controller.tuner import Tuner
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
 from thinwire.engine.ranks.communicator import Alone, Communicator
-from thinwire.engine.settings import Settings, check_scaler, check_topology, checked_timeout
+from thinwire.engine.settings import Settings, capped, check_scaler, check_topology, checked_timeout
 from thinwire.engine.sync import GradientSync, attached_to
 from thinwire.methods.base import check_count
 from thinwire.methods.decoupling import deferring, schedule
@@ -36,16 +36,17 @@ def attach(
     method: Method | str = "ssgd",
     *,
     plan: Plan | str | None = None,
-    group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
     topology: Topology | None = None,
     scaler: Any = None,
-    dense: DenseRule = "auto",
+    keep_dense: DenseRule = "auto",
     start_compression_step: int | None = None,
     find_unused_parameters: bool = False,
     gradient_as_bucket_view: bool = True,
     broadcast_buffers: bool = True,
     timeout: timedelta | float | None = None,
-    check_order: bool = False,
+    detect_desync: bool = False,
     lossy: bool = False,
     _costs: Costs | None = None,
     **options: Any,
@@ -60,14 +61,15 @@ def attach(
             script updates the weights by itself; not for decoupled methods.
         method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" begins as
             S-SGD, measures the first dozen steps and the network (5 s), and takes what it predicts to be fastest.
+        bucket_cap_mb: MiB of gradients in a bucket, DDP's word: the same as the ``fusion=`` of a named method.
         plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
-            method's merge rule from measured times. "adaptive": measured, and made again where steps take 15 % more
+            method's fusion rule from measured times. "adaptive": measured, and made again where steps take 15 % more
             or less than predicted.
-        group: process group; None: the default one. Without any, or with one rank, nothing is exchanged.
+        process_group: None: the default one. Without any, or with one rank, nothing is exchanged.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units; LARS and LAMB watch it too. None:
             it is found at its first ``scaler.step(optimizer)``.
-        dense: "auto" (the method says which parameters it does not compress), "none", or (name, parameter) -> bool.
+        keep_dense: "auto" (the method names what it does not compress), "none", or (name, parameter) -> bool.
         start_compression_step: steps that are exact before a lossy method begins. None: 2 with low rank and Top-k,
             whose first steps say little yet; else 0.
         find_unused_parameters: with exact methods, and in 16 bits, ``.grad`` of what no rank used stays None anyway;
@@ -76,7 +78,7 @@ def attach(
             under DDP.
         broadcast_buffers: buffers that change (BatchNorm's statistics) are rank 0's after each backward.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
-        check_order: compare the sequence of issued collectives over ranks at every step (debugging).
+        detect_desync: compare the sequence of issued collectives over ranks at every step (debugging).
         lossy: "auto" may choose a method that is not exact.
 
     Returns:
@@ -95,6 +97,8 @@ def attach(
         if not isinstance(o, torch.optim.Optimizer):
             raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
     auto = isinstance(method, str) and method.lower() == "auto"
+    if bucket_cap_mb is not None:
+        options = capped(method, options, bucket_cap_mb)
     if auto and options:
         raise ValueError(f'"auto" chooses the options itself; leave out {", ".join(options)} or name a method')
     if lossy and not auto:
@@ -128,7 +132,7 @@ def attach(
     limit = checked_timeout(timeout)
     check_scaler(scaler)
     check_topology(topology)
-    world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    world = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
     if world < 1:
         raise ValueError("this rank is not in the process group that was given to attach")
     alone = world == 1
@@ -138,10 +142,10 @@ def attach(
             note = f"one rank only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd{chosen.alone}"
             if chosen.alone:
                 logger.warning("thinwire: %s", note)
-        named, chosen = chosen, SSGD(merge=chosen.merge, **schedule(chosen))
+        named, chosen = chosen, SSGD(fusion=chosen.fusion, **schedule(chosen))
         if getattr(named, "collective", "") == "auto":
             named = replace(named, collective="flat")  # type: ignore[type-var]  # as below
-    managed = managed_parameters(model, chosen, dense)
+    managed = managed_parameters(model, chosen, keep_dense)
     check_optimizers(managed, optimizers)
     for o in optimizers:
         chosen.check_optimizer(o)
@@ -152,7 +156,7 @@ def attach(
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
     communicator: Communicator | Alone | None = None
     if not alone:
-        communicator = Communicator(group, topology, managed[0].parameter.device, limit)
+        communicator = Communicator(process_group, topology, managed[0].parameter.device, limit)
     elif deferring(chosen) is not None:
         communicator = Alone(managed[0].parameter.device)
     if start_compression_step is not None:
@@ -164,15 +168,15 @@ def attach(
         broadcast_buffers=broadcast_buffers,
         pinned=pinned,
         timeout=limit,
-        check_order=check_order,
+        detect_desync=detect_desync,
         note=note,
-        dense=dense,
+        keep_dense=keep_dense,
         named=named,
     )
     pilot = None
     if isinstance(communicator, Communicator) and wanted(chosen, pinned, adaptive, auto):
         pilot = (Tuner if rule_of(chosen) == "tune" else Pilot)(
-            communicator, lambda m: managed_parameters(model, m, dense),
+            communicator, lambda m: managed_parameters(model, m, keep_dense),
             auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
         )  # fmt: skip
     try:

@@ -42,15 +42,15 @@ class Managed:
 DenseRule = str | Callable[[str, nn.Parameter], bool]
 
 
-def managed_parameters(model: nn.Module, method: Method, dense: DenseRule) -> list[Managed]:
+def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) -> list[Managed]:
     """All trainable parameters in order of registration; shared ones once.
 
     Raises:
-        ValueError: there is none, or ``dense`` is not understood.
+        ValueError: there is none, or ``keep_dense`` is not understood.
         TypeError: a complex parameter, one that is cut over ranks, or an embedding with sparse gradients.
     """
-    if not (callable(dense) or dense in ("auto", "none")):
-        raise ValueError(f'dense={dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
+    if not (callable(keep_dense) or keep_dense in ("auto", "none")):
+        raise ValueError(f'keep_dense={keep_dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -68,10 +68,10 @@ def managed_parameters(model: nn.Module, method: Method, dense: DenseRule) -> li
                 f"{name} is cut over ranks (a DTensor): under FSDP2 use thinwire.adapters.fsdp2.attach; models cut "
                 "otherwise are not supported"
             )
-        if callable(dense):
-            keep = bool(dense(name, parameter))
+        if callable(keep_dense):
+            keep = bool(keep_dense(name, parameter))
         else:
-            keep = dense == "auto" and method.dense(name, tuple(parameter.shape), owners.get(id(parameter)))
+            keep = keep_dense == "auto" and method.dense(name, tuple(parameter.shape), owners.get(id(parameter)))
         found.append(Managed(len(found), name, parameter, keep))
     if not found:
         raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")

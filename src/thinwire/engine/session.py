@@ -46,8 +46,8 @@ class Counters:
 
 def beside(method: Method) -> Method:
     """The method of what another leaves dense, and of the steps before it begins."""
-    ordered, collective = bool(getattr(method, "ordered", False)), getattr(method, "collective", "flat")
-    return method.beside() or SSGD(ordered=ordered, collective=collective, **schedule(method))
+    deterministic, collective = bool(getattr(method, "deterministic", False)), getattr(method, "collective", "flat")
+    return method.beside() or SSGD(deterministic=deterministic, collective=collective, **schedule(method))
 
 
 class Session:

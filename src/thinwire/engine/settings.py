@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,10 +26,28 @@ class Settings:
     broadcast_buffers: bool = True
     pinned: Plan | None = None
     timeout: timedelta | None = None
-    check_order: bool = False
+    detect_desync: bool = False
     note: str = ""
-    dense: DenseRule = "auto"
+    keep_dense: DenseRule = "auto"
     named: Method | None = None
+
+
+def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any) -> dict[str, Any]:
+    """A named method's options with ``bucket_cap_mb`` as its ``fusion``.
+
+    Raises:
+        ValueError: it is no size, the options have a ``fusion`` too, or the method is not one to be given options.
+    """
+    cap = bucket_cap_mb
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0:
+        raise ValueError(f"bucket_cap_mb={cap!r} must be a positive number of MiB")
+    if isinstance(method, Method):
+        raise ValueError(f"{type(method).__name__}(...) carries its own options: write fusion={cap!r} into it")
+    if isinstance(method, str) and method.lower() == "auto":
+        raise ValueError(f'"auto" chooses the buckets too: leave out bucket_cap_mb={cap!r} or name a method')
+    if "fusion" in options:
+        raise ValueError(f"bucket_cap_mb={cap!r} and fusion={options['fusion']!r} say the same: give one of them")
+    return {**options, "fusion": cap}
 
 
 def checked_timeout(timeout: Any) -> timedelta | None:

@@ -215,7 +215,7 @@ class Source:
         buckets, method, asked = self._buckets, decision.method, self._settings.start_compression_step
         if method is not None:
             buckets.session.run_as(method, asked)
-            buckets.parameters.manage(managed_parameters(self._model, method, self._settings.dense))
+            buckets.parameters.manage(managed_parameters(self._model, method, self._settings.keep_dense))
         self._controller.why = decision.why
         buckets.adopt(decision.plan)
 

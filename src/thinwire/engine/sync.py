@@ -100,7 +100,7 @@ class GradientSync:
         """All that ranks agree on, and rank 0's weights."""
         session, settings, managed = self._session, self._settings, self._buckets.parameters.managed
         kinds = {m.name: m.description for m in managed}
-        if settings.check_order:
+        if settings.detect_desync:
             comm.watch_order()
         comm.agree(
             session.facts()

@@ -32,6 +32,8 @@ from thinwire.planner.costs import Costs
 from thinwire.program import State
 
 logger = logging.getLogger("thinwire")
+_FITTING = ("scaling", "tokens")
+"""Options that a state must share with whoever takes it over; it holds no others."""
 
 
 class KFAC:
@@ -45,18 +47,18 @@ class KFAC:
         sync: from ``thinwire.attach``; None: one process, then give ``optimizer``.
         damping: lambda, above 0, or a function of the step. It has no default, since it matters more than anything
             else, and no value carries over between scalings, methods or code bases.
-        decay: weight of the old factor in the running average, or "warmup".
+        factor_decay: weight of the old factor in the running average, or "warmup".
         kl_clip: bound on the step's length in the Fisher metric; None: none.
-        factor_every, inverse_every: steps between new statistics, and between inversions.
+        factor_update_steps, inv_update_steps: steps between new statistics, and between inversions.
         method: "inverse", "inverse_pi" (damping split by the factors' traces) or "eigen" (of the product of the
             eigenvalues: the damped product inverted exactly). At one damping these are three optimizers.
-        fisher: "emp": gradients of the loss; "mc": of targets drawn from the model, see ``fisher_backward``.
+        fisher: "empirical": gradients of the loss; "sampled": of targets drawn from the model, see ``fisher_backward``.
         scaling: "reference", "authors" or "kaisa", see :mod:`thinwire.kfac.factors`.
         tokens: whether each position of a linear layer's input counts as a row ("expand"), or each example
             ("reduce"); None: "expand", with ``scaling="authors"`` "reduce".
         schedule: "spd", "dkfac", "mpd", "kaisa:<fraction>" or "dp", see :mod:`thinwire.kfac.schedules`.
         planner, inverse_rule, inverse_weight, inverse_comm, wire_dtype: how a schedule is planned, see there.
-        exclude: names of layers to leave to the optimizer, with ``*`` and ``?``.
+        skip_layers: names of layers to leave to the optimizer, with ``*`` and ``?``.
         max_dim: layers with a larger factor are left to it too.
         warm_start: "identity" begins with A = G = I, as published; None: with the first statistics.
         plan: a pinned plan; None: made here from ``costs``, and once more from measured times.
@@ -76,12 +78,12 @@ class KFAC:
         sync: GradientSync | None,
         *,
         damping: Damping,
-        decay: float | str = 0.95,
+        factor_decay: float | str = 0.95,
         kl_clip: float | None = 1e-3,
-        factor_every: int = 10,
-        inverse_every: int = 100,
+        factor_update_steps: int = 10,
+        inv_update_steps: int = 100,
         method: str = "inverse",
-        fisher: str = "emp",
+        fisher: str = "empirical",
         scaling: str = "reference",
         tokens: str | None = None,
         schedule: str = "spd",
@@ -90,7 +92,7 @@ class KFAC:
         inverse_weight: str = "cost",
         inverse_comm: str = "auto",
         wire_dtype: str = "fp32",
-        exclude: Sequence[str] = (),
+        skip_layers: Sequence[str] = (),
         max_dim: int = 8192,
         warm_start: str | None = None,
         plan: KFACPlan | None = None,
@@ -100,12 +102,12 @@ class KFAC:
         costs: Costs | None = None,
     ) -> None:
         self._options = Options(
-            damping, decay, kl_clip, factor_every, inverse_every, fisher, scaling, tokens, warm_start
+            damping, factor_decay, kl_clip, factor_update_steps, inv_update_steps, fisher, scaling, tokens, warm_start
         )
         choices = Choices(schedule, planner, inverse_rule, inverse_weight, inverse_comm, method, wire_dtype)
         self._optimizers = _optimizers(model, sync, optimizer)
         self._sync, self._scaler = sync, scaler or (sync.services.scaler if sync is not None else None)
-        self._layers, notes = find_layers(model, exclude, max_dim)
+        self._layers, notes = find_layers(model, skip_layers, max_dim)
         for note in notes:
             logger.info("thinwire: %s", note)
         self._device = self._layers[0].weight.device
@@ -118,9 +120,9 @@ class KFAC:
         self._tally = Tally()
         mine = [self.plan.exchange or self.plan.mine(i, rank) for i in range(len(self._layers))]
         self._capture = Capture(
-            model, self._layers, mine, scaling, self._options.positions, sampled=fisher == "mc", listener=self
+            model, self._layers, mine, scaling, self._options.positions, sampled=fisher == "sampled", listener=self
         )
-        program = FactorExchange(decay_of(decay), torch.bfloat16 if self.plan.wire_dtype == "bf16" else None)
+        program = FactorExchange(decay_of(factor_decay), torch.bfloat16 if self.plan.wire_dtype == "bf16" else None)
         self._rounds = FactorRounds(
             self.plan, self._channel, self._state, program, self._capture.statistic, self._device
         )
@@ -190,7 +192,7 @@ class KFAC:
 
     def due(self) -> bool:
         """Whether this pass's statistics are wanted."""
-        return self._blank or self.passes % self._options.factor_every == 0
+        return self._blank or self.passes % self._options.factor_update_steps == 0
 
     def last_pass(self) -> bool:
         """Whether the pass that now runs is the last of its step; without a sync that is known in ``step`` alone."""
@@ -200,7 +202,7 @@ class KFAC:
         """The first captured forward of a step begins."""
         self._take_in()
         self._rounds.begin()
-        self._wanting = self._options.fisher == "mc"
+        self._wanting = self._options.fisher == "sampled"
 
     def complete(self, layer: int, side: int) -> None:
         """A statistic is complete."""
@@ -234,15 +236,15 @@ class KFAC:
         All ranks must call it, after backward and before ``optimizer.step()``.
 
         Raises:
-            RuntimeError: ``fisher="mc"`` and ``fisher_backward`` was not called in a pass that wanted it.
+            RuntimeError: ``fisher="sampled"`` and ``fisher_backward`` was not called in a pass that wanted it.
         """
         if not (self._touched if self._ranks is None else self.passes > self._stepped):
             return
         self._touched = False
         if self._wanting:
             raise RuntimeError(
-                'fisher="mc" needs kfac.fisher_backward(outputs, distribution) between forward and loss.backward(), on '
-                "every step; on steps that need no statistic it does nothing"
+                'fisher="sampled" needs kfac.fisher_backward(outputs, distribution) between forward and '
+                "loss.backward(), on every step; on steps that need no statistic it does nothing"
             )
         index = self._count if self._ranks is None else self.passes - 1
         self._count, self._stepped = self._count + 1, self.passes
@@ -251,8 +253,8 @@ class KFAC:
         if self._again and self._capture.measured:
             self._plan_again()
         damping = self._options.damping_at(index)
-        if not self._blank and index // self._options.inverse_every >= self._turn:
-            self._turn = index // self._options.inverse_every + 1
+        if not self._blank and index // self._options.inv_update_steps >= self._turn:
+            self._turn = index // self._options.inv_update_steps + 1
             self._invert(damping)
         if self._active:
             self._precondition(damping)
@@ -281,7 +283,7 @@ class KFAC:
         self._tally.steps += 1
 
     def fisher_backward(self, outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> None:
-        """With ``fisher="mc"``: draw targets from the model's output and take the statistics of G from their loss.
+        """With ``fisher="sampled"``: draw targets from the model's output and take the statistics of G from their loss.
 
         Between forward and ``loss.backward()``, of every step (and micro-batch). Leaves ``.grad`` alone.
 
@@ -290,8 +292,10 @@ class KFAC:
             distribution: "categorical" (logits, classes last) or "gaussian" (means, unit variance).
             generator: of the draws; ranks must draw differently.
         """
-        if self._options.fisher != "mc":
-            raise RuntimeError('fisher_backward is for KFAC(..., fisher="mc"); with "emp" the loss itself is used')
+        if self._options.fisher != "sampled":
+            raise RuntimeError(
+                'fisher_backward is for KFAC(..., fisher="sampled"); with "empirical" the loss itself is used'
+            )
         if not self._capture.open:
             return
         self._capture.sample(sampled_loss(outputs, distribution, generator))
@@ -317,7 +321,8 @@ class KFAC:
                 "K-FAC has seen a part of a step: save after optimizer.step(), not between micro-batches"
             )
         self._take_in()
-        values = {"passes": self.passes, "turn": self._turn, "active": self._active, **self._options.facts()}
+        values = {"passes": self.passes, "turn": self._turn, "active": self._active}
+        values |= {name: self._options.facts()[name] for name in _FITTING}
         return persistence.to_state_dict(self._state, self._inverses, values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -326,7 +331,7 @@ class KFAC:
         Raises:
             ValueError: it does not fit the model, the scaling, or lacks what this rank needs.
         """
-        for name in ("scaling", "tokens"):
+        for name in _FITTING:
             if state.get(name) != self._options.facts()[name]:
                 raise ValueError(
                     f"the K-FAC state was saved with {name}={state.get(name)!r} and this is {name}="

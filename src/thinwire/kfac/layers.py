@@ -55,27 +55,27 @@ class Preconditioned:
 
 
 def find_layers(
-    model: nn.Module, exclude: Sequence[str] = (), max_dim: int = 8192
+    model: nn.Module, skip_layers: Sequence[str] = (), max_dim: int = 8192
 ) -> tuple[list[Preconditioned], list[str]]:
     """The layers to precondition, in order of registration, and a sentence for each kind that is left out.
 
     Args:
         model: to look through.
-        exclude: names of modules to leave to the optimizer, with ``*`` and ``?``.
+        skip_layers: names of modules to leave to the optimizer, with ``*`` and ``?``.
         max_dim: layers with a factor larger than that are left out too.
 
     Raises:
-        ValueError: a layer that cannot be preconditioned, or none that can; the message names it and ``exclude``.
+        ValueError: a layer that cannot be preconditioned, or none that can; the message names it and ``skip_layers``.
     """
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     found: list[Preconditioned] = []
     large: list[str] = []
     for name, module in model.named_modules():
         wanted = isinstance(module, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d))
-        if not wanted or not module.weight.requires_grad or any(fnmatch.fnmatchcase(name, p) for p in exclude):
+        if not wanted or not module.weight.requires_grad or any(fnmatch.fnmatchcase(name, p) for p in skip_layers):
             continue
         if problem := _problem(module, owners):
-            raise ValueError(f"{name or 'the model'} {problem}; leave it to the optimizer with exclude=[{name!r}]")
+            raise ValueError(f"{name or 'the model'} {problem}; leave it to the optimizer with skip_layers=[{name!r}]")
         shape = _shape(name, module)
         if max(shape.d_a, shape.d_g) > max_dim:
             large.append(name)
@@ -85,8 +85,8 @@ def find_layers(
     if not found:
         why = f"; {', '.join(large)} have factors above max_dim={max_dim}" if large else ""
         raise ValueError(
-            f"there is no trainable Linear or Conv2d layer left to precondition{why}: check exclude= and max_dim=, or "
-            "use the optimizer without K-FAC"
+            f"there is no trainable Linear or Conv2d layer left to precondition{why}: check skip_layers= and "
+            "max_dim=, or use the optimizer without K-FAC"
         )
     notes = [f"factors above max_dim={max_dim}, left to the optimizer: {', '.join(large)}"] if large else []
     return found, notes

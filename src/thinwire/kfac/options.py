@@ -11,7 +11,7 @@ from typing import Any
 from thinwire.kfac.factors import SCALINGS, TOKENS
 from thinwire.methods.base import check_choice, check_count
 
-FISHERS = ("emp", "mc")
+FISHERS = ("empirical", "sampled")
 
 Damping = float | Callable[[int], float]
 
@@ -37,11 +37,11 @@ class Options:
     """
 
     damping: Damping
-    decay: float | str = 0.95
+    factor_decay: float | str = 0.95
     kl_clip: float | None = 1e-3
-    factor_every: int = 10
-    inverse_every: int = 100
-    fisher: str = "emp"
+    factor_update_steps: int = 10
+    inv_update_steps: int = 100
+    fisher: str = "empirical"
     scaling: str = "reference"
     tokens: str | None = None
     warm_start: str | None = None
@@ -49,21 +49,21 @@ class Options:
     def __post_init__(self) -> None:
         if not callable(self.damping):
             check_positive("damping", self.damping)
-        number = isinstance(self.decay, (int, float)) and not isinstance(self.decay, bool)
-        if self.decay != "warmup" and not (number and 0 <= self.decay <= 1):  # type: ignore[operator]
-            raise ValueError(f"decay={self.decay!r} must be a number from 0 to 1, or 'warmup'")
+        number = isinstance(self.factor_decay, (int, float)) and not isinstance(self.factor_decay, bool)
+        if self.factor_decay != "warmup" and not (number and 0 <= self.factor_decay <= 1):  # type: ignore[operator]
+            raise ValueError(f"factor_decay={self.factor_decay!r} must be a number from 0 to 1, or 'warmup'")
         if self.kl_clip is not None:
             check_positive("kl_clip", self.kl_clip)
-        check_count("factor_every", self.factor_every, 1)
-        check_count("inverse_every", self.inverse_every, 1)
+        check_count("factor_update_steps", self.factor_update_steps, 1)
+        check_count("inv_update_steps", self.inv_update_steps, 1)
         check_choice("fisher", self.fisher, FISHERS)
         check_choice("scaling", self.scaling, SCALINGS)
         check_choice("tokens", self.tokens, (None, *TOKENS))
         check_choice("warm_start", self.warm_start, (None, "identity"))
-        if self.inverse_every % self.factor_every:
+        if self.inv_update_steps % self.factor_update_steps:
             warnings.warn(
-                f"inverse_every={self.inverse_every} is no multiple of factor_every={self.factor_every}: some inverses "
-                "will be made of factors that are older than need be",
+                f"inv_update_steps={self.inv_update_steps} is no multiple of factor_update_steps="
+                f"{self.factor_update_steps}: some inverses will be made of factors that are older than need be",
                 stacklevel=4,
             )
 
@@ -84,8 +84,8 @@ class Options:
             "scaling": self.scaling,
             "tokens": self.positions,
             "fisher": self.fisher,
-            "decay": self.decay,
-            "factor_every": self.factor_every,
-            "inverse_every": self.inverse_every,
+            "factor_decay": self.factor_decay,
+            "factor_update_steps": self.factor_update_steps,
+            "inv_update_steps": self.inv_update_steps,
             "kl_clip": self.kl_clip,
         }

@@ -42,11 +42,11 @@ class Prediction:
     return_seconds: float
     factor_bytes: int
 
-    def step_seconds(self, factor_every: int = 1, inverse_every: int = 1) -> float:
+    def step_seconds(self, factor_update_steps: int = 1, inv_update_steps: int = 1) -> float:
         """The mean step, with statistics and inversions every so many steps."""
         always = self.passes_seconds + self.gradient_seconds + self.precondition_seconds + self.return_seconds
         factors = self.factor_compute_seconds + self.factor_wait_seconds
-        return always + factors / factor_every + (self.invert_seconds + self.send_seconds) / inverse_every
+        return always + factors / factor_update_steps + (self.invert_seconds + self.send_seconds) / inv_update_steps
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -35,7 +35,7 @@ _MOST_BYTES = 1 << 30  # that an all-gather may fill
 
 
 def probe(
-    group: dist.ProcessGroup | None = None,
+    process_group: dist.ProcessGroup | None = None,
     topology: Topology | None = None,
     *,
     largest_bytes: int = LARGEST,
@@ -48,7 +48,7 @@ def probe(
     """Measure this process group. Every rank of it calls this and gets the same result.
 
     Args:
-        group: a Gloo or NCCL group; None: the default one.
+        process_group: of Gloo or NCCL; None: the default one.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE. With several ranks on
             several machines the groups of a machine and across machines are measured too.
         largest_bytes: of a message.
@@ -63,16 +63,16 @@ def probe(
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("probe needs a process group: start the script with torchrun and call init_process_group")
-    rank = dist.get_rank(group)
+    rank = dist.get_rank(process_group)
     if rank < 0:
         raise ValueError("this rank is not in the group: call probe on the group's ranks alone")
-    ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    ranks = tuple(dist.get_process_group_ranks(process_group if process_group is not None else dist.group.WORLD))
     if not seconds > 0 or kernel_seconds < 0:
         raise ValueError(f"seconds={seconds} must be positive and kernel_seconds={kernel_seconds} not negative")
     topology = topology or topology_of(len(ranks))
     if topology.world_size != len(ranks):
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {len(ranks)}")
-    backend = str(dist.get_backend(group))
+    backend = str(dist.get_backend(process_group))
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     sizes = message_sizes(largest=largest_bytes)

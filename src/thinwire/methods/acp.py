@@ -45,9 +45,9 @@ class ACP(LowRank, Decoupling):
         seed: of the first bases.
         verify_every: steps between checks that the bases are bitwise equal on all ranks (also at the second that is
             compressed); 0: never.
-        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
-        ordered: sum in rank order: equal bits under any plan.
-        collective, decoupled, guard, eager, check: as of :class:`~thinwire.methods.ssgd.SSGD`.
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        deterministic: sum in rank order: equal bits under any plan.
+        collective, decoupled, check_finite, update_in_step, poison_stale: as of :class:`~thinwire.methods.ssgd.SSGD`.
     """
 
     name: ClassVar[str] = "acp"
@@ -58,7 +58,7 @@ class ACP(LowRank, Decoupling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_collective(self.collective, ordered=self.ordered)
+        check_collective(self.collective, deterministic=self.deterministic)
         check_decoupling(self, residual=self.has_residual, collective=self.collective)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
@@ -78,7 +78,7 @@ class ACP(LowRank, Decoupling):
         if not low and self.decoupled:
             return prices.average_decoupled(dense, watch=True)
         if not low:
-            return prices.average_flat(dense, ordered=self.ordered, watch=True, collective=self.collective)
+            return prices.average_flat(dense, deterministic=self.deterministic, watch=True, collective=self.collective)
         sent, before, after = dense, prices.passes(IN_PLACE, dense), prices.passes(IN_PLACE + COPY, dense)
         for n, m, r in low:
             rows = m if phase % 2 else n  # of the factor that moves
@@ -93,7 +93,7 @@ class ACP(LowRank, Decoupling):
         before += prices.passes(COPY, sent)
         if self.decoupled:
             return prices.decoupled(before, after, sent)
-        return prices.summed(before, after, sent, ordered=self.ordered, collective=self.collective)
+        return prices.summed(before, after, sent, deterministic=self.deterministic, collective=self.collective)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-reduce of the moving factor; even steps move P, odd ones Q."""
@@ -103,7 +103,9 @@ class ACP(LowRank, Decoupling):
             yield from average_decoupled(bucket, state, watch=True)
             return
         if not low:
-            yield from average_flat(bucket, state, ordered=self.ordered, watch=True, collective=self.collective)
+            yield from average_flat(
+                bucket, state, deterministic=self.deterministic, watch=True, collective=self.collective
+            )
             return
         moving, fixed = ("p", "q") if turn % 2 == 0 else ("q", "p")
         bases = [self.basis(fixed, slot, state) for slot in low]
@@ -113,7 +115,7 @@ class ACP(LowRank, Decoupling):
             factors = sum(x.numel() for x in local)
             total = yield from decoupled_sum(message, state, sums=factors, unscaled=True)
         else:
-            total = yield from all_reduce(message, state, ordered=self.ordered, collective=self.collective)
+            total = yield from all_reduce(message, state, deterministic=self.deterministic, collective=self.collective)
         finite = all_finite(total)
         state.verdict(finite)
         sums, rest = unpack(total, local, dense)

@@ -13,19 +13,19 @@ from thinwire.planner.merge import Merge
 from thinwire.program import AllGather, Bucket, ReduceScatter, Slot, State, working_dtype
 
 
-def check_merge(merge: Any, *, sparse: bool = False) -> None:
-    """Raise ``ValueError`` unless ``merge`` is of the merge vocabulary: a word, a number of MiB, a ``Merge``.
+def check_fusion(fusion: Any, *, sparse: bool = False) -> None:
+    """Raise ``ValueError`` unless ``fusion`` is of its vocabulary: a word, a number of MiB, a ``Merge``.
 
     ``sparse``: the method selects, so that of the two published rules OMGS's applies and not MG-WFBP's.
     """
     words = ("auto", "none", "single", "optimal", "omgs" if sparse else "mgwfbp", "tune")
-    if isinstance(merge, Merge):
+    if isinstance(fusion, Merge):
         return
-    if isinstance(merge, str):
-        if merge not in words:
-            raise ValueError(f"merge={merge!r} is unknown; use a number of MiB or one of {', '.join(words)}")
-    elif isinstance(merge, bool) or not isinstance(merge, (int, float)) or not merge > 0:
-        raise ValueError(f"merge={merge!r} must be a positive number of MiB or one of {', '.join(words)}")
+    if isinstance(fusion, str):
+        if fusion not in words:
+            raise ValueError(f"fusion={fusion!r} is unknown; use a number of MiB or one of {', '.join(words)}")
+    elif isinstance(fusion, bool) or not isinstance(fusion, (int, float)) or not fusion > 0:
+        raise ValueError(f"fusion={fusion!r} must be a positive number of MiB or one of {', '.join(words)}")
 
 
 def check_count(name: str, value: Any, least: int = 0) -> None:
@@ -46,12 +46,14 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
 
 
-def all_reduce(x: Tensor, state: State, *, ordered: bool, collective: str = "flat") -> Generator[Any, Tensor, Tensor]:
-    """Sum over the world; ``ordered=True``: in rank order, as reduce-scatter and all-gather, same bytes. Owns ``x``.
+def all_reduce(
+    x: Tensor, state: State, *, deterministic: bool, collective: str = "flat"
+) -> Generator[Any, Tensor, Tensor]:
+    """Sum over the world; ``deterministic=True``: in rank order, by reduce-scatter and all-gather. Owns ``x``.
 
     ``collective``: the sub-program of :mod:`~thinwire.methods.exchanges` otherwise.
     """
-    if not ordered:
+    if not deterministic:
         return (yield from all_reduce_by(collective, x, state))
     size = x.numel()
     shard = yield ReduceScatter(padded(x, state.size))
@@ -95,7 +97,7 @@ def own_memory(slot: Slot) -> Tensor | None:
 
 
 def average_flat(
-    bucket: Bucket, state: State, *, ordered: bool, watch: bool = False, collective: str = "flat"
+    bucket: Bucket, state: State, *, deterministic: bool, watch: bool = False, collective: str = "flat"
 ) -> Generator[Any, Tensor, None]:
     """The program of S-SGD; ``watch=True``: with a verdict, for methods that hold a residual elsewhere.
 
@@ -103,7 +105,7 @@ def average_flat(
     """
     if bucket.numel == 0:
         return
-    total = yield from all_reduce(bucket.shares(state.size), state, ordered=ordered, collective=collective)
+    total = yield from all_reduce(bucket.shares(state.size), state, deterministic=deterministic, collective=collective)
     if watch:
         state.verdict(all_finite(total))
     bucket.write(total)

@@ -22,7 +22,7 @@ import torch
 
 from thinwire.methods import linear8
 from thinwire.methods.base import all_reduce as sum_over_ranks
-from thinwire.methods.base import check_count, check_flag, check_merge
+from thinwire.methods.base import check_count, check_flag, check_fusion
 from thinwire.methods.decoupling import Decoupling, check_decoupling, decoupled_sum
 from thinwire.methods.exchanges import check_collective
 from thinwire.methods.prices import COPY, IN_PLACE, Prices, elements
@@ -45,9 +45,9 @@ class Cast(Decoupling, Method):
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``, or "bf16" or "fp16"; or ``torch.int8``, "int8".
         block: elements that share a scale, with int8.
-        merge: fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
-        ordered: sum in rank order: equal bits under any plan; not with int8.
-        collective, decoupled, guard, eager, check: as of :class:`~thinwire.methods.ssgd.SSGD`.
+        fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
+        deterministic: sum in rank order: equal bits under any plan; not with int8.
+        collective, decoupled, check_finite, update_in_step, poison_stale: as of :class:`~thinwire.methods.ssgd.SSGD`.
     """
 
     name: ClassVar[str] = "cast"
@@ -55,8 +55,8 @@ class Cast(Decoupling, Method):
 
     dtype: torch.dtype | str = torch.bfloat16
     block: int = 256
-    merge: Any = "auto"
-    ordered: bool = False
+    fusion: Any = "auto"
+    deterministic: bool = False
     collective: str = "flat"
 
     def __post_init__(self) -> None:
@@ -66,19 +66,21 @@ class Cast(Decoupling, Method):
                 f"dtype={self.dtype!r} is unknown; use torch.bfloat16 ('bf16'), torch.float16 ('fp16') or torch.int8"
             )
         object.__setattr__(self, "dtype", dtype)
-        check_merge(self.merge)
-        check_flag("ordered", self.ordered)
+        check_fusion(self.fusion)
+        check_flag("deterministic", self.deterministic)
         check_count("block", self.block, 8)
         if self.block % 8:
             raise ValueError(f"block={self.block!r} must be a multiple of 8")
         if dtype == torch.int8:
-            if self.ordered:
-                raise ValueError("ordered=True cannot hold with int8, whose blocks follow the bucket; leave it out")
+            if self.deterministic:
+                raise ValueError(
+                    "deterministic=True cannot hold with int8, whose blocks follow the bucket; leave it out"
+                )
             if self.decoupled or self.collective != "flat":
                 raise ValueError("int8 has two steps of its own: leave out decoupled=True and collective=")
             object.__setattr__(self, "has_residual", True)
             object.__setattr__(self, "light", False)
-        check_collective(self.collective, ordered=self.ordered)
+        check_collective(self.collective, deterministic=self.deterministic)
         check_decoupling(self, collective=self.collective)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
@@ -103,7 +105,9 @@ class Cast(Decoupling, Method):
         before, after = prices.passes(COPY + IN_PLACE + cast, size), prices.passes(cast, size)
         if self.decoupled:
             return prices.decoupled(before, after, size, itemsize=2)
-        return prices.summed(before, after, size, ordered=self.ordered, itemsize=2, collective=self.collective)
+        return prices.summed(
+            before, after, size, deterministic=self.deterministic, itemsize=2, collective=self.collective
+        )
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-reduce of 16-bit elements; with int8 an all-to-all and an all-gather."""
@@ -118,4 +122,6 @@ class Cast(Decoupling, Method):
         if self.decoupled:
             bucket.write((yield from decoupled_sum(message, state)))
             return
-        bucket.write((yield from sum_over_ranks(message, state, ordered=self.ordered, collective=self.collective)))
+        bucket.write(
+            (yield from sum_over_ranks(message, state, deterministic=self.deterministic, collective=self.collective))
+        )

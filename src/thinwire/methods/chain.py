@@ -29,7 +29,8 @@ def chain(*methods: Method | str) -> Method:
     """One method that does what the given ones do, the first first.
 
     Sound are: a sparse method and ``Cast`` in 16 bits (the values travel in 16 bits, and their rounding error is fed
-    back); any method and ``SSGD`` or ``DeAR``, whose options (``ordered``, ``decoupled``, ``merge``) it takes over.
+    back); any method and ``SSGD`` or ``DeAR``, whose options (``deterministic``, ``decoupled``, ``fusion``) it takes
+    over.
 
     Args:
         methods: names or instances, at least one.
@@ -39,7 +40,7 @@ def chain(*methods: Method | str) -> Method:
 
     Example:
         >>> from thinwire.methods.topk import TopK
-        >>> chain(TopK(0.01), Cast("fp16")).wire
+        >>> chain(TopK(0.01), Cast("fp16")).value_dtype
         'fp16'
     """
     if not methods:
@@ -83,14 +84,14 @@ def _with_schedule(method: Method, plain: SSGD) -> Method:
 def _with_wire(sparse: Method, cast: Cast) -> Method:
     """The sparse method with 16-bit values."""
     wire = _WIRES[cast.dtype]  # type: ignore[index]
-    if sparse.wire not in ("fp32", wire):  # type: ignore[attr-defined]
-        raise ValueError(f"{sparse!r} is cast to {wire} a second time: give one wire")
+    if sparse.value_dtype not in ("fp32", wire):  # type: ignore[attr-defined]
+        raise ValueError(f"{sparse!r} is cast to {wire} a second time: give one value_dtype")
     schedule = {name: getattr(cast, name) for name in SSGD().options()}
-    return _with_schedule(replace(sparse, wire=wire), SSGD(**schedule))  # type: ignore[type-var]
+    return _with_schedule(replace(sparse, value_dtype=wire), SSGD(**schedule))  # type: ignore[type-var]
 
 
 def _sparse(method: Method) -> bool:
-    return hasattr(method, "wire")
+    return hasattr(method, "value_dtype")
 
 
 def _half(method: Method) -> bool:

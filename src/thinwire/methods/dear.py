@@ -31,14 +31,14 @@ class DeAR(SSGD):
     """Exact averaging on the decoupled schedule: ``SSGD(decoupled=True)`` by its published name.
 
     Args:
-        merge: fusion: MiB, "none", "single", "optimal", "tune", a ``Merge`` or "auto".
-        guard: one small exchange at the end of backward, so that all ranks know of a non-finite gradient. Between
-            CPUs that share no link only a ``GradScaler`` and ``find_unused_parameters=True`` wait for it; elsewhere
-            False saves its latency where no ``GradScaler`` is in use.
-        eager: names of modules whose parameters are updated in ``optimizer.step()``, because something reads them
-            without calling the module; True: all, for optimizers that look at all gradients together.
-        check: parameters hold NaN until they are updated, so that a read of an old value shows (debugging).
-        ordered: sum in rank order: equal bits under any plan (on Gloo always).
+        fusion: MiB, "none", "single", "optimal", "tune", a ``Merge`` or "auto".
+        check_finite: one small exchange at the end of backward, so that all ranks know of a non-finite gradient.
+            Between CPUs that share no link only a ``GradScaler`` and ``find_unused_parameters=True`` wait for it;
+            elsewhere False saves its latency where no ``GradScaler`` is in use.
+        update_in_step: names of modules whose parameters are updated in ``optimizer.step()``, because something reads
+            them without calling the module; True: all, for optimizers that look at all gradients together.
+        poison_stale: parameters hold NaN until they are updated, so that a read of an old value shows (debugging).
+        deterministic: sum in rank order: equal bits under any plan (on Gloo always).
 
     Raises:
         ValueError: an option is out of range.

@@ -19,15 +19,15 @@ class Decoupling:
 
     Args:
         decoupled: reduce-scatter during backward, all-gather during the next forward, in which parameters are updated.
-        guard: one small exchange at the end of backward, so that all ranks know of a non-finite gradient.
-        eager: names of modules whose parameters are updated in ``optimizer.step()``; True: all.
-        check: parameters hold NaN until they are updated (debugging).
+        check_finite: one small exchange at the end of backward, so that all ranks know of a non-finite gradient.
+        update_in_step: names of modules whose parameters are updated in ``optimizer.step()``; True: all.
+        poison_stale: parameters hold NaN until they are updated (debugging).
     """
 
     decoupled: bool = False
-    guard: bool = True
-    eager: bool | tuple[str, ...] = ()
-    check: bool = False
+    check_finite: bool = True
+    update_in_step: bool | tuple[str, ...] = ()
+    poison_stale: bool = False
 
 
 def check_decoupling(method: Decoupling, *, residual: bool = False, collective: str = "flat") -> None:
@@ -39,18 +39,18 @@ def check_decoupling(method: Decoupling, *, residual: bool = False, collective: 
         collective: how it sums over the ranks.
     """
     check_flag("decoupled", method.decoupled)
-    check_flag("guard", method.guard)
-    check_flag("check", method.check)
-    eager = (method.eager,) if isinstance(method.eager, str) else method.eager
-    if isinstance(eager, list):
-        eager = tuple(eager)
-    if not isinstance(eager, bool) and not (isinstance(eager, tuple) and all(isinstance(n, str) for n in eager)):
-        raise ValueError(f"eager={method.eager!r} must be True, False or a tuple of module names")
-    object.__setattr__(method, "eager", eager)
+    check_flag("check_finite", method.check_finite)
+    check_flag("poison_stale", method.poison_stale)
+    early = (method.update_in_step,) if isinstance(method.update_in_step, str) else method.update_in_step
+    if isinstance(early, list):
+        early = tuple(early)
+    if not isinstance(early, bool) and not (isinstance(early, tuple) and all(isinstance(n, str) for n in early)):
+        raise ValueError(f"update_in_step={method.update_in_step!r} must be True, False or a tuple of module names")
+    object.__setattr__(method, "update_in_step", early)
     if not method.decoupled:
         return
-    if residual and not method.guard:
-        raise ValueError("guard=False would let a non-finite gradient into the residuals: leave the guard on")
+    if residual and not method.check_finite:
+        raise ValueError("check_finite=False would let a non-finite gradient into the residuals: leave it on")
     if collective != "flat":
         raise ValueError(f'decoupled=True scatters over all ranks: use collective="flat", not {collective!r}')
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
-from thinwire.methods.base import all_finite, check_flag, check_merge, poison
+from thinwire.methods.base import all_finite, check_flag, check_fusion, poison
 from thinwire.methods.feedback import Warmup
 from thinwire.methods.prices import ACCUMULATE, COPY, FINITE, IN_PLACE, LINE_PASSES, Prices, elements
 from thinwire.methods.sparse import (
@@ -62,8 +62,8 @@ class DGC(Method):
         masking: forget the momentum of what is sent.
         select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
         warmup: a :class:`~thinwire.methods.feedback.Warmup`, as the published runs have it, or None.
-        wire: dtype of the values on the wire: "fp32", "bf16" or "fp16".
-        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        value_dtype: of the values on the wire: "fp32", "bf16" or "fp16".
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
     name: ClassVar[str] = "dgc"
@@ -78,11 +78,11 @@ class DGC(Method):
     masking: bool = True
     select: str = "threshold"
     warmup: Warmup | None = None
-    wire: str = "fp32"
-    merge: Any = "auto"
+    value_dtype: str = "fp32"
+    fusion: Any = "auto"
 
     def __post_init__(self) -> None:
-        check_options(self.density, self.select, self.wire, self.warmup)
+        check_options(self.density, self.select, self.value_dtype, self.warmup)
         _check_range("momentum", self.momentum, 0.0, 1.0)
         _check_range("weight_decay", self.weight_decay, 0.0)
         if self.clip is not None:
@@ -93,7 +93,7 @@ class DGC(Method):
         check_flag("masking", self.masking)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov=True needs a momentum above 0")
-        check_merge(self.merge, sparse=True)
+        check_fusion(self.fusion, sparse=True)
 
     def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
         """Vectors and embeddings stay dense: they are small, or sparse already."""
@@ -121,7 +121,7 @@ class DGC(Method):
         sizes = super().payload(shapes, phase)
         if self.density == 1:
             return sizes
-        return message_units((keep_count(size, self.density) for size in sizes), self.wire)
+        return message_units((keep_count(size, self.density) for size in sizes), self.value_dtype)
 
     def kept(self, d: int, step: int) -> int:
         """Entries sent for a bucket of ``d`` elements at a step."""
@@ -172,7 +172,7 @@ class DGC(Method):
                     v_piece.add_(g)
             state.stage(slot.name, residual=v_piece, local={_MOMENTUM: m_piece})
         values, index = choose(v, k, self.select, bucket, state)
-        sums, places, left = yield from all_gather_pairs(values, index, wire_dtype(self.wire, v.dtype))
+        sums, places, left = yield from all_gather_pairs(values, index, wire_dtype(self.value_dtype, v.dtype))
         v[index] = left
         if self.masking and k < d:
             m[index] = 0

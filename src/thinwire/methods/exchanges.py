@@ -75,17 +75,17 @@ COLLECTIVES: dict[str, Callable[[Tensor, State], Exchange]] = {
 }
 
 
-def check_collective(collective: Any, *, ordered: bool = False) -> None:
+def check_collective(collective: Any, *, deterministic: bool = False) -> None:
     """Raise ``ValueError`` unless this is a sub-program's name, "auto" or "threshold:<MB>".
 
-    ``ordered``: the sum is asked for in rank order, which a hierarchy does not keep.
+    ``deterministic``: the sum is asked for in rank order, which a hierarchy does not keep.
     """
     known = isinstance(collective, str) and (collective in COLLECTIVES or collective == "auto")
     if not known and not (isinstance(collective, str) and _limit_bytes(collective) is not None):
         names = ", ".join(map(repr, COLLECTIVES))
         raise ValueError(f"collective={collective!r} is unknown; use one of {names}, 'auto' or 'threshold:<MB>'")
-    if ordered and collective != "flat":
-        raise ValueError(f'ordered=True adds in rank order, which collective={collective!r} does not: use "flat"')
+    if deterministic and collective != "flat":
+        raise ValueError(f'deterministic=True adds in rank order, which collective={collective!r} does not: use "flat"')
 
 
 def collective_of(collective: str, size: int) -> str:

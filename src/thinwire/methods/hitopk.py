@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from thinwire.kernels.pairs import add_pairs, pack, to_wire, unpack, wire_dtype
 from thinwire.kernels.seeding import generator
 from thinwire.kernels.select import keep_count, top_k
-from thinwire.methods.base import all_finite, check_merge, poison
+from thinwire.methods.base import all_finite, check_fusion, poison
 from thinwire.methods.exchanges import padded
 from thinwire.methods.prices import COPY, FINITE, IN_PLACE, LINE_PASSES, READ, WRITE, Prices, elements
 from thinwire.methods.shards import cuts, in_place, with_debts
@@ -54,8 +54,8 @@ class HiTopK(Method):
         density: share of each shard that is sent across, in (0, 1].
         select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
         select_options: its options.
-        wire: dtype of the values across: "fp32", "bf16" or "fp16"; inside a node the gradient's own.
-        merge: fusion: MiB of dense gradient, "none", "single", a ``Merge`` or "auto".
+        value_dtype: of the values across: "fp32", "bf16" or "fp16"; inside a node the gradient's own.
+        fusion: MiB of dense gradient, "none", "single", a ``Merge`` or "auto".
     """
 
     name: ClassVar[str] = "hitopk"
@@ -67,14 +67,14 @@ class HiTopK(Method):
     density: float
     select: str = "exact"
     select_options: Mapping[str, Any] | None = None
-    wire: str = "fp32"
-    merge: Any = "auto"
+    value_dtype: str = "fp32"
+    fusion: Any = "auto"
 
     def __post_init__(self) -> None:
-        check_options(self.density, self.select, self.wire, None)
-        check_merge(self.merge)
-        if self.merge in ("optimal", "mgwfbp", "tune"):
-            raise ValueError(f'merge={self.merge!r} has no price for two levels: use MiB, "none", "single" or "auto"')
+        check_options(self.density, self.select, self.value_dtype, None)
+        check_fusion(self.fusion)
+        if self.fusion in ("optimal", "mgwfbp", "tune"):
+            raise ValueError(f'fusion={self.fusion!r} has no price for two levels: use MiB, "none", "single" or "auto"')
         top_k(torch.zeros(1), 1, self.select, **(self.select_options or {}))  # an unknown option raises here
 
     def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
@@ -83,7 +83,7 @@ class HiTopK(Method):
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """What a node sends of each tensor to another node, in units of fp32 elements."""
-        return message_units((keep_count(n, self.density) for n in super().payload(shapes, phase)), self.wire)
+        return message_units((keep_count(n, self.density) for n in super().payload(shapes, phase)), self.value_dtype)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
@@ -135,7 +135,7 @@ class HiTopK(Method):
         k = keep_count(size, self.density)
         draw = None if self.select == "exact" or a.is_meta else generator("select", bucket.index, state.step)
         values, index = top_k(a, k, self.select, draw, **(self.select_options or {}))
-        sent = to_wire(torch.where(all_finite(a), values, torch.nan), wire_dtype(self.wire, a.dtype))
+        sent = to_wire(torch.where(all_finite(a), values, torch.nan), wire_dtype(self.value_dtype, a.dtype))
         a[index] = values - sent.to(a.dtype)
         if begin >= d:  # a shard of nothing but padding; each rank has some residual, so that none seems lost
             state.stage_slice(bucket.slots[0].name, 0, a[:0])

@@ -33,8 +33,8 @@ class LAGS(Method):
     Args:
         max_ratio: no layer is compressed more than this many times.
         exposed_seconds: what the last layer's exchange may take after backward.
-        merge: "none": layer by layer, which is the method.
-        wire: dtype of the values on the wire: "fp32", "bf16" or "fp16".
+        fusion: "none": layer by layer, which is the method.
+        value_dtype: of the values on the wire: "fp32", "bf16" or "fp16".
         error_feedback: keep what was not sent; False is for ablations.
     """
 
@@ -44,8 +44,8 @@ class LAGS(Method):
 
     max_ratio: float = 1000
     exposed_seconds: float = 0.0
-    merge: Any = "none"
-    wire: str = "fp32"
+    fusion: Any = "none"
+    value_dtype: str = "fp32"
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
@@ -53,8 +53,8 @@ class LAGS(Method):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
                 raise ValueError(f"{name}={value!r} must be a number of at least {least}")
-        check_choice("merge", self.merge, ("none",))
-        check_choice("wire", self.wire, tuple(WIRES))
+        check_choice("fusion", self.fusion, ("none",))
+        check_choice("value_dtype", self.value_dtype, tuple(WIRES))
         check_flag("error_feedback", self.error_feedback)
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
@@ -69,7 +69,7 @@ class LAGS(Method):
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """The message of each tensor at the highest compression, in units of fp32 elements."""
-        return message_units(map(self.least, super().payload(shapes, phase)), self.wire)
+        return message_units(map(self.least, super().payload(shapes, phase)), self.value_dtype)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
@@ -79,7 +79,7 @@ class LAGS(Method):
 
     @property
     def _sparse(self) -> TopK:
-        return TopK(1 / self.max_ratio, wire=self.wire, error_feedback=self.error_feedback)
+        return TopK(1 / self.max_ratio, value_dtype=self.value_dtype, error_feedback=self.error_feedback)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-gather of pairs; one all-reduce where the plan keeps everything."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.kernels.lowrank import rebuild
 from thinwire.kernels.orthogonal import fingerprint, orthogonalise
 from thinwire.kernels.seeding import normal
-from thinwire.methods.base import check_choice, check_count, check_flag, check_merge, own_memory
+from thinwire.methods.base import check_choice, check_count, check_flag, check_fusion, own_memory
 from thinwire.methods.prices import elements
 from thinwire.program import AllGather, Bucket, Method, Slot, State, working_dtype
 
@@ -36,8 +36,8 @@ class LowRank(Method):
     error_feedback: bool = True
     seed: int = 0
     verify_every: int = 1000
-    merge: Any = "auto"
-    ordered: bool = False
+    fusion: Any = "auto"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank, 1)
@@ -47,8 +47,8 @@ class LowRank(Method):
         check_flag("error_feedback", self.error_feedback)
         check_count("seed", self.seed)
         check_count("verify_every", self.verify_every)
-        check_merge(self.merge)
-        check_flag("ordered", self.ordered)
+        check_fusion(self.fusion)
+        check_flag("deterministic", self.deterministic)
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
 

@@ -26,7 +26,7 @@ class OMGS(TopK):
 
     Args:
         density: share of the elements that is sent, in (0, 1].
-        schedule: "optimal", "greedy" (the published rule), "none" (layer-wise) or "single"; decides ``merge``.
+        schedule: "optimal", "greedy" (the published rule), "none" (layer-wise) or "single"; decides ``fusion``.
     """
 
     name: ClassVar[str] = "omgs"
@@ -35,5 +35,5 @@ class OMGS(TopK):
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, tuple(_MERGES))
-        object.__setattr__(self, "merge", _MERGES[self.schedule])
+        object.__setattr__(self, "fusion", _MERGES[self.schedule])
         super().__post_init__()

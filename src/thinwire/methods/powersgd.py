@@ -51,7 +51,7 @@ class PowerSGD(LowRank):
         low, dense = self.matrices(shapes)
         prices = Prices(costs, topology.world_size)
         if not low:
-            return prices.average_flat(dense, ordered=self.ordered, watch=True)
+            return prices.average_flat(dense, deterministic=self.deterministic, watch=True)
         feedback = self.error_feedback
         before, between = prices.passes(IN_PLACE, dense), 0.0
         after = prices.passes(FINITE + IN_PLACE + COPY, dense)
@@ -65,20 +65,20 @@ class PowerSGD(LowRank):
             after += prices.orthogonalise(long, r) + prices.product(n, m, r, WRITE)
         after += prices.passes(FINITE, first - dense) + prices.passes(FINITE + IN_PLACE, second)
         before, between = before + prices.passes(COPY, first), between + prices.passes(COPY, second)
-        head = prices.summed(before, between, first, ordered=self.ordered)
-        return head[:-1] + prices.summed(between, after, second, ordered=self.ordered)
+        head = prices.summed(before, between, first, deterministic=self.deterministic)
+        return head[:-1] + prices.summed(between, after, second, deterministic=self.deterministic)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """All-reduce A Q and the dense rest, then At P (tall matrices: transposed)."""
         low, dense = self.sort(bucket)
         if not low:
-            yield from average_flat(bucket, state, ordered=self.ordered, watch=True)
+            yield from average_flat(bucket, state, deterministic=self.deterministic, watch=True)
             return
         matrices = [self._matrix(slot, state) for slot in low]
         tall = [a.shape[0] > a.shape[1] for a in matrices]
         queries = [self.basis("p" if t else "q", slot, state) for slot, t in zip(low, tall)]
         thin = [project_right(a, x) if t else project_left(a, x) for a, x, t in zip(matrices, queries, tall)]
-        first = yield from all_reduce(pack(thin, dense, state.size), state, ordered=self.ordered)
+        first = yield from all_reduce(pack(thin, dense, state.size), state, deterministic=self.deterministic)
         sums, rest = unpack(first, thin, dense)
         bases = orthogonalise_all(sums)
         local = [project_left(a, x) if t else project_right(a, x) for a, x, t in zip(matrices, bases, tall)]
@@ -86,7 +86,7 @@ class PowerSGD(LowRank):
             for slot, a, basis, x, t in zip(low, matrices, bases, local, tall):
                 subtract(a, *((x, basis) if t else (basis, x)))
                 state.stage(slot.name, residual=a.view(slot.shape))
-        second = yield from all_reduce(pack(local), state, ordered=self.ordered)
+        second = yield from all_reduce(pack(local), state, deterministic=self.deterministic)
         sums, _ = unpack(second, local)
         finite = all_finite(first) & all_finite(second)
         state.verdict(finite)

@@ -71,12 +71,12 @@ class Prices:
         after: float,
         size: int,
         *,
-        ordered: bool,
+        deterministic: bool,
         itemsize: int = 4,
         collective: str = "flat",
     ) -> list[float]:
         """The segments around ``base.all_reduce`` of ``size`` elements, on the first rank of a node."""
-        if not ordered:
+        if not deterministic:
             way = collective_of(collective, size)
             if way == "flat" or self._topology is None or one_level(self._topology):
                 return [before, after]
@@ -99,13 +99,15 @@ class Prices:
             return [0.0]
         return [self.passes(COPY, size), 0.0, 0.0, self.passes(FINITE if watch else 0.0, size)]
 
-    def average_flat(self, size: int, *, ordered: bool, watch: bool = False, collective: str = "flat") -> list[float]:
+    def average_flat(
+        self, size: int, *, deterministic: bool, watch: bool = False, collective: str = "flat"
+    ) -> list[float]:
         """The segments of ``base.average_flat``: into the bucket and divided, sum."""
         if not size:
             return [0.0]
-        elsewhere = ordered or (
+        elsewhere = deterministic or (
             collective_of(collective, size) == "torus" and self._topology and not one_level(self._topology)
         )
         after = (COPY if elsewhere else 0.0) + (FINITE if watch else 0.0)  # back into the bucket
         before, after = self.passes(COPY, size), self.passes(after, size)
-        return self.summed(before, after, size, ordered=ordered, collective=collective)
+        return self.summed(before, after, size, deterministic=deterministic, collective=collective)

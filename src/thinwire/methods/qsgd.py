@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from thinwire.kernels.quantise import BITS, add_decoded, encode, packed_bytes
-from thinwire.methods.base import all_finite, check_choice, check_count, check_merge, poison, split_message
+from thinwire.methods.base import all_finite, check_choice, check_count, check_fusion, poison, split_message
 from thinwire.methods.prices import DECODE, DRAW, ENCODE, IN_PLACE, WRITE, Prices, elements
 from thinwire.methods.rows import Rows
 from thinwire.planner.costs import Costs
@@ -46,7 +46,7 @@ class QSGD(Method):
         block: elements that share a scale, a multiple of 8; blocks begin anew at each tensor.
         norm: the scale of a block: "max", its largest magnitude, or "l2", its Euclidean norm, as in the paper.
         seed: of the rounding. Draws depend on it, the parameter's name, the step and the rank alone.
-        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
     name: ClassVar[str] = "qsgd"
@@ -55,14 +55,14 @@ class QSGD(Method):
     block: int = 512
     norm: str = "max"
     seed: int = 0
-    merge: Any = "auto"
+    fusion: Any = "auto"
 
     def __post_init__(self) -> None:
         check_choice("bits", self.bits, BITS)
         check_block(self.block)
         check_choice("norm", self.norm, ("max", "l2"))
         check_count("seed", self.seed)
-        check_merge(self.merge)
+        check_fusion(self.fusion)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """Codes and scales of each tensor in units of fp32 elements, rounded up."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.bits import add_values, pack_bits, pack_signs
-from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge, poison, split_message
+from thinwire.methods.base import all_finite, check_choice, check_flag, check_fusion, poison, split_message
 from thinwire.methods.prices import ACCUMULATE, IN_PLACE, WRITE, Prices, elements
 from thinwire.methods.rows import Rows
 from thinwire.planner.costs import Costs
@@ -38,7 +38,7 @@ class SignSGD(Method):
         error_feedback: keep what was not sent and add it to the next gradient.
         vote: "mean" of the ranks' decoded messages, or "majority" of their signs (without feedback only).
         levels: 1 or 2 magnitudes per tensor ("mean" only).
-        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
     name: ClassVar[str] = "signsgd"
@@ -47,7 +47,7 @@ class SignSGD(Method):
     error_feedback: bool = True
     vote: str = "mean"
     levels: int = 1
-    merge: Any = "auto"
+    fusion: Any = "auto"
 
     def __post_init__(self) -> None:
         check_flag("error_feedback", self.error_feedback)
@@ -57,7 +57,7 @@ class SignSGD(Method):
             raise ValueError("vote='majority' has no gradient units to feed back: add error_feedback=False")
         if self.vote == "majority" and self.levels == 2:
             raise ValueError("vote='majority' counts signs alone: levels=2 needs vote='mean'")
-        check_merge(self.merge)
+        check_fusion(self.fusion)
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
 

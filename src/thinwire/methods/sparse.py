@@ -16,12 +16,12 @@ from thinwire.methods.feedback import Warmup
 from thinwire.program import AllGather, Bucket, State, working_dtype
 
 
-def check_options(density: Any, select: Any, wire: Any, warmup: Any) -> None:
+def check_options(density: Any, select: Any, value_dtype: Any, warmup: Any) -> None:
     """Raise ``ValueError`` for an option out of range."""
     if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 < density <= 1:
         raise ValueError(f"density={density!r} must be a number above 0 and at most 1")
     check_choice("select", select, tuple(ALGORITHMS))
-    check_choice("wire", wire, tuple(WIRES))
+    check_choice("value_dtype", value_dtype, tuple(WIRES))
     if warmup is not None and not isinstance(warmup, Warmup):
         raise ValueError(f"warmup={warmup!r} must be a Warmup or None")
 

@@ -3,7 +3,7 @@
 Paper: wait-free backpropagation (Zhang et al., Poseidon, 2017) with tensor fusion (Shi et al., MG-WFBP, 1811.11141).
 
 Differences from the papers: buckets launch in plan order on every rank; gradients are divided before the sum, so that
-16 bits cannot overflow; ``ordered=True`` adds in rank order, so that bits do not depend on bucket boundaries.
+16 bits cannot overflow; ``deterministic=True`` adds in rank order, so that bits do not depend on bucket boundaries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from thinwire.methods.base import average_flat, check_merge
+from thinwire.methods.base import average_flat, check_fusion
 from thinwire.methods.decoupling import Decoupling, average_decoupled, check_decoupling
 from thinwire.methods.exchanges import check_collective
 from thinwire.methods.prices import Prices, elements
@@ -25,23 +25,23 @@ class SSGD(Decoupling, Method):
     """Exact averaging.
 
     Args:
-        merge: fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
-        ordered: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
+        fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
+        deterministic: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
         collective: "flat"; over nodes of several ranks "three_phase" or "torus"; "auto": for each bucket the fastest by
             measured times (flat until the plan has them); "threshold:<MB>": three-phase up to so many MB, flat above.
-        decoupled, guard, eager, check: see :class:`~thinwire.methods.decoupling.Decoupling`.
+        decoupled, check_finite, update_in_step, poison_stale: see :class:`~thinwire.methods.decoupling.Decoupling`.
     """
 
     name: ClassVar[str] = "ssgd"
     light: ClassVar[bool] = True
     exact: ClassVar[bool] = True
-    merge: Any = "auto"
-    ordered: bool = False
+    fusion: Any = "auto"
+    deterministic: bool = False
     collective: str = "flat"
 
     def __post_init__(self) -> None:
-        check_merge(self.merge)
-        check_collective(self.collective, ordered=self.ordered)
+        check_fusion(self.fusion)
+        check_collective(self.collective, deterministic=self.deterministic)
         check_decoupling(self, collective=self.collective)
 
     def sums(self, shape: Sequence[int]) -> bool:
@@ -55,11 +55,11 @@ class SSGD(Decoupling, Method):
         prices = Prices(costs, topology.world_size, topology)
         if self.decoupled:
             return prices.average_decoupled(elements(shapes))
-        return prices.average_flat(elements(shapes), ordered=self.ordered, collective=self.collective)
+        return prices.average_flat(elements(shapes), deterministic=self.deterministic, collective=self.collective)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """One all-reduce of the gradients over the world size; decoupled: in two halves."""
         if self.decoupled:
             yield from average_decoupled(bucket, state)
         else:
-            yield from average_flat(bucket, state, ordered=self.ordered, collective=self.collective)
+            yield from average_flat(bucket, state, deterministic=self.deterministic, collective=self.collective)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.quantise import magnitudes, ternary
-from thinwire.methods.base import all_finite, check_count, check_merge, poison
+from thinwire.methods.base import all_finite, check_count, check_fusion, poison
 from thinwire.methods.prices import COPY, DRAW, IN_PLACE, READ, TERNARY, Prices, elements
 from thinwire.methods.rows import Rows
 from thinwire.planner.costs import Costs
@@ -39,21 +39,21 @@ class TernGrad(Method):
     Args:
         clip: clamp each tensor to so many standard deviations (about zero) first; None: do not.
         seed: of the draws, which depend on it, the parameter's name, the step and the rank alone.
-        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
     name: ClassVar[str] = "terngrad"
 
     clip: float | None = 2.5
     seed: int = 0
-    merge: Any = "auto"
+    fusion: Any = "auto"
 
     def __post_init__(self) -> None:
         number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool)
         if self.clip is not None and not (number and 0 < self.clip < float("inf")):
             raise ValueError(f"clip={self.clip!r} must be a number of standard deviations above 0, or None")
         check_count("seed", self.seed)
-        check_merge(self.merge)
+        check_fusion(self.fusion)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """A byte per element and a scale, in units of fp32 elements, rounded up."""

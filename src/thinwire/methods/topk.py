@@ -23,7 +23,7 @@ from torch import nn
 
 from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
-from thinwire.methods.base import all_finite, check_choice, check_flag, check_merge
+from thinwire.methods.base import all_finite, check_choice, check_flag, check_fusion
 from thinwire.methods.butterfly import butterfly
 from thinwire.methods.feedback import Warmup, accumulate_flat, stage_flat
 from thinwire.methods.prices import Prices, elements
@@ -49,12 +49,12 @@ class TopK(Method):
     Args:
         density: share of the elements that is sent, in (0, 1].
         exchange: "allgather", "gtopk", "oktopk", or "auto": the cheapest for each bucket, by measured costs where the
-            plan is made from them (``merge="optimal"``, ``plan="adaptive"``), else by those of an assumed link.
+            plan is made from them (``fusion="optimal"``, ``plan="adaptive"``), else by those of an assumed link.
         select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
-        wire: dtype of the values on the wire: "fp32", "bf16" or "fp16"; "gtopk" needs "fp32".
+        value_dtype: of the values on the wire: "fp32", "bf16" or "fp16"; "gtopk" needs "fp32".
         error_feedback: keep what was not sent; False is for ablations.
         warmup: a :class:`~thinwire.methods.feedback.Warmup`, or None.
-        merge: fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
+        fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         capacity: room for one region's pairs under "oktopk", in units of k / P; at least 1.
     """
 
@@ -65,21 +65,22 @@ class TopK(Method):
     density: float
     exchange: str = "allgather"
     select: str = "exact"
-    wire: str = "fp32"
+    value_dtype: str = "fp32"
     error_feedback: bool = True
     warmup: Warmup | None = None
-    merge: Any = "auto"
+    fusion: Any = "auto"
     capacity: float = 1.5
 
     def __post_init__(self) -> None:
-        check_options(self.density, self.select, self.wire, self.warmup)
+        check_options(self.density, self.select, self.value_dtype, self.warmup)
         check_choice("exchange", self.exchange, (*EXCHANGES, "auto"))
-        if self.exchange == "gtopk" and self.wire != "fp32":
+        if self.exchange == "gtopk" and self.value_dtype != "fp32":
             raise ValueError(
-                f'wire={self.wire!r} would round the two sides of a merge differently: gTop-k needs "fp32"'
+                f"value_dtype={self.value_dtype!r} would round the two sides of a merge differently: "
+                'gTop-k needs "fp32"'
             )
         check_flag("error_feedback", self.error_feedback)
-        check_merge(self.merge, sparse=True)
+        check_fusion(self.fusion, sparse=True)
         capacity = self.capacity
         if isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or not 1 <= capacity < math.inf:
             raise ValueError(f"capacity={capacity!r} must be a number of at least 1")
@@ -94,7 +95,7 @@ class TopK(Method):
         """The message of each tensor in units of fp32 elements: 2 k for fp32 pairs; "oktopk": of all its boxes."""
         room = self.capacity if self.exchange == "oktopk" else 1.0
         kept = (keep_count(size, self.density) for size in super().payload(shapes, phase))
-        return message_units((math.ceil(room * k) for k in kept), self.wire)
+        return message_units((math.ceil(room * k) for k in kept), self.value_dtype)
 
     def kept(self, d: int, step: int) -> int:
         """Entries sent for a bucket of ``d`` elements at a step."""
@@ -105,7 +106,7 @@ class TopK(Method):
         """The exchange of a bucket; "auto", where no plan has decided, follows from these numbers alone."""
         if self.exchange != "auto":
             return self.exchange
-        return assumed_cheapest(d, k, ranks, self.wire, self.capacity)
+        return assumed_cheapest(d, k, ranks, self.value_dtype, self.capacity)
 
     def settle(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Costs) -> str:
         """For "auto": the cheapest exchange of a bucket by measured costs."""
@@ -113,7 +114,7 @@ class TopK(Method):
         if self.exchange != "auto" or not size or topology.world_size == 1:
             return ""
         k = min(size, kept) or keep_count(size, self.density)
-        return cheapest(size, k, topology.world_size, costs, self.wire, self.capacity)
+        return cheapest(size, k, topology.world_size, costs, self.value_dtype, self.capacity)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
@@ -138,7 +139,7 @@ class TopK(Method):
         k = min(d, bucket.kept) or self.kept(d, state.step)
         a = accumulate_flat(bucket, state) if self.error_feedback else bucket.gradient()
         values, index = choose(a, k, self.select, bucket, state)
-        exchange, wire = self.exchange_of(d, k, ranks), wire_dtype(self.wire, a.dtype)
+        exchange, wire = self.exchange_of(d, k, ranks), wire_dtype(self.value_dtype, a.dtype)
         if exchange == "gtopk":
             (sums, places), taken = yield from butterfly(values, index, state)
             left = torch.where(taken, 0, values)

@@ -104,10 +104,11 @@ class LAMB(LayerWise):
         """As of every optimizer here; clipping by the norm of all gradients needs them all at once."""
         options = deferring(method := sync.services.method)
         limit = self.param_groups[0]["max_grad_norm"]
-        if options is not None and options.eager is not True and limit is not None:
+        if options is not None and options.update_in_step is not True and limit is not None:
             raise ValueError(
                 f"max_grad_norm={limit:g} needs all gradients at once, and {method.name} updates parameters "
-                "bucket by bucket: give max_grad_norm=None and call sync.clip_grad_norm_, or attach with eager=True"
+                "bucket by bucket: give max_grad_norm=None and call sync.clip_grad_norm_, or attach with "
+                "update_in_step=True"
             )
         return super().attached(sync, scaler)
 

@@ -158,10 +158,10 @@ class Share:
         if self.parallel is None:
             return None
         options = deferring(method := sync.services.method)
-        if options is not None and options.eager is not True:
+        if options is not None and options.update_in_step is not True:
             raise ValueError(
                 f"parallel={self.parallel!r} needs all gradients at once, and {method.name} updates parameters "
-                "bucket by bucket: attach with eager=True, or give parallel=None"
+                "bucket by bucket: attach with update_in_step=True, or give parallel=None"
             )
         if sync.services.topology.world_size == 1:
             logger.warning("thinwire: parallel=%r has no effect on one rank", self.parallel)

@@ -49,8 +49,8 @@ class Part:
 
 
 def rule_of(method: Method) -> Any:
-    """The merge rule of a method: a word, a number of MiB, or a ``Merge``."""
-    return "lags" if method.name == "lags" else method.merge
+    """The fusion rule of a method: a word, a number of MiB, or a ``Merge``."""
+    return "lags" if method.name == "lags" else method.fusion
 
 
 def all_reduce_seconds(costs: Costs, topology: Topology) -> Callable[[float], float]:

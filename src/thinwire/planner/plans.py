@@ -42,8 +42,8 @@ class PlanTensor:
         return math.prod(self.shape)
 
 
-def default_merge(method: Method, backend: str) -> Any:
-    """What ``merge="auto"`` means while nothing is known of the network: MiB of dense gradient, or "payload"."""
+def default_fusion(method: Method, backend: str) -> Any:
+    """What ``fusion="auto"`` means while nothing is known of the network: MiB of dense gradient, or "payload"."""
     if backend == "nccl":
         return 25
     # Low-rank payloads are so small that start-ups outweigh overlap; dense ones gain from an early start.
@@ -51,8 +51,10 @@ def default_merge(method: Method, backend: str) -> Any:
 
 
 def follows_network(method: Method, backend: str) -> bool:
-    """Whether ``merge="auto"`` of a method follows the network: plain averages on Gloo, coupled, flat."""
-    plain = method.light and getattr(method, "collective", "flat") == "flat" and not getattr(method, "ordered", False)
+    """Whether ``fusion="auto"`` of a method follows the network: plain averages on Gloo, coupled, flat."""
+    plain = (
+        method.light and getattr(method, "collective", "flat") == "flat" and not getattr(method, "deterministic", False)
+    )
     return plain and backend == "gloo" and not getattr(method, "decoupled", False) and rule_of(method) == "auto"
 
 
@@ -74,7 +76,7 @@ def make_plan(
         late: indices that did not arrive; they come last, apart from those that did.
         backend: of the process group, for the defaults.
         measured: for the rules that need it; None: they fuse by size for the time being.
-        all_reduce: for ``merge="auto"``: what of an all-reduce of so many bytes over all ranks backward can hide, in
+        all_reduce: for ``fusion="auto"``: what of an all-reduce of so many bytes over all ranks backward can hide, in
             seconds (:func:`~thinwire.planner.sizes.gain_of_overlap`); None: from ``measured``, and without that too,
             fixed sizes.
 
@@ -129,7 +131,7 @@ def make_plan(
                 bucket = PlanBucket(names, dense, part.kept, table.choice(sent) if table else "", way)
                 buckets.append((max(place[indices[i]] for i in part.indices), bucket))
         phases.append(tuple(bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])))
-    return Plan(tuple(phases), rule=f"{method.name}, merge={method.merge}{', measured' if measured else ''}")
+    return Plan(tuple(phases), rule=f"{method.name}, fusion={method.fusion}{', measured' if measured else ''}")
 
 
 def _rule(method: Method, dense: bool, backend: str, measured: bool) -> Any:
@@ -140,7 +142,7 @@ def _rule(method: Method, dense: bool, backend: str, measured: bool) -> Any:
     if isinstance(rule, str) and rule in RULES and not measured:
         rule = "none" if rule == "lags" else "auto"
     if rule == "auto":
-        return (25 if backend == "nccl" else 4) if dense else default_merge(method, backend)
+        return (25 if backend == "nccl" else 4) if dense else default_fusion(method, backend)
     return rule
 
 

@@ -42,14 +42,14 @@ class Method(abc.ABC):
     light: ClassVar[bool] = False
     shards: ClassVar[bool] = False
     alone: ClassVar[str] = ""
-    merge: Any = "auto"
+    fusion: Any = "auto"
 
     @abc.abstractmethod
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """Exchange one bucket. It may not branch in Python on a tensor's values, only on shapes and ``state.step``."""
 
     def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
-        """Whether ``attach(dense="auto")`` should keep this parameter in plain S-SGD buckets."""
+        """Whether ``attach(keep_dense="auto")`` should keep this parameter in plain S-SGD buckets."""
         return False
 
     def sums(self, shape: Sequence[int]) -> bool:

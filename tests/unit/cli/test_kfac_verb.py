@@ -61,7 +61,7 @@ def test_calibrate_adds_to_measured_costs():
     (["plan"], "give a model"),
     (["plan", "resnet50", "--schedules", "fast"], "schedule='fast' is unknown"),
     (["plan", "resnet50", "--planner", "best"], "planner='best' is unknown"),
-    (["plan", "resnet50", "--factor-every", "0"], "--factor-every 0 must be at least 1"),
+    (["plan", "resnet50", "--factor-update-steps", "0"], "--factor-update-steps 0 must be at least 1"),
     (["plan", "resnet50", "--workers", "6", "--schedules", "kaisa:1/4"], "use kaisa:1/6, kaisa:2/6"),
     (["plan", "resnet50", "--out", "no/such/plan.json"], "--out"),
     (["calibrate", "--seconds", "0"], "--seconds must be positive"),

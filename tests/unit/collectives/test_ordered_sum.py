@@ -33,7 +33,7 @@ def test_bucket_boundaries_do_not_change_a_decoupled_average(dtype):
     gradients = [{n: torch.randn(s, generator=draw).to(dtype) for n, s in shapes.items()} for _ in range(3)]
     results = []
     for plan in (None, [["a", "b", "c", "d"]], [["d", "a"], ["c"], ["b"]]):
-        for method in (tw.DeAR(), tw.SSGD(ordered=True)):
+        for method in (tw.DeAR(), tw.SSGD(deterministic=True)):
             results.append(tw.LocalWorld(3, plan=plan).step(method, gradients))
     for other in results[1:]:
         assert all(torch.equal(a[n], b[n]) for a, b in zip(results[0], other) for n in shapes)

@@ -41,7 +41,7 @@ class Counting(torch.optim.SGD):
 def test_one_update_per_parameter_and_step():
     net = make()
     optimizer = Counting(net.parameters(), lr=0.1)
-    with tw.attach(net, optimizer, "dear", merge="none") as sync:
+    with tw.attach(net, optimizer, "dear", fusion="none") as sync:
         for step in range(4):
             loss_of(net, step).backward()
             assert sync.pending == ()
@@ -61,7 +61,7 @@ def test_one_update_per_parameter_and_step():
 def both(loop, **options):
     """What a loop leaves behind with S-SGD and decoupled."""
     results = []
-    for method in (tw.SSGD(), tw.DeAR(merge="none", check=True, **options)):
+    for method in (tw.SSGD(), tw.DeAR(fusion="none", poison_stale=True, **options)):
         net = make()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         with tw.attach(net, optimizer, method) as sync:
@@ -182,7 +182,7 @@ def test_a_step_that_is_not_taken_leaves_nothing():
 
 def test_two_optimizers_that_step_apart():
     results = []
-    for method in (tw.SSGD(), tw.DeAR(merge="single")):
+    for method in (tw.SSGD(), tw.DeAR(fusion="single")):
         net = make()
         a = torch.optim.SGD(net[0].parameters(), lr=0.1)
         b = torch.optim.Adam([*net[2].parameters(), *net[4].parameters()], lr=0.01)
@@ -202,7 +202,7 @@ def test_two_optimizers_that_step_apart():
 @pytest.mark.parametrize("fused", [False, True])
 def test_scaler_and_clipping(fused):
     results = []
-    for method in (tw.SSGD(), tw.DeAR(merge="none", check=True)):
+    for method in (tw.SSGD(), tw.DeAR(fusion="none", poison_stale=True)):
         net = make()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
@@ -256,14 +256,14 @@ def test_gradients_that_are_not_there_cannot_be_read(what):
 def test_what_else_is_refused():
     net = make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with tw.attach(net, optimizer, "dear", guard=False):
+    with tw.attach(net, optimizer, "dear", check_finite=False):
         with pytest.raises(RuntimeError, match="add_param_group"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(net, 0)).backward()
         with pytest.raises(RuntimeError, match="closure"):
             optimizer.step(lambda: 0.0)
-        with pytest.raises(RuntimeError, match="guard=False"):
+        with pytest.raises(RuntimeError, match="check_finite=False"):
             scaler.unscale_(optimizer)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
@@ -283,19 +283,19 @@ def test_methods_that_cannot_be_decoupled(name):
 
 
 def test_options_that_are_refused():
-    with pytest.raises(ValueError, match="guard"):
-        tw.ACP(decoupled=True, guard=False)
+    with pytest.raises(ValueError, match="check_finite"):
+        tw.ACP(decoupled=True, check_finite=False)
     for bad in (0, -1, "tiny"):
-        with pytest.raises(ValueError, match="merge"):
-            tw.DeAR(merge=bad)
-    with pytest.raises(ValueError, match="eager"):
-        tw.DeAR(eager=3)
+        with pytest.raises(ValueError, match="fusion"):
+            tw.DeAR(fusion=bad)
+    with pytest.raises(ValueError, match="update_in_step"):
+        tw.DeAR(update_in_step=3)
     with pytest.raises(ValueError, match="SSGD"):
         tw.DeAR(decoupled=False)
     with pytest.raises(ValueError, match="flat"):
         tw.SSGD(decoupled=True, collective="torus")
-    assert tw.DeAR(eager=["a", "b"]).eager == ("a", "b")
-    assert tw.DeAR(eager="a").eager == ("a",)
+    assert tw.DeAR(update_in_step=["a", "b"]).update_in_step == ("a", "b")
+    assert tw.DeAR(update_in_step="a").update_in_step == ("a",)
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -137,15 +137,15 @@ def equal(a, b):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(b[1]["state"][index][key])), (index, key)
 
 
-@pytest.mark.parametrize("merge", ["none", 25])
+@pytest.mark.parametrize("fusion", ["none", 25])
 @pytest.mark.parametrize("name", MODELS)
-def test_bitwise_ssgd(name, merge):
-    deferred = train(MODELS[name], tw.DeAR(merge=merge, check=True))
+def test_bitwise_ssgd(name, fusion):
+    deferred = train(MODELS[name], tw.DeAR(fusion=fusion, poison_stale=True))
     equal(train(MODELS[name], tw.SSGD()), deferred)
 
 
 def test_the_plan_follows_the_order_of_need():
-    plan = train(Attention, tw.DeAR(merge="none"))[2].plan
+    plan = train(Attention, tw.DeAR(fusion="none"))[2].plan
     order = [name for bucket in reversed(plan.buckets()) for name in bucket.names]
     assert [name.partition(".")[0] for name in order] == ["embed"] * 2 + ["attention"] * 4 + ["head"] * 2
 
@@ -164,13 +164,17 @@ class Peeking(nn.Module):
 
 
 def test_a_read_behind_the_hooks_back_is_named():
-    with pytest.raises(RuntimeError, match=r'child\.(weight|bias) was used before its update.*eager=\("child",\)'):
-        train(Peeking, tw.DeAR(merge="none"))
-    equal(train(Peeking, tw.SSGD()), train(Peeking, tw.DeAR(merge="none", eager=("child",), check=True)))
+    with pytest.raises(
+        RuntimeError, match=r'child\.(weight|bias) was used before its update.*update_in_step=\("child",\)'
+    ):
+        train(Peeking, tw.DeAR(fusion="none"))
+    equal(
+        train(Peeking, tw.SSGD()), train(Peeking, tw.DeAR(fusion="none", update_in_step=("child",), poison_stale=True))
+    )
     with pytest.raises(ValueError, match="no module 'chidl'"):
-        train(Peeking, tw.DeAR(eager=("chidl",)))
+        train(Peeking, tw.DeAR(update_in_step=("chidl",)))
 
 
 @pytest.mark.parametrize("name", ["twice", "skipping"])
 def test_eager_updates_in_step(name):
-    equal(train(MODELS[name], tw.SSGD()), train(MODELS[name], tw.DeAR(eager=True)))
+    equal(train(MODELS[name], tw.SSGD()), train(MODELS[name], tw.DeAR(update_in_step=True)))

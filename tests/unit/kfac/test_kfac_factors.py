@@ -137,7 +137,7 @@ def test_one_example_behind_a_relu():
 
 def test_which_layers():
     net = nn.Sequential(nn.Conv2d(3, 4, 3, groups=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 5), nn.Linear(5, 9))
-    layers, notes = find_layers(net, exclude=["4"])
+    layers, notes = find_layers(net, skip_layers=["4"])
     assert [(x.name, x.shape.d_a, x.shape.d_g) for x in layers] == [("0", 28, 4), ("3", 5, 5)]
     assert notes == []
     layers, notes = find_layers(net, max_dim=9)
@@ -154,9 +154,9 @@ def test_which_layers():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), "0 has groups=2.*exclude"),
-        (lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 3)), "0 is a transposed.*exclude"),
-        (lambda: tied(), "1 shares its weight.*exclude"),
+        (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), "0 has groups=2.*skip_layers"),
+        (lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 3)), "0 is a transposed.*skip_layers"),
+        (lambda: tied(), "1 shares its weight.*skip_layers"),
     ],
 )
 def test_layers_that_are_refused(make, words):

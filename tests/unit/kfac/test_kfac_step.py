@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from layers_by_hand import both_damped, dense_solve, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,7 @@ from thinwire.kfac import KFAC
 from thinwire.kfac.fisher import sampled_loss
 from thinwire.kfac.programs import FACTOR
 
-EVERY = {"factor_every": 1, "inverse_every": 1}
+EVERY = {"factor_update_steps": 1, "inv_update_steps": 1}
 
 
 def made(net, lr=1.0, **options):
@@ -48,7 +49,7 @@ def test_one_step_of_linear_regression_is_least_squares(monkeypatch):
 
     monkeypatch.setattr("thinwire.kfac.kfac.sampled_loss", units)
     net = nn.Linear(5, 3).double()
-    kfac, optimizer = made(net, fisher="mc", damping=1e-13)
+    kfac, optimizer = made(net, fisher="sampled", damping=1e-13)
     out = net(x)
     kfac.fisher_backward(out, "gaussian")
     half_squares(out, y).backward()
@@ -89,7 +90,7 @@ def test_v_is_the_dense_solve(method, make):
 def test_inverting_leaves_the_factors_alone():
     """Published code adds the damping to the stored factor; here only new statistics change it."""
     net, (x, y) = mlp(5, 4, 3), regression()
-    kfac, optimizer = made(net, factor_every=4, inverse_every=4, decay=0.95)
+    kfac, optimizer = made(net, factor_update_steps=4, inv_update_steps=4, factor_decay=0.95)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
     seen = []
@@ -109,7 +110,7 @@ def test_inverting_leaves_the_factors_alone():
 ])  # fmt: skip
 def test_running_averages(decay, weights):
     net = mlp(5, 3)
-    kfac, optimizer = made(net, lr=0.0, decay=decay)
+    kfac, optimizer = made(net, lr=0.0, factor_decay=decay)
     moments = []
     for seed in range(3):
         x, y = regression(seed)
@@ -124,7 +125,7 @@ def test_running_averages(decay, weights):
 
 def test_warm_start_is_the_authors_identity():
     net, (x, y) = mlp(5, 3), regression()
-    kfac, optimizer = made(net, lr=0.0, decay=0.95, warm_start="identity")
+    kfac, optimizer = made(net, lr=0.0, factor_decay=0.95, warm_start="identity")
     half_squares(net(x), y).backward()
     optimizer.step()
     ones = torch.cat([x, torch.ones(32, 1).double()], 1)
@@ -188,7 +189,7 @@ def test_the_models_own_fisher_tends_to_the_closed_form():
     x = torch.randn(4000, 4).double()
     probabilities = net(x).softmax(-1).detach()
     wanted = (torch.diag_embed(probabilities) - probabilities.unsqueeze(2) * probabilities.unsqueeze(1)).mean(0)
-    kfac, optimizer = made(net, lr=0.0, fisher="mc")
+    kfac, optimizer = made(net, lr=0.0, fisher="sampled")
     out = net(x)
     kfac.fisher_backward(out, "categorical", torch.Generator().manual_seed(1))
     assert net.weight.grad is None
@@ -199,7 +200,7 @@ def test_the_models_own_fisher_tends_to_the_closed_form():
 
 def test_a_fisher_that_was_not_asked_for_is_missed():
     net, (x, y) = mlp(5, 3), regression()
-    kfac, optimizer = made(net, fisher="mc", factor_every=2, inverse_every=2)
+    kfac, optimizer = made(net, fisher="sampled", factor_update_steps=2, inv_update_steps=2)
     half_squares(net(x), y).backward()
     with pytest.raises(RuntimeError, match="fisher_backward"):
         optimizer.step()
@@ -214,7 +215,7 @@ def test_a_fisher_that_was_not_asked_for_is_missed():
     with pytest.raises(ValueError, match="categorical, gaussian"):
         sampled_loss(out, "poisson")
     kfac.detach()
-    with pytest.raises(RuntimeError, match="emp"):
+    with pytest.raises(RuntimeError, match="empirical"):
         made(net)[0].fisher_backward(out, "gaussian")
 
 
@@ -243,7 +244,7 @@ def test_under_activation_checkpointing(reentrant, caplog):
     torch.manual_seed(0)
     inner, outer = mlp(5, 4, 4), mlp(4, 3)
     net = nn.ModuleDict({"inner": inner, "outer": outer})
-    kfac, optimizer = made(net, lr=0.0, exclude=[])
+    kfac, optimizer = made(net, lr=0.0, skip_layers=[])
     x, y = regression()
     x.requires_grad_(True)
     with caplog.at_level(logging.WARNING, "thinwire"):
@@ -295,12 +296,36 @@ def test_with_a_sync_of_one_process_and_a_round_trip():
     assert torch.equal(net[0].weight.grad, weight)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_dcp_checkpoint_of_before_the_options_were_renamed_is_read(tmp_path):
+    net, (x, y) = mlp(5, 4, 3), regression()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with tw.attach(net, optimizer) as sync:
+        kfac = KFAC(net, sync, damping=0.1, **EVERY)
+        half_squares(net(x), y).backward()
+        optimizer.step()
+        of = "companion/kfac/"
+        now = {of + name for name in ("factor_decay", "factor_update_steps", "inv_update_steps", "fisher", "kl_clip")}
+        state = {key: value for key, value in sync.state_dict().items() if key not in now}
+        then = {"decay": 0.95, "factor_every": 1, "inverse_every": 1, "fisher": "emp", "kl_clip": 1e-3}
+        dcp.save(state | {of + name: value for name, value in then.items()}, checkpoint_id=tmp_path)
+        saved = {name: value.clone() for name, value in kfac._inverses.of.items()}
+        half_squares(net(2 * x), y).backward()
+        optimizer.step()
+        shown = sync.state_dict()
+        dcp.load(shown, checkpoint_id=tmp_path)
+        sync.load_state_dict(shown)
+        assert len(saved) == 4
+        assert all(torch.equal(kfac._inverses.of[name], value) for name, value in saved.items())
+
+
 @pytest.mark.parametrize("options, says", [
-    ({"damping": 0}, "damping=0"), ({"damping": float("nan")}, "damping=nan"), ({"decay": 1.5}, "decay=1.5"),
-    ({"kl_clip": 0.0}, "kl_clip=0.0"), ({"factor_every": 0}, "factor_every=0"), ({"inverse_every": 0}, "inverse_every"),
-    ({"fisher": "true"}, "'emp', 'mc'"), ({"scaling": "mine"}, "'reference', 'authors', 'kaisa'"),
+    ({"damping": 0}, "damping=0"), ({"damping": float("nan")}, "damping=nan"),
+    ({"factor_decay": 1.5}, "factor_decay=1.5"), ({"kl_clip": 0.0}, "kl_clip=0.0"),
+    ({"factor_update_steps": 0}, "factor_update_steps=0"), ({"inv_update_steps": 0}, "inv_update_steps"),
+    ({"fisher": "true"}, "'empirical', 'sampled'"), ({"scaling": "mine"}, "'reference', 'authors', 'kaisa'"),
     ({"tokens": "all"}, "expand"), ({"warm_start": "zeros"}, "identity"), ({"schedule": "ring"}, "schedule='ring'"),
-    ({"exclude": ["*"]}, "no trainable"),
+    ({"skip_layers": ["*"]}, "no trainable"),
 ])  # fmt: skip
 def test_bad_options(options, says):
     with pytest.raises(ValueError, match=says):
@@ -311,8 +336,8 @@ def test_other_refusals():
     net = mlp(5, 3)
     with pytest.raises(ValueError, match="optimizer=optimizer"):
         KFAC(net, None, damping=0.1)
-    with pytest.warns(UserWarning, match="inverse_every=5 is no multiple"):
-        made(net, factor_every=3, inverse_every=5)
+    with pytest.warns(UserWarning, match="inv_update_steps=5 is no multiple"):
+        made(net, factor_update_steps=3, inv_update_steps=5)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with tw.attach(net, optimizer) as sync, pytest.raises(ValueError, match="another model"):
         KFAC(mlp(5, 3), sync, damping=0.1)

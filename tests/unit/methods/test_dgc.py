@@ -52,7 +52,7 @@ def test_density_one_is_momentum_sgd(made, size, nesterov):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 12])
 @pytest.mark.parametrize(
     "method",
-    [DGC(0.05), DGC(0.1, nesterov=True), DGC(0.1, masking=False, wire="bf16"), DGC(0.2, momentum=0.0)],
+    [DGC(0.05), DGC(0.1, nesterov=True), DGC(0.1, masking=False, value_dtype="bf16"), DGC(0.2, momentum=0.0)],
     ids=["plain", "nesterov", "bf16", "none"],
 )
 def test_nothing_is_lost(method, size):
@@ -175,7 +175,7 @@ def test_other_optimizers_are_refused(optimizer, words):
         ({"nesterov": True, "momentum": 0.0}, "nesterov=True needs"),
         ({"masking": 1}, "masking=1 must be True or False"),
         ({"select": "best"}, "select='best'"),
-        ({"wire": "int8"}, "wire='int8'"),
+        ({"value_dtype": "int8"}, "value_dtype='int8'"),
         ({"warmup": 4}, "Warmup"),
     ],
 )

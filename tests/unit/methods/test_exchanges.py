@@ -99,4 +99,4 @@ def test_unknown_ways_are_refused(collective):
 @pytest.mark.parametrize("method", [SSGD, Cast, ACP])
 def test_rank_order_is_flat(method):
     with pytest.raises(ValueError, match="rank order"):
-        method(ordered=True, collective="torus")
+        method(deterministic=True, collective="torus")

@@ -44,7 +44,7 @@ def lost(world, method, steps, shapes, replan=None):
 
 @pytest.mark.parametrize("shapes", BUCKETS.values(), ids=BUCKETS)
 @pytest.mark.parametrize("nodes,ranks", LAYOUTS)
-@pytest.mark.parametrize("method", [HiTopK(0.1), HiTopK(0.4, wire="fp16"), HiTopK(1.0)], ids=str)
+@pytest.mark.parametrize("method", [HiTopK(0.1), HiTopK(0.4, value_dtype="fp16"), HiTopK(1.0)], ids=str)
 def test_nothing_is_lost(method, nodes, ranks, shapes):
     world = LocalWorld(nodes * ranks, ranks, plan=[list(shapes)])
     assert lost(world, method, 12, shapes, replan=[[name] for name in shapes]) <= 1e-12
@@ -99,7 +99,7 @@ def test_bytes_by_scope(nodes, ranks):
     world = LocalWorld(size, ranks)
     world.step(method, draw(0, {"w": (d,)}, size, torch.float32))
     assert world.bytes_sent() == [across + inside] * size
-    half = trace(HiTopK(0.02, wire="bf16"), [("w", (d,))], Topology(size, ranks))
+    half = trace(HiTopK(0.02, value_dtype="bf16"), [("w", (d,))], Topology(size, ranks))
     assert sum(step.sent_bytes for step in half if step.scope is CROSS) == (nodes - 1) * (4 * kept + -(-kept // 2) * 4)
 
 
@@ -165,8 +165,8 @@ def test_refusals():
         ({"density": 1.1}, "above 0 and at most 1"),
         ({"density": 0.1, "select": "most"}, "select='most' is unknown"),
         ({"density": 0.1, "select_options": {"rounds": 3}}, "rounds"),
-        ({"density": 0.1, "wire": "int8"}, "'fp32', 'fp16', 'bf16'|'fp32', 'bf16', 'fp16'"),
-        ({"density": 0.1, "merge": "optimal"}, "no price for two levels"),
+        ({"density": 0.1, "value_dtype": "int8"}, "'fp32', 'fp16', 'bf16'|'fp32', 'bf16', 'fp16'"),
+        ({"density": 0.1, "fusion": "optimal"}, "no price for two levels"),
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             HiTopK(**options)

@@ -93,9 +93,9 @@ def test_ordered_sends_the_same_bytes_and_ignores_bucket_boundaries():
     plans = [[["w", "v", "b"]], [["w"], ["v"], ["b"]]]
     worlds = [LocalWorld(3, plan=plan) for plan in plans]
     for step in range(5):
-        outs = [world.step(ACP(rank=2, min_rate=1, ordered=True), draw(step, shapes, 3)) for world in worlds]
+        outs = [world.step(ACP(rank=2, min_rate=1, deterministic=True), draw(step, shapes, 3)) for world in worlds]
         assert all(torch.equal(outs[0][0][n], outs[1][0][n]) for n in shapes)
-    kinds = [step.kind for step in trace(ACP(rank=2, ordered=True), list(shapes.items()), Topology(3))]
+    kinds = [step.kind for step in trace(ACP(rank=2, deterministic=True), list(shapes.items()), Topology(3))]
     assert kinds == ["ReduceScatter", "AllGather"]
 
 
@@ -161,6 +161,6 @@ def test_acp_bits_do_not_depend_on_who_shares_a_bucket():
         for step in range(6):
             seeds = [torch.Generator().manual_seed(100 * step + rank) for rank in range(2)]
             gradients = [{n: torch.randn(shape, generator=seed) for n, shape in shapes.items()} for seed in seeds]
-            average = world.step(ACP(rank=4, ordered=True), gradients)[0]
+            average = world.step(ACP(rank=4, deterministic=True), gradients)[0]
         results.append(average)
     assert all(torch.equal(results[0][name], results[1][name]) for name in shapes)

@@ -95,6 +95,6 @@ def test_the_first_steps_may_be_rejected(method, rejected):
 
 def test_fp16_wire_overflow_is_kept_as_debt():
     world = LocalWorld(1)
-    out = world.step(TopK(1.0, wire="fp16"), [{"w": torch.tensor([1e6, 1.0])}])
+    out = world.step(TopK(1.0, value_dtype="fp16"), [{"w": torch.tensor([1e6, 1.0])}])
     assert out[0]["w"].tolist() == [65504.0, 1.0]
     assert world.residuals()[0]["w"].tolist() == [1e6 - 65504.0, 0.0]

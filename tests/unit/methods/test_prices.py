@@ -22,7 +22,7 @@ COSTS = Costs({}, assumed_compute())
 PASSES = Costs({}, {"memory": Linear(0, 0.25), **dict.fromkeys(("select", "multiply", "orthogonalise"), Linear(0, 0))})
 MORE = [
     ACP(error_feedback=False),
-    PowerSGD(ordered=True),
+    PowerSGD(deterministic=True),
     PowerSGD(error_feedback=False),
     SignSGD(error_feedback=False, vote="majority"),
     TopK(1.0),
@@ -85,8 +85,8 @@ def beside(method):
 def test_passes_counted_by_hand():
     d = 1000
     assert passes(SSGD(), (d,)) == [2 * d, 0]
-    assert passes(SSGD(ordered=True), (d,)) == [2 * d, 0, 2 * d]
-    assert passes(SSGD(ordered=True), (d,), ranks=3) == [4 * d, 0, 2 * d]
+    assert passes(SSGD(deterministic=True), (d,)) == [2 * d, 0, 2 * d]
+    assert passes(SSGD(deterministic=True), (d,), ranks=3) == [4 * d, 0, 2 * d]
     assert passes(SignSGD(), (d,)) == pytest.approx([(3 + 3.6 + 4) * d, (1 + 16 + 2) * d])
     # A: 3 to make, 2 to peel; the factor is packed. Then its check, its mean and A's place written.
     assert passes(ACP(rank=4), (100, 100)) == [5e4 + 2 * 400, 1e4 + 3 * 400]

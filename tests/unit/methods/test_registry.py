@@ -17,11 +17,11 @@ def test_every_name_gives_a_frozen_method(name):
     made = method(name, **NEEDED.get(name, {}))
     assert made.name == name
     assert made == method(name.upper(), **NEEDED.get(name, {}))
-    assert made.merge == MERGES.get(name, "auto")
+    assert made.fusion == MERGES.get(name, "auto")
     assert set(made.options()) == {field.name for field in dataclasses.fields(made)}
     assert sum(made.payload([(64, 64), (3,)], 0)) > 0
     with pytest.raises(dataclasses.FrozenInstanceError):
-        made.merge = "none"
+        made.fusion = "none"
 
 
 def test_options_reach_the_method():
@@ -50,8 +50,8 @@ def test_resolve():
         ("acp", {"rank": True}, "rank=True"),
         ("powersgd", {"min_rate": -1}, "min_rate=-1"),
         ("powersgd", {"compress": "all"}, "'paying', 'matrices'"),
-        ("acp", {"merge": 0}, "merge=0"),
-        ("acp", {"ordered": "yes"}, "True or False"),
+        ("acp", {"fusion": 0}, "fusion=0"),
+        ("acp", {"deterministic": "yes"}, "True or False"),
         ("cast", {"dtype": "int4"}, "torch.bfloat16"),
         ("cast", {"dtype": torch.float32}, "torch.bfloat16"),
         ("ssgd", {"rank": 2}, "unknown option of ssgd: 'rank'"),

@@ -26,7 +26,7 @@ from thinwire.planner.timeline import simulate
 from thinwire.program import AllGather, LocalWorld, Plan, PlanBucket, Topology
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12)
-METHODS = [TopK(0.05), GTopK(0.05), OkTopk(0.05), OkTopk(0.05, capacity=1.0), OkTopk(0.3, wire="bf16")]
+METHODS = [TopK(0.05), GTopK(0.05), OkTopk(0.05), OkTopk(0.05, capacity=1.0), OkTopk(0.3, value_dtype="bf16")]
 
 
 @dataclass(frozen=True)
@@ -190,14 +190,14 @@ def planned(bits, size, method):
 
 
 def test_auto_is_decided_in_the_plan_by_measured_costs():
-    method = TopK(0.05, exchange="auto", merge="none")
+    method = TopK(0.05, exchange="auto", fusion="none")
     plan, timeline = planned(1e8, 32, method)
     assert [bucket.exchange for bucket in plan.phases[0]] == ["oktopk", "gtopk"]
     assert Plan.from_json(plan.to_json()) == plan
     assert {event.name for event in timeline.events} >= {"AllToAll", "Exchange"}
     for fixed in EXCHANGES:
-        assert timeline.step_seconds <= planned(1e8, 32, TopK(0.05, exchange=fixed, merge="none"))[1].step_seconds
-    assert [bucket.exchange for bucket in planned(1e8, 32, TopK(0.05, merge="none"))[0].phases[0]] == ["", ""]
+        assert timeline.step_seconds <= planned(1e8, 32, TopK(0.05, exchange=fixed, fusion="none"))[1].step_seconds
+    assert [bucket.exchange for bucket in planned(1e8, 32, TopK(0.05, fusion="none"))[0].phases[0]] == ["", ""]
 
 
 def test_a_plan_that_has_decided_is_what_runs():

@@ -62,10 +62,10 @@ def test_virtual_iterate_follows_sgd():
         torch.testing.assert_close(x - 0.1 * mean(world.residuals())["w"], virtual, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("wire,pair", [("fp32", 8), ("fp16", 6), ("bf16", 6)])
-def test_bytes(wire, pair):
+@pytest.mark.parametrize("value_dtype,pair", [("fp32", 8), ("fp16", 6), ("bf16", 6)])
+def test_bytes(value_dtype, pair):
     world, shapes = LocalWorld(5, plan=[["a", "b"]]), {"a": (100, 10), "b": (50,)}
-    method = TopK(0.02, wire=wire)
+    method = TopK(0.02, value_dtype=value_dtype)
     world.step(method, draw(0, shapes, 5, torch.float32))
     k = 21
     message = 4 * k + -(-k * (pair - 4) // 4) * 4
@@ -116,12 +116,12 @@ def test_density_is_a_share(density):
 def test_refusals():
     for options, words in (
         ({"exchange": "ring"}, "one of 'allgather', 'gtopk', 'oktopk', 'auto'"),
-        ({"exchange": "gtopk", "wire": "bf16"}, 'gTop-k needs "fp32"'),
+        ({"exchange": "gtopk", "value_dtype": "bf16"}, 'gTop-k needs "fp32"'),
         ({"capacity": 0.9}, "capacity=0.9 must be a number of at least 1"),
         ({"select": "best"}, "select='best' is unknown"),
-        ({"wire": "int8"}, "'fp32', 'bf16', 'fp16'"),
+        ({"value_dtype": "int8"}, "'fp32', 'bf16', 'fp16'"),
         ({"warmup": 3}, "Warmup"),
-        ({"merge": "all"}, "merge"),
+        ({"fusion": "all"}, "fusion"),
     ):
         with pytest.raises(ValueError, match=words):
             TopK(0.1, **options)

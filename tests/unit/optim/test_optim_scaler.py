@@ -150,7 +150,7 @@ def test_fp16_sums_of_many_ranks_do_not_overflow():
 
 def test_what_fp16_rounds_off_is_sent_later():
     draw = torch.Generator().manual_seed(0)
-    world, method = tw.LocalWorld(3), tw.TopK(density=0.2, wire="fp16")
+    world, method = tw.LocalWorld(3), tw.TopK(density=0.2, value_dtype="fp16")
     given, got = torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
     for _ in range(100):
         gradients = [{"w": torch.randn(50, generator=draw)} for _ in range(3)]

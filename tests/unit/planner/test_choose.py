@@ -80,7 +80,7 @@ class Priced(Method):
 
     name = "priced"
     seconds: float = 0.0
-    merge: object = "single"
+    fusion: object = "single"
 
     def compute_seconds(self, shapes, phase, topology, costs):
         return [self.seconds, 0.0]

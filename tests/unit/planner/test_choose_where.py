@@ -125,7 +125,7 @@ def test_the_map_as_json():
         map_of(CANDIDATES, RESNET, (1e9,), (6,), costs=prices, ranks_per_node=4)
 
 
-@pytest.mark.parametrize("method", [SSGD(), TopK(0.01), ACP(rank=4), Cast(merge="none")], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [SSGD(), TopK(0.01), ACP(rank=4), Cast(fusion="none")], ids=lambda m: m.name)
 def test_the_groups_are_those_of_the_timeline(method):
     topology, costs = Topology(16), prices(1e10, Topology(16))
     groups = explain(method, RESNET, topology, costs)

@@ -173,7 +173,7 @@ def test_messages_are_priced_as_programs_issue_them():
     costs = Costs.of_link(rate, 0.0, 5, efficiency=1.0)
     steps = [
         step
-        for name, options in (("ssgd", {"ordered": True}), ("ssgd", {}), ("topk", {"density": 0.1}))
+        for name, options in (("ssgd", {"deterministic": True}), ("ssgd", {}), ("topk", {"density": 0.1}))
         for step in trace(method(name, **options), [("w", (100, 50))], topology)
     ]
     assert {step.kind for step in steps} == {"AllReduce", "ReduceScatter", "AllGather"}

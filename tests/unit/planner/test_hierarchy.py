@@ -130,7 +130,7 @@ def test_auto_is_written_into_the_plan():
     topology, sizes = Topology(16, 4), [100, 5_000_000]
     profile = profile_of(sizes)
     tensors = [PlanTensor(t.name, t.shape) for t in profile.tensors]
-    method = SSGD(collective="auto", merge="none")
+    method = SSGD(collective="auto", fusion="none")
     assert needs_measurement(method)
     assert not needs_measurement(SSGD(collective="torus"))
     before = make_plan(method, tensors, [0, 1], (), "gloo")
@@ -142,11 +142,11 @@ def test_auto_is_written_into_the_plan():
         fixed = Plan((tuple(PlanBucket(b.names, collective=way) for b in plan.phases[0]),))
         assert auto <= simulate(method, profile, topology, costs, plan=fixed).step_seconds + 1e-12
     merged = make_plan(
-        SSGD(collective="auto", merge="optimal"), tensors, [0, 1], (), "gloo", Measured(profile, costs, topology)
+        SSGD(collective="auto", fusion="optimal"), tensors, [0, 1], (), "gloo", Measured(profile, costs, topology)
     )
     assert all(b.collective for b in merged.phases[0])
     half = make_plan(
-        Cast(collective="auto", merge="none"), tensors, [0, 1], (), "gloo", Measured(profile, costs, topology)
+        Cast(collective="auto", fusion="none"), tensors, [0, 1], (), "gloo", Measured(profile, costs, topology)
     )
     assert half.phases[0][1].collective == "torus"
 

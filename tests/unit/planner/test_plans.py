@@ -11,7 +11,7 @@ from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
 from thinwire.methods.ssgd import SSGD
 from thinwire.methods.topk import TopK
-from thinwire.planner.plans import PlanTensor, default_merge, make_plan
+from thinwire.planner.plans import PlanTensor, default_fusion, make_plan
 from thinwire.planner.profiles import builtin
 from thinwire.planner.sizes import balanced, by_size
 from thinwire.planner.timeline.simulate import plan_of
@@ -20,17 +20,17 @@ KINDS = [(torch.float32, 4), (torch.bfloat16, 2)]
 
 
 def test_defaults():
-    assert [default_merge(m, b) for m in (SSGD(), ACP()) for b in ("gloo", "nccl")] == [4, 25, "payload", 25]
+    assert [default_fusion(m, b) for m in (SSGD(), ACP()) for b in ("gloo", "nccl")] == [4, 25, "payload", 25]
 
 
 def test_fusion_by_size():
     tensors = [PlanTensor(f"t{i}", (1 << 18,)) for i in range(5)]  # 1 MiB each
-    plan = make_plan(SSGD(merge=2), tensors, [4, 3, 2, 1, 0], (), "gloo")
+    plan = make_plan(SSGD(fusion=2), tensors, [4, 3, 2, 1, 0], (), "gloo")
     assert [b.names for b in plan.phases[0]] == [("t4", "t3"), ("t2", "t1"), ("t0",)]
-    late = make_plan(SSGD(merge=2), tensors, [4, 3, 2, 1, 0], (3,), "gloo")
+    late = make_plan(SSGD(fusion=2), tensors, [4, 3, 2, 1, 0], (3,), "gloo")
     assert [b.names for b in late.phases[0]] == [("t4", "t2"), ("t1", "t0"), ("t3",)]
-    assert len(make_plan(SSGD(merge="none"), tensors, range(5), (), "gloo").phases[0]) == 5
-    assert len(make_plan(SSGD(merge="single"), tensors, range(5), (), "gloo").phases[0]) == 1
+    assert len(make_plan(SSGD(fusion="none"), tensors, range(5), (), "gloo").phases[0]) == 5
+    assert len(make_plan(SSGD(fusion="single"), tensors, range(5), (), "gloo").phases[0]) == 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.004, 0.1, 0.35, 3.5])
@@ -63,7 +63,7 @@ def test_plain_averages_follow_the_network_and_nothing_else_does():
     # From four on there is one more, a small first one.
     assert [buckets(SSGD(), rate) for rate in (1e6, 1e3, 100, 10)] == [1, 3, 11, 40]
     assert buckets(Cast("bf16"), 100) == 8  # half the bytes: sqrt(2) fewer
-    for method in (SSGD(merge=4), SSGD(ordered=True), SSGD(decoupled=True), TopK(0.01)):
+    for method in (SSGD(fusion=4), SSGD(deterministic=True), SSGD(decoupled=True), TopK(0.01)):
         assert len({buckets(method, rate) for rate in (1e6, 10)}) == 1
     assert len({buckets(SSGD(), rate, "nccl") for rate in (1e6, 10)}) == 1
 
@@ -77,7 +77,7 @@ def test_plain_averages_follow_the_network_and_nothing_else_does():
 def test_the_engine_makes_the_same_plans(tensors, data):
     order = data.draw(st.permutations(range(len(tensors))))
     late = data.draw(st.sets(st.sampled_from(order)))
-    merge = data.draw(st.sampled_from(["auto", "none", "single", 0.01]))
+    fusion = data.draw(st.sampled_from(["auto", "none", "single", 0.01]))
     plain = [
         PlanTensor(f"t{i}", tuple(shape), dense, str(dtype), itemsize)
         for i, (shape, dense, (dtype, itemsize)) in enumerate(tensors)
@@ -86,7 +86,7 @@ def test_the_engine_makes_the_same_plans(tensors, data):
         Managed(i, f"t{i}", torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")), dense)
         for i, (shape, dense, (dtype, _)) in enumerate(tensors)
     ]
-    for method in (SSGD(merge=merge), ACP(merge=merge), TopK(0.1, merge=merge)):
+    for method in (SSGD(fusion=fusion), ACP(fusion=fusion), TopK(0.1, fusion=fusion)):
         for backend in ("gloo", "nccl"):
             plan = make_plan(method, plain, order, late, backend)
             assert plan == engine_plan(method, managed, order, late, backend)

@@ -24,7 +24,7 @@ from thinwire.planner.timeline import LANES, simulate
 from thinwire.program import Plan, Topology
 from thinwire.program.trace import trace
 
-METHODS = [SSGD(), SSGD(ordered=True), Cast(), SignSGD(), TopK(0.1), PowerSGD(rank=2), ACP(rank=2), DeAR()]
+METHODS = [SSGD(), SSGD(deterministic=True), Cast(), SignSGD(), TopK(0.1), PowerSGD(rank=2), ACP(rank=2), DeAR()]
 
 
 def random_case(draw):
@@ -89,7 +89,7 @@ def test_dear(buckets, c):
         (3, 10): 3.75, (3, 50): 3.55, (3, 200): 3.513, (4, 10): 4.3, (4, 50): 4.06, (4, 200): 4.015,
         (6, 10): 6.3, (6, 50): 6.06, (6, 200): 6.015, (12, 10): 12.3, (12, 50): 12.06, (12, 200): 12.015,
     }  # fmt: skip
-    for backend, method in product(("gloo", "nccl"), (DeAR(), dear.DeAR(merge="none"), SSGD("none", decoupled=True))):
+    for backend, method in product(("gloo", "nccl"), (DeAR(), dear.DeAR(fusion="none"), SSGD("none", decoupled=True))):
         got = simulate(method, profile, Topology(workers), costs, backend=backend)
         assert got.step_seconds == pytest.approx(published[c, buckets], rel=0.005)
         assert got.step_seconds == pytest.approx(exact, rel=1e-9)
@@ -161,7 +161,7 @@ def test_conservation(case, workers, bits):
 
 
 @pytest.mark.parametrize(
-    "method", [SSGD(), Cast(), TopK(0.01), ACP(), SignSGD(), PowerSGD(merge=1)], ids=lambda m: m.name
+    "method", [SSGD(), Cast(), TopK(0.01), ACP(), SignSGD(), PowerSGD(fusion=1)], ids=lambda m: m.name
 )
 @pytest.mark.parametrize("shared", [True, False])
 def test_more_bandwidth_is_never_slower(method, shared):
@@ -174,7 +174,7 @@ def test_more_bandwidth_is_never_slower(method, shared):
         before = seconds
 
 
-@pytest.mark.parametrize("method", [SSGD(), ACP(merge=4), PowerSGD(merge=4)], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [SSGD(), ACP(fusion=4), PowerSGD(fusion=4)], ids=lambda m: m.name)
 def test_more_workers_are_never_faster(method):
     profile = builtin("resnet50", batch_size=8)
     before = 0.0
@@ -199,7 +199,7 @@ def test_machines_with_several_ranks():
     assert busy(lane(uneven, "link node")) == pytest.approx(
         6 * (costs.seconds("ReduceScatter", "node", 5, 960) + costs.seconds("AllGather", "node", 5, 4 * (240 // 5)))
     )
-    both = simulate(SSGD(merge="none"), profile, Topology(4, 4), Costs.of_link(1e6, 1e-3, 4, 4))
+    both = simulate(SSGD(fusion="none"), profile, Topology(4, 4), Costs.of_link(1e6, 1e-3, 4, 4))
     assert lane(both, "link world")
 
 

@@ -64,12 +64,12 @@ def test_a_segment_stops_a_gradient_in_the_middle():
 def test_exchanges_take_cpu():
     profile = profile_of([8, 8], [1.0, 1.0], forward=0.0)
     costs = costs_of(Linear(0.5, 0), 2, cpu_share={"AllReduce": Linear(0.3, 0)})
-    shared = simulate(SSGD(merge="none"), profile, TWO, costs)
+    shared = simulate(SSGD(fusion="none"), profile, TWO, costs)
     assert [e.start_seconds for e in lane(shared, "method")] == pytest.approx([1.0, 2.3])
     assert {(e.name, e.duration_seconds) for e in lane(shared, "method")} == {("exchange on the CPU", 0.3)}
     assert shared.step_seconds == pytest.approx(2.8)
     assert shared.exposed_seconds == pytest.approx(0.3 + 0.5)  # while it is worked at, an exchange is not hidden
-    alone = simulate(SSGD(merge="none"), profile, TWO, costs, shared_compute=False)
+    alone = simulate(SSGD(fusion="none"), profile, TWO, costs, shared_compute=False)
     assert alone.step_seconds == pytest.approx(2.5)
     assert not lane(alone, "method")
 
@@ -148,7 +148,7 @@ def test_dense_buckets():
     assert [e.name for e in lane(timeline, "link world")] == ["AllGather", "AllReduce"]
     same = simulate(TopK(0.1), profile, TWO, Costs.of_link(1e9, 1e-4, 2), dense=SSGD())
     assert same == timeline
-    ordered = simulate(TopK(0.1), profile, TWO, Costs.of_link(1e9, 1e-4, 2), dense=SSGD(ordered=True))
+    ordered = simulate(TopK(0.1), profile, TWO, Costs.of_link(1e9, 1e-4, 2), dense=SSGD(deterministic=True))
     assert [e.name for e in lane(ordered, "link world")] == ["AllGather", "ReduceScatter", "AllGather"]
 
 
@@ -174,7 +174,7 @@ def test_exposed():
     [
         ("compute", (1e10, 1e-5), 1e11, SSGD()),
         ("network bandwidth", (1e8, 1e-5), 1e13, SSGD()),
-        ("network latency", (1e11, 1e-2), 1e14, SSGD(merge="none")),
+        ("network latency", (1e11, 1e-2), 1e14, SSGD(fusion="none")),
         ("method compute", (1e11, 1e-6), 1e15, TopK(0.001)),
     ],
 )

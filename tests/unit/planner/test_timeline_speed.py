@@ -28,11 +28,11 @@ def seconds_of(chosen, profile, workers=WORKERS):
     return time.process_time() - begin
 
 
-@pytest.mark.parametrize("merge", ["auto", "none"])
-def test_a_thousand_different_tensors(merge):
+@pytest.mark.parametrize("fusion", ["auto", "none"])
+def test_a_thousand_different_tensors(fusion):
     draw = random.Random(0)
-    took = seconds_of(SSGD(merge=merge), profile_of([(draw.randint(64, 1024), 512) for _ in range(1000)]))
-    print(f"ssgd, merge={merge}: {took:.2f} s")
+    took = seconds_of(SSGD(fusion=fusion), profile_of([(draw.randint(64, 1024), 512) for _ in range(1000)]))
+    print(f"ssgd, fusion={fusion}: {took:.2f} s")
     assert took < 1
 
 
@@ -40,7 +40,7 @@ def test_a_thousand_different_tensors(merge):
 def test_a_thousand_tensors_of_a_few_shapes(name):
     shapes = [(64 * (1 + i % 12), 512) for i in range(1000)]
     sparse = name.endswith("topk") or name == "omgs"
-    chosen = method(name, merge="none", **({"density": 0.001} if sparse else {}))
+    chosen = method(name, fusion="none", **({"density": 0.001} if sparse else {}))
     took = seconds_of(chosen, profile_of(shapes), 127 if name == "terngrad" else WORKERS)  # int8 sums
     print(f"{name}: {took:.2f} s")
     assert took < (2 if name == "gtopk" else 1)  # 15 exchanges a bucket

@@ -92,7 +92,7 @@ def test_equal_plans_count_once():
     tensors = [PlanTensor(f"t{i}", (1 << 18,)) for i in range(4)]  # 1 MiB each
 
     def make(mib):
-        return make_plan(SSGD(merge=mib), tensors, range(4), (), "gloo")
+        return make_plan(SSGD(fusion=mib), tensors, range(4), (), "gloo")
 
     start = make(2.0)
     found = distinct({2.0: start}, [0.5, 0.9, 1.0, 2.5, 3.0, 4.0, 64.0], make)

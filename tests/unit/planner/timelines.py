@@ -18,7 +18,7 @@ class DeAR(Method):
     """Reduce-scatter in backward, all-gather in the next forward."""
 
     name = "dear"
-    merge: object = "none"
+    fusion: object = "none"
 
     def reduce(self, bucket, state):
         shard = yield ReduceScatter(bucket.flat)
@@ -31,7 +31,7 @@ class Hierarchical(Method):
     """Inside the machine, across machines, inside again."""
 
     name = "hierarchical"
-    merge: object = "none"
+    fusion: object = "none"
 
     def reduce(self, bucket, state):
         shard = yield ReduceScatter(bucket.flat, NODE)
@@ -44,7 +44,7 @@ class Selecting(Method):
     """A priced selection before one exchange of everything, nothing after it."""
 
     name = "selecting"
-    merge: object = "none"
+    fusion: object = "none"
 
     def compute_seconds(self, shapes, phase, topology, costs):
         return [costs.compute_seconds("select", sum(math.prod(s) for s in shapes)), 0.0]

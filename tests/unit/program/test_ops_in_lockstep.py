@@ -162,7 +162,7 @@ def test_bad_sizes_are_refused():
 class Broken(Method):
     """Stages state, then fails."""
 
-    merge: Any = "auto"
+    fusion: Any = "auto"
 
     def reduce(self, bucket, state):
         state.stage(bucket.slots[0].name, residual=torch.ones(1))

@@ -74,7 +74,7 @@ def six():
 
 
 def timeline():
-    return simulate(tw.SSGD(merge="none"), six(), Topology(4), Costs.of_link(1e9, 1e-4, 4), optimizer_seconds=0.002)
+    return simulate(tw.SSGD(fusion="none"), six(), Topology(4), Costs.of_link(1e9, 1e-4, 4), optimizer_seconds=0.002)
 
 
 def trace(label="predicted", slower=1.0):

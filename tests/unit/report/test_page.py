@@ -110,7 +110,7 @@ def test_what_the_texts_say(tmp_path):
 def test_a_second_map_where_exact_methods_differ(tmp_path):
     data = results.winners()
     one = page_of(tmp_path, a=data)
-    data["cells"][0][0]["winner_exact"] = "ssgd merge=single"
+    data["cells"][0][0]["winner_exact"] = "ssgd fusion=single"
     two = page_of(tmp_path, a=data)
     assert "Of the exact methods, ssgd is best everywhere." in Reader(one).text
     assert "Exact methods alone" in Reader(two).text

@@ -17,14 +17,14 @@ from thinwire.program import Method, Plan, Topology
 Named = tuple[str, dict[str, Any]]
 EXACT: tuple[Named, ...] = (
     ("ssgd", {}),
-    ("ssgd", {"merge": "optimal"}),
-    ("ssgd", {"merge": 1}),
-    ("ssgd", {"merge": 25}),
-    ("ssgd", {"merge": "single"}),
+    ("ssgd", {"fusion": "optimal"}),
+    ("ssgd", {"fusion": 1}),
+    ("ssgd", {"fusion": 25}),
+    ("ssgd", {"fusion": "single"}),
 )
 HIERARCHICAL: tuple[Named, ...] = (
     ("ssgd", {"collective": "auto"}),
-    ("ssgd", {"collective": "auto", "merge": "optimal"}),
+    ("ssgd", {"collective": "auto", "fusion": "optimal"}),
 )
 LOSSY: tuple[Named, ...] = (
     ("cast", {"dtype": "bf16"}),
@@ -70,8 +70,8 @@ class Prices:
     def planned(self, method: Method) -> dict[str, Any]:
         """The measured plan of a method; "auto" becomes "optimal"."""
         rule = method
-        if method.merge == "auto" and not needs_measurement(method):
-            rule = replace(method, merge="optimal")  # type: ignore[type-var]
+        if method.fusion == "auto" and not needs_measurement(method):
+            rule = replace(method, fusion="optimal")  # type: ignore[type-var]
         plan, seconds = self._price(rule)
         why = f"{method.name}: {len(plan.phases[0])} buckets from measured times, {seconds:.4g} s a step predicted"
         return {"method": "", "options": {}, "plan": plan.to_json(), "seconds": seconds, "why": [why]}
@@ -102,7 +102,7 @@ class Prices:
 
     def fused(self, method: Method, limit: Any) -> Plan:
         """The plan of a method at another fusion limit: MiB, or "auto"."""
-        other = replace(method, merge=limit)  # type: ignore[type-var]
+        other = replace(method, fusion=limit)  # type: ignore[type-var]
         return measured_plan(other, self.manage(method), self.backend, self._measured)
 
     @property

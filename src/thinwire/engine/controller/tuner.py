@@ -1,4 +1,4 @@
-"""``merge="tune"``: plans around the planner's optimum, each in force for a few steps, and the fastest is kept.
+"""``fusion="tune"``: plans around the planner's optimum, each in force for a few steps, and the fastest is kept.
 
 A trial is ``DISCARDED`` step intervals and the median of the next ``MEASURED``, of the slowest rank. Rank 0 asks and
 tells the tuner; the choice goes to all ranks, which compare the hash of the plan before it is put in force.

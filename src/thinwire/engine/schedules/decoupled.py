@@ -58,13 +58,13 @@ class Decoupled(Schedule):
         managed = buckets.parameters.managed
         self._buckets, self._options, self._find_unused = buckets, options, find_unused
         self._forwards = ForwardOrder(model, managed, _early(model, managed, options))
-        self._whole = options.eager is True  # all is updated in ``step()``
+        self._whole = options.update_in_step is True  # all is updated in ``step()``
         self._see_compiled()
         self._forwards.learning = not self._whole
         self._grads = [DeferredGrad(m.parameter) for m in managed]
         self._shards: DeferredUpdates | None = None
         self._pending: dict[int, list[DeferredUpdate]] = {}
-        self._poison = _Poison(managed) if options.check else None
+        self._poison = _Poison(managed) if options.poison_stale else None
         self._stale: set[int] = set()  # what was pending when a gradient came
         self._handles: list[Any] = []
         self._install(model, optimizers)
@@ -104,7 +104,8 @@ class Decoupled(Schedule):
             module = m.name.rpartition(".")[0]
             raise RuntimeError(
                 f"{m.name} was used before its update: something reads it without calling its module; attach with "
-                f'eager=("{module}",), so that it is updated in optimizer.step() (eager=True for a compiled model)'
+                f'update_in_step=("{module}",), so that it is updated in optimizer.step() (update_in_step=True for a '
+                "compiled model)"
             )
         if gradient.layout is not torch.strided:
             raise TypeError(f"{m.name} received a sparse gradient, which thinwire does not exchange: use sparse=False")
@@ -194,7 +195,7 @@ class Decoupled(Schedule):
         used = [shards.memories[b].used[i] for b, i in shards.where] if self._find_unused else None
         finite: Callable[[], Tensor] | None = None
         assert session.comm is not None
-        if self._options.guard:
+        if self._options.check_finite:
             verdict = guard.exchange(session.comm, [p.shard for p in shards.paused.values()], used)
             finite, used = verdict.finite, verdict.used
         elif used is not None:
@@ -356,7 +357,7 @@ class Decoupled(Schedule):
 
 
 class _Poison:
-    """With ``check=True``: parameters hold NaN until they are updated, so that whoever reads them sees it."""
+    """With ``poison_stale=True``: parameters hold NaN until they are updated, so that whoever reads them sees it."""
 
     def __init__(self, managed: Sequence[Managed]) -> None:
         self._managed = managed
@@ -382,14 +383,16 @@ def _refuse_second() -> NoReturn:
 
 
 def _early(model: nn.Module, managed: Iterable[Managed], options: Decoupling) -> set[int]:
-    """The parameters of the modules named in ``eager``."""
-    if isinstance(options.eager, bool):
+    """The parameters of the modules named in ``update_in_step``."""
+    if isinstance(options.update_in_step, bool):
         return set()
     modules = dict(model.named_modules())
     wanted: set[int] = set()
-    for name in options.eager:
+    for name in options.update_in_step:
         if name not in modules:
-            raise ValueError(f"eager: the model has no module {name!r}; it has {', '.join(filter(None, modules))}")
+            raise ValueError(
+                f"update_in_step: the model has no module {name!r}; it has {', '.join(filter(None, modules))}"
+            )
         inside = {id(p) for p in modules[name].parameters()}
         wanted |= {m.index for m in managed if id(m.parameter) in inside}
     return wanted

@@ -106,5 +106,5 @@ def _unscale(given: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> N
         grad.changes.append(change)
     finite = deferred[0].finite
     if finite is None:
-        raise RuntimeError("a GradScaler must know of non-finite gradients: leave out guard=False")
+        raise RuntimeError("a GradScaler must know of non-finite gradients: leave out check_finite=False")
     found_inf.copy_(torch.maximum(found_inf, (~finite()).to(found_inf.dtype)))

@@ -126,7 +126,8 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
         local = {field: {name: x for name, x in named.items() if x.any()} for field, named in local.items()}
     # A blank one was never committed: no method's is all zeros.
     shared = {f: {n: x for n, x in named.items() if x.any()} for f, named in split(saved, "shared/").items()}
-    if any(shared.values()) and _of_factors(_options(method)) != _of_factors(saved["options"]):
+    options, before = json.loads(_options(method)), saved_options(saved["options"], method)
+    if any(shared.values()) and any(options.get(k) != before.get(k) for k in {*options, *before} - {"fusion"}):
         log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
         shared = {}
     return {
@@ -144,13 +145,25 @@ def owes(state: Mapping[str, Any]) -> bool:
     return any(key.startswith(("residual/", "local/", "shared/")) for key in state)
 
 
+_NOW = {
+    "merge": "fusion",
+    "ordered": "deterministic",
+    "wire": "value_dtype",
+    "guard": "check_finite",
+    "eager": "update_in_step",
+    "check": "poison_stale",
+}
+"""What options are called that had another name when states of this version were first written."""
+
+
+def saved_options(text: str, method: Method) -> dict[str, str]:
+    """The options in a state by the names that they have now; ``method`` is the attached one."""
+    known = method.options()
+    return {name if name in known else _NOW.get(name, name): value for name, value in json.loads(text).items()}
+
+
 def _options(method: Method) -> str:
     return json.dumps({key: str(value) for key, value in method.options().items()}, sort_keys=True)
-
-
-def _of_factors(options: str) -> dict[str, Any]:
-    """The options that factors depend on: not which tensors share a bucket."""
-    return {key: value for key, value in json.loads(options).items() if key != "merge"}
 
 
 def blank(method: Method, parameters: Iterable[tuple[str, Tensor]], topology: Topology, rank: int) -> dict[str, Tensor]:
@@ -233,7 +246,7 @@ def _blanks_of(sync: GradientSync) -> dict[str, Any]:
     method, rank, topology = session.named, session.rank, session.topology
     managed, dense = parameters.managed, session.dense
     if method is not session.method:
-        managed = managed_parameters(sync.services.model, method, sync._settings.dense)
+        managed = managed_parameters(sync.services.model, method, sync._settings.keep_dense)
         dense = beside(method)
     compressed = [(m.name, m.parameter) for m in managed if not m.dense]
     flat: dict[str, Any] = {}
@@ -297,7 +310,8 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
             companions[name] = saved
         else:
             log.warning("thinwire: the state was saved without %s, which begins anew", name)
-    same = state["method"] == session.named.name and state["options"] == _options(session.named)
+    before = saved_options(state["options"], session.named)
+    same = state["method"] == session.named.name and before == json.loads(_options(session.named))
     stands_in, plan = session.named is not session.method, None
     # What stands in on one rank plans for itself alone.
     if sync._settings.pinned is None and same and state.get("plan") and stands_in == (int(state["world_size"]) == 1):
