@@ -58,7 +58,7 @@ class DDPSteps:
     ) -> None:
         self.method = method
         self._named = method  # whose state is kept, where one rank runs S-SGD in its stead
-        self._dense: Method = method.beside() or SSGD(ordered=bool(getattr(method, "ordered", False)))
+        self._dense: Method = method.beside() or SSGD(ordered=method.ordered)
         self._scaler, self._timeout, self._group, self._given = scaler, timeout, group, topology
         self._start = start
         self._saved: dict[str, Any] | None = None  # of the hook that this one was unpickled from

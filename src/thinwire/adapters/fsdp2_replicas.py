@@ -68,7 +68,7 @@ class ReplicaSync:
         names = {id(p): name for name, p in model.named_parameters()}
         self._watch = StepWatch(lambda: self.state, lambda: names, expected=False, before=self._before_step)
         self._names = names
-        self._dense: Method = method.beside() or SSGD(ordered=bool(getattr(method, "ordered", False)))
+        self._dense: Method = method.beside() or SSGD(ordered=method.ordered)
         self._groups, self._comm, self.scaler, self._note = tuple(groups), comm, scaler, note
         self.shards = groups[0].shards
         # A method that keeps something must know of a bad value in any shard, not in its own alone.

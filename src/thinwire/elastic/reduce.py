@@ -81,7 +81,7 @@ class ActiveReduce(Method):
         if self.divisor == "participants" and not inner.exact:
             raise ValueError(f'divisor="participants" needs an exact method, not {inner.name}')
         whole = memory(inner, [("weight", (64, 64))], Topology(2), rank=0, dtype=torch.float32)
-        if inner.phases > 1 or inner.shards or getattr(inner, "decoupled", False) or whole.fields:
+        if inner.phases > 1 or inner.shards or inner.decoupled or whole.fields:
             raise ValueError(
                 f"{inner.name} cannot work on a part of the gradient that changes from step to step: use it without "
                 "ActiveReduce, or ssgd, cast or topk inside"
@@ -133,7 +133,7 @@ class ActiveReduce(Method):
 
     def beside(self) -> Method:
         """Parameters that the inner method does not compress are packed too."""
-        plain = self.inner.beside() or SSGD(ordered=bool(getattr(self.inner, "ordered", False)))
+        plain = self.inner.beside() or SSGD(ordered=self.inner.ordered)
         return ActiveReduce(plain, announced=self.announced)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:

@@ -141,14 +141,14 @@ def attach(
             if chosen.alone:
                 logger.warning("thinwire: %s", note)
         named, chosen = chosen, SSGD(merge=chosen.merge, **schedule(chosen))
-        if getattr(named, "collective", "") == "auto":
+        if named.collective == "auto":
             named = replace(named, collective="flat")  # type: ignore[type-var]  # as below
     managed = managed_parameters(model, chosen, dense)
     check_optimizers(managed, optimizers)
     for o in optimizers:
         chosen.check_optimizer(o)
     topology = topology or topology_of(world)
-    if getattr(chosen, "collective", "") == "auto" and (topology.nodes == 1 or max(topology.layout) == 1):
+    if chosen.collective == "auto" and (topology.nodes == 1 or max(topology.layout) == 1):
         chosen = replace(chosen, collective="flat")  # type: ignore[type-var]  # nothing to choose from, nor to measure
     if topology.world_size != world:
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
@@ -177,8 +177,7 @@ def attach(
             communicator, topology, lambda m: managed_parameters(model, m, dense),
             auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
         )  # fmt: skip
-    ordered, collective = bool(getattr(chosen, "ordered", False)), getattr(chosen, "collective", "flat")
-    plain = chosen.beside() or SSGD(ordered=ordered, collective=collective, **schedule(chosen))
+    plain = chosen.beside() or SSGD(ordered=chosen.ordered, collective=chosen.collective, **schedule(chosen))
     try:
         sync = GradientSync(model, optimizers, chosen, plain, managed, communicator, topology, scaler, settings, pilot)
     except BaseException as error:

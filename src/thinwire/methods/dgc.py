@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -68,6 +68,11 @@ class DGC(Method):
 
     name: ClassVar[str] = "dgc"
     has_residual: ClassVar[bool] = True
+    selects: ClassVar[bool] = True
+    unfit: ClassVar[Mapping[str, str]] = {
+        "fsdp2": "the optimizer's momentum",
+        "federated": "it corrects an optimizer's momentum, and a client's change has none; use topk",
+    }
     alone: ClassVar[str] = ", without its momentum and weight decay, which the optimizer may have on one rank"
 
     density: float = 0.001

@@ -14,8 +14,9 @@ merges miss part of the true top k of the sum.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from thinwire.methods.base import check_choice
 from thinwire.methods.topk import TopK
@@ -26,6 +27,8 @@ class GTopK(TopK):
     """Send the largest entries, merged pair by pair. Options: see :class:`~thinwire.methods.topk.TopK`."""
 
     name: ClassVar[str] = "gtopk"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.01},)
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = None
 
     exchange: str = "gtopk"
 

@@ -62,7 +62,9 @@ class HiTopK(Method):
     has_residual: ClassVar[bool] = True
     exact_start: ClassVar[int] = 2
     shards: ClassVar[bool] = True
-    collective: ClassVar[str] = "three_phase"  # of the buckets beside it that stay dense, which are small
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it is for machines of several ranks
+    unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "machines"}
+    collective = "three_phase"  # of the buckets beside it that stay dense, which are small
 
     density: float
     select: str = "exact"

@@ -10,7 +10,7 @@ ready; a layer whose all-reduce is hidden goes dense, without loss; counts are p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,6 +41,8 @@ class LAGS(Method):
     name: ClassVar[str] = "lags"
     has_residual: ClassVar[bool] = True
     exact_start: ClassVar[int] = 2
+    fusion_rule: ClassVar[str] = "lags"
+    unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "a plan of its own"}
 
     max_ratio: float = 1000
     exposed_seconds: float = 0.0

@@ -11,8 +11,9 @@ where the paper reuses thresholds for 32 steps; any number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from thinwire.methods.base import check_choice
 from thinwire.methods.topk import TopK
@@ -23,6 +24,8 @@ class OkTopk(TopK):
     """Send the largest entries, summed by region. Options: see :class:`~thinwire.methods.topk.TopK`."""
 
     name: ClassVar[str] = "oktopk"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.01},)
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = None
 
     exchange: str = "oktopk"
 

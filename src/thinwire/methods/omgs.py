@@ -11,8 +11,9 @@ values and indices together; selection runs beside backward where a core or a st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from thinwire.methods.base import check_choice
 from thinwire.methods.topk import TopK
@@ -30,6 +31,9 @@ class OMGS(TopK):
     """
 
     name: ClassVar[str] = "omgs"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # as topk, where nothing is measured
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = None
+    unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "a plan of its own"}
 
     schedule: str = "optimal"
 

@@ -9,8 +9,9 @@ summed and quantised a second time by an owner; E does not contain the learning 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from thinwire.methods.base import check_choice
 from thinwire.methods.sign import SignSGD
@@ -21,6 +22,7 @@ class OneBit(SignSGD):
     """Send signs, and the mean of either side. Options as :class:`~thinwire.methods.sign.SignSGD`."""
 
     name: ClassVar[str] = "onebit"
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = None
 
     levels: int = 2
 

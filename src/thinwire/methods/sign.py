@@ -15,7 +15,7 @@ zero takes bit (index + step + rank) mod 2, so that an element that is zero ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,6 +43,7 @@ class SignSGD(Method):
 
     name: ClassVar[str] = "signsgd"
     has_residual: ClassVar[bool] = True
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (5, {})
 
     error_feedback: bool = True
     vote: str = "mean"

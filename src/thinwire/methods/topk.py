@@ -14,7 +14,7 @@ optimizer), its rounding error is kept; a rejected step leaves E bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -61,6 +61,9 @@ class TopK(Method):
     name: ClassVar[str] = "topk"
     has_residual: ClassVar[bool] = True
     exact_start: ClassVar[int] = 2
+    selects: ClassVar[bool] = True
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.01}, {"density": 0.001})
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (4, {"density": 0.01, "exchange": "auto"})
 
     density: float
     exchange: str = "allgather"

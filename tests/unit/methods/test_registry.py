@@ -5,8 +5,9 @@ import torch
 
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
-from thinwire.methods.registry import METHODS, method, resolve
+from thinwire.methods.registry import METHODS, candidates, class_of, lossy_candidates, method, needed, resolve
 from thinwire.methods.topk import TopK
+from thinwire.planner.measured import RULES
 
 NEEDED = {name: {"density": 0.01} for name in ("topk", "gtopk", "oktopk", "hitopk", "omgs")}
 MERGES = {"omgs": "optimal", "lags": "none"}
@@ -22,6 +23,34 @@ def test_every_name_gives_a_frozen_method(name):
     assert sum(made.payload([(64, 64), (3,)], 0)) > 0
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.merge = "none"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_declares_holds_for_its_options(name):
+    cls = class_of(name)
+    for options in [*cls.candidates, *([cls.auto[1]] if cls.auto else [])]:
+        if set(needed(cls)) <= set(options):
+            assert method(name, **options).exact == cls.exact
+    assert cls.bucket_unit in ("gradient", "payload")
+    assert cls.fusion_rule in ("", *RULES)
+    assert set(cls.unfit) <= {"fsdp2", "federated"}
+
+
+def test_what_is_priced_unasked():
+    assert lossy_candidates() == [
+        ("cast", {"dtype": "bf16"}),
+        ("acp", {"rank": 4}),
+        ("powersgd", {"rank": 4}),
+        ("topk", {"density": 0.01, "exchange": "auto"}),
+        ("signsgd", {}),
+    ]
+    assert [name for name, _ in candidates()].count("topk") == 2
+    assert not {"hitopk", "omgs"} & {name for name, _ in candidates()}
+
+
+def test_a_method_that_cannot_be_decoupled_names_those_that_can():
+    with pytest.raises(TypeError, match=r"powersgd cannot be decoupled: .*; ssgd, cast and acp can$"):
+        method("powersgd", decoupled=True)
 
 
 def test_options_reach_the_method():
