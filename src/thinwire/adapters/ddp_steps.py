@@ -239,7 +239,7 @@ class DDPSteps:
     def _dense_here(self, name: str, parameter: Tensor) -> bool:
         """Whether the method leaves a parameter to plain averaging."""
         known = self._kept.get(name)
-        return self._named.dense(name, tuple(parameter.shape), None) if known is None else known
+        return self._named.dense(name, tuple(parameter.shape), False) if known is None else known
 
     def _program(self, index: int) -> Program:
         return self._programs[index]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.elastic.active import ActiveSet
 from thinwire.elastic.packing import PackedState, pack, unpack
@@ -127,9 +127,9 @@ class ActiveReduce(Method):
             buffers[key] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         return buffers[key]
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
         """As the inner method."""
-        return self.inner.dense(name, shape, module)
+        return self.inner.dense(name, shape, embedding)
 
     def beside(self) -> Method:
         """Parameters that the inner method does not compress are packed too."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
@@ -100,9 +100,9 @@ class DGC(Method):
             raise ValueError("nesterov=True needs a momentum above 0")
         check_merge(self.merge, sparse=True)
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
         """Vectors and embeddings stay dense: they are small, or sparse already."""
-        return stays_dense(shape, module)
+        return stays_dense(shape, embedding)
 
     def beside(self) -> Method:
         """The same at density 1: momentum on the average."""

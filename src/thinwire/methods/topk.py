@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
@@ -89,9 +88,9 @@ class TopK(Method):
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
         """Vectors and embeddings stay dense: they are small, or sparse already."""
-        return stays_dense(shape, module)
+        return stays_dense(shape, embedding)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """The message of each tensor in units of fp32 elements: 2 k for fp32 pairs; "oktopk": of all its boxes."""

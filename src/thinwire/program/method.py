@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from thinwire.program.bucket import Bucket
 from thinwire.program.ops import Program
@@ -79,8 +78,8 @@ class Method(abc.ABC):
         """What the average is, in a word: "exact", "late" (what is not sent follows later), or its ``loss``."""
         return "exact" if self.exact else "late" if self.has_residual else self.loss
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
-        """Whether ``attach(dense="auto")`` should keep this parameter in plain S-SGD buckets."""
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
+        """Whether ``attach(dense="auto")`` should keep this parameter, of an embedding or not, in plain buckets."""
         return False
 
     def sums(self, shape: Sequence[int]) -> bool:

@@ -74,6 +74,16 @@ def test_a_slow_selector_at_a_hundred_gigabit_is_ssgd(shared):
     assert "dense is" in ranking.sentence
 
 
+@pytest.mark.parametrize("where", [GPU, {}], ids=["nccl", "gloo"])
+def test_the_dense_forms_that_are_added_are_the_methods_themselves(where):
+    topology, costs = Topology(8), costs_of(1e9, 30e-6, 8)
+    ranking = choose(SPARSE, RESNET, topology, costs, **where)
+    for label, method in (("dense fp32", SSGD()), ("dense 16-bit", Cast())):
+        entry, timeline = ranking.entry(label), simulate(method, RESNET, topology, costs, **where)
+        assert (entry.step_seconds, entry.bytes_sent) == (timeline.step_seconds, timeline.bytes_sent)
+        assert entry.options == choose(((label, method),), RESNET, topology, costs, **where).entry(label).options
+
+
 @dataclass(frozen=True)
 class Priced(Method):
     """One exchange of nothing much, and a segment as long as one wants."""
