@@ -31,7 +31,7 @@ MEASURED = [
     ("ssgd", {"merge": "optimal"}),
     ("ssgd", {"merge": "mgwfbp"}),
     ("omgs", {"density": 0.1}),
-    ("omgs", {"density": 0.1, "schedule": "greedy"}),
+    ("omgs", {"density": 0.1, "merge": "omgs"}),
     ("lags", {"max_ratio": 50}),
     ("acp", {"rank": 2, "merge": "optimal"}),
 ]

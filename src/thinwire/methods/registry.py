@@ -1,40 +1,101 @@
-"""The names of the methods, and one function that turns a name and options into a method."""
+"""The names of the methods, and one function that turns a name and options into a method.
+
+A name stands for a class, or for a class under options that a paper fixes (a :class:`Preset`). This table is all that
+the library knows of methods by name; the rest they declare themselves (:class:`~thinwire.program.Method`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from thinwire.program import Method
+if TYPE_CHECKING:
+    from thinwire.program import Method
 
-METHODS = {
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Preset:
+    """A published method that is another one under certain options: a subclass, made of this row.
+
+    Attributes:
+        name: of the class.
+        home: of the class below it.
+        does: its docstring's first line.
+        fixed: options that make it what it is.
+        default: options with other defaults.
+        declares: attributes of :class:`~thinwire.program.Method` that differ.
+    """
+
+    name: str
+    home: str
+    does: str
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    default: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    declares: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+METHODS: dict[str, str | Preset] = {
     "ssgd": "thinwire.methods.ssgd:SSGD",
     "cast": "thinwire.methods.cast:Cast",
     "signsgd": "thinwire.methods.sign:SignSGD",
-    "onebit": "thinwire.methods.onebit:OneBit",
+    "onebit": Preset(
+        "OneBit",
+        "thinwire.methods.sign:SignSGD",
+        "Send signs, and the mean of either side of zero",
+        fixed={"levels": 2},
+        declares={"auto": None},
+    ),
     "qsgd": "thinwire.methods.qsgd:QSGD",
     "terngrad": "thinwire.methods.terngrad:TernGrad",
     "topk": "thinwire.methods.topk:TopK",
-    "gtopk": "thinwire.methods.gtopk:GTopK",
-    "oktopk": "thinwire.methods.oktopk:OkTopk",
+    "gtopk": Preset(
+        "GTopK",
+        "thinwire.methods.topk:TopK",
+        "Send the largest entries, merged pair by pair",
+        fixed={"exchange": "gtopk"},
+        declares={"auto": None, "candidates": ({"density": 0.01},)},
+    ),
+    "oktopk": Preset(
+        "OkTopk",
+        "thinwire.methods.topk:TopK",
+        "Send the largest entries, summed by region",
+        fixed={"exchange": "oktopk"},
+        declares={"auto": None, "candidates": ({"density": 0.01},)},
+    ),
     "dgc": "thinwire.methods.dgc:DGC",
     "powersgd": "thinwire.methods.powersgd:PowerSGD",
     "acp": "thinwire.methods.acp:ACP",
-    "dear": "thinwire.methods.dear:DeAR",
+    "dear": Preset(
+        "DeAR",
+        "thinwire.methods.ssgd:SSGD",
+        "Exact averaging on the decoupled schedule",
+        fixed={"decoupled": True},
+    ),
     "hitopk": "thinwire.methods.hitopk:HiTopK",
-    "omgs": "thinwire.methods.omgs:OMGS",
+    "omgs": Preset(
+        "OMGS",
+        "thinwire.methods.topk:TopK",
+        "Send the largest entries of buckets that are planned from measured times",
+        default={"merge": "optimal"},
+        declares={"auto": None, "candidates": (), "unfit": {"fsdp2": "a plan of its own"}},
+    ),
     "lags": "thinwire.methods.lags:LAGS",
 }
 
 
 def class_of(name: str) -> type[Method]:
     """The class of a registered name."""
-    module, attribute = METHODS[name].split(":")
-    cls: type[Method] = getattr(importlib.import_module(module), attribute)
-    return cls
+    row = METHODS[name]
+    return _subclass(row, name) if isinstance(row, Preset) else _load(row)
+
+
+def public() -> dict[str, str]:
+    """The registered names by the names of their classes, which are names of ``thinwire`` too."""
+    return {row.name if isinstance(row, Preset) else row.partition(":")[2]: name for name, row in METHODS.items()}
 
 
 def classes() -> dict[str, type[Method]]:
@@ -91,6 +152,8 @@ def resolve(method_or_name: Method | str, **options: Any) -> Method:
     Raises:
         ValueError: as ``method``; or options beside an instance, which carries its own.
     """
+    from thinwire.program import Method  # here, so that the table can be read without torch
+
     if isinstance(method_or_name, Method):
         if options:
             raise ValueError(
@@ -98,6 +161,38 @@ def resolve(method_or_name: Method | str, **options: Any) -> Method:
             )
         return method_or_name
     return method(method_or_name, **options)
+
+
+def _load(home: str) -> type[Method]:
+    module, attribute = home.split(":")
+    cls: type[Method] = getattr(importlib.import_module(module), attribute)
+    return cls
+
+
+@cache
+def _subclass(row: Preset, name: str) -> type[Method]:
+    base = _load(row.home)
+    kinds = _fields(base)
+
+    def check(self: Any) -> None:
+        for option, value in row.fixed.items():
+            if (given := getattr(self, option)) != value:
+                raise ValueError(
+                    f"{row.name} is {base.__name__} with {option}={value!r}: for {option}={given!r} use {base.__name__}"
+                )
+        base.__post_init__(self)  # type: ignore[attr-defined]
+
+    options = {**row.fixed, **row.default}
+    changed = [
+        (option, kinds[option].type, dataclasses.field(default=value, kw_only=kinds[option].kw_only))
+        for option, value in options.items()
+    ]
+    said = ", ".join(f"{option}={value!r}" for option, value in options.items())
+    about = f"{row.does}: :class:`~{base.__module__}.{base.__name__}` with ``{said}``, whose options it has."
+    namespace = {"__doc__": about, "__post_init__": check, "name": name, **row.declares}
+    cls: type[Method] = dataclasses.make_dataclass(row.name, changed, bases=(base,), namespace=namespace, frozen=True)
+    cls.__module__ = "thinwire"
+    return cls
 
 
 def _fields(cls: type[Method]) -> dict[str, dataclasses.Field[Any]]:

@@ -2,7 +2,7 @@
 
 Papers: Aji, Heafield: Sparse communication for distributed gradient descent, 2017; Stich et al.: Sparsified SGD
 with memory, 2018. Exchanges: all-gather of (value, index) pairs, 8 k bytes per rank and peer for fp32; pairwise merges
-(:mod:`~thinwire.methods.gtopk`); by region (:mod:`~thinwire.methods.oktopk`).
+(:mod:`~thinwire.methods.butterfly`); by region (:mod:`~thinwire.methods.regions`).
 
 A = M + E over the bucket (d elements); k = floor(density d), at least 1. Applied: 1/P times the sum over ranks of
 the chosen entries. E = A, minus the values as sent: 0 there on an fp32 wire, the rounding error on a 16-bit one.

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import DeAR, Hierarchical, profile_of
 
+from thinwire import GTopK
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
-from thinwire.methods.gtopk import GTopK
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.ssgd import SSGD
