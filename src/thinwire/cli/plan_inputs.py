@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from thinwire.bench.words import nearest, split_options
 from thinwire.lab import parse_delay, parse_rate
-from thinwire.methods.registry import candidates, method
+from thinwire.methods.registry import candidates, label_of, method
 from thinwire.planner.choose import DEVICES, Device
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import BUILTIN, ModelProfile, builtin
@@ -161,7 +161,7 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
     Without a text: the candidates that the registered methods declare.
     """
     if text is None:
-        labels = [":".join((name, *(f"{key}={value}" for key, value in o.items()))) for name, o in candidates()]
+        labels = [label_of(*candidate) for candidate in candidates()]
         named: list[str] = []
     else:
         named = [part.strip().removeprefix("thinwire ") for part in text.split(",") if part.strip()]

@@ -109,6 +109,11 @@ def needed(cls: type[Method]) -> list[str]:
     return [name for name, field in _fields(cls).items() if field.default is field.default_factory is missing]
 
 
+def label_of(name: str, options: Mapping[str, Any]) -> str:
+    """As the command line writes them: "acp:rank=4"."""
+    return ":".join((name, *(f"{option}={value}" for option, value in options.items())))
+
+
 def candidates() -> list[tuple[str, dict[str, Any]]]:
     """(name, options) of what ``thinwire plan`` prices when no method is named, as the methods declare it."""
     found = [(name, cls, dict(options)) for name, cls in classes().items() for options in cls.candidates]
