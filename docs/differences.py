@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).parents[1] / "src" / "thinwire"
-PAGES = {"cast": "cast", "sign": "signsgd"}  # methods whose file and page have different names
+PAGES = {"sign": "signsgd", "butterfly": "gtopk", "regions": "oktopk", "decoupling": "dear"}
+"""Files of methods whose page has another name."""
 
 
 class Difference(NamedTuple):

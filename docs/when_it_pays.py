@@ -12,7 +12,7 @@ from pathlib import Path
 
 from thinwire.bench.words import split_options
 from thinwire.cli.plan_inputs import Question, read_question
-from thinwire.methods.registry import METHODS, method
+from thinwire.methods.registry import METHODS, classes, label_of, method
 from thinwire.planner.measured import Measured, needs_measurement
 from thinwire.planner.plans import PlanTensor, make_plan
 from thinwire.planner.timeline import simulate
@@ -27,18 +27,13 @@ MACHINES_OF_SEVERAL = {4: 2, 16: 4, 64: 8}  # workers: of each machine
 SEVERAL = ("hitopk",)  # the pages of methods that need them
 
 LABELS = {
-    **{name: (name,) for name in METHODS},
+    **{name: tuple(label_of(name, options) for options in cls.candidates) for name, cls in classes().items()},
     "cast": ("cast:dtype=bf16", "cast:dtype=int8"),
     "qsgd": ("qsgd:bits=4",),
-    "topk": ("topk:density=0.01", "topk:density=0.001"),
-    "gtopk": ("gtopk:density=0.01",),
-    "oktopk": ("oktopk:density=0.01",),
     "dgc": ("dgc:density=0.001",),
     "hitopk": ("hitopk:density=0.01", "ssgd:collective=torus"),
     "omgs": ("omgs:density=0.01",),
     "lags": ("lags:max_ratio=1000",),
-    "powersgd": ("powersgd:rank=4",),
-    "acp": ("acp:rank=4", "acp:rank=32"),
 }
 """Of each page: what its tables are of."""
 

@@ -11,28 +11,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "ACP": "methods.acp",
-    "Cast": "methods.cast",
-    "DGC": "methods.dgc",
-    "GTopK": "methods.gtopk",
-    "OkTopk": "methods.oktopk",
-    "DeAR": "methods.dear",
     "GradientSync": "engine.sync",
-    "HiTopK": "methods.hitopk",
     "LocalWorld": "program.local_world",
     "Method": "program.method",
     "Plan": "program.plan",
-    "PowerSGD": "methods.powersgd",
-    "QSGD": "methods.qsgd",
-    "SSGD": "methods.ssgd",
-    "OMGS": "methods.omgs",
-    "OneBit": "methods.onebit",
-    "LAGS": "methods.lags",
-    "SignSGD": "methods.sign",
     "Stats": "engine.stats",
     "StepLog": "report.log",
-    "TernGrad": "methods.terngrad",
-    "TopK": "methods.topk",
     "Topology": "program.topology",
     "attach": "engine.attach",
     "chain": "methods.chain",
@@ -67,21 +51,21 @@ if TYPE_CHECKING:
     from thinwire.methods.acp import ACP
     from thinwire.methods.cast import Cast
     from thinwire.methods.chain import chain
-    from thinwire.methods.dear import DeAR
     from thinwire.methods.dgc import DGC
-    from thinwire.methods.gtopk import GTopK
     from thinwire.methods.hitopk import HiTopK
     from thinwire.methods.lags import LAGS
-    from thinwire.methods.oktopk import OkTopk
-    from thinwire.methods.omgs import OMGS
-    from thinwire.methods.onebit import OneBit
     from thinwire.methods.powersgd import PowerSGD
     from thinwire.methods.qsgd import QSGD
     from thinwire.methods.registry import method
     from thinwire.methods.sign import SignSGD
+    from thinwire.methods.sign import SignSGD as OneBit
     from thinwire.methods.ssgd import SSGD
+    from thinwire.methods.ssgd import SSGD as DeAR
     from thinwire.methods.terngrad import TernGrad
     from thinwire.methods.topk import TopK
+    from thinwire.methods.topk import TopK as GTopK
+    from thinwire.methods.topk import TopK as OMGS
+    from thinwire.methods.topk import TopK as OkTopk
     from thinwire.program.local_world import LocalWorld
     from thinwire.program.method import Method
     from thinwire.program.plan import Plan
@@ -124,6 +108,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"thinwire.{_HOME[name]}"), name)
     elif name in _ROOMS:
         value = importlib.import_module(f"thinwire.{name}")
+    elif name in (methods := _methods()):
+        value = importlib.import_module("thinwire.methods.registry").class_of(methods[name])
     else:
         raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
     globals()[name] = value
@@ -131,4 +117,10 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_ROOMS, *_methods()})
+
+
+def _methods() -> dict[str, str]:
+    """The classes of registered methods, which are names of this package: class -> name of the method."""
+    found: dict[str, str] = importlib.import_module("thinwire.methods.registry").public()
+    return found

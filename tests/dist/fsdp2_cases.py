@@ -94,7 +94,7 @@ class Oracle:
                 mean = {n: sum(g[n] for g in mine) / self.shards for n in mine[0]}
                 means.append({n: rows(g, shard, self.shards) for n, g in mean.items()})
             means = [{n: g for n, g in one.items() if g.numel()} for one in means]
-            dense = {n for n in means[0] if self.method.dense(n, tuple(ranks[0][n].shape), None)}
+            dense = {n for n in means[0] if self.method.dense(n, tuple(ranks[0][n].shape), False)}
             plan = [[n for n in names if n in means[0] and n not in dense] for names in GROUPS]
             world.plan = tw.Plan.of([names for names in plan if names])
             outcome = world.step(self.method, [{n: g for n, g in one.items() if n not in dense} for one in means])[0]

@@ -370,7 +370,7 @@ def _more(rank, size):
 
 @pytest.mark.slow
 def test_the_other_methods_equal_local_world_too():
-    assert {name for name, _ in [*METHODS, *MORE]} == set(tw.adapters.fsdp2.WORKS)
+    assert {name for name, _ in [*METHODS, *MORE]} == set(tw.adapters.fsdp2.works())
     for result in run(_more, 4, seconds=250, fresh=True):
         for case, found in zip(MORE, result, strict=True):
             _check(case, found)

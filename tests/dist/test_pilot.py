@@ -31,7 +31,7 @@ MEASURED = [
     ("ssgd", {"fusion": "optimal"}),
     ("ssgd", {"fusion": "mgwfbp"}),
     ("omgs", {"density": 0.1}),
-    ("omgs", {"density": 0.1, "schedule": "greedy"}),
+    ("omgs", {"density": 0.1, "fusion": "omgs"}),
     ("lags", {"max_ratio": 50}),
     ("acp", {"rank": 2, "fusion": "optimal"}),
 ]

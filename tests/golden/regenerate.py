@@ -1,4 +1,5 @@
-"""Golden trajectories: a tiny fixed problem, every method, ten steps. Written by ``python tests/golden/regenerate.py``.
+"""Golden trajectories: a tiny fixed problem, every method, ten steps. Written by ``python tests/golden/regenerate.py``,
+with names of cases for these alone.
 
 A change of these numbers is a change of what users train: regenerate only with a reason, and say it in the commit.
 """
@@ -6,43 +7,46 @@ A change of these numbers is a change of what users train: regenerate only with 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from thinwire.methods.registry import method
+from thinwire.methods.registry import classes, method
 from thinwire.program import LocalWorld
 
 HERE = Path(__file__).parent
 STEPS, RANKS = 10, 3
 PLAN = [["two.weight", "two.bias"], ["one.weight", "one.bias"]]
-CASES = {
-    "ssgd": ("ssgd", {}),
-    "cast": ("cast", {}),
+OPTIONS = {  # where the first candidate of the method, or no option, is not for so small a problem
+    "qsgd": {"block": 16},
+    **{name: {"density": 0.1} for name in ("topk", "gtopk", "oktopk", "hitopk", "omgs")},
+    "dgc": {"density": 0.1, "select": "exact"},
+    "lags": {"max_ratio": 10},
+    **{name: {"rank": 2, "min_rate": 1.0} for name in ("powersgd", "acp")},
+}
+VARIANTS = {
     "cast_fp16": ("cast", {"dtype": "fp16"}),
     "cast_int8": ("cast", {"dtype": "int8", "block": 16}),
-    "qsgd": ("qsgd", {"block": 16}),
-    "terngrad": ("terngrad", {}),
-    "signsgd": ("signsgd", {}),
     "signsgd_levels2": ("signsgd", {"levels": 2}),
     "signsgd_majority": ("signsgd", {"error_feedback": False, "vote": "majority"}),
-    "topk": ("topk", {"density": 0.1}),
     "topk_fp16": ("topk", {"density": 0.1, "value_dtype": "fp16"}),
     "ssgd_torus": ("ssgd", {"collective": "torus"}),
-    "hitopk": ("hitopk", {"density": 0.1}),
-    "gtopk": ("gtopk", {"density": 0.1}),
-    "oktopk": ("oktopk", {"density": 0.1}),
-    "dgc": ("dgc", {"density": 0.1, "select": "exact"}),
     "dgc_nesterov": ("dgc", {"density": 0.1, "select": "exact", "nesterov": True, "clip": 1.0, "value_dtype": "bf16"}),
-    "powersgd": ("powersgd", {"rank": 2, "min_rate": 1.0}),
-    "acp": ("acp", {"rank": 2, "min_rate": 1.0}),
 }
 LAYOUTS = {"ssgd_torus": (4, 2), "hitopk": (4, 2)}  # ranks in all, and on each node
 
 
+def cases() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name and options of every case: each registered method, and the variants."""
+    first = {name: dict(next(iter(cls.candidates), {})) for name, cls in classes().items()}
+    return {name: (name, OPTIONS.get(name, options)) for name, options in first.items()} | VARIANTS
+
+
 def trajectory(case: str) -> dict[str, list[float]]:
     """Loss before every step, and the norm of rank 1's residual and two parameters after it (fp64)."""
-    name, options = CASES[case]
+    name, options = cases()[case]
     ranks, per_node = LAYOUTS.get(case, (RANKS, None))
     made, world = method(name, **options), LocalWorld(ranks, per_node, plan=PLAN)
     # Inputs by formula, not from a random generator, so that they are the same with every version of torch.
@@ -83,6 +87,6 @@ def path(case: str) -> Path:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for case in CASES:
+    for case in sys.argv[1:] or cases():
         path(case).write_text(json.dumps(trajectory(case), indent=1) + "\n")
         print(path(case))

@@ -2,10 +2,10 @@ import json
 
 import pytest
 import torch
-from regenerate import CASES, path, trajectory
+from regenerate import cases, path, trajectory
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases())
 def test_the_trajectory_is_the_one_on_file(case):
     torch.set_num_threads(1)
     want, got = json.loads(path(case).read_text()), trajectory(case)

@@ -2,16 +2,12 @@
 
 import torch
 
+from thinwire import OMGS, DeAR, GTopK, OkTopk, OneBit
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
-from thinwire.methods.dear import DeAR
 from thinwire.methods.dgc import DGC
-from thinwire.methods.gtopk import GTopK
 from thinwire.methods.hitopk import HiTopK
 from thinwire.methods.lags import LAGS
-from thinwire.methods.oktopk import OkTopk
-from thinwire.methods.omgs import OMGS
-from thinwire.methods.onebit import OneBit
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.qsgd import QSGD
 from thinwire.methods.sign import SignSGD

@@ -55,7 +55,7 @@ def ddp_hook(
         ValueError: the method's name or an option is unknown or out of range, or its schedule is decoupled.
     """
     chosen = resolve(method, **options)
-    if getattr(chosen, "decoupled", False):
+    if chosen.decoupled:
         raise ValueError(
             f"{chosen.name} leaves a part of its exchange to the next forward, but DDP wants all gradients at the end "
             "of backward: use thinwire.attach, or a method without decoupled=True"

@@ -230,7 +230,7 @@ class DDPSync:
     def _dense(self, name: str, parameter: Tensor) -> bool:
         """Whether the method leaves a parameter to plain averaging."""
         known = self._kept.get(name)
-        return self._method.dense(name, tuple(parameter.shape), None) if known is None else known
+        return self._method.dense(name, tuple(parameter.shape), False) if known is None else known
 
     def _to_the_end(self, program: Program, job: _Job) -> Program:
         yield from program

@@ -19,7 +19,8 @@ from thinwire.adapters.fsdp2_replicas import ReplicaSync
 from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.settings import checked_timeout
-from thinwire.methods.registry import resolve
+from thinwire.methods.cast import Cast
+from thinwire.methods.registry import classes, resolve
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Method, Topology
 
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CompressedReduceScatter", "ReplicaSync", "attach", "attach_reduce_scatter"]
 
-WORKS = (
-    "ssgd", "cast", "signsgd", "onebit", "qsgd", "terngrad", "topk", "gtopk", "oktopk", "powersgd", "acp",
-)  # fmt: skip
-"""Methods that :func:`attach` takes, none of them decoupled."""
+
+def works() -> tuple[str, ...]:
+    """The registered methods that :func:`attach` takes, none of them decoupled."""
+    return tuple(name for name, cls in classes().items() if "fsdp2" not in cls.unfit and not cls.decoupled)
 
 
 def attach(
@@ -50,8 +51,8 @@ def attach(
 
     Args:
         model: under ``fully_shard``, on a mesh of (replicas, shards); or on a mesh of shards alone, with ``replicas``.
-        method: a name with its ``options``, or an instance: one of ``WORKS``. One message per FSDP2 module, whatever
-            its ``fusion``.
+        method: a name with its ``options``, or an instance, as :func:`works` names them. One message per FSDP2 module,
+            whatever its ``fusion``.
         replicas: the other dimension, such as ``mesh["replicate"]``; None: that of the model's own mesh.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units.
         start_compression_step: as of :func:`thinwire.attach`.
@@ -66,7 +67,7 @@ def attach(
         RuntimeError: the model has an all-reduce hook already.
     """
     if isinstance(method, str) and method.lower() == "auto":
-        raise NotImplementedError(f'"auto" plans buckets, which are FSDP2\'s here: name one of {", ".join(WORKS)}')
+        raise NotImplementedError(f'"auto" plans buckets, which are FSDP2\'s here: name one of {", ".join(works())}')
     chosen = resolve(method, **options)
     _check(chosen)
     groups = groups_of(model)
@@ -115,7 +116,7 @@ def attach_reduce_scatter(
         ValueError: bad options.
     """
     chosen = resolve(method, **options)
-    if chosen.name != "cast" or getattr(chosen, "decoupled", False):
+    if not isinstance(chosen, Cast) or chosen.decoupled:
         raise NotImplementedError(
             f"{chosen.name} cannot reduce-scatter: what works is cast, with dtype='bf16', 'fp16' or 'int8'. "
             "Between replicas (HSDP) more methods work, see thinwire.adapters.fsdp2.attach"
@@ -129,15 +130,14 @@ def attach_reduce_scatter(
 
 
 def _check(method: Method) -> None:
-    if getattr(method, "decoupled", False):
+    if method.decoupled:
         raise NotImplementedError(
             f"{method.name} leaves a part of its exchange to the next forward, where FSDP2 gathers parameters; without "
-            f"decoupled=True these work between replicas: {', '.join(WORKS)}"
+            f"decoupled=True these work between replicas: {', '.join(works())}"
         )
-    if method.name not in WORKS:
+    if why := method.unfit.get("fsdp2"):
         raise NotImplementedError(
-            f"{method.name} needs what FSDP2 does not give (a plan of its own, the optimizer's momentum, or machines); "
-            f"these work between replicas: {', '.join(WORKS)}"
+            f"{method.name} needs what FSDP2 does not give ({why}); these work between replicas: {', '.join(works())}"
         )
 
 

@@ -86,7 +86,7 @@ class ReplicaSync:
     def _split(self, group: Group) -> list[tuple[tuple[Piece, ...], bool]]:
         """What the method takes, and what stays dense; without pieces that have no element here."""
         here = [piece for piece in group.pieces if piece.numel]
-        kept = [self._session.method.dense(piece.name, tuple(piece.parameter.shape), None) for piece in here]
+        kept = [self._session.method.dense(piece.name, tuple(piece.parameter.shape), False) for piece in here]
         parts = [(tuple(p for p, keep in zip(here, kept) if keep is dense), dense) for dense in (False, True)]
         return [part for part in parts if part[0]]
 

@@ -23,7 +23,7 @@ def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
     entries = sorted(ranking.entries, key=lambda entry: entry.step_seconds)
     for label in dict.fromkeys([ranking.best.label, ranking.best_exact.label, *(entry.label for entry in entries)]):
         method = method_of.get(label)
-        if method is None or getattr(method, "decoupled", False):
+        if method is None or method.decoupled:
             continue
         plan = plan_of(method, profile, question.device.backend, question.topology, question.costs())
         size = {tensor.name: math.prod(tensor.shape) * profile.dtype_bytes for tensor in profile.tensors}

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from thinwire.bench.words import nearest, split_options
 from thinwire.lab import parse_delay, parse_rate
-from thinwire.methods.registry import METHODS, method
+from thinwire.methods.registry import candidates, label_of, method
 from thinwire.planner.choose import DEVICES, Device
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import BUILTIN, ModelProfile, builtin
 from thinwire.program import Method, Topology
 
-DEFAULT_METHODS = (
-    "ssgd",
-    "cast:dtype=bf16",
-    "signsgd",
-    "topk:density=0.01",
-    "topk:density=0.001",
-    "gtopk:density=0.01",
-    "oktopk:density=0.01",
-    "powersgd:rank=4",
-    "acp:rank=4",
-    "acp:rank=32",
-)
 _MOST_WORKERS = 65536
 
 _Readable = TypeVar("_Readable", Costs, ModelProfile)
@@ -171,11 +158,10 @@ def read_question(
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:
     """Candidates, and which of them were named. Both dense forms are always candidates.
 
-    Without a text: ``DEFAULT_METHODS`` and every other registered method that needs no option.
+    Without a text: the candidates that the registered methods declare.
     """
     if text is None:
-        labels = list(DEFAULT_METHODS)
-        labels += [name for name in METHODS if name not in {split_options(m)[0] for m in labels} and _optionless(name)]
+        labels = [label_of(*candidate) for candidate in candidates()]
         named: list[str] = []
     else:
         named = [part.strip().removeprefix("thinwire ") for part in text.split(",") if part.strip()]
@@ -193,12 +179,6 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
         if name not in {m.name for _, m in made}:
             made.insert(0, (label, method(name, **options)))
     return tuple(made), tuple(named)
-
-
-def _optionless(name: str) -> bool:
-    module, attribute = METHODS[name].split(":")
-    fields = dataclasses.fields(getattr(importlib.import_module(module), attribute))
-    return all(f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING for f in fields)
 
 
 def read_device(name: str | None, *, built_in: bool) -> Device:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.elastic.active import ActiveSet
 from thinwire.elastic.packing import PackedState, pack, unpack
@@ -81,7 +81,7 @@ class ActiveReduce(Method):
         if self.divisor == "participants" and not inner.exact:
             raise ValueError(f'divisor="participants" needs an exact method, not {inner.name}')
         whole = memory(inner, [("weight", (64, 64))], Topology(2), rank=0, dtype=torch.float32)
-        if inner.phases > 1 or inner.shards or getattr(inner, "decoupled", False) or whole.fields:
+        if inner.phases > 1 or inner.shards or inner.decoupled or whole.fields:
             raise ValueError(
                 f"{inner.name} cannot work on a part of the gradient that changes from step to step: use it without "
                 "ActiveReduce, or ssgd, cast or topk inside"
@@ -127,13 +127,13 @@ class ActiveReduce(Method):
             buffers[key] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         return buffers[key]
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
         """As the inner method."""
-        return self.inner.dense(name, shape, module)
+        return self.inner.dense(name, shape, embedding)
 
     def beside(self) -> Method:
         """Parameters that the inner method does not compress are packed too."""
-        plain = self.inner.beside() or SSGD(deterministic=bool(getattr(self.inner, "deterministic", False)))
+        plain = self.inner.beside() or SSGD(deterministic=self.inner.deterministic)
         return ActiveReduce(plain, announced=self.announced)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:

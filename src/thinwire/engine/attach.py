@@ -143,14 +143,14 @@ def attach(
             if chosen.alone:
                 logger.warning("thinwire: %s", note)
         named, chosen = chosen, SSGD(fusion=chosen.fusion, **schedule(chosen))
-        if getattr(named, "collective", "") == "auto":
+        if named.collective == "auto":
             named = replace(named, collective="flat")  # type: ignore[type-var]  # as below
     managed = managed_parameters(model, chosen, keep_dense)
     check_optimizers(managed, optimizers)
     for o in optimizers:
         chosen.check_optimizer(o)
     topology = topology or topology_of(world)
-    if getattr(chosen, "collective", "") == "auto" and (topology.nodes == 1 or max(topology.layout) == 1):
+    if chosen.collective == "auto" and (topology.nodes == 1 or max(topology.layout) == 1):
         chosen = replace(chosen, collective="flat")  # type: ignore[type-var]  # nothing to choose from, nor to measure
     if topology.world_size != world:
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")

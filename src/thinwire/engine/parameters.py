@@ -52,6 +52,7 @@ def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) 
     if not (callable(keep_dense) or keep_dense in ("auto", "none")):
         raise ValueError(f'keep_dense={keep_dense!r} must be "auto", "none" or a function (name, parameter) -> bool')
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    embedded = {key for key, module in owners.items() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise TypeError(
@@ -71,7 +72,7 @@ def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) 
         if callable(keep_dense):
             keep = bool(keep_dense(name, parameter))
         else:
-            keep = keep_dense == "auto" and method.dense(name, tuple(parameter.shape), owners.get(id(parameter)))
+            keep = keep_dense == "auto" and method.dense(name, tuple(parameter.shape), id(parameter) in embedded)
         found.append(Managed(len(found), name, parameter, keep))
     if not found:
         raise ValueError("the model has no trainable parameter; set requires_grad=True on what should be trained")

@@ -46,8 +46,7 @@ class Counters:
 
 def beside(method: Method) -> Method:
     """The method of what another leaves dense, and of the steps before it begins."""
-    deterministic, collective = bool(getattr(method, "deterministic", False)), getattr(method, "collective", "flat")
-    return method.beside() or SSGD(deterministic=deterministic, collective=collective, **schedule(method))
+    return method.beside() or SSGD(deterministic=method.deterministic, collective=method.collective, **schedule(method))
 
 
 class Session:

@@ -35,11 +35,6 @@ from thinwire.program.drive import drive
 from thinwire.program.ops import Op
 
 _INNER, _OWN = "inner/", "compression/"
-_REFUSED = {
-    "dgc": "it corrects an optimizer's momentum, and a client's change has none; use topk",
-    "ssgd": "it does not compress",
-    "dear": "it does not compress",
-}
 
 
 class Compressed:
@@ -63,7 +58,7 @@ class Compressed:
                 f"{type(inner).__name__} sends weights or gradients that must arrive whole; FedAvg, FedProx, FedOpt, "
                 "FedNova and Scaffold send changes, which can be compressed"
             )
-        if why := _REFUSED.get(self.method.name):
+        if why := self.method.unfit.get("federated"):
             raise ValueError(f"{self.method.name} is of no use on clients' changes: {why}")
         self.operators, self.weights, self.epochs = inner.operators, inner.weights, inner.epochs
         self.description = f"{self.method.name} {dict(self.method.options())}"

@@ -15,9 +15,9 @@ all); rejected steps leave no trace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -53,6 +53,8 @@ class ACP(LowRank, Decoupling):
     name: ClassVar[str] = "acp"
     phases: ClassVar[int] = 2
     factors: ClassVar[float] = 0.5
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"rank": 4}, {"rank": 32})
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (2, {"rank": 4})
 
     collective: str = "flat"
 

@@ -5,6 +5,17 @@ knows which of its *own* entries are still part of it. P ranks, Q the largest po
 ranks fold theirs into rank r - Q before the rounds, and get the result after them, with one byte for each folded entry
 that says whether it is still part of it. k pairs of 8 bytes: 8 k log2 P bytes a rank if P = Q; the ranks that fold send
 8 k before, and 9 k after.
+
+Paper: Shi et al.: A distributed synchronous SGD algorithm with global top-k sparsification for low bandwidth networks,
+ICDCS 2019, arXiv 1901.04359. Applied: the k entries that survive all merges, over P. E: this rank's entries that were
+dropped on the way, and all that was not chosen.
+
+Differences from the paper: a butterfly in place of a tree and a broadcast, so that every rank sees when one of its own
+entries is dropped and keeps it (the paper's rule takes an entry for sent whenever its index is in the final list, even
+if it came from others, and loses the rest for good: of the sum of all gradients over 60 steps of 600 elements, at a
+density of 0.05, 17 % with 4 ranks and 26 % with 8 where gradients have nothing in common, 9 and 15 % where a common
+part is twice the noise); any number of ranks; indices are 32-bit integers; fp32 values only. As in the paper, the
+merges miss part of the true top k of the sum.
 """
 
 from __future__ import annotations

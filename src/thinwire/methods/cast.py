@@ -14,7 +14,7 @@ residual, where those drop it. Chunks follow the bucket, so that values depend o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +52,9 @@ class Cast(Decoupling, Method):
 
     name: ClassVar[str] = "cast"
     light: ClassVar[bool] = True
+    loss: ClassVar[str] = "rounded to 16 bits"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"dtype": "bf16"},)
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (1, {"dtype": "bf16"})
 
     dtype: torch.dtype | str = torch.bfloat16
     block: int = 256

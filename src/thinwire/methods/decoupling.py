@@ -1,4 +1,22 @@
-"""Decoupling: the options of methods whose all-gather may wait for the next forward, and the exchange itself."""
+"""Decoupling: the options of methods whose all-gather may wait for the next forward, and the exchange itself.
+
+Paper: Zhang et al.: Decoupling the All-Reduce Primitive for Accelerating Distributed Deep Learning (DeAR), ICDCS 2023,
+arXiv 2302.12445.
+
+An all-reduce is a reduce-scatter and an all-gather, at the same cost. A bucket's reduce-scatter runs while backward
+goes on, its all-gather while the *next* forward does; its parameters are updated just before the first layer that
+needs them. No byte is added. With forward f, backward b and exchange c seconds a step takes max(f, c/2) + max(b, c/2)
+instead of f + max(b, c), but for the first and the last bucket.
+
+Between ``backward()`` and ``step()`` the gradients are not there: clip with ``sync.clip_grad_norm_``. Between
+``step()`` and the next forward parameters are not all up to date: forward, ``state_dict``, evaluation and checkpoints
+see to that themselves; whatever else reads parameters (an average of weights, ``torch.save(model)``) calls
+``sync.synchronize()``.
+
+Differences from the paper and its public code: any ``torch.optim`` optimizer, with the hyper-parameters as they were at
+``step()``; all all-gathers are issued in ``step()``, so that no rank waits for another's forward; modules called
+twice, never, or by turns; shared weights; accumulation, loss scaling and clipping; the last update is not lost.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +33,16 @@ from thinwire.program import AllGather, Bucket, Method, NextForward, ReduceScatt
 
 @dataclass(frozen=True, kw_only=True)
 class Decoupling:
-    """What ``SSGD``, ``Cast`` and ``ACP`` share as decoupled methods; see :class:`~thinwire.methods.dear.DeAR`.
+    """What ``SSGD``, ``Cast`` and ``ACP`` share as decoupled methods; ``DeAR`` is ``SSGD`` under this option.
 
     Args:
         decoupled: reduce-scatter during backward, all-gather during the next forward, in which parameters are updated.
         check_finite: one small exchange at the end of backward, so that all ranks know of a non-finite gradient.
-        update_in_step: names of modules whose parameters are updated in ``optimizer.step()``; True: all.
-        poison_stale: parameters hold NaN until they are updated (debugging).
+            Between CPUs that share no link only a ``GradScaler`` and ``find_unused_parameters=True`` wait for it;
+            elsewhere False saves its latency where no ``GradScaler`` is in use.
+        update_in_step: names of modules whose parameters are updated in ``optimizer.step()``, because something reads
+            them without calling the module; True: all, for optimizers that look at all gradients together.
+        poison_stale: parameters hold NaN until they are updated, so that a read of an old value shows (debugging).
     """
 
     decoupled: bool = False

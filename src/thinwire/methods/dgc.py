@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
@@ -68,6 +68,11 @@ class DGC(Method):
 
     name: ClassVar[str] = "dgc"
     has_residual: ClassVar[bool] = True
+    selects: ClassVar[bool] = True
+    unfit: ClassVar[Mapping[str, str]] = {
+        "fsdp2": "the optimizer's momentum",
+        "federated": "it corrects an optimizer's momentum, and a client's change has none; use topk",
+    }
     alone: ClassVar[str] = ", without its momentum and weight decay, which the optimizer may have on one rank"
 
     density: float = 0.001
@@ -95,9 +100,9 @@ class DGC(Method):
             raise ValueError("nesterov=True needs a momentum above 0")
         check_fusion(self.fusion, sparse=True)
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
         """Vectors and embeddings stay dense: they are small, or sparse already."""
-        return stays_dense(shape, module)
+        return stays_dense(shape, embedding)
 
     def beside(self) -> Method:
         """The same at density 1: momentum on the average."""

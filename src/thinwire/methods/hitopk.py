@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.kernels.pairs import add_pairs, pack, to_wire, unpack, wire_dtype
 from thinwire.kernels.seeding import generator
@@ -62,7 +62,9 @@ class HiTopK(Method):
     has_residual: ClassVar[bool] = True
     exact_start: ClassVar[int] = 2
     shards: ClassVar[bool] = True
-    collective: ClassVar[str] = "three_phase"  # of the buckets beside it that stay dense, which are small
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it is for machines of several ranks
+    unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "machines"}
+    collective = "three_phase"  # of the buckets beside it that stay dense, which are small
 
     density: float
     select: str = "exact"
@@ -77,9 +79,9 @@ class HiTopK(Method):
             raise ValueError(f'fusion={self.fusion!r} has no price for two levels: use MiB, "none", "single" or "auto"')
         top_k(torch.zeros(1), 1, self.select, **(self.select_options or {}))  # an unknown option raises here
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
         """As Top-k: vectors and embeddings stay dense."""
-        return stays_dense(shape, module)
+        return stays_dense(shape, embedding)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """What a node sends of each tensor to another node, in units of fp32 elements."""

@@ -10,12 +10,11 @@ ready; a layer whose all-reduce is hidden goes dense, without loss; counts are p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from thinwire.kernels.pairs import WIRES
 from thinwire.methods.base import all_finite, check_choice, check_flag, poison
@@ -41,6 +40,8 @@ class LAGS(Method):
     name: ClassVar[str] = "lags"
     has_residual: ClassVar[bool] = True
     exact_start: ClassVar[int] = 2
+    fusion_rule: ClassVar[str] = "lags"
+    unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "a plan of its own"}
 
     max_ratio: float = 1000
     exposed_seconds: float = 0.0
@@ -63,9 +64,9 @@ class LAGS(Method):
         """Elements that a tensor of ``size`` sends at least: 0 of nothing, else one or more."""
         return -int(-size // self.max_ratio)
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
         """As Top-k: vectors and embeddings stay dense."""
-        return self._sparse.dense(name, shape, module)
+        return self._sparse.dense(name, shape, embedding)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """The message of each tensor at the highest compression, in units of fp32 elements."""

@@ -28,6 +28,7 @@ class LowRank(Method):
 
     has_residual: ClassVar[bool] = True
     exact_start: ClassVar[int] = 2
+    bucket_unit: ClassVar[str] = "payload"
     factors: ClassVar[float] = 1.0  # of r (n + m) elements, the share that one step sends
 
     rank: int = 4

@@ -15,9 +15,9 @@ never be sent; rejected steps leave no trace.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -36,6 +36,8 @@ class PowerSGD(LowRank):
     """Send both low-rank factors, one after the other. Options: see :class:`~thinwire.methods.acp.ACP`."""
 
     name: ClassVar[str] = "powersgd"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"rank": 4},)
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (3, {"rank": 4})
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """Elements sent per tensor: r (n + m), all of a dense tensor."""

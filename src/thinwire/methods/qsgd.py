@@ -50,6 +50,7 @@ class QSGD(Method):
     """
 
     name: ClassVar[str] = "qsgd"
+    loss: ClassVar[str] = "noisy"
 
     bits: int = 4
     block: int = 512

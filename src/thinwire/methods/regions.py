@@ -4,6 +4,13 @@ A bucket of d elements is cut into blocks of ceil(d / (64 P)), dealt out to the 
 that no rank gets the hot layer alone. A box holds at most cap = ceil(capacity k / P) pairs for one rank, the largest
 first; what finds no room stays in the residual. Pads are (0, -1): with a real index they would pass for sent. A rank
 sends (P - 1) cap pairs to the regions and (P - 1) cap more in the all-gather: whatever P, less than 2 capacity k.
+
+Paper: Li, Hoefler: Near-optimal sparse allreduce for distributed deep learning, PPoPP 2022. Applied: the k largest sums
+of all regions, over P. E: all that is not among them, or found no room on the way.
+
+Differences from the paper: messages have a fixed size (``capacity``), so that shapes, prices and buffers are known in
+advance; regions are blocks dealt out at random, and not re-balanced from the data; selection is exact on every step
+where the paper reuses thresholds for 32 steps; any number of ranks.
 """
 
 from __future__ import annotations

@@ -1,33 +1,129 @@
-"""The names of the methods, and one function that turns a name and options into a method."""
+"""The names of the methods, and one function that turns a name and options into a method.
+
+A name stands for a class, or for a class under options that a paper fixes (a :class:`Preset`). This table is all that
+the library knows of methods by name; the rest they declare themselves (:class:`~thinwire.program.Method`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from thinwire.program import Method
+if TYPE_CHECKING:
+    from thinwire.program import Method
 
-METHODS = {
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Preset:
+    """A published method that is another one under certain options: a subclass, made of this row.
+
+    Attributes:
+        name: of the class.
+        home: of the class below it.
+        does: its docstring's first line.
+        fixed: options that make it what it is.
+        default: options with other defaults.
+        declares: attributes of :class:`~thinwire.program.Method` that differ.
+    """
+
+    name: str
+    home: str
+    does: str
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    default: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    declares: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+METHODS: dict[str, str | Preset] = {
     "ssgd": "thinwire.methods.ssgd:SSGD",
     "cast": "thinwire.methods.cast:Cast",
     "signsgd": "thinwire.methods.sign:SignSGD",
-    "onebit": "thinwire.methods.onebit:OneBit",
+    "onebit": Preset(
+        "OneBit",
+        "thinwire.methods.sign:SignSGD",
+        "Send signs, and the mean of either side of zero",
+        fixed={"levels": 2},
+        declares={"auto": None},
+    ),
     "qsgd": "thinwire.methods.qsgd:QSGD",
     "terngrad": "thinwire.methods.terngrad:TernGrad",
     "topk": "thinwire.methods.topk:TopK",
-    "gtopk": "thinwire.methods.gtopk:GTopK",
-    "oktopk": "thinwire.methods.oktopk:OkTopk",
+    "gtopk": Preset(
+        "GTopK",
+        "thinwire.methods.topk:TopK",
+        "Send the largest entries, merged pair by pair",
+        fixed={"exchange": "gtopk"},
+        declares={"auto": None, "candidates": ({"density": 0.01},)},
+    ),
+    "oktopk": Preset(
+        "OkTopk",
+        "thinwire.methods.topk:TopK",
+        "Send the largest entries, summed by region",
+        fixed={"exchange": "oktopk"},
+        declares={"auto": None, "candidates": ({"density": 0.01},)},
+    ),
     "dgc": "thinwire.methods.dgc:DGC",
     "powersgd": "thinwire.methods.powersgd:PowerSGD",
     "acp": "thinwire.methods.acp:ACP",
-    "dear": "thinwire.methods.dear:DeAR",
+    "dear": Preset(
+        "DeAR",
+        "thinwire.methods.ssgd:SSGD",
+        "Exact averaging on the decoupled schedule",
+        fixed={"decoupled": True},
+    ),
     "hitopk": "thinwire.methods.hitopk:HiTopK",
-    "omgs": "thinwire.methods.omgs:OMGS",
+    "omgs": Preset(
+        "OMGS",
+        "thinwire.methods.topk:TopK",
+        "Send the largest entries of buckets that are planned from measured times",
+        default={"fusion": "optimal"},
+        declares={"auto": None, "candidates": (), "unfit": {"fsdp2": "a plan of its own"}},
+    ),
     "lags": "thinwire.methods.lags:LAGS",
 }
+
+
+def class_of(name: str) -> type[Method]:
+    """The class of a registered name."""
+    row = METHODS[name]
+    return _subclass(row, name) if isinstance(row, Preset) else _load(row)
+
+
+def public() -> dict[str, str]:
+    """The registered names by the names of their classes, which are names of ``thinwire`` too."""
+    return {row.name if isinstance(row, Preset) else row.partition(":")[2]: name for name, row in METHODS.items()}
+
+
+def classes() -> dict[str, type[Method]]:
+    """All registered classes by name: for what is asked of every method."""
+    return {name: class_of(name) for name in METHODS}
+
+
+def needed(cls: type[Method]) -> list[str]:
+    """The options that have to be given."""
+    missing = dataclasses.MISSING
+    return [name for name, field in _fields(cls).items() if field.default is field.default_factory is missing]
+
+
+def label_of(name: str, options: Mapping[str, Any]) -> str:
+    """As the command line writes them: "acp:rank=4"."""
+    return ":".join((name, *(f"{option}={value}" for option, value in options.items())))
+
+
+def candidates() -> list[tuple[str, dict[str, Any]]]:
+    """(name, options) of what ``thinwire plan`` prices when no method is named, as the methods declare it."""
+    found = [(name, cls, dict(options)) for name, cls in classes().items() for options in cls.candidates]
+    return [(name, options) for name, cls, options in found if set(needed(cls)) <= set(options)]
+
+
+def lossy_candidates() -> list[tuple[str, dict[str, Any]]]:
+    """(name, options) of what ``attach("auto", lossy=True)`` prices, in the order in which it does."""
+    found = [(cls.auto[0], name, dict(cls.auto[1])) for name, cls in classes().items() if cls.auto is not None]
+    return [(name, options) for _, name, options in sorted(found, key=lambda entry: entry[0])]
 
 
 def method(name: str, **options: Any) -> Method:
@@ -39,22 +135,20 @@ def method(name: str, **options: Any) -> Method:
     """
     if not isinstance(name, str) or name.lower() not in METHODS:
         raise ValueError(_unknown("method", name, METHODS))
-    module, attribute = METHODS[name.lower()].split(":")
-    cls = getattr(importlib.import_module(module), attribute)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    cls = class_of(name.lower())
+    fields = _fields(cls)
     for option in options:
         if option == "decoupled" and option not in fields:
             raise TypeError(
                 f"{name.lower()} cannot be decoupled: its messages cannot be summed in parts, or a second exchange "
-                "depends on the sum; ssgd, cast and acp can"
+                f"depends on the sum; {_listed([name for name in METHODS if _can_be_decoupled(name)])} can"
             )
         if option not in fields:
             raise ValueError(_unknown(f"option of {name.lower()}", option, fields))
-    for field in fields.values():
-        if field.default is dataclasses.MISSING and field.name not in options:
-            raise ValueError(f"method {name.lower()!r} needs {field.name}=...")
-    made: Method = cls(**options)
-    return made
+    for option in needed(cls):
+        if option not in options:
+            raise ValueError(f"method {name.lower()!r} needs {option}=...")
+    return cls(**options)
 
 
 def resolve(method_or_name: Method | str, **options: Any) -> Method:
@@ -63,6 +157,8 @@ def resolve(method_or_name: Method | str, **options: Any) -> Method:
     Raises:
         ValueError: as ``method``; or options beside an instance, which carries its own.
     """
+    from thinwire.program import Method  # here, so that the table can be read without torch
+
     if isinstance(method_or_name, Method):
         if options:
             raise ValueError(
@@ -70,6 +166,51 @@ def resolve(method_or_name: Method | str, **options: Any) -> Method:
             )
         return method_or_name
     return method(method_or_name, **options)
+
+
+def _load(home: str) -> type[Method]:
+    module, attribute = home.split(":")
+    cls: type[Method] = getattr(importlib.import_module(module), attribute)
+    return cls
+
+
+@cache
+def _subclass(row: Preset, name: str) -> type[Method]:
+    base = _load(row.home)
+    kinds = _fields(base)
+
+    def check(self: Any) -> None:
+        for option, value in row.fixed.items():
+            if (given := getattr(self, option)) != value:
+                raise ValueError(
+                    f"{row.name} is {base.__name__} with {option}={value!r}: for {option}={given!r} use {base.__name__}"
+                )
+        base.__post_init__(self)  # type: ignore[attr-defined]
+
+    options = {**row.fixed, **row.default}
+    changed = [
+        (option, kinds[option].type, dataclasses.field(default=value, kw_only=kinds[option].kw_only))
+        for option, value in options.items()
+    ]
+    said = ", ".join(f"{option}={value!r}" for option, value in options.items())
+    about = f"{row.does}: :class:`~{base.__module__}.{base.__name__}` with ``{said}``, whose options it has."
+    namespace = {"__doc__": about, "__post_init__": check, "name": name, **row.declares}
+    cls: type[Method] = dataclasses.make_dataclass(row.name, changed, bases=(base,), namespace=namespace, frozen=True)
+    cls.__module__ = "thinwire"
+    return cls
+
+
+def _fields(cls: type[Method]) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+
+def _can_be_decoupled(name: str) -> bool:
+    field = _fields(class_of(name)).get("decoupled")
+    return field is not None and field.default is False
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def _unknown(what: str, given: object, known: Iterable[str]) -> str:

@@ -10,12 +10,14 @@ the sum of signs, a tie is 0; units are then +-1 and the learning rate must be c
 then all bits, each tensor in whole bytes: d / 8 bytes per tensor and peer.
 
 Differences from the papers: E does not contain the learning rate; scales are per tensor; a majority element that is
-zero takes bit (index + step + rank) mod 2, so that an element that is zero everywhere does not drift.
+zero takes bit (index + step + rank) mod 2, so that an element that is zero everywhere does not drift. Of 1-bit SGD: the
+two values are per tensor, not per column of a matrix; messages are gathered, not summed and quantised a second time by
+an owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,6 +45,7 @@ class SignSGD(Method):
 
     name: ClassVar[str] = "signsgd"
     has_residual: ClassVar[bool] = True
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (5, {})
 
     error_feedback: bool = True
     vote: str = "mean"

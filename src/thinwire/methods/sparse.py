@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.kernels.pairs import WIRES, add_pairs, message_bytes, pack, to_wire, unpack
 from thinwire.kernels.seeding import generator
@@ -31,9 +31,9 @@ def message_units(kept: Iterable[int], wire: str) -> list[int]:
     return [message_bytes(k, WIRES[wire]) // 4 for k in kept]
 
 
-def stays_dense(shape: Sequence[int], module: nn.Module | None) -> bool:
+def stays_dense(shape: Sequence[int], embedding: bool) -> bool:
     """Vectors and embeddings: they are small, or sparse already."""
-    return len(shape) < 2 or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return len(shape) < 2 or embedding
 
 
 def check_size(bucket: Bucket) -> None:

@@ -8,7 +8,7 @@ Differences from the papers: buckets launch in plan order on every rank; gradien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,6 +35,7 @@ class SSGD(Decoupling, Method):
     name: ClassVar[str] = "ssgd"
     light: ClassVar[bool] = True
     exact: ClassVar[bool] = True
+    unfit: ClassVar[Mapping[str, str]] = {"federated": "it does not compress"}
     fusion: Any = "auto"
     deterministic: bool = False
     collective: str = "flat"

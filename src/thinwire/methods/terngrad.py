@@ -43,6 +43,7 @@ class TernGrad(Method):
     """
 
     name: ClassVar[str] = "terngrad"
+    loss: ClassVar[str] = "noisy"
 
     clip: float | None = 2.5
     seed: int = 0

@@ -2,7 +2,7 @@
 
 Papers: Aji, Heafield: Sparse communication for distributed gradient descent, 2017; Stich et al.: Sparsified SGD
 with memory, 2018. Exchanges: all-gather of (value, index) pairs, 8 k bytes per rank and peer for fp32; pairwise merges
-(:mod:`~thinwire.methods.gtopk`); by region (:mod:`~thinwire.methods.oktopk`).
+(:mod:`~thinwire.methods.butterfly`); by region (:mod:`~thinwire.methods.regions`).
 
 A = M + E over the bucket (d elements); k = floor(density d), at least 1. Applied: 1/P times the sum over ranks of
 the chosen entries. E = A, minus the values as sent: 0 there on an fp32 wire, the rounding error on a 16-bit one.
@@ -14,12 +14,11 @@ optimizer), its rounding error is kept; a rejected step leaves E bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from thinwire.kernels.pairs import wire_dtype
 from thinwire.kernels.select import keep_count
@@ -61,6 +60,9 @@ class TopK(Method):
     name: ClassVar[str] = "topk"
     has_residual: ClassVar[bool] = True
     exact_start: ClassVar[int] = 2
+    selects: ClassVar[bool] = True
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.01}, {"density": 0.001})
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (4, {"density": 0.01, "exchange": "auto"})
 
     density: float
     exchange: str = "allgather"
@@ -87,9 +89,9 @@ class TopK(Method):
         if not self.error_feedback:
             object.__setattr__(self, "has_residual", False)
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
         """Vectors and embeddings stay dense: they are small, or sparse already."""
-        return stays_dense(shape, module)
+        return stays_dense(shape, embedding)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
         """The message of each tensor in units of fp32 elements: 2 k for fp32 pairs; "oktopk": of all its boxes."""

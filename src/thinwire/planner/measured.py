@@ -19,9 +19,6 @@ from thinwire.program.trace import steady_step, trace
 RULES = ("optimal", "mgwfbp", "omgs", "lags", "tune")
 """Ways of cutting that need a measurement; "tune" begins at the optimum."""
 
-SELECTING = ("topk", "gtopk", "oktopk", "dgc", "omgs")
-"""Methods whose compute before the exchange is a selection, which the plan weighs against its messages."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -50,7 +47,7 @@ class Part:
 
 def rule_of(method: Method) -> Any:
     """The fusion rule of a method: a word, a number of MiB, or a ``Merge``."""
-    return "lags" if method.name == "lags" else method.fusion
+    return method.fusion_rule or method.fusion
 
 
 def all_reduce_seconds(costs: Costs, topology: Topology) -> Callable[[float], float]:
@@ -66,7 +63,7 @@ def hidden_seconds(profile: ModelProfile, costs: Costs, topology: Topology) -> C
 def needs_measurement(method: Method) -> bool:
     """Whether the method's plan follows from measured times."""
     rule = rule_of(method)
-    return (isinstance(rule, str) and rule in RULES) or getattr(method, "collective", "") == "auto"
+    return (isinstance(rule, str) and rule in RULES) or method.collective == "auto"
 
 
 def cut(
@@ -93,7 +90,7 @@ def cut(
     """
     if rule == "lags":
         return _layers(method, sizes, seconds, measured)
-    if method.name in SELECTING:
+    if method.selects:
         merge = _sparse(rule, method, sizes, seconds, measured, phase)
     else:
         price = _exchange(method, max(sizes, default=1), measured, phase)
@@ -144,7 +141,7 @@ def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: M
 def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Callable[[int], float]:
     """Seconds of the exchanges of one message of so many bytes: the kinds are those that the program yields."""
     topology, costs = measured.topology, measured.costs
-    if getattr(method, "collective", "") == "auto":
+    if method.collective == "auto":
         return lambda size: min(way_seconds(way, size, costs, topology) for way in ways(topology))
     first, beside = (
         [s for s in trace(method, [("x", (size,))], topology, rank=r, step=steady_step(method, phase)) if s.scope]

@@ -47,15 +47,13 @@ def default_fusion(method: Method, backend: str) -> Any:
     if backend == "nccl":
         return 25
     # Low-rank payloads are so small that start-ups outweigh overlap; dense ones gain from an early start.
-    return "payload" if method.name in ("acp", "powersgd") else 4
+    return "payload" if method.bucket_unit == "payload" else 4
 
 
 def follows_network(method: Method, backend: str) -> bool:
     """Whether ``fusion="auto"`` of a method follows the network: plain averages on Gloo, coupled, flat."""
-    plain = (
-        method.light and getattr(method, "collective", "flat") == "flat" and not getattr(method, "deterministic", False)
-    )
-    return plain and backend == "gloo" and not getattr(method, "decoupled", False) and rule_of(method) == "auto"
+    plain = method.light and method.collective == "flat" and not method.deterministic
+    return plain and backend == "gloo" and not method.decoupled and rule_of(method) == "auto"
 
 
 def make_plan(
@@ -94,7 +92,7 @@ def make_plan(
     if all_reduce is None and measured is not None:
         all_reduce = hidden_seconds(measured.profile, measured.costs, measured.topology)
     table = None  # which way the sums go, where that is to be measured
-    if measured is not None and getattr(method, "collective", "") == "auto":
+    if measured is not None and method.collective == "auto":
         table = CollectiveTable.of(measured.costs, measured.topology)
     phases = []
     for phase in range(method.phases):
@@ -116,7 +114,7 @@ def make_plan(
                 else:
                     limit = _limit(rule, entries, payload)
                 free = rule_of(method) in ("auto", "tune")  # the user has not said how large
-                soon = free and getattr(method, "decoupled", False)
+                soon = free and method.decoupled
                 lists = needed_soon(payload, limit) if soon else by_size(payload, limit)
                 if free and rule != "payload":
                     lists = started_early(lists, payload, limit)
@@ -140,7 +138,7 @@ def _rule(method: Method, dense: bool, backend: str, measured: bool) -> Any:
     if dense:  # the few tensors beside what the method takes
         rule = rule if isinstance(rule, (int, float)) or rule in ("none", "single") else "auto"
     if isinstance(rule, str) and rule in RULES and not measured:
-        rule = "none" if rule == "lags" else "auto"
+        rule = method.fusion if method.fusion_rule else "auto"
     if rule == "auto":
         return (25 if backend == "nccl" else 4) if dense else default_fusion(method, backend)
     return rule

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from thinwire.program.bucket import Bucket
 from thinwire.program.ops import Program
@@ -23,6 +22,9 @@ class Method(abc.ABC):
     A method is a frozen dataclass whose fields are its options. It keeps no state: whatever it remembers lives in the
     :class:`State` under the parameter's name.
 
+    What the rest of the library has to know of a method is declared here, so that nobody asks for its name. The last
+    five attributes are options of some methods, as fields of their dataclass; the others keep these defaults.
+
     Attributes:
         name: the registry name.
         phases: number of fusion plans; step % phases chooses (ACP has two).
@@ -32,6 +34,18 @@ class Method(abc.ABC):
         light: whether what comes before the first exchange costs no more than a copy.
         shards: whether its residual is of a part of the bucket, a slice of each parameter (``State.stage_slice``).
         alone: what a single rank, which runs S-SGD instead, has to do without; a clause for people.
+        loss: what becomes of the average where nothing is held back, in a word: "noisy", "rounded to 16 bits", ...
+        selects: whether its compute before the exchange is a selection, which a measured plan weighs against messages.
+        fusion_rule: the rule of measured plans by which its buckets are cut, whatever ``merge`` says; "": as that says.
+        bucket_unit: what ``fusion="auto"`` counts where nothing is measured: "gradient", MiB of it, or "payload".
+        candidates: options under which ``thinwire plan`` prices it when no method is named.
+        auto: its place among what ``attach("auto", lossy=True)`` prices, and the options there; None: it does not.
+        unfit: where it cannot be used and why: "fsdp2", what it needs; "federated", a clause.
+        merge: the fusion rule.
+        ordered: whether sums are made in rank order.
+        collective: how sums go over nodes and ranks.
+        decoupled: whether a part of the exchange is left to the next forward.
+        verify_every: steps between rounds in which all ranks compare what must be equal; 0: there are none.
     """
 
     name: ClassVar[str] = ""
@@ -42,14 +56,30 @@ class Method(abc.ABC):
     light: ClassVar[bool] = False
     shards: ClassVar[bool] = False
     alone: ClassVar[str] = ""
+    loss: ClassVar[str] = "lossy"
+    selects: ClassVar[bool] = False
+    fusion_rule: ClassVar[str] = ""
+    bucket_unit: ClassVar[str] = "gradient"
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
+    auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = None
+    unfit: ClassVar[Mapping[str, str]] = {}
     fusion: Any = "auto"
+    deterministic: bool = False
+    collective: str = "flat"
+    decoupled: bool = False
+    verify_every: int = 0
 
     @abc.abstractmethod
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """Exchange one bucket. It may not branch in Python on a tensor's values, only on shapes and ``state.step``."""
 
-    def dense(self, name: str, shape: Sequence[int], module: nn.Module | None) -> bool:
-        """Whether ``attach(keep_dense="auto")`` should keep this parameter in plain S-SGD buckets."""
+    @property
+    def result(self) -> str:
+        """What the average is, in a word: "exact", "late" (what is not sent follows later), or its ``loss``."""
+        return "exact" if self.exact else "late" if self.has_residual else self.loss
+
+    def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
+        """Whether ``attach(keep_dense="auto")`` keeps a parameter in plain buckets; ``embedding``: it is of one."""
         return False
 
     def sums(self, shape: Sequence[int]) -> bool:

@@ -50,7 +50,7 @@ def trace(
 
 def with_rare_rounds(method: Method, programs: Sequence[Sequence[Step]]) -> list[list[Step]]:
     """Programs, and the round that they end with now and then: low-rank methods compare bases (no trace sees it)."""
-    rare = [Step("AllGather", Scope.WORLD, 0, 0)] if getattr(method, "verify_every", 0) else []
+    rare = [Step("AllGather", Scope.WORLD, 0, 0)] if method.verify_every else []
     return [[*one, *rare] for one in programs]
 
 

@@ -10,7 +10,7 @@ import sentences
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.methods.registry import METHODS
+from thinwire.methods.registry import METHODS, Preset
 
 DOCS = Path(__file__).parents[3] / "docs"
 SOURCE = DOCS.parent / "src" / "thinwire"
@@ -60,7 +60,8 @@ def test_every_paragraph_of_differences_is_gathered():
 
 def test_every_method_says_how_it_differs_from_its_paper():
     modules = {difference.module for difference in differences.collect("methods")}
-    of_methods = {path.partition(":")[0].removeprefix("thinwire.") for path in METHODS.values()}
+    homes = {row.home if isinstance(row, Preset) else row for row in METHODS.values()}
+    of_methods = {home.partition(":")[0].removeprefix("thinwire.") for home in homes}
     assert of_methods <= modules, of_methods - modules
 
 

@@ -290,7 +290,7 @@ def test_options_that_are_refused():
             tw.DeAR(fusion=bad)
     with pytest.raises(ValueError, match="update_in_step"):
         tw.DeAR(update_in_step=3)
-    with pytest.raises(ValueError, match="SSGD"):
+    with pytest.raises(ValueError, match="DeAR is SSGD with decoupled=True: for decoupled=False use SSGD"):
         tw.DeAR(decoupled=False)
     with pytest.raises(ValueError, match="flat"):
         tw.SSGD(decoupled=True, collective="torus")

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from worlds import label
 
+from thinwire import GTopK, OkTopk
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
-from thinwire.methods.gtopk import GTopK
-from thinwire.methods.oktopk import OkTopk
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.qsgd import QSGD
 from thinwire.methods.sign import SignSGD

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import PLAN, SHAPES, draw, label
 
+from thinwire import OneBit
 from thinwire.methods.cast import Cast
-from thinwire.methods.onebit import OneBit
 from thinwire.methods.qsgd import QSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.terngrad import TernGrad

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import EVERY, label
 
+from thinwire import GTopK, OkTopk
 from thinwire.methods.acp import ACP
 from thinwire.methods.dgc import DGC
-from thinwire.methods.gtopk import GTopK
-from thinwire.methods.oktopk import OkTopk
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.registry import METHODS
 from thinwire.methods.sign import SignSGD

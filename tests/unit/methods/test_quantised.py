@@ -5,9 +5,9 @@ import pytest
 import torch
 from worlds import PLAN, SHAPES, draw, label, mean
 
+from thinwire import OneBit
 from thinwire.kernels.seeding import noise
 from thinwire.methods.cast import Cast
-from thinwire.methods.onebit import OneBit
 from thinwire.methods.qsgd import QSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.terngrad import TernGrad
@@ -322,7 +322,7 @@ def test_what_is_kept():
         (lambda: Cast("int8", block=12), "block=12 must be a multiple of 8"),
         (lambda: Cast("int8", deterministic=True), "deterministic=True cannot hold with int8"),
         (lambda: Cast("int8", decoupled=True), "leave out decoupled=True"),
-        (lambda: OneBit(levels=1), "levels=1 is unknown"),
+        (lambda: OneBit(levels=1), "OneBit is SignSGD with levels=2: for levels=1 use SignSGD"),
     ],
 )
 def test_refusals(make, words):

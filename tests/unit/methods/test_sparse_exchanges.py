@@ -8,12 +8,11 @@ import pytest
 import torch
 from worlds import draw, label, mean
 
+from thinwire import GTopK, OkTopk
 from thinwire.kernels.pairs import by_index, contains, merge_pairs, pack, unpack
 from thinwire.kernels.select import keep_count, top_k
 from thinwire.methods.base import all_finite
 from thinwire.methods.feedback import accumulate_flat, stage_flat
-from thinwire.methods.gtopk import GTopK
-from thinwire.methods.oktopk import OkTopk
 from thinwire.methods.regions import regions
 from thinwire.methods.sparse import deliver
 from thinwire.methods.sparse_prices import EXCHANGES, assumed_cheapest, messages, seconds
@@ -210,5 +209,5 @@ def test_a_plan_that_has_decided_is_what_runs():
 
 @pytest.mark.parametrize("made", [GTopK, OkTopk])
 def test_a_name_is_one_exchange(made):
-    with pytest.raises(ValueError, match="exchange='allgather' is unknown"):
+    with pytest.raises(ValueError, match="for exchange='allgather' use TopK"):
         made(0.1, exchange="allgather")

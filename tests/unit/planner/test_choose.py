@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import DeAR, Hierarchical, profile_of
 
+from thinwire import GTopK
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
-from thinwire.methods.gtopk import GTopK
 from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.ssgd import SSGD
@@ -72,6 +72,16 @@ def test_a_slow_selector_at_a_hundred_gigabit_is_ssgd(shared):
     ranking = choose((*DENSE, *SPARSE), profile, Topology(8), costs, shared_compute=shared)
     assert ranking.best.label == ranking.best_exact.label == "ssgd"
     assert "dense is" in ranking.sentence
+
+
+@pytest.mark.parametrize("where", [GPU, {}], ids=["nccl", "gloo"])
+def test_the_dense_forms_that_are_added_are_the_methods_themselves(where):
+    topology, costs = Topology(8), costs_of(1e9, 30e-6, 8)
+    ranking = choose(SPARSE, RESNET, topology, costs, **where)
+    for label, method in (("dense fp32", SSGD()), ("dense 16-bit", Cast())):
+        entry, timeline = ranking.entry(label), simulate(method, RESNET, topology, costs, **where)
+        assert (entry.step_seconds, entry.bytes_sent) == (timeline.step_seconds, timeline.bytes_sent)
+        assert entry.options == choose(((label, method),), RESNET, topology, costs, **where).entry(label).options
 
 
 @dataclass(frozen=True)

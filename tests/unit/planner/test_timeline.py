@@ -10,7 +10,7 @@ from random_nets import net, sort_seconds
 from test_clock import some_groups
 from timelines import FREE, DeAR, Hierarchical, Selecting, busy, costs_of, lane, overlap, profile_of
 
-from thinwire.methods import dear
+import thinwire as tw
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
 from thinwire.methods.powersgd import PowerSGD
@@ -89,7 +89,7 @@ def test_dear(buckets, c):
         (3, 10): 3.75, (3, 50): 3.55, (3, 200): 3.513, (4, 10): 4.3, (4, 50): 4.06, (4, 200): 4.015,
         (6, 10): 6.3, (6, 50): 6.06, (6, 200): 6.015, (12, 10): 12.3, (12, 50): 12.06, (12, 200): 12.015,
     }  # fmt: skip
-    for backend, method in product(("gloo", "nccl"), (DeAR(), dear.DeAR(fusion="none"), SSGD("none", decoupled=True))):
+    for backend, method in product(("gloo", "nccl"), (DeAR(), tw.DeAR(fusion="none"), SSGD("none", decoupled=True))):
         got = simulate(method, profile, Topology(workers), costs, backend=backend)
         assert got.step_seconds == pytest.approx(published[c, buckets], rel=0.005)
         assert got.step_seconds == pytest.approx(exact, rel=1e-9)

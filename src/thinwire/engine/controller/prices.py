@@ -9,6 +9,7 @@ from typing import Any
 from thinwire.engine.controller.planning import measured_plan, price_plan
 from thinwire.engine.controller.timings import Measurement
 from thinwire.engine.parameters import Managed
+from thinwire.methods.registry import lossy_candidates
 from thinwire.methods.registry import method as named
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import Measured, needs_measurement
@@ -25,13 +26,6 @@ EXACT: tuple[Named, ...] = (
 HIERARCHICAL: tuple[Named, ...] = (
     ("ssgd", {"collective": "auto"}),
     ("ssgd", {"collective": "auto", "fusion": "optimal"}),
-)
-LOSSY: tuple[Named, ...] = (
-    ("cast", {"dtype": "bf16"}),
-    ("acp", {"rank": 4}),
-    ("powersgd", {"rank": 4}),
-    ("topk", {"density": 0.01, "exchange": "auto"}),
-    ("signsgd", {}),
 )
 _WORTH = 0.03  # by which another exact plan must be faster to be taken
 _WORTH_LOSS = 0.05  # the same for a lossy method over the best exact one
@@ -83,7 +77,7 @@ class Prices:
         usual, chosen = exact[0], min(exact, key=lambda offer: offer.seconds)
         if chosen.seconds > (1 - _WORTH) * usual.seconds:
             chosen = usual
-        others = [self._offer(*candidate) for candidate in LOSSY] if lossy else []
+        others = [self._offer(*candidate) for candidate in lossy_candidates()] if lossy else []
         for offer in others:
             if offer.seconds < (1 - _WORTH_LOSS) * min(chosen.seconds, *(o.seconds for o in exact)):
                 chosen = offer

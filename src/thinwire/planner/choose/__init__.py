@@ -1,6 +1,7 @@
 """Which method pays for a model on a cluster, over how many workers, and why: every candidate simulated and ranked.
 
-What does not live here: the methods themselves (they are passed in), prices (planner/costs), measurements (measure/).
+What does not live here: the methods (all but the two dense ones are passed in), prices (planner/costs), measurements
+(measure/).
 """
 
 from thinwire.planner.choose.devices import DEVICES, Device

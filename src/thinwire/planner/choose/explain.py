@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 
 from thinwire.kernels.select import keep_count
+from thinwire.methods.ssgd import SSGD
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
-from thinwire.planner.timeline.programs import DTYPES, Place, Plain
+from thinwire.planner.timeline.programs import DTYPES, Place
 from thinwire.planner.timeline.simulate import plan_of
 from thinwire.program import Method, Topology
 from thinwire.program.trace import steady_step, trace
@@ -63,7 +64,7 @@ def explain(
             shapes = [(name, tensor_of[name].shape) for name in bucket.names]
             elements = sum(math.prod(shape) for _, shape in shapes)
             step = steady_step(method, phase)
-            program = Plain() if bucket.dense else method
+            program = SSGD() if bucket.dense else method
             hops = [s for s in trace(program, shapes, topology, rank=place.rank, step=step, dtype=dtype) if s.scope]
             sparse = density is not None and not bucket.dense and elements
             groups.append(

@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from thinwire.methods.cast import Cast
+from thinwire.methods.ssgd import SSGD
 from thinwire.planner.choose.result import Entry, Ranking
 from thinwire.planner.choose.spread import measured_share, spread_costs, spread_profile
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import Timeline, bound_by, simulate
 from thinwire.planner.timeline.bottleneck import network_free
-from thinwire.planner.timeline.programs import Plain
-from thinwire.program import AllReduce, Bucket, Method, Program, State, Topology
+from thinwire.program import Method, Topology
 
 Candidates = Sequence[tuple[str, Method]]
 """(label, method) pairs."""
 
 GAIN = 0.05
 """What a lossy method has to gain over the fastest dense form before it is recommended."""
-
-
-@dataclass(frozen=True)
-class _Half(Method):
-    """Dense in 16 bits, for callers whose candidates lack it."""
-
-    name = "cast"
-
-    def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        return [-(-size // 2) for size in super().payload(shapes, phase)]
-
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
-        """Into the bucket, cast; the cast back."""
-        size = sum(map(math.prod, shapes))
-        if not size:
-            return [0.0]
-        return [costs.compute_seconds("memory", 14 * size), costs.compute_seconds("memory", 6 * size)]
-
-    def reduce(self, bucket: Bucket, state: State) -> Program:
-        if bucket.numel:
-            bucket.write((yield AllReduce(bucket.flat.to(torch.bfloat16))))
 
 
 @dataclass(frozen=True)
@@ -122,7 +97,7 @@ def choose(
     points, left_out = price(candidates, model_profile, topology, costs, where, lossy=lossy)
     verdict = judge(points, topology, without_startups(model_profile, topology, costs, where), lossy=lossy)
     ends = [(spread_profile(model_profile, s), spread_costs(costs, topology, s)) for s in (-1, 1)]
-    reference = min(p.seconds for p in points if p.method.name == "ssgd")
+    reference = min(p.seconds for p in points if type(p.method) is SSGD)
     entries: dict[str, Entry] = {}
     for point in sorted(points, key=lambda p: (not p.exact, p.seconds)):
         plan = point.timeline.plan
@@ -229,7 +204,7 @@ def judge(
 def _best_exact(points: Sequence[Point]) -> Point:
     """The fastest; S-SGD where it is nearly as fast: another schedule asks more of the training loop."""
     fastest = min((p for p in points if p.exact), key=_seconds)
-    plain = min((p for p in points if p.exact and p.method.name == "ssgd"), key=_seconds, default=fastest)
+    plain = min((p for p in points if type(p.method) is SSGD), key=_seconds, default=fastest)
     return plain if (1 - GAIN) * plain.seconds <= fastest.seconds else fastest
 
 
@@ -256,15 +231,15 @@ def _complete(candidates: Candidates) -> list[tuple[str, Method]]:
         if label in dict(complete):
             raise ValueError(f"candidates[{i}]: the label {label!r} is given twice")
         complete.append((label, method))
-    for label, dense in (("dense fp32", Plain()), ("dense 16-bit", _Half())):
-        if dense.name not in {method.name for _, method in complete}:
+    for label, dense in (("dense fp32", SSGD()), ("dense 16-bit", Cast())):
+        if type(dense) not in {type(method) for _, method in complete}:
             complete.append((label, dense))
     return complete
 
 
 def _dense(method: Method) -> bool:
-    """By registry name; a cast that keeps a residual is a compression."""
-    return method.name in ("ssgd", "cast") and not method.has_residual
+    """Coupled or not, under its own name; a cast that keeps a residual is a compression."""
+    return type(method) in (SSGD, Cast) and not method.has_residual
 
 
 def _seconds(point: Point) -> float:

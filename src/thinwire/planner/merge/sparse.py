@@ -1,4 +1,13 @@
-"""The fastest grouping where selection costs time too: a dynamic programme over Pareto frontiers."""
+"""The fastest grouping where selection costs time too: a dynamic programme over Pareto frontiers.
+
+Paper: Shi et al.: Communication-efficient distributed deep learning with merged gradient sparsification on GPUs
+(OMGS-SGD), INFOCOM 2020.
+
+Differences from the paper: this is the exact optimum under the paper's own cost model, which its greedy rule
+(``greedy_omgs``) misses; that rule decides on the pair of layers that backward yields first too, which the authors'
+code never parts; costs are measured at start for any number of workers; a message is values and indices together;
+selection runs beside backward where a core or a stream is free.
+"""
 
 from __future__ import annotations
 

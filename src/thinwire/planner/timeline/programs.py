@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,7 +12,7 @@ from thinwire.planner.checks import check_seconds
 from thinwire.planner.costs import Costs
 from thinwire.planner.hierarchy import crossing_shares
 from thinwire.planner.profiles import ModelProfile
-from thinwire.program import AllReduce, Bucket, Method, Plan, Program, Scope, State, Topology
+from thinwire.program import Bucket, Method, Plan, Program, Scope, State, Topology
 from thinwire.program.trace import Step, steady_step, trace
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -40,26 +38,6 @@ class Part:
     bucket: int
     segments: tuple[float, ...]
     hops: tuple[Hop, ...]
-
-
-@dataclass(frozen=True)
-class Plain(Method):
-    """What dense buckets run unless the caller says otherwise: into the bucket, all-reduce."""
-
-    name = "ssgd"
-    exact = True
-
-    def compute_seconds(
-        self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
-    ) -> list[float]:
-        """Two passes over memory."""
-        size = sum(map(math.prod, shapes))
-        return [costs.compute_seconds("memory", 8 * size), 0.0] if size else [0.0]
-
-    def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-reduce."""
-        if bucket.numel:
-            bucket.write((yield AllReduce(bucket.flat)))
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
+from thinwire.methods.ssgd import SSGD
 from thinwire.planner.checks import check_number
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import hidden_seconds
 from thinwire.planner.plans import PlanTensor, make_plan
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline.machine import Machine
-from thinwire.planner.timeline.programs import Part, Place, Plain, parts_of
+from thinwire.planner.timeline.programs import Part, Place, parts_of
 from thinwire.planner.timeline.result import Event, Timeline, exposed_seconds
 from thinwire.planner.timeline.tasks import tasks_of
 from thinwire.program import Method, Plan, Topology
@@ -47,7 +46,7 @@ def simulate(
         costs: prices of exchanges and of the methods' compute.
         plan: which tensors share a bucket; None: what ``attach`` makes of this order.
         backend: "gloo" or "nccl", for the plan's defaults and the order of programs: on NCCL one after the other.
-        dense: program of the plan's dense buckets; None: one all-reduce.
+        dense: program of the plan's dense buckets; None: S-SGD.
         shared_compute: the method's segments, and what the exchanges take from the CPU, delay forward and backward;
             False: they have a core or a stream of their own.
         optimizer_seconds: of the whole update; a deferred bucket's share comes before its first layer's forward.
@@ -72,7 +71,7 @@ def simulate(
     place, profile, phases = Place(topology), model_profile.scaled(factor), len(plan.phases)
     parts = [
         [(_slowed(now, factor), _slowed(later, factor) if later else None) for now, later in phase]
-        for phase in (parts_of(method, dense or Plain(), plan, p, profile, place, costs) for p in range(phases))
+        for phase in (parts_of(method, dense or SSGD(), plan, p, profile, place, costs) for p in range(phases))
     ]
     start = exposed = 0.0
     sent = 0
@@ -107,8 +106,7 @@ def plan_of(
     method: Method, profile: ModelProfile, backend: str, topology: Topology | None = None, costs: Costs | None = None
 ) -> Plan:
     """The plan that ``attach`` makes for tensors that arrive in the profile's order, once it knows the network."""
-    kinds = {"Embedding": nn.Embedding(1, 1), "EmbeddingBag": nn.EmbeddingBag(1, 1)}
-    dense = [method.dense(t.name, t.shape, kinds.get(t.kind)) for t in profile.tensors]
+    dense = [method.dense(t.name, t.shape, t.kind in ("Embedding", "EmbeddingBag")) for t in profile.tensors]
     itemsize = profile.dtype_bytes
     tensors = [PlanTensor(t.name, t.shape, d, f"{itemsize}", itemsize) for t, d in zip(profile.tensors, dense)]
     known = None if topology is None or costs is None else hidden_seconds(profile, costs, topology)
