@@ -45,7 +45,6 @@ _ROOMS = (
     "checkpoint",
     "collectives",
     "data",
-    "elastic",
     "engine",
     "federated",
     "kernels",
@@ -57,6 +56,7 @@ _ROOMS = (
     "planner",
     "program",
     "split",
+    "supernet",
 )
 
 if TYPE_CHECKING:
