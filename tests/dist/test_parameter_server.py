@@ -33,7 +33,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["plain", "momentum"])
 def test_one_node_one_worker_is_torch_sgd_bit_for_bit(options):
-    cluster = Cluster(inhad(0, 1.0), 1, outer=sgd(**options), updates=40)
+    cluster = Cluster(inhad(0, "nodes"), 1, outer=sgd(**options), updates=40)
     cluster.join()
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), **{"lr": 0.05, **options})
@@ -59,7 +59,7 @@ SETTINGS = {
 }
 SLOW_SETTINGS = {
     "asp": asp(start_nodes=2),
-    "diloco": diloco(4, start_nodes=2, submit=LocalSteps(4, "sgd", 0.05)),
+    "diloco": diloco(4, start_nodes=2, local_update=LocalSteps(4, "sgd", 0.05)),
     "int8": inhad(2, start_nodes=2, compress_up="int8", compress_down="int8"),
     "sync": inhad(4, start_nodes=2, local="sync"),
     "ssp": ssp(1, start_nodes=2),
@@ -76,14 +76,14 @@ SLOW_SETTINGS = {
     ],
 )
 def test_every_setting_trains(settings):
-    push = settings.transfer == "push" and settings.submit.steps > 1
+    push = settings.transfer == "push" and settings.local_update.steps > 1
     outer = sgd(lr=0.5) if push else sgd(lr=0.1)
     cluster = Cluster(settings, 2, 2, delays=[0.002, 0.008], outer=outer, updates=60)
     before = held_out(model())
     status = cluster.join()
     after = held_out(cluster.model)
     assert after < 0.9 * before
-    assert settings.limit is None or status.max_staleness <= settings.limit
+    assert settings.max_staleness is None or status.max_staleness <= settings.max_staleness
     assert status.version == 60
 
 

@@ -68,7 +68,7 @@ def test_shards_change_no_bit_and_each_carries_its_part_of_the_bytes(monkeypatch
     assert not any(held(cluster))
 
 
-DROPPING = fedbuff(3, 0, start_nodes=2, submit=LocalSteps(1, "sgd", 0.05))
+DROPPING = fedbuff(3, 0, start_nodes=2, local_update=LocalSteps(1, "sgd", 0.05))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_every_way_of_sending_trains_with_shards_and_nothing_stays_behind(settin
     status = cluster.join()
     assert held_out(cluster.model) < 0.9 * before
     assert status.version == 30
-    assert settings.limit is None or status.max_staleness <= settings.limit
+    assert settings.max_staleness is None or status.max_staleness <= settings.max_staleness
     assert settings is not DROPPING or status.counters["stale"] > 0
     assert not any(held(cluster))
 

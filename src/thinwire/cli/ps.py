@@ -20,7 +20,7 @@ SettingsText = Annotated[
     typer.Option(
         "--settings",
         help="inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco; options as "
-        "inhad:limit=2:n=1.",
+        "inhad:max_staleness=2:update_every=nodes.",
     ),
 ]
 OuterText = Annotated[str, typer.Option("--outer", help="The server's optimizer, as sgd:lr=0.1:momentum=0.9.")]

@@ -115,7 +115,7 @@ def run(
     leader_port: int | None = None,
     slowdown: float = 1.0,
     pace_seconds: float = 0.0,
-    inside: str = "leader",
+    intra_node: str = "leader",
 ) -> WorkerStats:
     """Train as a worker until the server ends the training; ``model`` then holds the server's last weights.
 
@@ -130,9 +130,9 @@ def run(
             A second process with a number that is at work is refused.
         leader_port: on this machine's loopback; by default torchrun's master port + 1.
         slowdown, pace_seconds: emulate other machines, see :class:`Worker`.
-        inside: how the workers of a node work together. "leader": each takes weights from the leader and hands in its
-            own gradients. "collectives": all compute each gradient together, and its mean over them, by all-reduce, is
-            one submission (see :class:`NodeMean`); the node then counts as one worker.
+        intra_node: how the workers of a node work together. "leader": each takes weights from the leader and hands in
+            its own gradients. "collectives": all compute each gradient together, and its mean over them, by all-reduce,
+            is one submission (see :class:`NodeMean`); the node then counts as one worker.
 
     Raises:
         ValueError: an address or a word that cannot be.
@@ -150,10 +150,10 @@ def run(
         batch = take(number)
         return loss(network, batch), _samples(batch)
 
-    if inside not in ("leader", "collectives"):
-        raise ValueError(f'inside={inside!r} is unknown; there is "leader", "collectives"')
+    if intra_node not in ("leader", "collectives"):
+        raise ValueError(f'intra_node={intra_node!r} is unknown; there is "leader", "collectives"')
     number = _node_number() if node_id is None else node_id
-    if inside == "collectives" and workers > 1:
+    if intra_node == "collectives" and workers > 1:
         return _together(model, step, server, number, local, slowdown, pace_seconds)
     if local:
         return Worker(model, step, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds).run()

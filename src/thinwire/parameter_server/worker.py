@@ -117,7 +117,7 @@ class Worker:
             self._inbox = inbox
             connection = Connection(pair, channels=1, seconds=lease, deliver=inbox.put, closed=inbox.put)
             averaged = settings.buffers == "average" and self.layout.buffers.numel > 0
-            if self._serve(connection.start(), LocalWork(settings.submit), lease, averaged):
+            if self._serve(connection.start(), LocalWork(settings.local_update), lease, averaged):
                 return self.stats
 
     def _serve(self, connection: Connection, work: LocalWork, lease: float, averaged: bool) -> bool:

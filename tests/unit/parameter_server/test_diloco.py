@@ -75,7 +75,7 @@ def test_rate_1_without_momentum_averages_parameters():
 
 def test_both_forms_agree():
     models, _ = train(nesterov, 5)
-    settings = diloco(STEPS, start_nodes=SIZE, submit=LocalSteps(STEPS, "sgd", 0.1))
+    settings = diloco(STEPS, start_nodes=SIZE, local_update=LocalSteps(STEPS, "sgd", 0.1))
     trace = simulate(settings, nodes=SIZE, updates=5, step_seconds=lambda n, w, s, rng: 1.0 + n, outer=nesterov,
                      parameters=Model().flat(), gradient=gradient)  # fmt: skip
     torch.testing.assert_close(models[0].flat(), trace.parameters, rtol=1e-12, atol=1e-12)

@@ -75,7 +75,7 @@ def test_running_means_of_the_server_are_the_average_of_those_of_the_nodes_and_a
 def together(rank, size, port):
     model = build()
     stats = ps.run(model, lambda number: batch(rank, number), loss, server=f"127.0.0.1:{port}", node_id=0,
-                   inside="collectives")  # fmt: skip
+                   intra_node="collectives")  # fmt: skip
     buffers = BufferLayout.of(model).flat(model).tolist()
     return Layout.of(model).flat(model).tolist(), buffers, stats.steps, stats.version
 
@@ -96,4 +96,4 @@ def test_ranks_that_compute_together_are_one_worker_with_the_mean_gradient_bit_f
 
 def test_an_unknown_way_to_work_together():
     with pytest.raises(ValueError, match='"leader", "collectives"'):
-        ps.run(build(), [batch(0, 0)], loss, server="127.0.0.1:1", inside="ring")
+        ps.run(build(), [batch(0, 0)], loss, server="127.0.0.1:1", intra_node="ring")
