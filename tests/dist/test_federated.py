@@ -60,7 +60,7 @@ def net():
 
 def train(name, **options):
     model = net()
-    options = {"rounds": 4, "cohort": 7, "reduction": "exact", **options}
+    options = {"rounds": 4, "clients_per_round": 7, "reduction": "exact", **options}
     history = fl.simulate(ALGORITHMS[name](), model, clients(), **options)
     weights = torch.cat([x.detach().double().reshape(-1) for x in model.state_dict().values()]).numpy()
     return weights, history
@@ -90,7 +90,7 @@ def test_ranks_give_the_bits_of_one_process(size, options, tmp_path):
 
 
 def _bytes(rank, size, cohort):
-    history = train("fedavg", cohort=cohort, schedule="equal")[1]
+    history = train("fedavg", clients_per_round=cohort, schedule="equal")[1]
     return [(row.bytes_up, row.control_bytes) for row in history.rounds]
 
 
@@ -125,7 +125,7 @@ def _killed(rank, size, folder):
     Dies.__name__ = "Scaffold"
     try:
         fl.simulate(
-            Dies(lr=0.1, batch_size=4), net(), clients(), rounds=4, cohort=7, reduction="exact",
+            Dies(lr=0.1, batch_size=4), net(), clients(), rounds=4, clients_per_round=7, reduction="exact",
             checkpoint=folder, schedule="equal", timeout=8,
         )  # fmt: skip
     except fl.DeviceLost as error:
@@ -180,17 +180,19 @@ def _differ(rank, size, change):
         mine = {k: v[rank] for k, v in options.items()}
         algorithm = fl.FedAvg(lr=mine.pop("lr", 0.1))
         try:
-            fl.simulate(algorithm, net(), clients(), **{"rounds": 1, "cohort": 3, **mine})
+            fl.simulate(algorithm, net(), clients(), **{"rounds": 1, "clients_per_round": 3, **mine})
         except ValueError as error:
             messages.append(str(error))
     return messages
 
 
 def test_ranks_that_differ_are_told_what_differs():
-    changes = [{"lr": (0.1, 0.2)}, {"cohort": (3, 4)}, {"seed": (0, 1)}, {"reduction": ("fp64", "exact")}]
+    changes = [{"lr": (0.1, 0.2)}, {"clients_per_round": (3, 4)}, {"seed": (0, 1)}, {"reduction": ("fp64", "exact")}]
     for messages in run(_differ, 2, changes):
         assert len(messages) == 4
-        for message, word in zip(messages, ["lr: 0.1 against 0.2", "cohort: 3 against 4", "seed", "reduction"]):
+        for message, word in zip(
+            messages, ["lr: 0.1 against 0.2", "clients_per_round: 3 against 4", "seed", "reduction"]
+        ):
             assert word in message
 
 
