@@ -97,7 +97,7 @@ class Cluster:
         self._threads = []
         self.shards = []
         for index in range(options.get("shards", 0)):
-            self.add_shard(index, outer=outer or sgd(), directory=shard_folder)
+            self.add_shard(index, outer=outer or sgd(), checkpoint_dir=shard_folder)
         for n in range(nodes):
             self.add(n, workers, delays[n] if n < len(delays) else 0.0)
         # a node joins with its first worker: on a busy machine the first update would lack what the others compute

@@ -126,7 +126,7 @@ def _killed(rank, size, folder):
     try:
         fl.simulate(
             Dies(lr=0.1, batch_size=4), net(), clients(), rounds=4, clients_per_round=7, reduction="exact",
-            checkpoint=folder, schedule="equal", timeout=8,
+            checkpoint_dir=folder, schedule="equal", timeout=8,
         )  # fmt: skip
     except fl.DeviceLost as error:
         return str(error)
@@ -134,18 +134,18 @@ def _killed(rank, size, folder):
 
 
 def _resumed(rank, size, folder, name="scaffold"):
-    return train(name, checkpoint=folder)
+    return train(name, checkpoint_dir=folder)
 
 
 def test_a_rank_that_dies_is_an_error_and_the_run_goes_on(tmp_path):
     words, _ = run(_killed, 2, str(tmp_path), expect_exit={1: -signal.SIGKILL})
     assert "another rank was lost in round 2" in words
-    assert "checkpoint=" in words
+    assert "checkpoint_dir=" in words
     wanted, _ = train("scaffold")
     for found, history in run(_resumed, 2, str(tmp_path)):
         assert np.array_equal(found, wanted)
         assert [row.round for row in history.rounds] == [0, 1, 2, 3]
-    alone, _ = train("scaffold", checkpoint=str(tmp_path))  # what ranks wrote, one process reads
+    alone, _ = train("scaffold", checkpoint_dir=str(tmp_path))  # what ranks wrote, one process reads
     assert np.array_equal(alone, wanted)
 
 
@@ -157,7 +157,7 @@ def _full(rank, size, folder, who):
             resource.setrlimit(resource.RLIMIT_FSIZE, (40, limit[1]))
 
     try:
-        train("fedavg", checkpoint=folder, on_round=on_round)
+        train("fedavg", checkpoint_dir=folder, on_round=on_round)
     except OSError as error:
         return str(error)
     finally:

@@ -152,7 +152,7 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path):
 def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_path):
     port = free_port()
     settings = inhad(2, start_nodes=2, lease_seconds=6.0)
-    options = {"directory": tmp_path / "c", "save_every": 5, "journal": tmp_path / "j", "port": port}
+    options = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 5, "journal": tmp_path / "j", "port": port}
     first = Cluster(settings, 2, delays=[0.01, 0.02], updates=10_000, **options)
     while first.service.machine.version < 23:
         time.sleep(0.02)

@@ -55,7 +55,7 @@ def plain(ranks):
 
 
 def test_running_means_of_the_server_are_the_average_of_those_of_the_nodes_and_all_have_them_in_the_end(tmp_path):
-    served, service, thread = serving(directory=tmp_path)
+    served, service, thread = serving(checkpoint_dir=tmp_path)
     model = build()
     ps.run(model, lambda number: batch(0, number), loss, server=f"127.0.0.1:{service.port}")
     thread.join(20)
@@ -67,7 +67,7 @@ def test_running_means_of_the_server_are_the_average_of_those_of_the_nodes_and_a
     assert torch.equal(Layout.of(served).flat(served), theta)
     torch.testing.assert_close(layout.flat(served), expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(layout.flat(model), layout.flat(served))
-    again = Service(build(), ps.presets.bsp(), host="127.0.0.1", outer=sgd(), directory=tmp_path)
+    again = Service(build(), ps.presets.bsp(), host="127.0.0.1", outer=sgd(), checkpoint_dir=tmp_path)
     torch.testing.assert_close(again.buffers.value, expected, rtol=1e-12, atol=0)
     again.close()
 

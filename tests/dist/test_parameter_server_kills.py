@@ -41,8 +41,8 @@ def serve(port, folder, updates):
         assert torch.isfinite(theta).all()
         log.write(f"{version} {time.time()}\n")
 
-    Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates, directory=f"{folder}/c",
-            save_every=5, journal=f"{folder}/j", nodes=2, on_update=on_update).run()  # fmt: skip
+    Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates,
+            checkpoint_dir=f"{folder}/c", checkpoint_every=5, journal=f"{folder}/j", nodes=2, on_update=on_update).run()  # fmt: skip
 
 
 def lead(port, number, folder, dies=None):

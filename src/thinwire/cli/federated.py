@@ -41,7 +41,7 @@ def run(
     reduction: Annotated[str | None, typer.Option(help="fp32, fp64 or exact.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of cohorts and clients.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="In rounds.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A folder; a run that is there goes on.")] = None,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="A folder; a run that is there goes on.")] = None,
     checkpoint_every: Annotated[int, typer.Option(help="In rounds.")] = 1,
     state_memory: Annotated[int, typer.Option(help="Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
     threads: Annotated[int, typer.Option(help="torch's, in each process; more than 1 pays for large models.")] = 1,
@@ -80,10 +80,14 @@ def run(
     for name, value in given.items():
         if value is not None:
             setattr(made, name, value)
-    options: dict[str, Any] = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every, "schedule": schedule}
+    options: dict[str, Any] = {
+        "checkpoint_dir": checkpoint_dir,
+        "checkpoint_every": checkpoint_every,
+        "schedule": schedule,
+    }
     options |= {"devices": devices, "trace": None if trace is None else ClientTrace.read(trace)}
     if made.algorithm.stateful:
-        folder = None if checkpoint is None else checkpoint / "states"
+        folder = None if checkpoint_dir is None else checkpoint_dir / "states"
         options["state"] = ClientStateStore(len(made.clients), folder, state_memory)
     console = Console()
     with _ranks() as rank, _progress(made, quiet=rank != 0) as shown:

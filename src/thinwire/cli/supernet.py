@@ -61,7 +61,7 @@ def train(
         str, typer.Option(help="Unused weights: skip leaves them, zero lets Adam move them.")
     ] = "skip",
     seed: Annotated[int, typer.Option(help="Of weights, pairs and draws.")] = 0,
-    every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
     threads: Threads = 1,
     json: Json = False,
 ) -> None:
@@ -99,7 +99,7 @@ def train(
         try:
             report = shrink(
                 net, training, phases, batch=batch, method=chosen, sampling=sampling, divisor=divisor,
-                semantics=semantics, seed=seed, checkpoint_dir=out / "checkpoints", checkpoint_every=every,
+                semantics=semantics, seed=seed, checkpoint_dir=out / "checkpoints", checkpoint_every=checkpoint_every,
                 on_step=on_step,
             )  # fmt: skip
         except (RuntimeError, OSError) as error:

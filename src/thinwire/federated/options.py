@@ -68,7 +68,7 @@ def make_store(
     if shared:
         if store.temporary:
             raise ValueError(
-                "several ranks need a folder that they share for the clients' states: state= or checkpoint="
+                "several ranks need a folder that they share for the clients' states: state= or checkpoint_dir="
             )
         store.write_through = True
     return store

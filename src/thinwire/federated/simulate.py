@@ -42,7 +42,7 @@ def simulate(
     state: ClientStateStore | str | os.PathLike[str] | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: int = 10,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 1,
     warmup_rounds: int = 2,
     window_rounds: int | None = 5,
@@ -73,7 +73,7 @@ def simulate(
         state: where the states of clients go: a folder or a store; None: beside the checkpoint, or a temporary folder.
         evaluate: (model in eval mode, round) -> numbers, on rank 0.
         evaluate_every: in rounds; also after the last one. 0: after the last one only.
-        checkpoint: a folder; a run that finds a checkpoint in it goes on from there.
+        checkpoint_dir: a folder; a run that finds a checkpoint in it goes on from there.
         checkpoint_every: in rounds; also after the last one.
         warmup_rounds, window_rounds: of the fits that ``lpt`` uses.
         speeds: of the in-process devices: their clock instead of measured seconds.
@@ -117,7 +117,7 @@ def simulate(
             comm.broadcast([workspace.x, buffers])
         algorithm.setup(workspace.x.clone(), len(clients), clients_per_round)
         server = Server(algorithm, buffers)
-        folder = None if checkpoint is None else Path(checkpoint)
+        folder = None if checkpoint_dir is None else Path(checkpoint_dir)
         if algorithm.stateful:
             store = make_store(state, folder, len(clients), shared=comm is not None)
         device = Device(algorithm, workspace, clients, loss, store, seed, reduction)

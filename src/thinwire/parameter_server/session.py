@@ -39,7 +39,7 @@ def serve(
     shards: int = 0,
     updates: int | None = None,
     gradients: int | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoint_dir: str | Path | None = None,
     journal: str | Path | None = None,
     on_status: Callable[[Status], None] | None = None,
 ) -> Status:
@@ -50,7 +50,7 @@ def serve(
         outer: makes the optimizer of the flat weights, ``lambda params: torch.optim.SGD(params, lr=0.1)``.
         shards: k processes hold a slice of the weights each, and this one only decides; nodes wait until
             :func:`serve_shard` was called k times. 0: this process holds them whole.
-        checkpoint: directory; if it holds a checkpoint, the server goes on from there.
+        checkpoint_dir: directory; if it holds a checkpoint, the server goes on from there.
         journal: file for the log of updates.
         on_status: called twice a second.
 
@@ -69,7 +69,7 @@ def serve(
         shards=shards,
         updates=updates,
         gradients=gradients,
-        directory=checkpoint,
+        checkpoint_dir=checkpoint_dir,
         journal=journal,
         on_status=on_status,
     )
@@ -81,7 +81,7 @@ def serve_shard(
     *,
     index: int,
     outer: Outer | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoint_dir: str | Path | None = None,
     port: int = 0,
 ) -> int:
     """Keep one slice of the weights of a model that :func:`serve` serves with ``shards``, until the training ends.
@@ -90,7 +90,7 @@ def serve_shard(
         server: ``host:port``.
         index: which slice, from 0.
         outer: as the server's; it must treat each element for itself, as SGD and Adam do.
-        checkpoint: directory; needed where the server has one.
+        checkpoint_dir: directory; needed where the server has one.
         port: where nodes find this shard; 0 takes a free one.
 
     Returns:
@@ -102,7 +102,7 @@ def serve_shard(
         ServerLost: the server has gone and did not come back within six leases.
         PairError: the port is taken.
     """
-    return Shard(server, index, outer=outer, directory=checkpoint, port=port).run()
+    return Shard(server, index, outer=outer, checkpoint_dir=checkpoint_dir, port=port).run()
 
 
 def run(

@@ -55,7 +55,7 @@ def test_a_run_with_everything(alone):
     (alone / "trace.json").write_text('[{"seconds_per_sample": 0.5}]')
     done = call(
         *SMALL, "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress", "topk:density=0.1", "--devices", 2,
-        "--schedule", "lpt", "--reduction", "exact", "--evaluate-every", 1, "--checkpoint", "run",
+        "--schedule", "lpt", "--reduction", "exact", "--evaluate-every", 1, "--checkpoint-dir", "run",
         "--trace", "trace.json",
         "--out", "weights.safetensors", "--plot", "curves.html", "--json",
     )  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_run_with_everything(alone):
     assert "plotly" in (alone / "curves.html").read_text()
     again = call(
         *SMALL[:3], "--rounds", 3, *SMALL[-2:], "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress",
-        "topk:density=0.1", "--reduction", "exact", "--checkpoint", "run", "--json",
+        "topk:density=0.1", "--reduction", "exact", "--checkpoint-dir", "run", "--json",
     )  # fmt: skip
     assert [row.round for row in History.from_json(again.stdout).rounds] == [0, 1, 2]
 

@@ -169,7 +169,7 @@ RUN = textwrap.dedent(
         checkpoint.save = save
     store = ClientStateStore(len(p.population()), {folder!r} + "/states", memory_bytes={budget})
     p.train(Dies(lr=0.1, batch_size=4), p.population(), rounds=6, clients_per_round=4, reduction="exact",
-            checkpoint={folder!r}, checkpoint_every={every}, state=store)
+            checkpoint_dir={folder!r}, checkpoint_every={every}, state=store)
     """
 )
 
@@ -195,7 +195,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, after, at_commit, every, bud
         rounds=6,
         clients_per_round=4,
         reduction="exact",
-        checkpoint=tmp_path,
+        checkpoint_dir=tmp_path,
         state=store,
     )
     assert np.array_equal(found, wanted)
@@ -206,8 +206,8 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, after, at_commit, every, bud
 
 
 def test_a_finished_run_is_only_read(tmp_path):
-    first, _ = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, clients_per_round=4, checkpoint=tmp_path)
-    again, history = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, clients_per_round=4, checkpoint=tmp_path)
+    first, _ = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, clients_per_round=4, checkpoint_dir=tmp_path)
+    again, history = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, clients_per_round=4, checkpoint_dir=tmp_path)
     assert np.array_equal(first, again)
     assert len(history.rounds) == 3
     assert len(list(tmp_path.glob("round-*"))) == 1
@@ -222,7 +222,7 @@ def test_a_store_that_was_used_begins_anew():
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    p.train(fl.Scaffold(lr=0.1), DATA, rounds=1, clients_per_round=4, checkpoint=tmp_path)
+    p.train(fl.Scaffold(lr=0.1), DATA, rounds=1, clients_per_round=4, checkpoint_dir=tmp_path)
     for change, words in [
         ({"algorithm": fl.Scaffold(lr=0.2)}, "lr = 0.1, and this one has 0.2"),
         ({"algorithm": fl.FedAvg(lr=0.1)}, "algorithm = Scaffold, and this one has FedAvg"),
@@ -231,19 +231,19 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     ]:
         options = {"algorithm": fl.Scaffold(lr=0.1), "clients_per_round": 4, **change}
         with pytest.raises(ValueError, match=words):
-            p.train(options.pop("algorithm"), DATA, rounds=2, checkpoint=tmp_path, **options)
+            p.train(options.pop("algorithm"), DATA, rounds=2, checkpoint_dir=tmp_path, **options)
 
 
 def test_a_checkpoint_in_the_words_of_before_goes_on(tmp_path):
     algorithm = fl.Compressed(fl.FedAvg(lr=0.1, max_grad_norm=1.0, lr_decay=0.9), "topk:density=0.5")
-    p.train(algorithm, DATA, rounds=1, clients_per_round=4, checkpoint=tmp_path)
+    p.train(algorithm, DATA, rounds=1, clients_per_round=4, checkpoint_dir=tmp_path)
     (file,) = tmp_path.glob("round-*/run.json")
     text = file.read_text()
     for now, before in (("clients_per_round", "cohort"), ("max_grad_norm", "clip"), ("lr_decay", "decay")):
         assert f'"{now}"' in text
         text = text.replace(f'"{now}"', f'"{before}"')
     file.write_text(text)
-    _, history = p.train(algorithm, DATA, rounds=2, clients_per_round=4, checkpoint=tmp_path)
+    _, history = p.train(algorithm, DATA, rounds=2, clients_per_round=4, checkpoint_dir=tmp_path)
     assert [row.round for row in history.rounds] == [0, 1]
 
 

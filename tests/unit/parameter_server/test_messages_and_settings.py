@@ -237,7 +237,9 @@ def test_a_checkpoint_with_wrong_content_is_named(tmp_path, place):
     network = torch.nn.Linear(3, 2)
     torch.save(saved_options(network, **{name: value}), tmp_path / "version-000000005.pt")
     with pytest.raises(ValueError, match=r"version-000000005\.pt is no checkpoint of a parameter server"):
-        Service(network, Settings(), outer=lambda params: torch.optim.SGD(params, 0.1), updates=1, directory=tmp_path)
+        Service(
+            network, Settings(), outer=lambda params: torch.optim.SGD(params, 0.1), updates=1, checkpoint_dir=tmp_path
+        )
 
 
 def test_a_shards_checkpoint_with_wrong_content_is_named(tmp_path):

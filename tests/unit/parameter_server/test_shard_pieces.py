@@ -297,7 +297,7 @@ def test_checkpoints_that_are_not_the_servers_are_refused(tmp_path, message, ind
 
 
 def test_a_shard_without_a_directory_cannot_go_on():
-    with pytest.raises(ValueError, match="give shard 0 its --checkpoint"):
+    with pytest.raises(ValueError, match="give shard 0 its --checkpoint-dir"):
         keeper().on(Enlisted(3, 7))
 
 
