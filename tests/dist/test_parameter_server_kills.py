@@ -42,7 +42,8 @@ def serve(port, folder, updates):
         log.write(f"{version} {time.time()}\n")
 
     Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates,
-            checkpoint_dir=f"{folder}/c", checkpoint_every=5, journal=f"{folder}/j", nodes=2, on_update=on_update).run()  # fmt: skip
+            checkpoint_dir=f"{folder}/c", checkpoint_every=5,
+            journal=f"{folder}/j", nodes=2, on_update=on_update).run()  # fmt: skip
 
 
 def lead(port, number, folder, dies=None):

@@ -31,7 +31,8 @@ def serve(port, folder, updates):
         log.write(f"{version} {time.time()}\n")
 
     Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates,
-            checkpoint_dir=f"{folder}/c", checkpoint_every=5, journal=f"{folder}/j", nodes=2, on_update=on_update, shards=2).run()  # fmt: skip
+            checkpoint_dir=f"{folder}/c", checkpoint_every=5,
+            journal=f"{folder}/j", nodes=2, on_update=on_update, shards=2).run()  # fmt: skip
 
 
 def keep(port, index, folder):

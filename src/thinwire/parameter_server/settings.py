@@ -27,7 +27,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-_EVERY = re.compile(r"(?P<count>[1-9]\d*) nodes|(?P<unit>nodes|workers)(/(?P<divisor>\d+(\.\d+)?))?")
+_EVERY = re.compile(r"(?P<number>[1-9]\d*) nodes|(?P<unit>nodes|workers)(/(?P<divisor>\d+(\.\d+)?))?")
 
 
 class Every(NamedTuple):
@@ -35,11 +35,11 @@ class Every(NamedTuple):
 
     Attributes:
         nodes: whether nodes with fresh work are counted; else gradients.
-        count: so many; None: those alive / ``divisor``.
+        number: of them; None: those alive / ``divisor``.
     """
 
     nodes: bool
-    count: int | None
+    number: int | None
     divisor: float
 
 
@@ -158,8 +158,8 @@ class Settings:
 
     def needed(self, alive: int) -> int:
         """How many make an update among so many ``alive`` (nodes where nodes are counted, else workers)."""
-        nodes, count, divisor = _every(self.update_every)
-        wanted = count if count is not None else int(alive / divisor)
+        nodes, number, divisor = _every(self.update_every)
+        wanted = number if number is not None else int(alive / divisor)
         return max(1, min(wanted, alive) if nodes else wanted)
 
     def to_json(self) -> str:
@@ -204,7 +204,7 @@ def _every(words: int | str) -> Every:
             f'update_every={words!r} must be a number of gradients, "nodes", "workers", one of these divided by a '
             'number of at least 1 as in "nodes/2", or a number of nodes as in "3 nodes"'
         )
-    return Every(found["unit"] != "workers", int(found["count"]) if found["count"] else None, divisor)
+    return Every(found["unit"] != "workers", int(found["number"]) if found["number"] else None, divisor)
 
 
 def _renamed(data: dict[str, Any]) -> dict[str, Any]:
