@@ -201,7 +201,7 @@ def synchronous_rank(spec: dict[str, Any]) -> None:
         sent = 2 * size * sync.stats().bytes_sent  # up and down, as the server counts
         row = {"losses": losses, "gradients": size * step, "seconds": time.monotonic() - began, "bytes": sent}
         print("@@" + json.dumps(row), flush=True)
-    sync.detach()
+    sync.close()
     dist.destroy_process_group()
 
 

@@ -40,7 +40,7 @@ def on_ranks(rank, size, fragments, delay, alpha):
             came.append(step)
     last = diloco.finish()
     theta = torch.cat([p.detach() for p in model])
-    sync.detach()
+    sync.close()
     return theta.tolist(), came, last
 
 

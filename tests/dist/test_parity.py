@@ -672,7 +672,7 @@ def _resumed_with_a_scale(rank, size):
         scaler.update()
         optimizer.zero_grad()
     state = sync.state_dict()
-    sync.detach()
+    sync.close()
     *_, sync = made()
     with sync, pytest.raises(ValueError, match=r"saved with a GradScaler in use.*scaler="):
         sync.load_state_dict(state)

@@ -184,7 +184,7 @@ def _calibrated(rank, size):
     score = lambda n: -float(int(n.key, 16) % 1000)  # noqa: E731
     cost = lambda n: float(sum(k for stage in n.stages for k, _ in stage))  # noqa: E731
     found = sync.run(search(net.space, score, 20.0, cost, cost, Evolution(6, 3), rank=rank, world=size))
-    sync.detach()
+    sync.close()
     return {name: b.clone() for name, b in net.named_buffers()}, found.best.sub_net, len(found.archive)
 
 
@@ -245,7 +245,7 @@ def _expect(rank, size):
             net[2](x).sum().backward()
         except (ValueError, RuntimeError) as error:
             said.append(str(error))
-    sync.detach()
+    sync.close()
     return found, said
 
 

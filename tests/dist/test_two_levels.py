@@ -45,7 +45,7 @@ def _engine(rank, size):
         results = [_gradients(net, rank, step) for step in range(STEPS)]
         residuals = {n: sync.state.extended(n, dict(net.named_parameters())[n].shape) for n in sync.state.residuals}
         sent = sync.stats().bytes_sent
-        sync.detach()
+        sync.close()
         found.append((results, residuals, sent))
     return found
 
@@ -76,7 +76,7 @@ def _mixed(rank, size, steps):
         cases.loss_of(net, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    sync.detach()
+    sync.close()
     return cases.weights(net)
 
 
@@ -103,7 +103,7 @@ def _train(rank, size, folder, layout, first, last, merge):
         optimizer.step()
         optimizer.zero_grad()
     owed = {n: sync.state.extended(n, p.shape) for n, p in net.named_parameters() if n in sync.state.residuals}
-    sync.detach()
+    sync.close()
     return loaded, owed, cases.weights(net)
 
 
@@ -139,7 +139,7 @@ def _refused(rank, size):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     sync = tw.attach(net, optimizer, "ssgd", collective="three_phase", topology=Topology(3, [2, 1]))
     cases.loss_of(net, rank, 0).backward()
-    sync.detach()
+    sync.close()
     return [p.grad.clone() for p in net.parameters()]
 
 
@@ -159,7 +159,7 @@ def _auto(rank, size, costs):
         cases.loss_of(net, rank, step, width=64).backward()
         optimizer.step()
         optimizer.zero_grad()
-    sync.detach()
+    sync.close()
     return before, sync.settled, sync.plan.to_json(), cases.weights(net)
 
 

@@ -185,6 +185,12 @@ class DDPSync(DDPSteps):
             self._watch.close()
             self._broken = self._broken or "it was closed"
 
+    def __enter__(self) -> "DDPSync":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
 
 def _unpickled(
     method: Method,

@@ -265,7 +265,7 @@ class ReplicaSync:
         """
         persistence.from_state_dict(self, state)
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Take the hooks out and give the process groups back. FSDP2 then averages over replicas itself again."""
         self._broken = released(self._undo, self._comm, self._broken)
 
@@ -273,4 +273,4 @@ class ReplicaSync:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.detach()
+        self.close()

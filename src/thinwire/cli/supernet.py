@@ -275,7 +275,7 @@ def search(
                     evolution, rank=rank, world=world, canonical=made.canonical, on_generation=on_generation,
                 )
             )  # fmt: skip
-        sync.detach()
+        sync.close()
     if rank:
         return
     best = found.best

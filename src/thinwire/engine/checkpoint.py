@@ -54,7 +54,7 @@ def save(
 ) -> Path:
     """Write a checkpoint. All ranks must call it, on a file system that they share.
 
-    From the first one on the directory is this job's, until ``sync.detach()`` or the end of rank 0's process: another
+    From the first one on the directory is this job's, until ``sync.close()`` or the end of rank 0's process: another
     job that saves there is refused.
 
     Args:

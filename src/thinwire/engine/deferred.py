@@ -337,7 +337,7 @@ class Deferred:
             for change in changes:
                 change(gradients)
 
-    def detach(self, *, broken: bool) -> None:
+    def close(self, *, broken: bool) -> None:
         """Complete what is pending and take the hooks out."""
         try:
             if not broken:

@@ -478,7 +478,7 @@ class Steps:
             if m.parameter.dtype is not m.dtype or m.parameter.device != m.device:
                 raise RuntimeError(
                     f"{m.name} is {m.parameter.dtype} on {m.parameter.device} now, but was {m.dtype} on {m.device} "
-                    "when the model was attached: detach(), change the model, and attach again"
+                    "when the model was attached: close() it, change the model, and attach again"
                 )
 
     def _defer(self) -> None:

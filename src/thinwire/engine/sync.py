@@ -100,7 +100,7 @@ class GradientSync(Steps):
         return self._enabled
 
     def channel(self, purpose: str, depth: Mapping[Scope, int], topology: Topology | None = None) -> Channel:
-        """A way to run programs on tensors that are not parameters while training goes on; ended by ``detach``.
+        """A way to run programs on tensors that are not parameters while training goes on; ended by ``close``.
 
         All ranks must call it at the same point. See :class:`~thinwire.engine.channel.Channel`.
 
@@ -152,7 +152,7 @@ class GradientSync(Steps):
         self._expected = frozenset(self._by_name[name].index for name in chosen)
 
     def introduce(self, optimizers: Iterable[torch.optim.Optimizer], scaler: Any) -> None:
-        """Tell optimizers that want to know (``attached(sync, scaler)``) whom they work with, until ``detach``."""
+        """Tell optimizers that want to know (``attached(sync, scaler)``) whom they work with, until ``close``."""
         for optimizer in optimizers:
             if callable(meet := getattr(optimizer, "attached", None)):
                 self._handles.append(meet(self, scaler))
@@ -272,16 +272,16 @@ class GradientSync(Steps):
         else:
             self.plan = plan
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Take the hooks out, end the communicator thread, give the process groups back. Idempotent, local."""
         error = sys.exc_info()[1]
         if self._running and self._broken is None:
-            self._broken = "it was detached in the middle of an exchange"
+            self._broken = "it was closed in the middle of an exchange"
         if isinstance(self._comm, Communicator) and (self._running or error is not None):
             self._comm.leave(f"has left at step {self.state.step}" + (f" with {in_words(error)}" if error else ""))
         try:
             if self._deferred is not None:
-                self._deferred.detach(broken=self._broken is not None)
+                self._deferred.close(broken=self._broken is not None)
         finally:
             self._leave()
 
@@ -290,7 +290,7 @@ class GradientSync(Steps):
             handle.remove()
         self._handles.clear()
         for companion in list(self.companions.values()):
-            companion.detach()
+            companion.close()
         self.companions.clear()
         for channel in self._channels:
             channel.close(broken=self._broken is not None)
@@ -305,4 +305,4 @@ class GradientSync(Steps):
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.detach()
+        self.close()

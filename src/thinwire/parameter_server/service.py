@@ -131,7 +131,7 @@ class Service:
         self._links = Links(settings, self.layout, self.keeper, self._tell)
         self._ages = Ages()
         self._began = time.monotonic()
-        self._over = False
+        self._over = self._closed = False
         notes = {
             "settings": settings.to_json(),
             "layout": self.layout.to_json(),
@@ -237,7 +237,10 @@ class Service:
         self._tell("stop", None, None)
 
     def close(self) -> None:
-        """Let everything go."""
+        """Save what is new, and let everything go. ``run`` does so at its end."""
+        if self._closed:
+            return
+        self._closed = True
         self._listener.close()
         self._links.finish(_FAREWELL_SECONDS)
         try:
@@ -250,6 +253,12 @@ class Service:
             if self._journal is not None:
                 self._journal.close()
             self.keeper.close(self.machine.version if self._over else None)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
     def _look_back(self) -> None:
         """Whether the last weights were saved."""

@@ -202,7 +202,7 @@ def _together(
                 together.end(version)
             return stats
     finally:
-        sync.detach()
+        sync.close()
         if made:
             dist.destroy_process_group()
 

@@ -104,6 +104,12 @@ class Shard:
             self._line.join(2.0)
         self.visitors.close(2.0)
 
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
     # --- the server -----------------------------------------------------------------------------------------------
 
     def _enlist(self, known: bool) -> Connection:

@@ -172,9 +172,15 @@ class SupernetTrainer:
         return float(torch.stack(losses).detach().mean())
 
     def close(self) -> None:
-        """Detach; the network keeps its weights."""
+        """Take the hooks out; the network keeps its weights."""
         self._inactive.remove()
-        self.sync.detach()
+        self.sync.close()
+
+    def __enter__(self) -> SupernetTrainer:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
 def whole_plan(net: nn.Module, method: Method) -> Plan | None:

@@ -168,7 +168,7 @@ def test_prediction(alone):
         (["run", "digits:client=3"], "has no option 'client'; did you mean 'clients'?"),
         (["run", "digits:clients=abc"], "clients='abc' must be a whole number of at least 1"),
         (["run", "digits:clients=-3"], "clients=-3 must be a whole number of at least 1"),
-        (["run", "mine_that_is_wrong:raises"], "mine_that_is_wrong.py, line 17: KeyError: 'x'"),
+        (["run", "mine_that_is_wrong:raises"], "mine_that_is_wrong.py, line 18: KeyError: 'x'"),
         (["run", "digits", "--trace", "deep.json"], "deep.json"),
         (["run", "digits", "--algorithm", "fedprox:nu=1"], "fedprox has no option 'nu'"),
         (["run", "digits", "--algorithm", "adam"], "unknown algorithm 'adam'"),

@@ -235,7 +235,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 def test_a_checkpoint_in_the_words_of_before_goes_on(tmp_path):
-    algorithm = fl.Compressed(fl.FedAvg(lr=0.1, max_grad_norm=1.0, lr_decay=0.9), "topk:density=0.5")
+    algorithm = fl.Compressed(fl.FedAvg(lr=0.1, max_grad_norm=1.0, lr_decay=0.9), "topk", density=0.5)
     p.train(algorithm, DATA, rounds=1, clients_per_round=4, checkpoint_dir=tmp_path)
     (file,) = tmp_path.glob("round-*/run.json")
     text = file.read_text()

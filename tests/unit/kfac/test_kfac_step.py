@@ -175,7 +175,7 @@ def test_damping_may_be_a_function_of_the_step():
     assert asked == [0, 1, 2]
     inverse = kfac._inverses.of["0/A"]
     torch.testing.assert_close(torch.linalg.inv(inverse), factor(kfac, "0/A") + torch.eye(6).double() / 3)
-    kfac.detach()
+    kfac.close()
     kfac, optimizer = made(net, damping=lambda step: -1.0)
     half_squares(net(x), y).backward()
     with pytest.raises(ValueError, match=r"damping\(0\)=-1.0"):
@@ -213,7 +213,7 @@ def test_a_fisher_that_was_not_asked_for_is_missed():
     optimizer.step()
     with pytest.raises(ValueError, match="categorical, gaussian"):
         sampled_loss(out, "poisson")
-    kfac.detach()
+    kfac.close()
     with pytest.raises(RuntimeError, match="emp"):
         made(net)[0].fisher_backward(out, "gaussian")
 
