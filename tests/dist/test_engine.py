@@ -122,7 +122,7 @@ def _loops(rank, size):
         return everyone.flatten().tolist()
 
     found["run"] = sync.run(program())
-    with pytest.raises(RuntimeError, match="detach"):
+    with pytest.raises(RuntimeError, match="call close"):
         tw.attach(net, optimizer, "ssgd")
     sync.close()
     sync.close()

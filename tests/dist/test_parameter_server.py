@@ -10,13 +10,14 @@ import pytest
 import torch
 from parameter_cluster import (
     Cluster,
+    batch_of,
     flat,
     free_port,
     gradient_of,
     held_out,
     loss,
-    loss_of,
     model,
+    part_of,
     sgd,
     synchronous,
 )
@@ -39,7 +40,7 @@ def test_one_node_one_worker_is_torch_sgd_bit_for_bit(options):
     optimizer = torch.optim.SGD(network.parameters(), **{"lr": 0.05, **options})
     for step in range(40):
         optimizer.zero_grad()
-        loss(network, 0, 0, step).backward()
+        loss(network, batch_of(0, 0, step)).backward()
         optimizer.step()
     assert torch.equal(flat(cluster.model), flat(network))
     assert torch.equal(flat(cluster.models[0, 0]), flat(network))  # the worker got the last weights too
@@ -190,7 +191,7 @@ def crash(service):
 
 def test_another_model_is_refused_by_name():
     cluster = Cluster(inhad(start_nodes=2), 1, updates=5)
-    worker = Worker(model(width=7), loss_of(0, 0), cluster.nodes[0].address, 0)
+    worker = Worker(model(width=7), *part_of(0, 0), cluster.nodes[0].address, 0)
     with pytest.raises(LayoutMismatch, match=r"0\.weight \[7, 4\] where the server's has 0\.weight \[6, 4\]"):
         worker.run()
     while not cluster.service.machine.members:
@@ -212,7 +213,7 @@ def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
     while cluster.service.machine.version < 5:
         time.sleep(0.01)
     second = Node(f"127.0.0.1:{cluster.service.port}", 0, 1)
-    worker = Worker(model(), loss_of(0, 0), second.address, 0)  # of another process: it cannot ask its node
+    worker = Worker(model(), *part_of(0, 0), second.address, 0)  # of another process: it cannot ask its node
     with pytest.raises(ServerLost, match="given up"):
         worker.run()
     with pytest.raises(NodeRefused, match="node 0 is at work in another process"):
@@ -227,11 +228,11 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
     serving = threading.Thread(target=service.run, daemon=True)
     serving.start()
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
-    Worker(model(), loss_of(0, 0), node.address, 0).run()
+    Worker(model(), *part_of(0, 0), node.address, 0).run()
     assert node.wait(5.0)
     seen_off = threading.Thread(target=node.see_off, args=(60.0,), daemon=True)
     seen_off.start()
-    late = Worker(model(99), loss_of(0, 1), node.address, 1)
+    late = Worker(model(99), *part_of(0, 1), node.address, 1)
     stats = late.run()
     assert (stats.submissions, stats.version) == (0, 10)
     assert "when training had ended" in caplog.text

@@ -48,7 +48,7 @@ def keep(port, index, folder):
 def lead(port, number, dies=False):
     """A node whose one worker is a thread; it may die when a sum's header and one of its pieces have gone."""
     import torch
-    from parameter_cluster import loss_of, model
+    from parameter_cluster import model, part_of
 
     from thinwire.collectives.pair import Pair
     from thinwire.parameter_server import Node, Worker
@@ -65,7 +65,7 @@ def lead(port, number, dies=False):
 
     Pair.send_tensor = sending
     node = Node(f"127.0.0.1:{port}", number, 1, leases=10.0)
-    Worker(model(), loss_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
+    Worker(model(), *part_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
     node.wait(5)
 
 

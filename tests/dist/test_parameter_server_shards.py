@@ -11,8 +11,8 @@ from parameter_cluster import (
     free_port,
     gradient_of,
     held_out,
-    loss_of,
     model,
+    part_of,
     sgd,
     synchronous,
 )
@@ -258,7 +258,7 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     gone._enlist(False)  # and dies before it has its weights
     gone.close()
     early = Node(address, 0, 1)  # nodes wait as well
-    working = threading.Thread(target=Worker(model(), loss_of(0, 0), early.address, 0).run, daemon=True)
+    working = threading.Thread(target=Worker(model(), *part_of(0, 0), early.address, 0).run, daemon=True)
     working.start()
     wait_until(lambda: not service.keeper.roster.posts)
     assert [row.there for row in service.status().shards] == [False]

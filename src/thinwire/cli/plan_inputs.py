@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -246,6 +247,7 @@ def _measure(model: str) -> ModelProfile:
         workload = build_model(model)
         return profile_model(
             workload.model,
+            count(),
             loss_of(workload, 0),
             steps=10,
             warmup=2,

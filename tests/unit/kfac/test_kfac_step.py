@@ -291,8 +291,22 @@ def test_with_a_sync_of_one_process_and_a_round_trip():
             kfac.load_state_dict({**kfac.state_dict(), "version": 7})
     assert not kfac._handles
     weight = net[0].weight.grad.clone()
-    optimizer.step()  # detached: plain gradients
+    optimizer.step()  # closed: plain gradients
     assert torch.equal(net[0].weight.grad, weight)
+
+
+def test_it_ends_with_its_with_statement():
+    net, (x, y) = mlp(5, 4, 3), regression()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with KFAC(net, None, optimizer=optimizer, damping=0.1, **EVERY):
+        half_squares(net(x), y).backward()
+        plain = net[0].weight.grad.clone()
+        optimizer.step()
+        assert not torch.equal(net[0].weight.grad, plain)
+    half_squares(net(x), y).backward()
+    plain = net[0].weight.grad.clone()
+    optimizer.step()
+    assert torch.equal(net[0].weight.grad, plain)
 
 
 @pytest.mark.parametrize("options, says", [
