@@ -235,8 +235,8 @@ def _scattered(rank, mesh):
                     mean = mean[padded:]
         worst = max(float((got[n] - torch.cat(wanted[n])).abs().max()) for n in got)
         largest = max(float(g.abs().max()) for g in got.values())
-        stats = scatter.stats()
-        scatter.close()
+        with scatter:
+            stats = scatter.stats()
         train(net, rank, 1)  # FSDP2's own again
         found.append((worst, largest, stats.bytes_sent, stats.dense_bytes, stats.steps))
     return found

@@ -174,6 +174,18 @@ def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_pat
     assert len(keys) == len(set(keys))
 
 
+def test_a_service_that_has_run_is_closed_and_saves_nothing_again(tmp_path):
+    cluster = Cluster(bsp(), 1, updates=6, checkpoint_every=5, checkpoint_dir=tmp_path)
+    cluster.join()
+    written = checkpoints.found(tmp_path)
+    assert written
+    for path in written:
+        path.unlink()
+    with cluster.service, cluster.nodes[0]:
+        pass
+    assert not checkpoints.found(tmp_path)
+
+
 def crash(service):
     """All connections break at once, and nothing more is written."""
     service._directory = None
