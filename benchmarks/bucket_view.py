@@ -32,7 +32,7 @@ def attached(workload: Workload, group: Any, view: bool) -> Trainer:
     """A row of ``attach``."""
     optimizer = workload.optimizer(workload.model)
     sync = thinwire.attach(workload.model, optimizer, "ssgd", process_group=group, gradient_as_bucket_view=view)
-    return Trainer(workload.model, optimizer, sync.detach)
+    return Trainer(workload.model, optimizer, sync.close)
 
 
 def wrapped(workload: Workload, group: Any, view: bool) -> Trainer:

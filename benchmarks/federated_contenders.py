@@ -47,7 +47,7 @@ def run_thinwire(rounds: int, arguments: argparse.Namespace) -> list[float]:
         model(),
         clients,
         rounds=rounds,
-        cohort=CLIENTS,
+        clients_per_round=CLIENTS,
         on_round=lambda row: ends.append(time.perf_counter()),
     )
     if ranks:

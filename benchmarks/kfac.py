@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ def rank_main(model: str, steps: int, rounds: int, names: list[str]) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     net, loss = networks(model)
-    profile = profile_model(net, lambda step: loss(step, rank), steps=8, warmup=2, name=model, seconds=20.0)
+    profile = profile_model(
+        net, count(), lambda net, step: loss(step, rank), steps=8, warmup=2, name=model, seconds=20.0
+    )
     layers = layers_of(profile)
     with tw.attach(net, torch.optim.SGD(net.parameters(), 0.01)) as sync:
         costs = measured_costs(sync, layers, "inverse")

@@ -31,8 +31,11 @@ MODEL = "chargpt:layers=2:width=128:heads=4"
 SYNCHRONOUS = "S-SGD (all-reduce)"
 ROWS = {  # settings of the server, and for sequences per gradient the best optimizer of parameter_server_rates.py
     SYNCHRONOUS: (None, {4: "adamw:lr=1e-3", 1: "adamw:lr=5e-4"}),
-    "inhad S=8, c=2": ("inhad:limit=8:n=2", {4: "adamw:beta1=0:lr=2.5e-4", 1: "adamw:beta1=0:lr=2.5e-4"}),
-    "inhad S=4, c=4": ("inhad:limit=4:n=1", {4: "adamw:lr=1e-3", 1: "adamw:lr=5e-4"}),
+    "inhad S=8, c=2": (
+        "inhad:max_staleness=8:update_every=nodes/2",
+        {4: "adamw:beta1=0:lr=2.5e-4", 1: "adamw:beta1=0:lr=2.5e-4"},
+    ),
+    "inhad S=4, c=4": ("inhad:max_staleness=4:update_every=nodes", {4: "adamw:lr=1e-3", 1: "adamw:lr=5e-4"}),
     "asp": ("asp", {4: "adamw:lr=2.5e-4", 1: "adamw:lr=2.5e-4"}),
 }
 EVERY = 10
@@ -198,7 +201,7 @@ def synchronous_rank(spec: dict[str, Any]) -> None:
         sent = 2 * size * sync.stats().bytes_sent  # up and down, as the server counts
         row = {"losses": losses, "gradients": size * step, "seconds": time.monotonic() - began, "bytes": sent}
         print("@@" + json.dumps(row), flush=True)
-    sync.detach()
+    sync.close()
     dist.destroy_process_group()
 
 
@@ -266,7 +269,7 @@ def iteration_numbers(rate: int = 10_000, members: int = 8, seconds: float = 5.0
     from thinwire.parameter_server import Server, presets
     from thinwire.parameter_server.messages import Hello, IterationNumber, decode, encode
 
-    server = Server(presets.inhad(4, 1.0, count=members, start_nodes=members))
+    server = Server(presets.inhad(4, f"{members} nodes", start_nodes=members))
     for node in range(members):
         server.on(Hello(node, 1), 0.0)
     frames = [encode(IterationNumber(m, 1 + i, 0, 0, 0, 0)) for i in range(200) for m in server.members]
@@ -291,7 +294,7 @@ def over_sockets(rate: int, members: int, seconds: float) -> tuple[float, float]
     from thinwire.parameter_server import Service, presets
 
     torch.set_num_threads(1)
-    settings = presets.inhad(4, 1.0, count=members, start_nodes=members, lease_seconds=60.0)
+    settings = presets.inhad(4, f"{members} nodes", start_nodes=members, lease_seconds=60.0)
     service = Service(torch.nn.Linear(2, 2), settings, host="127.0.0.1", updates=10**9)
     thread = threading.Thread(target=service.run, daemon=True)
     thread.start()

@@ -36,14 +36,14 @@ SYNCHRONOUS = "S-SGD"
 SCHEMES = {
     SYNCHRONOUS: "bsp",
     "asp": "asp",
-    "inhad S=4, c=2": "inhad:limit=4:n=2",
-    "inhad S=4, c=4": "inhad:limit=4:n=1",
-    "inhad S=4, c=1": "inhad:limit=4:n=4",
-    "inhad S=8, c=2": "inhad:limit=8:n=2",
-    "inhad S=8, c=1": "inhad:limit=8:n=4",
-    "inhad S=8, c=3": "inhad:limit=8:count=3",
-    "inhad S=4, c=2, no scaling": "inhad:limit=4:n=2:alpha=none",
-    "inhad S=4, c=2, 1/(1+age)": "inhad:limit=4:n=2:alpha=reciprocal",
+    "inhad S=4, c=2": "inhad:max_staleness=4:update_every=nodes/2",
+    "inhad S=4, c=4": "inhad:max_staleness=4:update_every=nodes",
+    "inhad S=4, c=1": "inhad:max_staleness=4:update_every=nodes/4",
+    "inhad S=8, c=2": "inhad:max_staleness=8:update_every=nodes/2",
+    "inhad S=8, c=1": "inhad:max_staleness=8:update_every=nodes/4",
+    "inhad S=8, c=3": "inhad:max_staleness=8:update_every=3 nodes",
+    "inhad S=4, c=2, no scaling": "inhad:max_staleness=4:update_every=nodes/2:alpha=none",
+    "inhad S=4, c=2, 1/(1+age)": "inhad:max_staleness=4:update_every=nodes/2:alpha=reciprocal",
 }
 OPTIMIZERS = {
     "AdamW": "adamw",

@@ -232,7 +232,7 @@ def split(data: Any) -> Iterator[Row]:
     yield claim("seconds on a link, predicted: worst error", 100 * worst, PERCENT, at_most=15.0)
 
 
-def elastic(data: Any) -> Iterator[Row]:
+def supernet(data: Any) -> Iterator[Row]:
     """One sub-network per step, and six."""
     for case in data["cases"]:
         where = f"{case['sub_nets']} sub-network{'s' * (case['sub_nets'] > 1)} per step"
@@ -349,7 +349,7 @@ SOURCES = {
     "parameter_server_rates_batch4": Source(f"{RATES} --model ...:batch=4", "parameter_server.md", rates),
     "federated": Source("python benchmarks/federated.py", "federated.md", federated),
     "split": Source("python benchmarks/split.py", "split.md", split),
-    "elastic": Source("python benchmarks/elastic.py", "elastic.md", elastic),
+    "supernet": Source("python benchmarks/supernet.py", "supernet.md", supernet),
 }
 """By the name of the file in ``benchmarks/results``."""
 

@@ -19,7 +19,7 @@ PORT = 29400
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", default="inhad:limit=4")
+    parser.add_argument("--settings", default="inhad:max_staleness=4")
     parser.add_argument("--model", default="chargpt:layers=2:width=128:heads=4")
     parser.add_argument("--gradients", type=int, default=200)
     options = parser.parse_args()

@@ -41,7 +41,7 @@ def main() -> None:
     if rank == 0:
         stats = sync.stats()
         print(f"sent {stats.bytes_sent / 1e6:.1f} MB per rank instead of {stats.dense_bytes / 1e6:.1f} MB", flush=True)
-    sync.detach()
+    sync.close()
     dist.destroy_process_group()
 
 

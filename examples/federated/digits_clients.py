@@ -30,7 +30,7 @@ def build() -> fl.Federation:
         model=nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)),
         clients=fl.ArrayClients((pixels[train], labels[train]), fl.partition.dirichlet(labels[train], 40, alpha=0.3)),
         rounds=6,
-        cohort=10,
+        clients_per_round=10,
         evaluate=evaluate,
         evaluate_every=3,
         reduction="exact",

@@ -40,7 +40,7 @@ def train(optimizer_name: str, target: float, lr: float, most: int) -> tuple[int
                 print(f"{optimizer_name:>5} step {step + 1:5d}  loss {loss:.3f}  {seconds:.1f} s", flush=True)
             if sync.services.agree(loss < target):
                 break
-    sync.detach()
+    sync.close()
     return (step + 1 if loss < target else None), seconds, loss
 
 

@@ -112,7 +112,7 @@ def train(
     assert feed is not None
     feed.close()
     sent = training.sync.stats()
-    training.sync.detach()
+    training.sync.close()
     return {"input": given.name, "epochs": epochs, "bytes_sent": sent.bytes_sent, "dense_bytes": sent.dense_bytes}
 
 

@@ -66,7 +66,7 @@ def measure(
         row["of_synthetic"] = row["seconds"] / rows[stall.SYNTHETIC]["seconds"]
     for feed in feeds.values():
         feed.close()
-    training.sync.detach()
+    training.sync.close()
     return {"size": size, "batch": batch, "rows": rows}
 
 

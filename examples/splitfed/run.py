@@ -97,7 +97,7 @@ def splitfed(
         front,
         fl.FunctionClients(len(shares), shares.__getitem__, lambda client: len(shares[client])),
         rounds=rounds,
-        cohort=len(shares),
+        clients_per_round=len(shares),
         evaluate=lambda model, round: {"accuracy": algorithm.score(model, task)},
         evaluate_every=1,
         schedule="equal",  # the order of the clients is part of the result: they train one back

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.elastic import LatencyTable, SubNet, calibrate, load_net, measure, pad
-from thinwire.elastic.box_match import box_match
-from thinwire.elastic.pairs import batches, normalise
-from thinwire.elastic.pictures import draw_disparities
-from thinwire.elastic.readers import middlebury_motorcycle
-from thinwire.elastic.stereograms import RandomDots, random_dot_pair
 from thinwire.engine.executors.alone import run_alone
+from thinwire.supernet import LatencyTable, SubNet, calibrate, load_net, measure, pad
+from thinwire.supernet.box_match import box_match
+from thinwire.supernet.pairs import batches, normalise
+from thinwire.supernet.pictures import draw_disparities
+from thinwire.supernet.readers import middlebury_motorcycle
+from thinwire.supernet.stereograms import RandomDots, random_dot_pair
 
 SIZE, MOST = (72, 144), 24  # of training pairs; the largest disparity in them
 SHRUNK = 3  # the motorcycle, 500 x 741, is made so many times smaller
@@ -57,16 +57,16 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     pairs = ["--data", "scenes", "--size", f"{SIZE[0]}x{SIZE[1]}", "--max-disparity", str(MOST)]
-    train = ["elastic", "train", "--out", str(out), "--steps", options.steps, "--batch", str(options.batch), *pairs]
+    train = ["supernet", "train", "--out", str(out), "--steps", options.steps, "--batch", str(options.batch), *pairs]
     trained = json.loads(thinwire(*train, "--json", ranks=options.ranks).splitlines()[-1])
 
     # half-way between the smallest and the largest network of this machine
     net = load_net(out / "net.pt")
     size, table_file = f"{SIZE[0]}x{SIZE[1]}", str(out / "table.json")
-    thinwire("elastic", "table", str(out / "net.pt"), "--size", size, "--out", table_file)
+    thinwire("supernet", "table", str(out / "net.pt"), "--size", size, "--out", table_file)
     timings = LatencyTable.from_json(Path(table_file).read_text())
     limit = f"{(timings.predict(net.space.smallest) + timings.predict(net.space.largest)) / 2:.1f}"
-    search = ["elastic", "search", str(out / "net.pt"), "--limit-ms", limit, "--table", table_file]
+    search = ["supernet", "search", str(out / "net.pt"), "--limit-ms", limit, "--table", table_file]
     search += ["--population", "16", "--generations", "4"]
     found = json.loads(thinwire(*search, *pairs, "--json"))
     best = SubNet.from_json(json.dumps(found["sub_net"]))

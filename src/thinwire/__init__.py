@@ -29,7 +29,6 @@ _ROOMS = (
     "checkpoint",
     "collectives",
     "data",
-    "elastic",
     "engine",
     "federated",
     "kernels",
@@ -41,6 +40,7 @@ _ROOMS = (
     "planner",
     "program",
     "split",
+    "supernet",
 )
 
 if TYPE_CHECKING:

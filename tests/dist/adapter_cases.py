@@ -72,7 +72,7 @@ def oracle(net, fed, method, options):
         optimizer.step()
         optimizer.zero_grad()
     residuals = {name: x.clone() for name, x in sync.services.state.residuals.items()}
-    sync.detach()
+    sync.close()
     return net.losses, cases.weights(net), residuals
 
 

@@ -14,9 +14,12 @@ def model(seed=0, width=6):
     return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 2))
 
 
-def loss(network, node, worker, step):
+def batch_of(node, worker, step):
     draw = torch.Generator().manual_seed(1_000_003 * step + 7919 * node + 31 * worker)
-    x = torch.randn(8, 4, generator=draw)
+    return torch.randn(8, 4, generator=draw)
+
+
+def loss(network, x):
     return (network(x) - x[:, :2]).square().mean()
 
 
@@ -24,16 +27,16 @@ def sgd(**options):
     return lambda params: torch.optim.SGD(params, **{"lr": 0.05, **options})
 
 
-def loss_of(node, worker, delay=0.0, spoil=None):
-    def step(network, number):
+def part_of(node, worker, delay=0.0, spoil=None):
+    """A worker's batches, and the loss of one."""
+
+    def batch(number):
         if delay:
             threading.Event().wait(delay)
-        value = loss(network, node, worker, number)
-        if spoil and spoil(number):
-            value = value * float("nan")
-        return value, 8
+        x = batch_of(node, worker, number)
+        return x * float("nan") if spoil and spoil(number) else x
 
-    return step
+    return batch, loss
 
 
 def free_port():
@@ -48,7 +51,7 @@ def gradient_of(network, layout):
     def gradient(theta, node, worker, step):
         layout.write(theta, network)
         network.zero_grad()
-        loss(network, node, worker, step).backward()
+        loss(network, batch_of(node, worker, step)).backward()
         return layout.gradient(network)
 
     return gradient
@@ -72,7 +75,7 @@ def synchronous(nodes, workers, steps, **options):
 
 @torch.no_grad()
 def held_out(network):
-    return float(torch.stack([loss(network, 9, 9, i) for i in range(20)]).mean())
+    return float(torch.stack([loss(network, batch_of(9, 9, i)) for i in range(20)]).mean())
 
 
 def flat(network):
@@ -97,7 +100,7 @@ class Cluster:
         self._threads = []
         self.shards = []
         for index in range(options.get("shards", 0)):
-            self.add_shard(index, outer=outer or sgd(), directory=shard_folder)
+            self.add_shard(index, outer=outer or sgd(), checkpoint_dir=shard_folder)
         for n in range(nodes):
             self.add(n, workers, delays[n] if n < len(delays) else 0.0)
         # a node joins with its first worker: on a busy machine the first update would lack what the others compute
@@ -130,7 +133,7 @@ class Cluster:
         for k in range(workers):
             network = self.models[number, k] = model(99, self._width)
             worker = Worker(
-                network, loss_of(number, k, delay, self._spoil), node.address, k, check=lambda: node.wait(0)
+                network, *part_of(number, k, delay, self._spoil), node.address, k, check=lambda: node.wait(0)
             )
             self.workers.append(worker)
             self._threads.append(self._thread(worker.run))

@@ -14,7 +14,7 @@ def _against_ddp(rank, size, fusion):
     ours, sync = cases.train(rank, 8, "ssgd", {"fusion": fusion})
     theirs = cases.train_ddp(rank, 8)
     stats = sync.stats()
-    sync.detach()
+    sync.close()
     worst = max(float((a - b).abs().max()) for a, b in zip(cases.weights(ours), cases.weights(theirs)))
     return worst, stats.bytes_sent, stats.dense_bytes, stats.steps
 

@@ -62,7 +62,7 @@ def _old_words(rank, size):
         _steps(net, optimizer, rank, 0, 3)
         state = sync.state_dict()
         factors = sync.state.snapshot()["shared"]
-        sync.detach()
+        sync.close()
         old = {WERE.get(key, key): value for key, value in json.loads(state["options"]).items()}
         seen |= set(old)
         plan = tw.Plan(tuple(phase[::-1] for phase in sync.plan.phases))
@@ -71,7 +71,7 @@ def _old_words(rank, size):
         taken = other.state.snapshot()["shared"]
         same = all(torch.equal(x, taken[field][n]) for field, named in factors.items() for n, x in named.items())
         equal.append((name, bool(factors) == (name == "acp"), same, other.plan == plan != sync.plan))
-        other.detach()
+        other.close()
     return equal, set(WERE.values()) <= seen
 
 
@@ -88,7 +88,7 @@ def _resume(rank, size, folder):
         _steps(net, optimizer, rank, 0, 5)
         tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, 5)
         _steps(net, optimizer, rank, 5, 10)
-        sync.detach()
+        sync.close()
         other, other_optimizer, other_sync = _build(name, options)
         step = tw.checkpoint.load(f"{folder}/{index}", other, other_optimizer, other_sync)
         _steps(other, other_optimizer, rank, step, 10)
@@ -97,7 +97,7 @@ def _resume(rank, size, folder):
             torch.equal(v, other_sync.services.state.residuals[n]) for n, v in sync.services.state.residuals.items()
         )
         equal.append((name, same, residuals, bool(sync.services.state.residuals) == sync.services.method.has_residual))
-        other_sync.detach()
+        other_sync.close()
     return equal
 
 
@@ -113,7 +113,7 @@ def _save(rank, size, folder):
     net, optimizer, sync = _build("acp", {"rank": 2, "fusion": "none"})
     _steps(net, optimizer, rank, 0, 6)
     tw.checkpoint.save(folder, net, optimizer, sync, 6)
-    sync.detach()
+    sync.close()
     return {n: r.double() for n, r in sync.services.state.residuals.items()}
 
 
@@ -122,7 +122,7 @@ def _load(rank, size, folder):
     assert tw.checkpoint.load(folder, net, optimizer, sync) == 6
     residuals = {n: r.double() for n, r in sync.services.state.residuals.items()}
     _steps(net, optimizer, rank, 6, 8)
-    sync.detach()
+    sync.close()
     return residuals
 
 
@@ -161,7 +161,7 @@ def _killed_while_saving(rank, size, folder):
 def _after_the_kill(rank, size, folder):
     net, optimizer, sync = _build("topk", {"density": 0.1})
     step = tw.checkpoint.load(folder, net, optimizer, sync)
-    sync.detach()
+    sync.close()
     return step
 
 
@@ -180,7 +180,7 @@ def _wrong(rank, size, folder):
     mine = sync.state_dict()
     if rank == 1:
         mine = {k.replace("residual/1/", "residual/0/"): v for k, v in mine.items()}
-    sync.detach()
+    sync.close()
     net, optimizer, sync = _build("acp", {"rank": 2})
     if rank == 1:
         with pytest.raises(ValueError, match=r"checkpoint\.save") as error:
@@ -191,7 +191,7 @@ def _wrong(rank, size, folder):
     with pytest.raises(FileNotFoundError):
         tw.checkpoint.load(folder, net, optimizer, sync, step=7)
     assert tw.checkpoint.load(folder, net, optimizer, sync) is None
-    sync.detach()
+    sync.close()
     return messages
 
 
@@ -289,7 +289,7 @@ def _every_method(rank, size, folder, steps):
         sync.synchronize()
         tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, step + steps)
         found.append((step, loaded, weights, _owed(net, sync), cases.weights(net)))
-        sync.detach()
+        sync.close()
     return found
 
 
@@ -348,10 +348,10 @@ def _full(rank, size, folder, who):
     _steps(net, optimizer, rank, 4, 5)
     tw.checkpoint.save(folder, net, optimizer, sync, 5)
     weights = cases.weights(net)
-    sync.detach()
+    sync.close()
     net, optimizer, sync = _build("topk", {"density": 0.1})
     step = tw.checkpoint.load(folder, net, optimizer, sync)
-    sync.detach()
+    sync.close()
     return said, left, step, all(torch.equal(a, b) for a, b in zip(weights, cases.weights(net)))
 
 
@@ -431,7 +431,7 @@ def test_a_kill_while_one_step_replaces_another_loses_neither_name(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(cases.weights(net), torch.load(tmp_path / "weights")))
     tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-000000002", "weights"]
-    sync.detach()
+    sync.close()
 
 
 def _after_damage(rank, size, folder):
@@ -446,7 +446,7 @@ def _after_damage(rank, size, folder):
             found.append((step, cases.weights(net)))
         except ValueError as error:
             found.append((str(error), all(torch.equal(a, b) for a, b in zip(before, cases.weights(net)))))
-        sync.detach()
+        sync.close()
         if rank == 0:
             (pathlib.Path(folder) / "step-000000003" / "model.pt").write_bytes(b"")
         dist.barrier()
@@ -458,7 +458,7 @@ def _three_and_six(rank, size, folder):
     for step in (3, 6):
         _steps(net, optimizer, rank, step - 3, step)
         tw.checkpoint.save(folder, net, optimizer, sync, step)
-    sync.detach()
+    sync.close()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -481,7 +481,7 @@ def _does_not_fit_on_one(rank, size, folder):
     net, optimizer, sync = _build("topk", {"density": 0.1})
     _steps(net, optimizer, rank, 0, 1)
     tw.checkpoint.save(folder, net, optimizer, sync, 1)
-    sync.detach()
+    sync.close()
     net, optimizer, sync = _build("topk", {"density": 0.1})
     if rank == 1:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
@@ -491,7 +491,7 @@ def _does_not_fit_on_one(rank, size, folder):
     assert all(torch.equal(a, b) for a, b in zip(before, cases.weights(net)))
     assert not optimizer.state_dict()["state"]
     _steps(net, optimizer, rank, 0, 1)
-    sync.detach()
+    sync.close()
 
 
 def test_what_does_not_fit_on_one_rank_is_taken_over_by_none(tmp_path):
@@ -506,7 +506,7 @@ def _refused(rank, size, folder):
         with pytest.raises(OSError, match="no checkpoint was written at") as error:
             tw.checkpoint.save(folder, net, optimizer, sync, 7)
         said.append(str(error.value))
-    sync.detach()
+    sync.close()
     return said
 
 
@@ -517,4 +517,4 @@ def test_a_second_job_is_refused_on_all_ranks(tmp_path):
         for sentence in said:
             assert f"rank 0: another job writes checkpoints in {tmp_path} (process {os.getpid()} on " in sentence
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-000000001"]
-    sync.detach()
+    sync.close()

@@ -46,7 +46,7 @@ def _train(rank, name, options, form, before, backend):
         optimizer.step()
         optimizer.zero_grad()
     steps = sync.stats().steps
-    sync.detach()
+    sync.close()
     return cases.weights(net), steps
 
 
@@ -104,7 +104,7 @@ def _around(rank, size):
                 weights.append(cases.weights(net))
             except RuntimeError as error:
                 weights.append(str(error))
-            sync.detach()
+            sync.close()
         found[name] = weights
     return found
 

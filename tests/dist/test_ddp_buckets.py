@@ -69,7 +69,7 @@ def _beside_attach(rank):
         sync = tw.attach(net, optimizer, "ssgd", fusion=SMALL)
         cases.loss_of(net, rank, 0).backward()
         plan = sync.plan
-        sync.detach()
+        sync.close()
         ours = cases.model()
         sync = tw.attach(
             ours, torch.optim.SGD(ours.parameters(), lr=0.05), name, plan=plan, start_compression_step=0, **options
@@ -92,7 +92,7 @@ def _beside_attach(rank):
                 "plan": [sorted(b.names) for b in plan.buckets()],
             }
         )
-        sync.detach()
+        sync.close()
         state.close()
     return found
 

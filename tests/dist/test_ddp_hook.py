@@ -136,10 +136,9 @@ def _uneven(rank):
             cases.loss_of(ddp, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-    norm = sum(float(r.norm()) for r in state.state.residuals.values())
-    steps = state.stats().steps
-    state.close()
-    return steps, norm
+    with state:
+        norm = sum(float(r.norm()) for r in state.state.residuals.values())
+        return state.stats().steps, norm
 
 
 def _misuse(rank):

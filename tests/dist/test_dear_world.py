@@ -56,7 +56,7 @@ def _norms(rank, size):
             for o in optimizers:
                 o.step()
         for sync in syncs:
-            sync.detach()
+            sync.close()
         torch.testing.assert_close(cases.weights(net), cases.weights(coupled), rtol=1e-5, atol=1e-7)
         with tw.attach(
             net, optimizers[1], tw.ACP(rank=2, min_rate=1.0, decoupled=True), start_compression_step=0

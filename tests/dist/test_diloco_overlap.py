@@ -24,11 +24,13 @@ def plain(params):
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def on_ranks(rank, size, fragments, delay, mixing):
+def on_ranks(rank, size, fragments, delay, alpha):
     model = torch.nn.ParameterList(torch.nn.Parameter(part.clone()) for part in start().split(D))
     inner = torch.optim.SGD(model.parameters(), lr=LR)
     sync = tw.attach(model, inner, "ssgd")
-    diloco = DiLoCo(model, steps=H, outer=plain, fragments=fragments, delay=delay, mixing=mixing)
+    diloco = DiLoCo(
+        model, sync_every=H, outer=plain, fragments=fragments, fragment_sync_delay=delay, fragment_update_alpha=alpha
+    )
     came = []
     for step in range(STEPS):
         for p, g in zip(model, gradient(torch.cat([p.detach() for p in model]), rank, step).split(D)):
@@ -38,11 +40,11 @@ def on_ranks(rank, size, fragments, delay, mixing):
             came.append(step)
     last = diloco.finish()
     theta = torch.cat([p.detach() for p in model])
-    sync.detach()
+    sync.close()
     return theta.tolist(), came, last
 
 
-def by_formula(size, fragments, delay, mixing):
+def by_formula(size, fragments, delay, alpha):
     """The same in one process, step by step."""
     every, theta = H // fragments, [start() for _ in range(size)]
     cuts = [slice(0, sum(D))] if fragments == 1 else [slice(0, D[0]), slice(D[0], sum(D))]
@@ -54,7 +56,7 @@ def by_formula(size, fragments, delay, mixing):
         anchors[part].grad = mean
         outers[part].step()
         for x in theta:
-            x[cuts[part]] = mixing * x[cuts[part]] + (1 - mixing) * anchors[part]
+            x[cuts[part]] = alpha * x[cuts[part]] + (1 - alpha) * anchors[part]
 
     for step in range(1, STEPS + 1):
         for rank, x in enumerate(theta):
@@ -82,8 +84,8 @@ def every_case(rank, size):
 
 def test_fragments_under_way_beside_inner_steps_are_the_formula():
     results = run(every_case, 2)
-    for place, (fragments, delay, mixing) in enumerate(CASES):
-        expected = by_formula(2, fragments, delay, mixing)
+    for place, (fragments, delay, alpha) in enumerate(CASES):
+        expected = by_formula(2, fragments, delay, alpha)
         for rank in range(2):
             theta, came, last = results[rank][place]
             torch.testing.assert_close(torch.tensor(theta, dtype=torch.float64), expected[rank], rtol=1e-12, atol=1e-12)

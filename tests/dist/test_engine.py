@@ -60,7 +60,7 @@ def _odd(rank, size, method, options):
         )
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     assert net.frozen.weight.grad is None
-    sync.detach()
+    sync.close()
     return results
 
 
@@ -122,10 +122,10 @@ def _loops(rank, size):
         return everyone.flatten().tolist()
 
     found["run"] = sync.services.run(program())
-    with pytest.raises(RuntimeError, match="detach"):
+    with pytest.raises(RuntimeError, match="call close"):
         tw.attach(net, optimizer, "ssgd")
-    sync.detach()
-    sync.detach()
+    sync.close()
+    sync.close()
     p = next(net.parameters())
     p.grad = None
     cases.loss_of(net, rank, 1).backward()
@@ -204,7 +204,7 @@ def _recompute(rank, size):
                 grads.setdefault(attached, []).append([p.grad for p in net.blocks.parameters()])
                 if sync:
                     assert sync.stats().steps == 2
-                    sync.detach()
+                    sync.close()
         mean = [sum(parts) / size for parts in zip(*grads[False])]
         worst.append(max(float((a - b).abs().max()) for a, b in zip(mean, grads[True][0])))
     return worst
@@ -240,7 +240,7 @@ def _scaled(rank, size, name, options):
             scaler.update()
             optimizer.zero_grad()
         runs.append((cases.weights(net), sync.stats().rejected_steps, scaler.get_scale()))
-        sync.detach()
+        sync.close()
     return runs
 
 
@@ -290,7 +290,7 @@ def _two_in_one_backward(rank, size, method):
     made = [len(sync._session.comm._lanes._held) - before for sync, before in zip(syncs, at_attach)]
     weights = [p.detach() for net in nets for p in net.parameters()]
     for sync in syncs:
-        sync.detach()
+        sync.close()
     return made, weights
 
 

@@ -202,7 +202,7 @@ def _delayed(rank, size, repetitions, steps):
             optimizer.step()
             optimizer.zero_grad()
         weights = torch.cat([w.flatten() for w in cases.weights(net)])
-        sync.detach()
+        sync.close()
     return weights
 
 
@@ -240,14 +240,14 @@ def _recovers(rank, size, who):
             try:
                 raise error
             except RuntimeError:
-                sync.detach()
+                sync.close()
             sync = tw.attach(net, optimizer, "acp", **options)
             sync.load_state_dict(state)
             continue
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-    sync.detach()
+    sync.close()
     return said, cases.weights(net)
 
 

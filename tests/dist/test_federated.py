@@ -60,7 +60,7 @@ def net():
 
 def train(name, **options):
     model = net()
-    options = {"rounds": 4, "cohort": 7, "reduction": "exact", **options}
+    options = {"rounds": 4, "clients_per_round": 7, "reduction": "exact", **options}
     history = fl.simulate(ALGORITHMS[name](), model, clients(), **options)
     weights = torch.cat([x.detach().double().reshape(-1) for x in model.state_dict().values()]).numpy()
     return weights, history
@@ -90,7 +90,7 @@ def test_ranks_give_the_bits_of_one_process(size, options, tmp_path):
 
 
 def _bytes(rank, size, cohort):
-    history = train("fedavg", cohort=cohort, schedule="equal")[1]
+    history = train("fedavg", clients_per_round=cohort, schedule="equal")[1]
     return [(row.bytes_up, row.control_bytes) for row in history.rounds]
 
 
@@ -125,8 +125,8 @@ def _killed(rank, size, folder):
     Dies.__name__ = "Scaffold"
     try:
         fl.simulate(
-            Dies(lr=0.1, batch_size=4), net(), clients(), rounds=4, cohort=7, reduction="exact",
-            checkpoint=folder, schedule="equal", timeout=8,
+            Dies(lr=0.1, batch_size=4), net(), clients(), rounds=4, clients_per_round=7, reduction="exact",
+            checkpoint_dir=folder, schedule="equal", timeout=8,
         )  # fmt: skip
     except fl.DeviceLost as error:
         return str(error)
@@ -134,18 +134,18 @@ def _killed(rank, size, folder):
 
 
 def _resumed(rank, size, folder, name="scaffold"):
-    return train(name, checkpoint=folder)
+    return train(name, checkpoint_dir=folder)
 
 
 def test_a_rank_that_dies_is_an_error_and_the_run_goes_on(tmp_path):
     words, _ = run(_killed, 2, str(tmp_path), expect_exit={1: -signal.SIGKILL})
     assert "another rank was lost in round 2" in words
-    assert "checkpoint=" in words
+    assert "checkpoint_dir=" in words
     wanted, _ = train("scaffold")
     for found, history in run(_resumed, 2, str(tmp_path)):
         assert np.array_equal(found, wanted)
         assert [row.round for row in history.rounds] == [0, 1, 2, 3]
-    alone, _ = train("scaffold", checkpoint=str(tmp_path))  # what ranks wrote, one process reads
+    alone, _ = train("scaffold", checkpoint_dir=str(tmp_path))  # what ranks wrote, one process reads
     assert np.array_equal(alone, wanted)
 
 
@@ -157,7 +157,7 @@ def _full(rank, size, folder, who):
             resource.setrlimit(resource.RLIMIT_FSIZE, (40, limit[1]))
 
     try:
-        train("fedavg", checkpoint=folder, on_round=on_round)
+        train("fedavg", checkpoint_dir=folder, on_round=on_round)
     except OSError as error:
         return str(error)
     finally:
@@ -180,17 +180,19 @@ def _differ(rank, size, change):
         mine = {k: v[rank] for k, v in options.items()}
         algorithm = fl.FedAvg(lr=mine.pop("lr", 0.1))
         try:
-            fl.simulate(algorithm, net(), clients(), **{"rounds": 1, "cohort": 3, **mine})
+            fl.simulate(algorithm, net(), clients(), **{"rounds": 1, "clients_per_round": 3, **mine})
         except ValueError as error:
             messages.append(str(error))
     return messages
 
 
 def test_ranks_that_differ_are_told_what_differs():
-    changes = [{"lr": (0.1, 0.2)}, {"cohort": (3, 4)}, {"seed": (0, 1)}, {"reduction": ("fp64", "exact")}]
+    changes = [{"lr": (0.1, 0.2)}, {"clients_per_round": (3, 4)}, {"seed": (0, 1)}, {"reduction": ("fp64", "exact")}]
     for messages in run(_differ, 2, changes):
         assert len(messages) == 4
-        for message, word in zip(messages, ["lr: 0.1 against 0.2", "cohort: 3 against 4", "seed", "reduction"]):
+        for message, word in zip(
+            messages, ["lr: 0.1 against 0.2", "clients_per_round: 3 against 4", "seed", "reduction"]
+        ):
             assert word in message
 
 

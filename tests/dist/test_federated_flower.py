@@ -38,7 +38,7 @@ def build():
     torch.manual_seed(0)
     return fl.Federation(
         fl.Scaffold(lr=0.1, batch_size=4), torch.nn.Linear(5, 2), fl.FunctionClients(10, load, 6),
-        rounds=2, cohort=6, reduction="exact",
+        rounds=2, clients_per_round=6, reduction="exact",
     )
 """
 

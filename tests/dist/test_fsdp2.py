@@ -75,7 +75,7 @@ def _exact(rank, mesh):
             stats.steps,
             stats.world_size,
         )
-        sync.detach()
+        sync.close()
         if label == "native":  # FSDP2 averages over the replicas itself again
             found["detached"] = _same(_one_more(plain, rank), _one_more(net, rank))
     return found
@@ -110,7 +110,7 @@ def _methods(rank, mesh, methods):
         size = max((float(r.abs().max()) for r in owed.values()), default=0.0)
         stats = sync.stats()
         found.append((worst, gap, size, stats.bytes_sent, stats.dense_bytes, stats.steps))
-        sync.detach()
+        sync.close()
     return found
 
 
@@ -131,13 +131,13 @@ def _accumulation(rank, mesh):
                 getattr(net, switch)(True)
                 step_of(net, optimizer, rank, step)
         found[switch] = (_same(whole(nets[0]), whole(nets[1])), sync.stats().steps)
-        sync.detach()
+        sync.close()
     nets = [sharded(mesh, dtype=torch.bfloat16) for _ in range(2)]
     sync = tw.adapters.fsdp2.attach(nets[1], "ssgd")
     for net in nets:
         train(net, rank, 3)
     found["bf16"] = max(float((a - b).abs().max()) for a, b in zip(whole(nets[0]).values(), whole(nets[1]).values()))
-    sync.detach()
+    sync.close()
     return found
 
 
@@ -158,7 +158,7 @@ def _bad_values(rank, mesh):
     train(net, rank, 1, start=4)
     moved = not _same(before, sync.state.residuals)
     finite = all(r.isfinite().all() for r in sync.state.residuals.values())
-    sync.detach()
+    sync.close()
     return bad, kept, rejected, moved, finite
 
 
@@ -175,7 +175,7 @@ def _dropped(rank, mesh):
                 optimizer.zero_grad()
             step_of(net, optimizer, rank, step)
         found.append((whole(net), copy.deepcopy(sync.state.residuals), sync.state.dropped))
-        sync.detach()
+        sync.close()
     (plain, owed, none), (probed, still_owed, three) = found
     return _same(plain, probed), _same(owed, still_owed), any(x.any() for x in owed.values()), none, three
 
@@ -194,7 +194,7 @@ def _saved(rank, mesh, folder):
     for step in range(3, 6):
         step_of(net, optimizer, rank, step)
     wanted, owed = whole(net), copy.deepcopy(sync.state.residuals)
-    sync.detach()
+    sync.close()
     other = sharded(mesh, Net(seed=5))
     again = tw.adapters.fsdp2.attach(other, "acp", **ACP)
     content = {"model": other.state_dict(), "sync": again}
@@ -210,7 +210,7 @@ def _saved(rank, mesh, folder):
         with pytest.raises(ValueError) as error:
             again.load_state_dict({**again.state_dict(), **change})
         refused.append(str(error.value))
-    again.detach()
+    again.close()
     return stateful, on, residuals, refused
 
 
@@ -235,8 +235,8 @@ def _scattered(rank, mesh):
                     mean = mean[padded:]
         worst = max(float((got[n] - torch.cat(wanted[n])).abs().max()) for n in got)
         largest = max(float(g.abs().max()) for g in got.values())
-        stats = scatter.stats()
-        scatter.detach()
+        with scatter:
+            stats = scatter.stats()
         train(net, rank, 1)  # FSDP2's own again
         found.append((worst, largest, stats.bytes_sent, stats.dense_bytes, stats.steps))
     return found
@@ -289,7 +289,7 @@ def _refusals(rank, mesh):
     tell("tw.attach", TypeError, tw.attach, net, torch.optim.SGD(net.parameters(), lr=0.1), "ssgd")
     sync = attach(net, "ssgd")
     tell("twice", RuntimeError, attach, net, "ssgd")
-    sync.detach()
+    sync.close()
     bare = Net()
     fully_shard(bare.first, mesh=mesh)
     tell("not whole", ValueError, attach, bare, "ssgd")
@@ -415,7 +415,7 @@ def _on_other_shards(rank, size, folder):
     dcp.load({"sync": sync}, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
     held = {n: r.clone() for n, r in sync.state.residuals.items()}
     train(net, rank, 1)
-    sync.detach()
+    sync.close()
     return held
 
 

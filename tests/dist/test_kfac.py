@@ -67,7 +67,7 @@ def joint(method="inverse", steps=STEPS, **options):
         draw, net = torch.Generator().manual_seed(seed), network()
         moved = lambda step: tuple(nudged(x, TERMS, draw) for x in data(step)) if seed else data(step)  # noqa: E731
         kfac, sync, _, _ = train(0, 1, {**options, "method": method}, net=net, steps=steps, data=moved)
-        sync.detach()
+        sync.close()
         return {"weights": flat(net), **fields(kfac)}
 
     plain, *others = map(alone, range(4))
@@ -100,7 +100,7 @@ def _sharded(rank, size, cases):
         stats = kfac.stats()
         inverses = {name: x.clone() for name, x in kfac._inverses.of.items()}
         found.append((flat(net), fields(kfac), inverses, stats, kfac.plan))
-        sync.detach()
+        sync.close()
     return found
 
 
@@ -128,7 +128,7 @@ def test_sharded_is_the_joint_batch(size):
 
 def _dp(rank, size):
     kfac, sync, _, net = train(rank, size, {"schedule": "dp"})
-    sync.detach()
+    sync.close()
     return flat(net), kfac.stats(), sorted(kfac._inverses.of), kfac.plan
 
 
@@ -191,7 +191,7 @@ def _counted(rank, size, intervals):
     options = {"factor_update_steps": intervals[0], "inv_update_steps": intervals[1]}
     options |= {"inverse_rule": "none", "inverse_comm": "broadcast", "planner": "layer"}
     kfac, sync, _, _ = train(rank, size, options, steps=12)
-    sync.detach()
+    sync.close()
     return kfac.stats(), kfac.plan
 
 
@@ -305,7 +305,7 @@ def _broken(rank, size, rule):
         "inverse_comm": "broadcast",
     }
     _, sync, _, net = train(rank, size, options, steps=6, before=before)
-    sync.detach()
+    sync.close()
     logging.getLogger("thinwire").removeHandler(handler)
     return flat(net), seen, [line for line in text if "cannot be inverted" in line]
 
@@ -336,7 +336,7 @@ def _poisoned(rank, size):
         frozen.setdefault(step, fields(kfac))
 
     _, sync, _, net = train(rank, size, options, steps=5, before=both)
-    sync.detach()
+    sync.close()
     return flat(net), frozen
 
 
@@ -355,9 +355,9 @@ def _saved(rank, size, folder, options):
     kfac, sync, optimizer, net = train(rank, size, options, steps=5)
     tw.checkpoint.save(folder, net, optimizer, sync, 5)
     held = fields(kfac), {n: x.clone() for n, x in kfac._inverses.of.items()}
-    sync.detach()
+    sync.close()
     kfac, sync, _, net = train(rank, size, options, steps=10)  # 20 steps in one go
-    sync.detach()
+    sync.close()
     return held, flat(net)
 
 
@@ -375,7 +375,7 @@ def _resumed(rank, size, folder, options):
         optimizer.step()
         optimizer.zero_grad()
     placement = kfac.plan.owners
-    sync.detach()
+    sync.close()
     return held, flat(net), placement
 
 

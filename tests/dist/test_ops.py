@@ -57,7 +57,7 @@ def _engine(rank, size, steps):
         net.zero_grad()
         cases.loss_of(net, rank, step).backward()
         found.append({n: p.grad.clone() for n, p in net.named_parameters()})
-    sync.detach()
+    sync.close()
     return found
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from parameter_cluster import (
     Cluster,
+    batch_of,
     flat,
     free_port,
     gradient_of,
     held_out,
     loss,
-    loss_of,
     model,
+    part_of,
     sgd,
     synchronous,
 )
@@ -33,13 +34,13 @@ pytestmark = pytest.mark.dist
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["plain", "momentum"])
 def test_one_node_one_worker_is_torch_sgd_bit_for_bit(options):
-    cluster = Cluster(inhad(0, 1.0), 1, outer=sgd(**options), updates=40)
+    cluster = Cluster(inhad(0, "nodes"), 1, outer=sgd(**options), updates=40)
     cluster.join()
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), **{"lr": 0.05, **options})
     for step in range(40):
         optimizer.zero_grad()
-        loss(network, 0, 0, step).backward()
+        loss(network, batch_of(0, 0, step)).backward()
         optimizer.step()
     assert torch.equal(flat(cluster.model), flat(network))
     assert torch.equal(flat(cluster.models[0, 0]), flat(network))  # the worker got the last weights too
@@ -59,7 +60,7 @@ SETTINGS = {
 }
 SLOW_SETTINGS = {
     "asp": asp(start_nodes=2),
-    "diloco": diloco(4, start_nodes=2, submit=LocalSteps(4, "sgd", 0.05)),
+    "diloco": diloco(4, start_nodes=2, local_update=LocalSteps(4, "sgd", 0.05)),
     "int8": inhad(2, start_nodes=2, compress_up="int8", compress_down="int8"),
     "sync": inhad(4, start_nodes=2, local="sync"),
     "ssp": ssp(1, start_nodes=2),
@@ -76,14 +77,14 @@ SLOW_SETTINGS = {
     ],
 )
 def test_every_setting_trains(settings):
-    push = settings.transfer == "push" and settings.submit.steps > 1
+    push = settings.transfer == "push" and settings.local_update.steps > 1
     outer = sgd(lr=0.5) if push else sgd(lr=0.1)
     cluster = Cluster(settings, 2, 2, delays=[0.002, 0.008], outer=outer, updates=60)
     before = held_out(model())
     status = cluster.join()
     after = held_out(cluster.model)
     assert after < 0.9 * before
-    assert settings.limit is None or status.max_staleness <= settings.limit
+    assert settings.max_staleness is None or status.max_staleness <= settings.max_staleness
     assert status.version == 60
 
 
@@ -152,7 +153,7 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path):
 def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_path):
     port = free_port()
     settings = inhad(2, start_nodes=2, lease_seconds=6.0)
-    options = {"directory": tmp_path / "c", "save_every": 5, "journal": tmp_path / "j", "port": port}
+    options = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 5, "journal": tmp_path / "j", "port": port}
     first = Cluster(settings, 2, delays=[0.01, 0.02], updates=10_000, **options)
     while first.service.machine.version < 23:
         time.sleep(0.02)
@@ -173,6 +174,18 @@ def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_pat
     assert len(keys) == len(set(keys))
 
 
+def test_a_service_that_has_run_is_closed_and_saves_nothing_again(tmp_path):
+    cluster = Cluster(bsp(), 1, updates=6, checkpoint_every=5, checkpoint_dir=tmp_path)
+    cluster.join()
+    written = checkpoints.found(tmp_path)
+    assert written
+    for path in written:
+        path.unlink()
+    with cluster.service, cluster.nodes[0]:
+        pass
+    assert not checkpoints.found(tmp_path)
+
+
 def crash(service):
     """All connections break at once, and nothing more is written."""
     service._directory = None
@@ -190,7 +203,7 @@ def crash(service):
 
 def test_another_model_is_refused_by_name():
     cluster = Cluster(inhad(start_nodes=2), 1, updates=5)
-    worker = Worker(model(width=7), loss_of(0, 0), cluster.nodes[0].address, 0)
+    worker = Worker(model(width=7), *part_of(0, 0), cluster.nodes[0].address, 0)
     with pytest.raises(LayoutMismatch, match=r"0\.weight \[7, 4\] where the server's has 0\.weight \[6, 4\]"):
         worker.run()
     while not cluster.service.machine.members:
@@ -212,7 +225,7 @@ def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
     while cluster.service.machine.version < 5:
         time.sleep(0.01)
     second = Node(f"127.0.0.1:{cluster.service.port}", 0, 1)
-    worker = Worker(model(), loss_of(0, 0), second.address, 0)  # of another process: it cannot ask its node
+    worker = Worker(model(), *part_of(0, 0), second.address, 0)  # of another process: it cannot ask its node
     with pytest.raises(ServerLost, match="given up"):
         worker.run()
     with pytest.raises(NodeRefused, match="node 0 is at work in another process"):
@@ -227,11 +240,11 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
     serving = threading.Thread(target=service.run, daemon=True)
     serving.start()
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
-    Worker(model(), loss_of(0, 0), node.address, 0).run()
+    Worker(model(), *part_of(0, 0), node.address, 0).run()
     assert node.wait(5.0)
     seen_off = threading.Thread(target=node.see_off, args=(60.0,), daemon=True)
     seen_off.start()
-    late = Worker(model(99), loss_of(0, 1), node.address, 1)
+    late = Worker(model(99), *part_of(0, 1), node.address, 1)
     stats = late.run()
     assert (stats.submissions, stats.version) == (0, 10)
     assert "when training had ended" in caplog.text

@@ -48,8 +48,8 @@ def test_training_goes_on_without_checkpoint_and_journal_and_the_model_gets_its_
     folder, journal = tmp_path / "c", tmp_path / "j"
     with no_longer_files():
         cluster = Cluster(
-            bsp(deterministic=True), 1, width=8000, updates=40, save_every=10, directory=folder, journal=journal,
-            facts={"long": "x" * (MOST - 2000)},
+            bsp(deterministic=True), 1, width=8000, updates=40, checkpoint_every=10, checkpoint_dir=folder,
+            journal=journal, facts={"long": "x" * (MOST - 2000)},
         )  # fmt: skip
         status = cluster.join()
     assert status.version == 40
@@ -70,7 +70,7 @@ def test_training_goes_on_without_checkpoint_and_journal_and_the_model_gets_its_
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_and_the_next_is_tried(tmp_path, caplog):
     folder = tmp_path / "c"
     obstruct(folder, "", [10, 15])
-    cluster = Cluster(bsp(), 1, updates=22, save_every=5, directory=folder)
+    cluster = Cluster(bsp(), 1, updates=22, checkpoint_every=5, checkpoint_dir=folder)
     cluster.join()
     assert versions(folder) == [20, 22]
     assert cluster.service.unsaved is None
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_and_the_next_is
 def test_at_the_end_an_unsaved_version_is_said(tmp_path):
     folder = tmp_path / "c"
     obstruct(folder, "", [22])
-    cluster = Cluster(bsp(), 1, updates=22, save_every=5, directory=folder)
+    cluster = Cluster(bsp(), 1, updates=22, checkpoint_every=5, checkpoint_dir=folder)
     cluster.join()
     assert versions(folder) == [15, 20]
     assert "version 22" in cluster.service.unsaved
@@ -95,7 +95,7 @@ def test_the_verb_ends_with_a_sentence_and_exit_code_1(tmp_path):
         target=run_node, args=(f"127.0.0.1:{port}", "mlp:width=16:layers=1", 1, 1), kwargs={"seed": 0}, daemon=True
     )
     node.start()
-    words = ["--model", "mlp:width=16:layers=1", "--updates", 4, "--save-every", 2, "--checkpoint", folder]
+    words = ["--model", "mlp:width=16:layers=1", "--updates", 4, "--checkpoint-every", 2, "--checkpoint-dir", folder]
     result = CliRunner().invoke(app, ["ps", "server", "--port", str(port), "--json", *map(str, words)])
     node.join(60)
     assert result.exit_code == 1, result.output
@@ -109,7 +109,7 @@ def test_a_shard_that_cannot_write_ends_nothing_and_the_others_keep_what_fits(tm
     obstruct(parts, "shard-0-", range(1, 31))
     settings = inhad(2, start_nodes=1)
     cluster = Cluster(
-        settings, 1, shards=2, delays=[0.02], updates=30, save_every=5, directory=folder, shard_folder=parts
+        settings, 1, shards=2, delays=[0.02], updates=30, checkpoint_every=5, checkpoint_dir=folder, shard_folder=parts
     )
     status = cluster.join()
     assert status.version == 30
@@ -126,7 +126,7 @@ def test_a_checkpoint_or_journal_that_can_never_be_written_is_refused_at_the_sta
     (tmp_path / "file").write_text("x")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match=re.escape(f"{place} cannot hold checkpoints")):
-            Service(model(), inhad(), updates=1, directory=place)
+            Service(model(), inhad(), updates=1, checkpoint_dir=place)
     for place in (tmp_path / "no" / "such", tmp_path):
         with pytest.raises(ValueError, match=re.escape(f"the journal {place} cannot be written")):
             Service(model(), inhad(), updates=1, journal=place)

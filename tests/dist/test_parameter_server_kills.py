@@ -41,14 +41,15 @@ def serve(port, folder, updates):
         assert torch.isfinite(theta).all()
         log.write(f"{version} {time.time()}\n")
 
-    Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates, directory=f"{folder}/c",
-            save_every=5, journal=f"{folder}/j", nodes=2, on_update=on_update).run()  # fmt: skip
+    Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates,
+            checkpoint_dir=f"{folder}/c", checkpoint_every=5,
+            journal=f"{folder}/j", nodes=2, on_update=on_update).run()  # fmt: skip
 
 
 def lead(port, number, folder, dies=None):
     """A node's process, whose one worker is a thread; it may be made to die at a point of the protocol."""
     import torch
-    from parameter_cluster import loss_of, model
+    from parameter_cluster import model, part_of
 
     from thinwire.collectives.pair import Pair
     from thinwire.parameter_server import Leader, Node, Worker
@@ -78,7 +79,7 @@ def lead(port, number, folder, dies=None):
             send(self, x, seconds),
         )
     node = Node(f"127.0.0.1:{port}", number, 1, leader=Dying, leases=10.0)
-    Worker(model(), loss_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
+    Worker(model(), *part_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
     node.wait(5)
 
 
@@ -104,12 +105,12 @@ def lead_apart(port, number, folder):
 
 def work(address, number, k):
     import torch
-    from parameter_cluster import loss_of, model
+    from parameter_cluster import model, part_of
 
     from thinwire.parameter_server import Worker
 
     torch.set_num_threads(1)
-    Worker(model(), loss_of(number, k, 0.02), address, k).run()
+    Worker(model(), *part_of(number, k, 0.02), address, k).run()
 
 
 class Processes:

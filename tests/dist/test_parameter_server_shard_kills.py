@@ -30,8 +30,9 @@ def serve(port, folder, updates):
         assert theta.numel() == 44
         log.write(f"{version} {time.time()}\n")
 
-    Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates, directory=f"{folder}/c",
-            save_every=5, journal=f"{folder}/j", nodes=2, on_update=on_update, shards=2).run()  # fmt: skip
+    Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates,
+            checkpoint_dir=f"{folder}/c", checkpoint_every=5,
+            journal=f"{folder}/j", nodes=2, on_update=on_update, shards=2).run()  # fmt: skip
 
 
 def keep(port, index, folder):
@@ -41,13 +42,13 @@ def keep(port, index, folder):
     from thinwire.parameter_server import serve_shard
 
     torch.set_num_threads(1)
-    serve_shard(f"127.0.0.1:{port}", index=index, outer=sgd(), checkpoint=f"{folder}/c")
+    serve_shard(f"127.0.0.1:{port}", index=index, outer=sgd(), checkpoint_dir=f"{folder}/c")
 
 
 def lead(port, number, dies=False):
     """A node whose one worker is a thread; it may die when a sum's header and one of its pieces have gone."""
     import torch
-    from parameter_cluster import loss_of, model
+    from parameter_cluster import model, part_of
 
     from thinwire.collectives.pair import Pair
     from thinwire.parameter_server import Node, Worker
@@ -64,7 +65,7 @@ def lead(port, number, dies=False):
 
     Pair.send_tensor = sending
     node = Node(f"127.0.0.1:{port}", number, 1, leases=10.0)
-    Worker(model(), loss_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
+    Worker(model(), *part_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
     node.wait(5)
 
 
@@ -114,10 +115,11 @@ def test_a_killed_shard_ends_the_verb_with_a_sentence_and_all_go_on_when_started
 
     def server(updates):
         return start("server", "--model", "mlp:width=32:layers=2", "--shards", 2, "--port", port, "--updates", updates,
-                     "--outer", "sgd:lr=0.01", "--checkpoint", tmp_path, "--save-every", 10, "--json")  # fmt: skip
+                     "--outer", "sgd:lr=0.01", "--checkpoint-dir", tmp_path, "--checkpoint-every", 10,
+                     "--json")  # fmt: skip
 
     def shard(index):
-        return start("shard", f"127.0.0.1:{port}", "--index", index, "--checkpoint", tmp_path, "--json")
+        return start("shard", f"127.0.0.1:{port}", "--index", index, "--checkpoint-dir", tmp_path, "--json")
 
     try:
         first, shards = server(1_000_000), [shard(0), shard(1)]

@@ -11,8 +11,8 @@ from parameter_cluster import (
     free_port,
     gradient_of,
     held_out,
-    loss_of,
     model,
+    part_of,
     sgd,
     synchronous,
 )
@@ -68,7 +68,7 @@ def test_shards_change_no_bit_and_each_carries_its_part_of_the_bytes(monkeypatch
     assert not any(held(cluster))
 
 
-DROPPING = fedbuff(3, 0, start_nodes=2, submit=LocalSteps(1, "sgd", 0.05))
+DROPPING = fedbuff(3, 0, start_nodes=2, local_update=LocalSteps(1, "sgd", 0.05))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_every_way_of_sending_trains_with_shards_and_nothing_stays_behind(settin
     status = cluster.join()
     assert held_out(cluster.model) < 0.9 * before
     assert status.version == 30
-    assert settings.limit is None or status.max_staleness <= settings.limit
+    assert settings.max_staleness is None or status.max_staleness <= settings.max_staleness
     assert settings is not DROPPING or status.counters["stale"] > 0
     assert not any(held(cluster))
 
@@ -150,10 +150,10 @@ def end(cluster):
 
 
 def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_the_next(tmp_path):
-    folders = {"directory": tmp_path / "server", "shard_folder": tmp_path / "shards"}
+    folders = {"checkpoint_dir": tmp_path / "server", "shard_folder": tmp_path / "shards"}
     settings = inhad(2, start_nodes=2, lease_seconds=6.0)
     port = free_port()
-    cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.02], updates=100_000, save_every=5, port=port,
+    cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.02], updates=100_000, checkpoint_every=5, port=port,
                       journal=tmp_path / "j", **folders)  # fmt: skip
     wait_until(lambda: cluster.service.machine.version >= 23)
     cluster.shards[1]._line.pair.close()
@@ -167,11 +167,11 @@ def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_th
     assert checkpoints.load(tmp_path / "server").version == saved
 
     second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=saved + 30, port=port, shards=2,
-                     save_every=5, journal=tmp_path / "j", directory=tmp_path / "server")  # fmt: skip
+                     checkpoint_every=5, journal=tmp_path / "j", checkpoint_dir=tmp_path / "server")  # fmt: skip
     assert second.machine.version == saved
     serving = threading.Thread(target=second.run, daemon=True)
     serving.start()
-    cluster.add_shard(1, outer=sgd(), directory=tmp_path / "shards")  # in place of the dead one
+    cluster.add_shard(1, outer=sgd(), checkpoint_dir=tmp_path / "shards")  # in place of the dead one
     serving.join(120)
     assert not serving.is_alive()
     assert second.machine.version == saved + 30
@@ -188,7 +188,7 @@ def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_th
 def test_a_killed_server_goes_on_from_its_checkpoint_with_the_shards_that_waited(tmp_path):
     port = free_port()
     settings = inhad(2, start_nodes=1, lease_seconds=6.0)
-    options = {"directory": tmp_path / "c", "save_every": 5, "port": port, "shards": 2}
+    options = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 5, "port": port, "shards": 2}
     first = Cluster(settings, 1, delays=[0.01], updates=10_000, shard_folder=tmp_path / "c", **options)
     wait_until(lambda: (checkpoints.load(tmp_path / "c") or checkpoints.Saved(None, {}, 0, 0, {})).version >= 10)
     crash_with_shards(first.service)
@@ -218,7 +218,7 @@ def crash_with_shards(service):
 
 
 def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
-    cluster = Cluster(bsp(start_nodes=1), 1, shards=2, delays=[0.01], updates=60, directory=tmp_path / "c",
+    cluster = Cluster(bsp(start_nodes=1), 1, shards=2, delays=[0.01], updates=60, checkpoint_dir=tmp_path / "c",
                       shard_folder=tmp_path / "c")  # fmt: skip
     wait_until(lambda: cluster.service.machine.version >= 3)
     address = f"127.0.0.1:{cluster.service.port}"
@@ -243,26 +243,26 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
 
 
 def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
-    service = Service(model(), bsp(), host="127.0.0.1", outer=sgd(), shards=1, updates=3, directory=tmp_path)
+    service = Service(model(), bsp(), host="127.0.0.1", outer=sgd(), shards=1, updates=3, checkpoint_dir=tmp_path)
     failures = []
     serving = threading.Thread(target=service.run, daemon=True)
     serving.start()
     address = f"127.0.0.1:{service.port}"
     for options, sentence in (
-        ({"outer": sgd(lr=0.3), "directory": tmp_path}, "another optimizer"),
+        ({"outer": sgd(lr=0.3), "checkpoint_dir": tmp_path}, "another optimizer"),
         ({"outer": sgd()}, "directory of its own"),
     ):
         with pytest.raises(ShardRefused, match=sentence):
             Shard(address, 0, host="127.0.0.1", **options).run()
-    gone = Shard(address, 0, host="127.0.0.1", outer=sgd(), directory=tmp_path)
+    gone = Shard(address, 0, host="127.0.0.1", outer=sgd(), checkpoint_dir=tmp_path)
     gone._enlist(False)  # and dies before it has its weights
     gone.close()
     early = Node(address, 0, 1)  # nodes wait as well
-    working = threading.Thread(target=Worker(model(), loss_of(0, 0), early.address, 0).run, daemon=True)
+    working = threading.Thread(target=Worker(model(), *part_of(0, 0), early.address, 0).run, daemon=True)
     working.start()
     wait_until(lambda: not service.keeper.roster.posts)
     assert [row.there for row in service.status().shards] == [False]
-    Shard(address, 0, host="127.0.0.1", outer=sgd(), directory=tmp_path).run()
+    Shard(address, 0, host="127.0.0.1", outer=sgd(), checkpoint_dir=tmp_path).run()
     serving.join(20)
     working.join(20)
     assert service.machine.version == 3

@@ -67,7 +67,17 @@ def test_a_server_and_a_node_of_two_worker_processes_from_the_command_line(tmp_p
     service = Service(model(), inhad(), host="127.0.0.1")  # only for a port that is free
     port = service.port
     service.close()
-    words = ["server", *small, "--port", str(port), "--updates", "30", "--checkpoint", str(tmp_path / "c"), "--json"]
+    words = [
+        "server",
+        *small,
+        "--port",
+        str(port),
+        "--updates",
+        "30",
+        "--checkpoint-dir",
+        str(tmp_path / "c"),
+        "--json",
+    ]
     server = subprocess.Popen([*thinwire, *words], env=environment, stdout=subprocess.PIPE, text=True)
     node = subprocess.run(
         [*thinwire, "node", *small, "--server", f"127.0.0.1:{port}", "--node", "1", "--workers", "2", "--json"],

@@ -501,7 +501,7 @@ def test_late_parameters_are_named_before_they_drift():
         assert len(sentences) == 3
         for sentence, name in zip(sentences, ("0.weight, 0.bias", "7.weight, 7.bias", "4.weight, 4.bias")):
             assert sentence.startswith(name)
-            assert "detach(), then attach again" in sentence
+            assert "close(), then attach again" in sentence
 
 
 # --- memory and strides of .grad ------------------------------------------------------------------------------------
@@ -676,7 +676,7 @@ def _resumed_with_a_scale(rank, size):
         scaler.update()
         optimizer.zero_grad()
     state = sync.state_dict()
-    sync.detach()
+    sync.close()
     *_, sync = made()
     with sync, pytest.raises(ValueError, match=r"saved with a GradScaler in use.*scaler="):
         sync.load_state_dict(state)

@@ -43,7 +43,7 @@ def _measured(rank, size):
         net, sync, _first = _train(rank, method, options, SLOW)
         kept = [b.kept for b in sync.plan.phases[0]]
         found.append((method, sync.plan.hash, sync.plan.rule, len(sync.plan.phases[0]), kept, cases.weights(net)))
-        sync.detach()
+        sync.close()
     return found
 
 
@@ -89,7 +89,7 @@ def _auto(rank, size):
     for costs, lossy in [(SLOW, False), (SLOW, True), (FREE, True)]:
         _, sync, _ = _train(rank, "auto", {}, costs, lossy=lossy)
         found.append((sync.services.method.name, sync.plan.hash, sync.stats().why, sync.stats().bytes_sent))
-        sync.detach()
+        sync.close()
     return found
 
 
@@ -123,7 +123,7 @@ def _adaptive(rank, size):
     wrong = Costs({("AllReduce", "world", 2): Linear(30.0, 0.0)}, SLOW.compute)
     _, sync, _first = _train(rank, "ssgd", {}, wrong, steps=60, plan="adaptive")
     again = sync._controller.pilot.decisions
-    sync.detach()
+    sync.close()
     _, sync, _ = _train(rank, "ssgd", {"fusion": "optimal"}, wrong, steps=60)
     return again, sync._controller.pilot.decisions, sync._controller.pilot.warned
 

@@ -51,7 +51,7 @@ def _rank(pipe, rank, size, port, method, options, victim, how, moment):
     except RuntimeError as error:
         pipe.send(str(error))
     if sync is not None:
-        sync.detach()
+        sync.close()
 
 
 class Trial:

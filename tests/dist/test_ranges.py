@@ -34,7 +34,7 @@ def _profiled(rank, size, folder, method, options):
         optimizer.zero_grad()
     log.close()
     kinds, total, buckets = sync.stats().collectives, sync.stats().bytes_sent, len(sync.plan.phases[0])
-    sync.detach()
+    sync.close()
     return kinds, total, buckets
 
 

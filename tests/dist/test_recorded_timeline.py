@@ -24,7 +24,7 @@ def _traced(rank, size, folder, method, options):
     sent, buckets = sync.stats().bytes_sent - before, len(sync.plan.phases[0])
     optimizer.zero_grad()
     cases.loss_of(net, rank, 2).backward()  # recorded no longer
-    sync.detach()
+    sync.close()
     return sent, buckets
 
 

@@ -92,9 +92,7 @@ class Training:
         return all(bool(p.grad.isfinite().all()) for p in self.net.parameters())
 
     def close(self):
-        if self.route == "attach":
-            self.sync.detach()
-        elif self.sync is not None:
+        if self.sync is not None:
             self.sync.close()
 
 

@@ -28,7 +28,7 @@ if rank == 0:
     torch.save({"weights": list(model.state_dict().values()), "start": start}, "end.pt")
 owed = sorted(sync.services.state.residuals.items())
 torch.save(owed, f"owed-{rank}.pt")
-sync.detach()
+sync.close()
 """
 
 
@@ -38,8 +38,8 @@ def _job(folder, kill):
     backward = "    torch.nn.functional.cross_entropy"
     assert SCRIPT.count(backward) == 1
     code = SCRIPT if kill is None else SCRIPT.replace(backward, KILL.format(step=kill) + backward)
-    assert code.count("\nsync.detach()\n") == 1
-    (folder / "train.py").write_text(code.replace("\nsync.detach()\n", LAST))
+    assert code.count("\nsync.close()\n") == 1
+    (folder / "train.py").write_text(code.replace("\nsync.close()\n", LAST))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "--max-restarts", "1", "train.py"],
@@ -100,7 +100,7 @@ def _after_a_restart(rank, size):
         for loads in (False, True):
             net, sync = cases.train(rank, 2, "acp", {"rank": 2})
             saved = sync.state_dict()
-            sync.detach()
+            sync.close()
             optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
             del told[:]
             sync = tw.attach(net, optimizer, "acp", rank=2)
@@ -109,7 +109,7 @@ def _after_a_restart(rank, size):
             for step in range(2):
                 cases.loss_of(net, rank, step).backward()
                 net.zero_grad()
-            sync.detach()
+            sync.close()
             yield [text for text in told if "restart" in text]
     finally:
         del os.environ["TORCHELASTIC_RESTART_COUNT"]

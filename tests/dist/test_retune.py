@@ -26,7 +26,7 @@ def _train(rank, method, *, steps=None, seconds=None, plan=None):
     try:
         return net, sync, _loop(rank, net, sync, optimizer, steps, seconds)
     except ValueError:
-        sync.detach()
+        sync.close()
         raise
 
 
@@ -69,7 +69,7 @@ def _chosen(rank, size):
             logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
         found.append((len(sync.plan.phases[0]), hashes, sync.stats().why, lines))
-        sync.detach()
+        sync.close()
     return found
 
 
@@ -106,16 +106,16 @@ def _twins(rank, size):
             sync.synchronize()
         pinned = tw.Plan.from_json(sync.plan.to_json())
         found.append((hashes, sync.stats().why))
-        sync.detach()
+        sync.close()
         assert len(set(hashes)) > 2, "the plan was never changed"
         twin, other, _ = _train(rank, fixed, steps=len(hashes))
-        other.detach()
+        other.close()
         for a, b in zip(cases.weights(net), cases.weights(twin)):
             assert torch.equal(a, b), tuned.name
         _, again, under = _train(rank, tuned, steps=2, plan=pinned)
         assert again.stats().settled
         assert set(under) == {pinned.hash}
-        again.detach()
+        again.close()
     return found
 
 
@@ -133,7 +133,7 @@ def _others(rank, size):
         if sync.pending:
             sync.synchronize()
         found.append((hashes, sync.stats().why, len(sync.plan.phases) == method.phases, cases.weights(net)))
-        sync.detach()
+        sync.close()
     return found
 
 
@@ -177,7 +177,7 @@ def _adaptive(rank, size):
     settled = sync.stats().settled, sync._controller.pilot.decisions
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     _loop(rank, net, sync, optimizer, 6 + 8, None)
-    sync.detach()
+    sync.close()
     return settled, (sync.stats().settled, sync._controller.pilot.decisions)
 
 

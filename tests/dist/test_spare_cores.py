@@ -43,7 +43,7 @@ def _where_and_what(rank, method):
     try:
         net, sync = cases.train(rank, 5, method)
         residuals = {k: v for k, v in sync.state_dict().items() if k.startswith("residual/")}
-        sync.detach()
+        sync.close()
     finally:
         kind.reduce = reduce
     return sorted(where), cases.weights(net), residuals

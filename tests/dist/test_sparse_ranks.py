@@ -129,7 +129,7 @@ def _resume(rank, size, folder):
         _steps(net, optimizer, rank, 0, 4)
         tw.checkpoint.save(f"{folder}/{index}", net, optimizer, sync, 4)
         _steps(net, optimizer, rank, 4, 8)
-        sync.detach()
+        sync.close()
         other, other_optimizer, other_sync = _build(name, options)
         before = set(other_sync.state_dict())
         _steps(
@@ -139,7 +139,7 @@ def _resume(rank, size, folder):
         a, b = sync.state_dict(), other_sync.state_dict()
         keys = [key for key, value in a.items() if isinstance(value, torch.Tensor)]
         found.append((name, same, all(torch.equal(a[key], b[key]) for key in keys), set(keys) <= before, keys))
-        other_sync.detach()
+        other_sync.close()
     return found
 
 
@@ -159,7 +159,7 @@ def _saved(rank, size, folder):
     net, optimizer, sync = _build(*RESUMED[0])
     _steps(net, optimizer, rank, 0, 4)
     tw.checkpoint.save(folder, net, optimizer, sync, 4)
-    sync.detach()
+    sync.close()
     return sync.services.state.snapshot()["local"]
 
 
@@ -168,7 +168,7 @@ def _loaded(rank, size, folder):
     tw.checkpoint.load(folder, net, optimizer, sync)
     local = sync.services.state.snapshot()["local"]
     _steps(net, optimizer, rank, 4, 6)
-    sync.detach()
+    sync.close()
     return local
 
 
@@ -221,7 +221,7 @@ def _decided(rank, size):
         net.zero_grad()
         cases.loss_of(net, rank, step, width=64).backward()
         optimizer.step()
-    sync.detach()
+    sync.close()
     return first, [b.exchange for b in sync.plan.phases[0] if not b.dense], sync.plan.hash, cases.weights(net)
 
 

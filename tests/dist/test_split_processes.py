@@ -47,7 +47,15 @@ def prepared(folder, plan, epochs=2):
 
 
 def start(role, folder, port, *more):
-    words = [role, str(folder), "--keys", str(folder / "keys"), "--checkpoints", str(folder / f"{role}-kept"), "--json"]
+    words = [
+        role,
+        str(folder),
+        "--keys",
+        str(folder / "keys"),
+        "--checkpoint-dir",
+        str(folder / f"{role}-kept"),
+        "--json",
+    ]
     words += ["--listen" if role == "cloud" else "--cloud", f"127.0.0.1:{port}", "--out", str(folder / f"{role}.out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(

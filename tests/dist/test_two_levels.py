@@ -48,7 +48,7 @@ def _engine(rank, size):
             for n in sync.services.state.residuals
         }
         sent = sync.stats().bytes_sent
-        sync.detach()
+        sync.close()
         found.append((results, residuals, sent))
     return found
 
@@ -79,7 +79,7 @@ def _mixed(rank, size, steps):
         cases.loss_of(net, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    sync.detach()
+    sync.close()
     return cases.weights(net)
 
 
@@ -112,7 +112,7 @@ def _train(rank, size, folder, layout, first, last, fusion):
         for n, p in net.named_parameters()
         if n in sync.services.state.residuals
     }
-    sync.detach()
+    sync.close()
     return loaded, owed, cases.weights(net)
 
 
@@ -148,7 +148,7 @@ def _refused(rank, size):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     sync = tw.attach(net, optimizer, "ssgd", collective="three_phase", topology=Topology(3, [2, 1]))
     cases.loss_of(net, rank, 0).backward()
-    sync.detach()
+    sync.close()
     return [p.grad.clone() for p in net.parameters()]
 
 
@@ -168,7 +168,7 @@ def _auto(rank, size, costs):
         cases.loss_of(net, rank, step, width=64).backward()
         optimizer.step()
         optimizer.zero_grad()
-    sync.detach()
+    sync.close()
     return before, sync.stats().settled, sync.plan.to_json(), cases.weights(net)
 
 

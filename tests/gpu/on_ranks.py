@@ -127,7 +127,7 @@ def timed(name, options, rank, device, width, steps=20):
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     if sync is not None:
-        sync.detach()
+        sync.close()
     memory = torch.cuda.max_memory_allocated(device) / 2**20 if on_card else None
     return {"method": name or "DDP", "options": options, "step_ms": 1e3 * sorted(seconds)[steps // 2], "MiB": memory}
 

@@ -30,7 +30,7 @@ for label, name, options in json.loads(%r):
         optimizer.zero_grad()
     dist.barrier()
     found[label] = [transmitted_bytes("eth0") - before, sync.stats().bytes_sent - sent, sync.services.topology.layout]
-    sync.detach()
+    sync.close()
 print(json.dumps(found))
 dist.destroy_process_group()
 """

@@ -188,7 +188,7 @@ def attached(
     try:
         yield run
     finally:
-        run.sync.detach()
+        run.sync.close()
         del preconditioner
 
 

@@ -237,7 +237,7 @@ def _under_fsdp2(kind: Any, method: Any, rank: int = 0, card: Card | None = None
         torch.manual_seed(0)
         run = kind(card, nccl, resolve(method, **options))
         yield run
-        run.sync.detach()
+        run.sync.close()
 
 
 fsdp2 = partial(_under_fsdp2, FSDPTraining)

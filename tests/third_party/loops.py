@@ -49,9 +49,7 @@ class Wire:
         return self
 
     def __exit__(self, *_):
-        if self.way == "attach":
-            self.ours.detach()
-        elif self.way == "hook":
+        if self.way in ("attach", "hook"):
             self.ours.close()
 
 

@@ -343,6 +343,12 @@ class DDPSync:
         if self._session is not None and self._session.comm is not None:
             self._session.close()
 
+    def __enter__(self) -> DDPSync:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
 
 def _has_joined() -> bool:
     """Whether DDP's ``Join`` calls for a rank that has no more input: it does not step, but the others use its zeros.

@@ -59,7 +59,7 @@ def attach(
         timeout: seconds (or a timedelta) after which a silent replica is an error; None: that of torch's groups.
 
     Returns:
-        The handle: ``stats``, ``state_dict``, ``detach``.
+        The handle: ``stats``, ``state_dict``, ``close``.
 
     Raises:
         NotImplementedError: a method or a model that this adapter does not serve; the message says what works.
@@ -73,7 +73,7 @@ def attach(
     groups = groups_of(model)
     taken = next((one.name for one in groups if one.hooked), None)
     if taken is not None:
-        raise RuntimeError(f"module {taken!r} has an all-reduce hook already; call detach() on what attached it")
+        raise RuntimeError(f"module {taken!r} has an all-reduce hook already; call close() on what attached it")
     group = _replicas(groups, replicas)
     size = dist.get_world_size(group)
     note = ""
@@ -109,7 +109,7 @@ def attach_reduce_scatter(
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's groups.
 
     Returns:
-        The handle: ``stats``, ``detach``.
+        The handle: ``stats``, ``close``.
 
     Raises:
         NotImplementedError: another method, or a model that this adapter does not serve.

@@ -225,7 +225,7 @@ class ReplicaSync:
         """
         persistence.from_state_dict(self, state)
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Take the hooks out and give the process groups back. FSDP2 then averages over replicas itself again."""
         for undo in self._undo:
             undo()
@@ -236,4 +236,4 @@ class ReplicaSync:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.detach()
+        self.close()

@@ -113,6 +113,12 @@ class CompressedReduceScatter:
             bytes_by_kind=dict(ledger.bytes),
         )
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Give FSDP2 its own reduce-scatter back, and the process groups to the pool."""
         self._broken = released(self._undo, self._comm, self._broken)
+
+    def __enter__(self) -> CompressedReduceScatter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -15,4 +15,4 @@ def released(undo: list[Callable[[], None]], comm: Communicator | None, broken: 
     if comm is None:
         return broken
     comm.close(broken=broken is not None)
-    return broken or "it was detached"
+    return broken or "it was closed"

@@ -104,7 +104,7 @@ class Contender:
         else:
             method = thinwire.method(self.row.kind, **self.row.options)
             self.sync = thinwire.attach(self.workload.model, optimizer, method)
-        self._close = self.sync.detach
+        self._close = self.sync.close
 
     def _wrap(self, group: Any) -> None:
         options: dict[str, Any] = {}

@@ -54,7 +54,7 @@ def digits(
         network(width, hidden),
         ArrayClients((pixels[:known], labels[:known]), splits[split]()),
         rounds=50,
-        cohort=min(20, clients),
+        clients_per_round=min(20, clients),
         evaluate=evaluate,
     )
 
@@ -86,7 +86,7 @@ def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> 
         CharGPT(layers, width, 4, length),
         train,
         rounds=30,
-        cohort=min(16, len(train)),
+        clients_per_round=min(16, len(train)),
         loss=loss,
         evaluate=evaluate,
     )
@@ -109,7 +109,7 @@ def million(clients: int = 1_000_000, samples: int = 10, features: int = 100) ->
         nn.Linear(features, 2),
         FunctionClients(clients, load, samples),
         rounds=10,
-        cohort=min(1000, clients),
+        clients_per_round=min(1000, clients),
     )
 
 
@@ -141,8 +141,8 @@ ALGORITHMS = ("FedAvg", "FedProx", "FedOpt", "FedNova", "Mime", "Scaffold", "Fed
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "FedOpt": {"server_lr": 0.02},
     "Mime": {"beta": 0.5},
-    "Scaffold": {"clip": 1.0},
-    "FedDyn": {"clip": 1.0},
+    "Scaffold": {"max_grad_norm": 1.0},
+    "FedDyn": {"max_grad_norm": 1.0},
 }
 """What these need otherwise than FedAvg, by trial on ``digits``: with local rates that suit FedAvg, an adaptive server
 that takes steps of 1, and variates of unlike clients that are seldom seen, diverge."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import count
 
 import torch.distributed as dist
 
@@ -34,7 +35,7 @@ class Predictor:
         rank = dist.get_rank()
         dist.barrier()
         self.profile: ModelProfile = profile_model(
-            workload.model, lambda step: workload.loss(workload.model, step, rank), steps=10, warmup=3
+            workload.model, count(), lambda model, step: workload.loss(model, step, rank), steps=10, warmup=3
         )
         largest = min(16 << 20, max(1 << 16, workload.gradient_bytes))
         scopes = 3 if topology.two_levels else 1  # as many groups to measure

@@ -35,13 +35,13 @@ def run(
     ] = None,
     compress: Annotated[str | None, typer.Option(help="Method for the clients' changes, as topk:density=0.01.")] = None,
     rounds: Annotated[int | None, typer.Option(help="In all; a resumed run goes on to this number.")] = None,
-    cohort: Annotated[int | None, typer.Option(help="Clients a round.")] = None,
+    clients_per_round: Annotated[int | None, typer.Option(help="So many train in a round.")] = None,
     devices: Annotated[int | None, typer.Option(help="Emulated devices. Not under torchrun: a rank is one.")] = None,
     schedule: Annotated[str, typer.Option(help="auto, equal, lpt or pull.")] = "auto",
     reduction: Annotated[str | None, typer.Option(help="fp32, fp64 or exact.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of cohorts and clients.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="In rounds.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A folder; a run that is there goes on.")] = None,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="A folder; a run that is there goes on.")] = None,
     checkpoint_every: Annotated[int, typer.Option(help="In rounds.")] = 1,
     state_memory: Annotated[int, typer.Option(help="Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
     threads: Annotated[int, typer.Option(help="torch's, in each process; more than 1 pays for large models.")] = 1,
@@ -70,14 +70,24 @@ def run(
         made.algorithm = build_algorithm(algorithm, made.algorithm, compress)
     else:
         made.algorithm = compressed(made.algorithm, compress)
-    given = {"rounds": rounds, "cohort": cohort, "seed": seed, "reduction": reduction, "evaluate_every": evaluate_every}
+    given = {
+        "rounds": rounds,
+        "clients_per_round": clients_per_round,
+        "seed": seed,
+        "reduction": reduction,
+        "evaluate_every": evaluate_every,
+    }
     for name, value in given.items():
         if value is not None:
             setattr(made, name, value)
-    options: dict[str, Any] = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every, "schedule": schedule}
+    options: dict[str, Any] = {
+        "checkpoint_dir": checkpoint_dir,
+        "checkpoint_every": checkpoint_every,
+        "schedule": schedule,
+    }
     options |= {"devices": devices, "trace": None if trace is None else ClientTrace.read(trace)}
     if made.algorithm.stateful:
-        folder = None if checkpoint is None else checkpoint / "states"
+        folder = None if checkpoint_dir is None else checkpoint_dir / "states"
         options["state"] = ClientStateStore(len(made.clients), folder, state_memory)
     console = Console()
     with _ranks() as rank, _progress(made, quiet=rank != 0) as shown:
@@ -115,7 +125,7 @@ def predict(
     fast: Annotated[int, typer.Option(help="Without --devices: devices of 10 ms a sample.")] = 4,
     slow: Annotated[int, typer.Option(help="Without --devices: devices four times slower.")] = 4,
     clients: Annotated[int, typer.Option(help="In all.")] = 1000,
-    cohort: Annotated[int, typer.Option(help="Clients a round.")] = 100,
+    clients_per_round: Annotated[int, typer.Option(help="So many train in a round.")] = 100,
     mean: Annotated[float, typer.Option(help="Samples of a client, mean of a log-normal distribution.")] = 50.0,
     spread: Annotated[float, typer.Option(help="Standard deviation of its logarithm; 0: all alike.")] = 1.0,
     rounds: Annotated[int, typer.Option(help="How many.")] = 10,
@@ -142,13 +152,21 @@ def predict(
     draw = np.random.default_rng(seed).lognormal(math.log(mean) - spread**2 / 2, spread, size=clients)
     sizes = np.maximum(1, np.rint(draw)).astype(int)
     found = [
-        predicted(name, clients, lambda i: int(sizes[i]), speeds, rounds=rounds, cohort=cohort, seed=seed)
+        predicted(
+            name,
+            clients,
+            lambda i: int(sizes[i]),
+            speeds,
+            rounds=rounds,
+            clients_per_round=clients_per_round,
+            seed=seed,
+        )
         for name in ("equal", "lpt", "pull", "auto")
     ]
     if json:
         typer.echo(json_module.dumps([{**asdict(one), "ratio": one.ratio} for one in found]))
         return
-    title = f"{cohort} of {clients} clients a round on {len(speeds)} devices"
+    title = f"{clients_per_round} of {clients} clients a round on {len(speeds)} devices"
     Console().print(schedules_table(found, title))
 
 

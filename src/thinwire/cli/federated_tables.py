@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from thinwire.federated import History, Prediction, RoundRecord
 
 _MOST_ROWS = 40
-_CONSTANT = ("decay", 1.0)
+_CONSTANT = ("lr_decay", 1.0)
 """A rate that stays."""
 
 
@@ -56,7 +56,7 @@ def rounds_table(history: History) -> Table:
     traced = any(row.client_seconds is not None for row in rows)
     devices = "1 device" if about["devices"] == 1 else f"{about['devices']} devices"
     name = f"{about['inner']['algorithm']}, compressed" if "inner" in about else about["algorithm"]
-    title = f"{name}: {about['cohort']} of {about['clients']} clients a round, {devices}"
+    title = f"{name}: {about['clients_per_round']} of {about['clients']} clients a round, {devices}"
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     failing = any(row.failed for row in rows)
     columns = ["round", "schedule", "loss", *numbers, "seconds", "busy", "MB up"]

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from thinwire import __version__
-from thinwire.cli import bench, demo, doctor, elastic, federated, kfac, lab, plan, probe, profile, ps, report, split
+from thinwire.cli import bench, demo, doctor, federated, kfac, lab, plan, probe, profile, ps, report, split, supernet
 from thinwire.cli.errors import RunFailed
 
 
@@ -44,7 +44,7 @@ app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.add_typer(lab.app, name="lab")
 app.add_typer(kfac.app, name="kfac")
-app.add_typer(elastic.app, name="elastic")
+app.add_typer(supernet.app, name="supernet")
 app.add_typer(ps.app, name="ps")
 app.add_typer(split.app, name="split")
 app.add_typer(federated.app, name="federated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -226,6 +227,7 @@ def _measure(model: str) -> ModelProfile:
         workload = build_model(model)
         return profile_model(
             workload.model,
+            count(),
             loss_of(workload, 0),
             steps=10,
             warmup=2,

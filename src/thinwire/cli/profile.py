@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,6 +84,7 @@ def _profile(
         torch.distributed.barrier()
     return profile_model(
         workload.model,
+        count(),
         loss_of(workload, rank),
         steps=steps,
         warmup=warmup,

@@ -20,7 +20,7 @@ SettingsText = Annotated[
     typer.Option(
         "--settings",
         help="inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco; options as "
-        "inhad:limit=2:n=1.",
+        "inhad:max_staleness=2:update_every=nodes.",
     ),
 ]
 OuterText = Annotated[str, typer.Option("--outer", help="The server's optimizer, as sgd:lr=0.1:momentum=0.9.")]
@@ -37,8 +37,10 @@ def server(
     shards: Annotated[int, typer.Option(help="Processes (`ps shard`) that hold a slice of the weights each.")] = 0,
     updates: Annotated[int | None, typer.Option(help="End after so many updates.")] = None,
     gradients: Annotated[int | None, typer.Option(help="End after so many applied gradients.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Directory; the server goes on from what is there.")] = None,
-    save_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Directory; the server goes on from what is there.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
     journal: Annotated[Path | None, typer.Option(help="File for the log of updates, for `ps replay`.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
     json: Json = False,
@@ -53,7 +55,8 @@ def server(
     with live() as show:
         service = make_service(
             model, settings, outer, port=port, nodes=nodes, shards=shards, updates=updates, gradients=gradients,
-            directory=checkpoint, save_every=save_every, journal=journal, seed=seed, on_status=show,
+            checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, journal=journal, seed=seed,
+            on_status=show,
         )  # fmt: skip
         status = served(service)
     typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
@@ -69,7 +72,7 @@ def shard(
         str | None, typer.Option(help="The optimizer; by default as the server's --outer, which it publishes.")
     ] = None,
     port: Annotated[int, typer.Option(help="Where nodes find this shard; 0: a free one.")] = 0,
-    checkpoint: Annotated[
+    checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Directory, needed where the server has one; the shard goes on from it.")
     ] = None,
     json: Json = False,
@@ -77,7 +80,7 @@ def shard(
     """Keep a slice of the weights for a server; it waits for the server, and for one that comes after it."""
     from thinwire.cli.ps_shards import run_shard
 
-    result = run_shard(server, index, outer, port, checkpoint)
+    result = run_shard(server, index, outer, port, checkpoint_dir)
     typer.echo(
         json_module.dumps(result) if json else f"shard {index}: training has ended at version {result['version']}"
     )

@@ -42,7 +42,7 @@ def predict(
             server_link=wire, payload_bytes=payload, seed=seed, shards=shards,
         )  # fmt: skip
         ages = trace.staleness()
-        batches = trace.gradients * chosen.submit.steps
+        batches = trace.gradients * chosen.local_update.steps
         rows.append(
             {
                 "scheme": text,

@@ -32,7 +32,7 @@ def served(service: Service) -> Status:
         raise RunFailed(str(error)) from error
 
 
-def run_shard(server: str, index: int, outer: str | None, port: int, checkpoint: Path | None) -> dict[str, Any]:
+def run_shard(server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None) -> dict[str, Any]:
     """One shard, to the end of the training.
 
     Raises:
@@ -51,7 +51,7 @@ def run_shard(server: str, index: int, outer: str | None, port: int, checkpoint:
     made = None if outer is None else read_outer(outer)
     words = _published if outer is None else None
     try:
-        shard = Shard(server, index, outer=made, read_outer=words, directory=checkpoint, port=port)
+        shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port)
         return {"index": index, "version": shard.run()}
     except (PairError, ServerLost, ShardRefused) as error:
         raise RunFailed(str(error)) from error

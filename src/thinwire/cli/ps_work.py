@@ -116,10 +116,12 @@ def make_worker(
 
     workload = build(model, seed)
 
-    def loss(network: nn.Module, step: int) -> tuple[Tensor, int]:
-        return workload.loss(network, step, rank_of(node, number)), 1
+    def loss(network: nn.Module, step: int) -> Tensor:
+        return workload.loss(network, step, rank_of(node, number))
 
-    return Worker(workload.model, loss, leader, number, slowdown=slowdown, pace_seconds=pace, check=check)
+    return Worker(
+        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace, check=check
+    )
 
 
 def run_worker(leader: str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int) -> None:

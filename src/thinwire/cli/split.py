@@ -135,7 +135,7 @@ def cloud(
     fingerprint: Fingerprint = None,
     insecure: Insecure = False,
     edges: Annotated[int, typer.Option(help="How many edges to serve, one after the other.")] = 1,
-    checkpoints: Checkpoints = None,
+    checkpoint_dir: Checkpoints = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
@@ -150,7 +150,7 @@ def cloud(
     with _sentences(), _progress("steps") as on_step:
         report = split_finetune(
             None, half, role="cloud", recipe=recipe_of(facts["notes"]), address=address, tls=trust, insecure=insecure,
-            checkpoint_dir=checkpoints, edges=edges, on_step=on_step, say=lambda words: typer.echo(words, err=True),
+            checkpoint_dir=checkpoint_dir, edges=edges, on_step=on_step, say=lambda words: typer.echo(words, err=True),
         )  # fmt: skip
     _finish(report, facts, out, json)
 
@@ -166,8 +166,8 @@ def edge(
     data: Data = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Directory of a pre-trained model's tokeniser.")] = None,
     share: Annotated[str, typer.Option(help="Of several edges, this one's part of the data: 1/4.")] = "1/1",
-    checkpoints: Checkpoints = None,
-    every: Annotated[int, typer.Option("--checkpoint-every", help="Steps between checkpoints.")] = 100,
+    checkpoint_dir: Checkpoints = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
     reconnect: Annotated[float, typer.Option(help="Seconds to try to reach a lost cloud again.")] = 30.0,
     patience: Annotated[float, typer.Option(help="Seconds that a reply of the cloud may take.")] = 60.0,
     out: Out = None,
@@ -191,8 +191,8 @@ def edge(
         warnings.filterwarnings("ignore", "front_on='cloud'")  # said just now
         report = split_finetune(
             None, half, task, role="edge", recipe=recipe, address=address, tls=trust, insecure=insecure, name=name,
-            checkpoint_dir=checkpoints, checkpoint_every=every, reconnect_seconds=reconnect, receive_seconds=patience,
-            on_step=on_step,
+            checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, reconnect_seconds=reconnect,
+            receive_seconds=patience, on_step=on_step,
         )  # fmt: skip
     _finish(report, facts, out, json)
 

@@ -1,7 +1,7 @@
 """Lanes: one process group for each (purpose, scope, round), so that order within a group is the plan's order.
 
 Groups are made where they are leased, in the same order on all ranks of the group, kept in a pool for the life of the
-process, and given back on ``detach``: making a Gloo group opens a socket to every other rank, and its thread wakes 100
+process, and given back on ``close``: making a Gloo group opens a socket to every other rank, and its thread wakes 100
 times a second for nothing. So a lane whose mesh carries all that it sends has no group of its own.
 """
 

@@ -154,6 +154,12 @@ class CachedDataset(Dataset[Any]):
         """Give the memory back to this process; ``delete``: remove the arena, for all processes that come later."""
         self._levels.close(delete=delete)
 
+    def __enter__(self) -> CachedDataset:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
     @staticmethod
     def stream(
         source: Iterable[Any], prefix: Callable[[Any], Any], suffix: Suffix | None = None, **options: Any

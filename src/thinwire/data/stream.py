@@ -75,3 +75,9 @@ class CachedStream(IterableDataset[Any]):
     def close(self, *, delete: bool = False) -> None:
         """Give the memory back; ``delete``: remove the arena."""
         self._levels.close(delete=delete)
+
+    def __enter__(self) -> CachedStream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -82,7 +82,7 @@ def attach(
         lossy: "auto" may choose a method that is not exact.
 
     Returns:
-        The handle: ``no_sync``, ``stats``, ``state_dict``, ``detach``, ...
+        The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...
 
     Raises:
         ValueError: bad options, ranks that differ (the message names what), an optimizer of another model.
@@ -105,7 +105,7 @@ def attach(
         raise ValueError('lossy=True is for attach(..., "auto"); the method named here is what runs')
     chosen = resolve("ssgd" if auto else method, **options)
     if attached_to(model) is not None:
-        raise RuntimeError("this model is attached already; call detach() on its GradientSync first")
+        raise RuntimeError("this model is attached already; call close() on its GradientSync first")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(
             "the model is wrapped in DistributedDataParallel: attach to the bare model, or keep DDP and use "
@@ -188,6 +188,6 @@ def attach(
     try:
         sync.services.bind(optimizers, sync, scaler)
     except BaseException:
-        sync.detach()
+        sync.close()
         raise
     return sync

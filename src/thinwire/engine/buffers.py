@@ -83,7 +83,7 @@ class Buffers:
             if x._version != version:
                 logger.warning(
                     "thinwire: the buffer %s has changed, which it had not in the first step, so it is not kept equal "
-                    "over the ranks; detach() and attach again from here on", name.lstrip("."),
+                    "over the ranks; close() it and attach again from here on", name.lstrip("."),
                 )  # fmt: skip
                 self._still = []
                 return

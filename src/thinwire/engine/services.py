@@ -159,7 +159,7 @@ class Services:
             handle.remove()
         self.handles.clear()
         for companion in list(self.companions.values()):
-            companion.detach()
+            companion.close()
         self.companions.clear()
         for channel in self._channels:
             channel.close(broken=self._session.broken is not None)

@@ -224,7 +224,7 @@ class Source:
             if m.parameter.dtype is not m.dtype or m.parameter.device != m.device:
                 raise RuntimeError(
                     f"{m.name} is {m.parameter.dtype} on {m.parameter.device} now, but was {m.dtype} on {m.device} "
-                    "when the model was attached: detach(), change the model, and attach again"
+                    "when the model was attached: close(), change the model, and attach again"
                 )
 
     def close(self) -> None:

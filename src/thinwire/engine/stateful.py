@@ -15,5 +15,5 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it over; on another number of ranks, the union of all ranks' keys."""
 
-    def detach(self) -> None:
-        """The GradientSync is being detached."""
+    def close(self) -> None:
+        """The GradientSync is being closed."""

@@ -242,11 +242,11 @@ class GradientSync:
                 comm.steps.executor.recorder = None
             write_trace(path, recorder.events, self._session.rank, f"measured, {self._session.method.name}")
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Take the hooks out, end the communicator thread, give the process groups back. Idempotent, local."""
         error, session = sys.exc_info()[1], self._session
         if session.running and session.broken is None:
-            session.broken = "it was detached in the middle of an exchange"
+            session.broken = "it was closed in the middle of an exchange"
         if isinstance(session.comm, Communicator) and (session.running or error is not None):
             session.comm.leave(f"has left at step {session.state.step}" + (f" with {in_words(error)}" if error else ""))
         try:
@@ -264,4 +264,4 @@ class GradientSync:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.detach()
+        self.close()

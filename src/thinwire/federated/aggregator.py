@@ -109,7 +109,7 @@ class ServerAggregator(Protocol):
     operators: Mapping[str, Operator]
     weights: str
 
-    def select(self, round: int, population: int, cohort: int, seed: int) -> Sequence[int]:
+    def select(self, round: int, population: int, clients_per_round: int, seed: int) -> Sequence[int]:
         """The clients of a round: ascending, each once."""
 
     def program(self, round: int) -> RoundProgram:

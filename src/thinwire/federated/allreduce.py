@@ -105,7 +105,7 @@ class Ranks:
             words = str(error).splitlines()[0][:200]
             raise DeviceLost(
                 f"rank {self._rank}: another rank was lost in round {round} ({words}). Start the run again: with "
-                "checkpoint= it goes on from the last whole round"
+                "checkpoint_dir= it goes on from the last whole round"
             ) from error
 
     def _agreed(self, assignment: Assignment, cohort: int) -> Program:

@@ -19,6 +19,8 @@ from thinwire.federated.history import History
 
 _NAME = re.compile(r"round-(\d+)")
 _VERSIONS = "client versions"
+_NOW = {"cohort": "clients_per_round", "clip": "max_grad_norm", "decay": "lr_decay"}
+"""Words of checkpoints from before, and what they are today."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,19 @@ def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
     if not found:
         return None
     run = json.loads((found[-1] / "run.json").read_text())
+    written = _renamed(run["facts"])
     for key in facts:
-        if run["facts"].get(key) != facts[key]:
+        if written.get(key) != facts[key]:
             raise ValueError(
-                f"{folder} holds a run with {key} = {run['facts'].get(key)}, and this one has {facts[key]}: "
+                f"{folder} holds a run with {key} = {written.get(key)}, and this one has {facts[key]}: "
                 "give the same, or another folder"
             )
     tensors = files.unpack((found[-1] / "server.safetensors").read_bytes())
     versions = tensors.pop(_VERSIONS, None)
     done = int(found[-1].name.rpartition("-")[2])
     history = History.from_json(run["history"])
-    return Restored(done + 1, tensors, None if versions is None else versions.to(torch.int32), history, run["facts"])
+    return Restored(done + 1, tensors, None if versions is None else versions.to(torch.int32), history, written)
+
+
+def _renamed(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {_NOW.get(key, key): _renamed(value) if key == "inner" else value for key, value in facts.items()}

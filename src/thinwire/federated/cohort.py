@@ -12,12 +12,12 @@ import torch
 from thinwire.kernels.seeding import seed_of
 
 
-def sample(run: int, round: int, population: int, cohort: int) -> list[int]:
-    """``cohort`` of ``population`` clients, uniform without replacement, ascending.
+def sample(run: int, round: int, population: int, clients_per_round: int) -> list[int]:
+    """``clients_per_round`` of ``population`` clients, uniform without replacement, ascending.
 
     Two runs with different seeds draw different cohorts in the same round.
     """
-    chosen = random.Random(client_seed(run, round, "cohort", 0)).sample(range(population), cohort)
+    chosen = random.Random(client_seed(run, round, "cohort", 0)).sample(range(population), clients_per_round)
     return sorted(chosen)
 
 

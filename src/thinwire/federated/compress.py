@@ -68,13 +68,13 @@ class Compressed:
         """The server's weights, ``[D]``."""
         return self.inner.theta  # type: ignore[no-any-return]
 
-    def setup(self, theta: Tensor, population: int, cohort: int) -> None:
+    def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run."""
-        self.inner.setup(theta, population, cohort)
+        self.inner.setup(theta, population, clients_per_round)
 
-    def select(self, round: int, population: int, cohort: int, seed: int) -> Sequence[int]:
+    def select(self, round: int, population: int, clients_per_round: int, seed: int) -> Sequence[int]:
         """The inner algorithm's cohort."""
-        return self.inner.select(round, population, cohort, seed)  # type: ignore[no-any-return]
+        return self.inner.select(round, population, clients_per_round, seed)  # type: ignore[no-any-return]
 
     def program(self, round: int) -> RoundProgram:
         """The inner algorithm's round."""

@@ -23,7 +23,7 @@ class Federation:
         algorithm: an executor and aggregator.
         model: where it begins.
         clients: the population.
-        rounds, cohort, seed, reduction: as of :func:`~thinwire.federated.simulate`.
+        rounds, clients_per_round, seed, reduction: as of :func:`~thinwire.federated.simulate`.
         loss, evaluate, evaluate_every: likewise.
         options: more arguments for ``simulate``.
     """
@@ -32,7 +32,7 @@ class Federation:
     model: nn.Module
     clients: ClientData
     rounds: int = 10
-    cohort: int = 10
+    clients_per_round: int = 10
     loss: Loss = cross_entropy
     evaluate: Evaluate | None = None
     evaluate_every: int = 10
@@ -42,7 +42,7 @@ class Federation:
 
     def simulate(self, **changes: Any) -> History:
         """Run it here; ``changes`` win over what it says."""
-        named = ("rounds", "cohort", "loss", "evaluate", "evaluate_every", "seed", "reduction")
+        named = ("rounds", "clients_per_round", "loss", "evaluate", "evaluate_every", "seed", "reduction")
         arguments = {**{name: getattr(self, name) for name in named}, **self.options, **changes}
         return simulate(self.algorithm, self.model, self.clients, **arguments)
 

@@ -72,7 +72,7 @@ class RemoteNode:
         facts, made = parcel.facts, self.federation
         algorithm = made.algorithm
         workspace = Workspace(made.model)
-        algorithm.setup(workspace.x.clone(), len(made.clients), made.cohort)
+        algorithm.setup(workspace.x.clone(), len(made.clients), made.clients_per_round)
         store = self._states(int(facts["round"]), int(facts["accepted"])) if algorithm.stateful else None
         device = Device(algorithm, workspace, made.clients, made.loss, store, made.seed, made.reduction)
         payload = {name: x.to(workspace.device) for name, x in parcel.tensors.items()}

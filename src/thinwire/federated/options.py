@@ -11,14 +11,18 @@ import torch.distributed as dist
 from thinwire.federated.state import ClientStateStore
 
 
-def check_numbers(rounds: int, cohort: int, population: int, evaluate_every: int, checkpoint_every: int) -> None:
+def check_numbers(
+    rounds: int, clients_per_round: int, population: int, evaluate_every: int, checkpoint_every: int
+) -> None:
     """Raise ``ValueError`` for a number out of range."""
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
     if population < 1:
         raise ValueError("there are no clients")
-    if not 1 <= cohort <= population:
-        raise ValueError(f"cohort={cohort} must be between 1 and the number of clients, {population}")
+    if not 1 <= clients_per_round <= population:
+        raise ValueError(
+            f"clients_per_round={clients_per_round} must be between 1 and the number of clients, {population}"
+        )
     if evaluate_every < 0:
         raise ValueError(f"evaluate_every={evaluate_every} must not be negative")
     if checkpoint_every < 1:
@@ -64,7 +68,7 @@ def make_store(
     if shared:
         if store.temporary:
             raise ValueError(
-                "several ranks need a folder that they share for the clients' states: state= or checkpoint="
+                "several ranks need a folder that they share for the clients' states: state= or checkpoint_dir="
             )
         store.write_through = True
     return store

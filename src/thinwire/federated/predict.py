@@ -44,7 +44,7 @@ def predict(
     speeds: Sequence[Speed],
     *,
     rounds: int,
-    cohort: int,
+    clients_per_round: int,
     seed: int = 0,
     warmup_rounds: int = 2,
     window_rounds: int | None = 5,
@@ -57,24 +57,26 @@ def predict(
         population: clients in all.
         samples: of each.
         speeds: of the devices.
-        rounds, cohort, seed, warmup_rounds, window_rounds: as of ``simulate``.
+        rounds, clients_per_round, seed, warmup_rounds, window_rounds: as of ``simulate``.
         losses: (round, device) -> seconds after which the device is lost in that round.
 
     Raises:
         ValueError: a bad option.
     """
-    if not 1 <= cohort <= population:
-        raise ValueError(f"cohort={cohort} must be between 1 and the number of clients, {population}")
+    if not 1 <= clients_per_round <= population:
+        raise ValueError(
+            f"clients_per_round={clients_per_round} must be between 1 and the number of clients, {population}"
+        )
     planner = Planner(schedule, len(speeds), seed, warmup_rounds, window_rounds)
     fits = [Fit(max(s.seconds_per_sample, 1e-12), s.seconds_per_client) for s in speeds]
     seconds, bounds, shares = [], [], []
     for round in range(rounds):
-        chosen = sample(seed, round, population, cohort)
+        chosen = sample(seed, round, population, clients_per_round)
         sizes = [samples(client) for client in chosen]
         _, assignment = planner.plan(round, "train", sizes)
         gone = {device: after for (when, device), after in (losses or {}).items() if when == round}
         outcome = drive(
-            Coordinator(cohort, assignment, range(len(speeds))),
+            Coordinator(clients_per_round, assignment, range(len(speeds))),
             len(speeds),
             lambda device, i, _, sizes=sizes: speeds[device].train_seconds(sizes[i]),  # type: ignore[misc]
             losses=gone,

@@ -81,7 +81,7 @@ class RemoteServer:
                     raise ValueError(f"client {client} on node {node} has {samples} samples: leave it out")
                 self._node_of[client], self._samples[client] = node, samples
         self._workspace = Workspace(federation.model)
-        self.algorithm.setup(self._workspace.x.clone(), population, federation.cohort)
+        self.algorithm.setup(self._workspace.x.clone(), population, federation.clients_per_round)
         self.server = Server(self.algorithm, self._workspace.buffers)
         self.run = {**facts_of(self.algorithm), "seed": federation.seed, "reduction": federation.reduction}
         self.history = History(about={**self.run, "nodes": len(hosts), "clients": population})
@@ -192,7 +192,7 @@ class RemoteServer:
         if self.done:
             return
         population = len(self.federation.clients)
-        chosen = self.algorithm.select(self.round, population, self.federation.cohort, self.federation.seed)
+        chosen = self.algorithm.select(self.round, population, self.federation.clients_per_round, self.federation.seed)
         self._cohort = check_cohort(chosen, population)
         self._total = sum(self._samples.get(client, 0) for client in self._cohort)
         if not self._total:

@@ -60,12 +60,12 @@ class Run:
         self.history = found.history
         return found.round
 
-    def round(self, round: int, cohort: int, seed: int, trace: ClientTrace | None) -> RoundRecord:
+    def round(self, round: int, clients_per_round: int, seed: int, trace: ClientTrace | None) -> RoundRecord:
         """All visits of a round, and its commit."""
         began = time.perf_counter()
         algorithm, server, device = self.server.algorithm, self.server, self.device
         population = device.clients
-        chosen = check_cohort(algorithm.select(round, len(population), cohort, seed), len(population))
+        chosen = check_cohort(algorithm.select(round, len(population), clients_per_round, seed), len(population))
         total = sum(population.samples(client) for client in chosen)
         reports: list[VisitReport] = []
         server.begin(round)

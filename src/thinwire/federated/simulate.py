@@ -32,7 +32,7 @@ def simulate(
     clients: ClientData,
     *,
     rounds: int,
-    cohort: int,
+    clients_per_round: int,
     loss: Loss = cross_entropy,
     devices: int | None = None,
     backend: str = "auto",
@@ -42,7 +42,7 @@ def simulate(
     state: ClientStateStore | str | os.PathLike[str] | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: int = 10,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 1,
     warmup_rounds: int = 2,
     window_rounds: int | None = 5,
@@ -62,7 +62,7 @@ def simulate(
         model: where it begins; at the end it holds the trained weights.
         clients: the population.
         rounds: in all; a resumed run goes on to this number.
-        cohort: clients a round.
+        clients_per_round: drawn uniformly, without replacement.
         loss: (model, batch) -> mean loss; cross-entropy of ``(inputs, classes)`` by default.
         devices: of the in-process back end, each a clock of its own; under ``"ranks"`` the number of ranks.
         backend: "inprocess", "ranks" (one device per rank of the default process group), or "auto": ranks if there is
@@ -73,7 +73,7 @@ def simulate(
         state: where the states of clients go: a folder or a store; None: beside the checkpoint, or a temporary folder.
         evaluate: (model in eval mode, round) -> numbers, on rank 0.
         evaluate_every: in rounds; also after the last one. 0: after the last one only.
-        checkpoint: a folder; a run that finds a checkpoint in it goes on from there.
+        checkpoint_dir: a folder; a run that finds a checkpoint in it goes on from there.
         checkpoint_every: in rounds; also after the last one.
         warmup_rounds, window_rounds: of the fits that ``lpt`` uses.
         speeds: of the in-process devices: their clock instead of measured seconds.
@@ -86,13 +86,13 @@ def simulate(
         The history; on ranks other than 0 without evaluations.
 
     Raises:
-        ValueError: a bad option, a cohort larger than the population, a checkpoint of another run.
+        ValueError: a bad option, more clients a round than there are, a checkpoint of another run.
         NotLinear: the algorithm asks sums for what they cannot give.
         DeviceLost: a rank is gone.
         NobodyAnswered: all clients of a round failed.
         OverflowError: a sum left the range of ``reduction="exact"``.
     """
-    check_numbers(rounds, cohort, len(clients), evaluate_every, checkpoint_every)
+    check_numbers(rounds, clients_per_round, len(clients), evaluate_every, checkpoint_every)
     ranks = use_ranks(backend, devices, speeds, faults)
     workspace = Workspace(model)
     rank, comm = 0, None
@@ -101,7 +101,13 @@ def simulate(
         rank = comm.rank
     count = devices or 1 if comm is None else comm.control.size
     planner = Planner(schedule, count, seed, warmup_rounds, window_rounds)
-    given = {**facts_of(algorithm), "clients": len(clients), "cohort": cohort, "seed": seed, "reduction": reduction}
+    given = {
+        **facts_of(algorithm),
+        "clients": len(clients),
+        "clients_per_round": clients_per_round,
+        "seed": seed,
+        "reduction": reduction,
+    }
     broken = True
     store: ClientStateStore | None = None
     try:
@@ -109,9 +115,9 @@ def simulate(
         if comm is not None:
             comm.agree({**given, "rounds": rounds, "names": workspace.names, "shapes": [*map(list, workspace.shapes)]})
             comm.broadcast([workspace.x, buffers])
-        algorithm.setup(workspace.x.clone(), len(clients), cohort)
+        algorithm.setup(workspace.x.clone(), len(clients), clients_per_round)
         server = Server(algorithm, buffers)
-        folder = None if checkpoint is None else Path(checkpoint)
+        folder = None if checkpoint_dir is None else Path(checkpoint_dir)
         if algorithm.stateful:
             store = make_store(state, folder, len(clients), shared=comm is not None)
         device = Device(algorithm, workspace, clients, loss, store, seed, reduction)
@@ -120,7 +126,7 @@ def simulate(
         run = Run(server, back, device, given, folder, rank)
         with generators_kept():
             for round in range(run.resume(comm), rounds):
-                record = run.round(round, cohort, seed, trace)
+                record = run.round(round, clients_per_round, seed, trace)
                 last = round == rounds - 1
                 due = last or (evaluate_every > 0 and (round + 1) % evaluate_every == 0)
                 if evaluate is not None and rank == 0 and due:

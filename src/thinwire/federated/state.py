@@ -265,6 +265,12 @@ class ClientStateStore:
             self._reader.shutdown(cancel_futures=True)
             self._reader = None
 
+    def __enter__(self) -> ClientStateStore:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
     def _keep(self, key: tuple[int, int], packed: bytes, *, on_disk: bool) -> None:
         while self._entries and not self._memory.room_for(len(packed)):
             oldest, entry = next(iter(self._entries.items()))

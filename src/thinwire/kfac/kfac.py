@@ -40,7 +40,7 @@ class KFAC:
     """Precondition the averaged gradient of every Linear and Conv2d layer with a Kronecker-factored Fisher matrix.
 
     ``V = G^-1 gradient A^-1`` takes the gradient's place in ``.grad`` just before ``optimizer.step()``, whose momentum
-    and weight decay then act on V. All ranks must make it, right after ``attach``; it ends with ``sync.detach()``.
+    and weight decay then act on V. All ranks must make it, right after ``attach``; it ends with ``sync.close()``.
 
     Args:
         model: the one that is attached.
@@ -351,7 +351,7 @@ class KFAC:
             self._again, self.plan, self._inverses.plan = False, same, same
             self._rounds.adopt(same)
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Take the hooks out; the optimizer then steps with plain gradients. Idempotent, local."""
         self._capture.remove()
         for handle in self._handles:
@@ -360,6 +360,12 @@ class KFAC:
         self._channel.close()
         if self._sync is not None and self._sync.services.companions.get("kfac") is self:
             del self._sync.services.companions["kfac"]
+
+    def __enter__(self) -> KFAC:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
 def _optimizers(
@@ -378,5 +384,5 @@ def _optimizers(
             'whole before it: attach with "ssgd" or another method without decoupled=True'
         )
     if "kfac" in sync.services.companions:
-        raise RuntimeError("this model has a KFAC already: call detach() on it first")
+        raise RuntimeError("this model has a KFAC already: call close() on it first")
     return sync.services.optimizers if optimizer is None else (optimizer,)

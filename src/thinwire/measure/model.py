@@ -8,10 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import date
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.measure.batches import Batches, Loss, numbered
 from thinwire.measure.timing import Clock, Stopwatch
 from thinwire.measure.watch import Watch, untouched
 from thinwire.planner.profiles import ModelProfile, ModuleTime, TensorTime
@@ -21,7 +23,8 @@ _LEAST_STEPS = 3
 
 def profile_model(
     model: nn.Module,
-    loss: Callable[[int], Tensor],
+    batches: Batches,
+    loss: Loss,
     *,
     steps: int = 20,
     warmup: int = 5,
@@ -38,7 +41,8 @@ def profile_model(
 
     Args:
         model: on the device where it trains, in training mode.
-        loss: ``loss(step)`` runs the model on a batch and returns a scalar.
+        batches: step -> batch; or an iterable, which begins anew at its end.
+        loss: (model, batch) -> a scalar.
         steps: timed steps.
         warmup: steps before them.
         name: of the profile; None: the model's class.
@@ -59,9 +63,10 @@ def profile_model(
     stopwatch = Stopwatch(device, clock)
     record = _Record(stopwatch)
     began = time.perf_counter()
+    take = numbered(batches)
     with untouched(model), Watch(model, stopwatch) as watch:
         for step in range(warmup + steps):
-            _step(model, loss, step, watch, record if step >= warmup else None, stopwatch)
+            _step(model, take, loss, step, watch, record if step >= warmup else None, stopwatch)
             on_step(step + 1, warmup + steps)
             late = seconds is not None and time.perf_counter() - began > seconds
             if late and record.steps >= min(steps, _LEAST_STEPS):
@@ -85,7 +90,8 @@ def profile_model(
 
 def _step(
     model: nn.Module,
-    loss: Callable[[int], Tensor],
+    take: Callable[[int], Any],
+    loss: Loss,
     step: int,
     watch: Watch,
     record: _Record | None,
@@ -95,9 +101,9 @@ def _step(
         parameter.grad = None
     watch.begin()
     before = stopwatch.mark()
-    value = loss(step)
+    value = loss(model, take(step))
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        raise ValueError("loss(step) must return a scalar tensor that depends on the model's parameters")
+        raise ValueError("loss(model, batch) must return a scalar tensor that depends on the model's parameters")
     between = stopwatch.mark()
     watch.turn()
     value.backward()

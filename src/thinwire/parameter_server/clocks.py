@@ -24,8 +24,8 @@ def allowed(settings: Settings, member: Member, members: Iterable[Member]) -> in
 
 def steps(settings: Settings, member: Member, members: Iterable[Member]) -> int:
     """Batches of a member's next submission: fewer on slower nodes if local steps are balanced."""
-    submit = settings.submit
-    if not (isinstance(submit, LocalSteps) and submit.balance and member.step_us):
-        return submit.steps
+    update = settings.local_update
+    if not (isinstance(update, LocalSteps) and update.balance and member.step_us):
+        return update.steps
     fastest = min(m.step_us for m in members if m.step_us)
-    return max(1, submit.steps * fastest // member.step_us)
+    return max(1, update.steps * fastest // member.step_us)

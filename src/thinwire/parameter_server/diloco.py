@@ -30,7 +30,7 @@ class DiLoCo:
     Example::
 
         sync = tw.attach(model, inner, "ssgd")      # equal weights to begin with, and the group
-        diloco = DiLoCo(model, steps=100)
+        diloco = DiLoCo(model, sync_every=100)
         for batch in data:
             with sync.no_sync():
                 loss(model, batch).backward()
@@ -41,44 +41,50 @@ class DiLoCo:
 
     Args:
         model: its trainable parameters are averaged.
-        steps: H, inner steps between two outer steps of a parameter.
+        sync_every: H, inner steps between two outer steps of a parameter.
         outer: makes the outer optimizer.
         fragments: exchange the parameters in so many parts of about equal size at different times, every
-            steps / fragments steps one of them, so that the link is asked for less at a time (Streaming DiLoCo,
+            sync_every / fragments steps one of them, so that the link is asked for less at a time (Streaming DiLoCo,
             arXiv 2501.18512).
-        delay: inner steps that go on while a fragment is exchanged; its outer step follows after them. 0: the exchange
-            is waited for.
-        mixing: share of its own weights that a rank keeps when a fragment comes back, so that the ``delay`` steps made
-            meanwhile are not lost (alpha of Streaming DiLoCo). Only at 0 are all ranks' weights equal then.
+        fragment_sync_delay: inner steps that go on while a fragment is exchanged; its outer step follows after them.
+            0: the exchange is waited for.
+        fragment_update_alpha: share of its own weights that a rank keeps when a fragment comes back, so that the steps
+            made meanwhile are not lost (alpha of Streaming DiLoCo). Only at 0 are all ranks' weights equal then.
 
     Differences from the papers: fragments are runs of consecutive parameters, and differences are sent in the weights'
     precision (there: four bits).
 
     Raises:
-        ValueError: steps is no multiple of fragments, there are fewer parameters than fragments, delay is not below
-            steps / fragments, or mixing is not from 0 to 1.
+        ValueError: sync_every is no multiple of fragments, there are fewer parameters than fragments,
+            fragment_sync_delay is not below sync_every / fragments, or fragment_update_alpha is not from 0 to 1.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        steps: int = 500,
+        sync_every: int = 500,
         outer: Outer = nesterov,
         fragments: int = 1,
-        delay: int = 0,
-        mixing: float = 0.0,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
     ) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        if steps < 1 or fragments < 1 or steps % fragments:
-            raise ValueError(f"steps={steps!r} must be a multiple of fragments={fragments!r}, both at least 1")
+        if sync_every < 1 or fragments < 1 or sync_every % fragments:
+            raise ValueError(
+                f"sync_every={sync_every!r} must be a multiple of fragments={fragments!r}, both at least 1"
+            )
         if len(parameters) < fragments:
             raise ValueError(f"fragments={fragments!r}: the model has only {len(parameters)} trainable parameters")
-        if not 0 <= delay < steps // fragments:
-            raise ValueError(f"delay={delay!r} must be at least 0 and below steps / fragments = {steps // fragments}")
-        if not 0 <= mixing <= 1:
-            raise ValueError(f"mixing={mixing!r} must be from 0 to 1")
-        self._every, self._delay, self._mixing, self._count = steps // fragments, delay, mixing, 0
+        every = sync_every // fragments
+        if not 0 <= fragment_sync_delay < every:
+            raise ValueError(
+                f"fragment_sync_delay={fragment_sync_delay!r} must be at least 0 and below "
+                f"sync_every / fragments = {every}"
+            )
+        if not 0 <= fragment_update_alpha <= 1:
+            raise ValueError(f"fragment_update_alpha={fragment_update_alpha!r} must be from 0 to 1")
+        self._every, self._delay, self._alpha, self._count = every, fragment_sync_delay, fragment_update_alpha, 0
         self._parts = list(_parts(parameters, fragments))
         self._anchors = [torch.cat([p.detach().reshape(-1) for p in part]).clone() for part in self._parts]
         self._outers = [outer([anchor]) for anchor in self._anchors]
@@ -144,7 +150,7 @@ class DiLoCo:
             self._outers[part].step()
         anchor.grad = None
         for p, piece in zip(parameters, anchor.split([p.numel() for p in parameters])):
-            p.copy_(piece.view(p.shape)) if self._mixing == 0 else p.lerp_(piece.view(p.shape), 1 - self._mixing)
+            p.copy_(piece.view(p.shape)) if self._alpha == 0 else p.lerp_(piece.view(p.shape), 1 - self._alpha)
 
 
 def _parts(parameters: list[nn.Parameter], count: int) -> Iterator[list[nn.Parameter]]:

@@ -192,7 +192,7 @@ def replay(
             )
     if settings.compress_up or settings.compress_down:
         raise ValueError("a run with compression cannot be replayed: the journal does not hold the residuals")
-    if getattr(settings.submit, "balance", False):
+    if getattr(settings.local_update, "balance", False):
         raise ValueError("a run with balanced local steps cannot be replayed: their numbers are not in the journal")
     master = Master(parameters, outer, settings, full)
     history = {0: master.theta.clone()}
@@ -200,9 +200,9 @@ def replay(
     work: dict[tuple[int, int], LocalWork] = {}
 
     def compute(part: Part, row: Row) -> Tensor:
-        mine = work.setdefault((part.node, row.worker), LocalWork(settings.submit))
+        mine = work.setdefault((part.node, row.worker), LocalWork(settings.local_update))
         return mine.submission(
-            history[row.base], row.step, settings.submit.steps, lambda x, i: gradient(x, part.node, row.worker, i)
+            history[row.base], row.step, settings.local_update.steps, lambda x, i: gradient(x, part.node, row.worker, i)
         )
 
     for update in journal.updates:

@@ -70,7 +70,7 @@ class Leader:
         self.computing: dict[int, int] = {}
         self.round: list[tuple[Row, Any]] = []
         self.made: Counter[int] = Counter()
-        self.steps = settings.submit.steps
+        self.steps = settings.local_update.steps
         self.next_step = dict.fromkeys(range(self.workers), next_step)
         self._begun: dict[int, int] = {}
 

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.measure.batches import Loss
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.submit import LocalSteps, Submission
 
 Gradient = Callable[[Tensor, int], Tensor]
 """(flat parameters, number of the batch) -> flat gradient."""
 
-Loss = Callable[[nn.Module, int], tuple[Tensor, int]]
-"""(model, number of the batch) -> mean loss of the batch, and its samples."""
-
 
 def local_gradient(
-    model: nn.Module, layout: Layout, loss: Loss, theta: Tensor, batch: int
+    model: nn.Module, layout: Layout, take: Callable[[int], Any], loss: Loss, theta: Tensor, number: int
 ) -> tuple[Tensor, float, int]:
-    """The flat gradient ``[D]`` of one batch at ``theta`` ``[D]``, the loss, and the samples."""
+    """The flat gradient ``[D]`` of the batch of a number at ``theta`` ``[D]``, the loss, and the samples."""
+    batch = take(number)
     layout.write(theta, model)
     for p in model.parameters():
         p.grad = None
     with torch.enable_grad():
-        value, samples = loss(model, batch)
+        value = loss(model, batch)
     value.backward()
-    return layout.gradient(model), float(value.detach()), samples
+    return layout.gradient(model), float(value.detach()), samples_of(batch)
+
+
+def samples_of(batch: Any) -> int:
+    """The length of the first tensor in a batch; 1 if there is none."""
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
+    return next((len(part) for part in parts if isinstance(part, Tensor) and part.ndim), 1)
 
 
 class LocalWork:

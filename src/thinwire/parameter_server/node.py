@@ -115,6 +115,12 @@ class Node:
         for thread in self._threads:
             thread.join(2.0)
 
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
     # --- the server's side ----------------------------------------------------------------------------------------
 
     def _meet(self, seconds: float) -> Meeting:

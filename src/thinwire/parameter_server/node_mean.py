@@ -6,13 +6,15 @@ links; with local steps each inner step is a synchronous one of the whole node.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.measure.batches import Batches, Loss, numbered
 from thinwire.parameter_server.layout import Layout
-from thinwire.parameter_server.local_work import Loss, local_gradient
+from thinwire.parameter_server.local_work import local_gradient
 from thinwire.program import AllReduce, Broadcast, Program
 
 if TYPE_CHECKING:
@@ -26,15 +28,17 @@ class NodeMean:
 
     Args:
         model: of this rank.
-        loss: of this rank's batch of a number.
+        batches: of this rank, see :func:`run`.
+        loss: (model, batch) -> mean loss.
         ranks: of the node: a GradientSync's services; its own exchange during backward must be off (``no_sync``).
 
     Differences from InHAD's local aggregator, of which only the abstract is public: the ranks of a node are in step,
     and the mean is taken of the whole gradient after backward.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, ranks: Services) -> None:
-        self._model, self._loss, self._ranks, self._layout = model, loss, ranks, Layout.of(model)
+    def __init__(self, model: nn.Module, batches: Batches, loss: Loss, ranks: Services) -> None:
+        self._model, self._ranks, self._layout = model, ranks, Layout.of(model)
+        self._gradient = partial(local_gradient, model, self._layout, numbered(batches), loss)
         self._size = ranks.topology.world_size
         self._device = next(model.parameters()).device
 
@@ -82,6 +86,6 @@ class NodeMean:
             layout.write(flat, self._model)
 
     def _together(self, theta: Tensor, batch: int) -> tuple[Tensor, float, int]:
-        mine = local_gradient(self._model, self._layout, self._loss, theta, batch)
+        mine = self._gradient(theta, batch)
         gradient, loss, samples = self._ranks.run(self.mean(*mine))
         return gradient, loss, samples

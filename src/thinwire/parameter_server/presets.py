@@ -9,23 +9,23 @@ from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.submit import LocalSteps
 
 
-def inhad(limit: int | None = 4, n: float = 2.0, **options: Any) -> Settings:
-    """Iteration numbers, sums per node, pulled when floor(nodes / n) have fresh work; no gradient older than ``limit``.
+def inhad(max_staleness: int | None = 4, update_every: int | str = "nodes/2", **options: Any) -> Settings:
+    """Iteration numbers, sums per node, pulled when half of the nodes have fresh work; a bound on every gradient's age.
 
     Differences from the paper (J. Supercomputing 2021, of which the abstract is public): the fence, the bound on what
     still computes, membership and failure rules are ours.
     """
-    return Settings(limit=limit, n=n, **options)
+    return Settings(max_staleness=max_staleness, update_every=update_every, **options)
 
 
 def bsp(**options: Any) -> Settings:
     """Synchronous SGD: every worker's gradient of every version, once."""
-    return Settings(**{"limit": 0, "n": 1.0, "alpha": "none", **options})
+    return Settings(**{"max_staleness": 0, "update_every": "nodes", "alpha": "none", **options})
 
 
 def asp(**options: Any) -> Settings:
     """Asynchronous SGD (Downpour without Adagrad): each gradient is an update, however old."""
-    return Settings(**{**_PUSHED, "trigger": "gradients", "count": 1, **options})
+    return Settings(**{**_PUSHED, "update_every": 1, **options})
 
 
 def ssp(clock_limit: int = 3, **options: Any) -> Settings:
@@ -33,12 +33,12 @@ def ssp(clock_limit: int = 3, **options: Any) -> Settings:
 
     Differences from the paper: the server keeps the clocks; workers hold no cache.
     """
-    return Settings(**{**_PUSHED, "trigger": "gradients", "count": 1, "clock_limit": clock_limit, **options})
+    return Settings(**{**_PUSHED, "update_every": 1, "clock_limit": clock_limit, **options})
 
 
-def n_softsync(n: float = 1.0, **options: Any) -> Settings:
+def n_softsync(n: float = 1, **options: Any) -> Settings:
     """n-softsync (arXiv 1511.05950): an update takes exactly floor(workers / n) gradients; mean staleness about n."""
-    return Settings(**{**_PUSHED, "trigger": "gradients", "n": n, "alpha": "inverse", **options})
+    return Settings(**{**_PUSHED, "update_every": f"workers/{n}", "alpha": "inverse", **options})
 
 
 def fedbuff(size: int = 10, max_staleness: int | None = None, steps: int = 20, **options: Any) -> Settings:
@@ -46,29 +46,29 @@ def fedbuff(size: int = 10, max_staleness: int | None = None, steps: int = 20, *
 
     Differences from the paper: no client population and no secure aggregation; the workers are the clients.
     """
-    base = {**_PUSHED, "trigger": "gradients", "count": size, "limit": max_staleness, "alpha": "invsqrt"}
-    base |= {"enforce": "drop" if max_staleness is not None else "gate", "submit": LocalSteps(steps, "sgd", 0.05)}
+    base = {**_PUSHED, "update_every": size, "max_staleness": max_staleness, "alpha": "invsqrt"}
+    base |= {"enforce": "drop" if max_staleness is not None else "wait", "local_update": LocalSteps(steps, "sgd", 0.05)}
     return Settings(**{**base, **options})
 
 
 def async_local_sgd(steps: int = 20, **options: Any) -> Settings:
     """Asynchronous local SGD (arXiv 2401.09135): each difference of ``steps`` local steps is an outer update."""
-    base = {**_PUSHED, "trigger": "gradients", "count": 1, "submit": LocalSteps(steps)}
+    base = {**_PUSHED, "update_every": 1, "local_update": LocalSteps(steps)}
     return Settings(**{**base, **options})
 
 
 def delayed_nesterov(steps: int = 20, **options: Any) -> Settings:
     """As ``async_local_sgd`` with balanced local steps; its outer optimizer is :class:`outer.DelayedNesterov`."""
-    return async_local_sgd(steps, **{"submit": LocalSteps(steps, balance=True), **options})
+    return async_local_sgd(steps, **{"local_update": LocalSteps(steps, balance=True), **options})
 
 
 def diloco(steps: int = 500, **options: Any) -> Settings:
     """DiLoCo (arXiv 2311.08105): all nodes' differences of ``steps`` AdamW steps make one outer Nesterov step."""
-    base = {**_PUSHED, "trigger": "nodes", "n": 1.0, "limit": 0, "submit": LocalSteps(steps)}
+    base = {**_PUSHED, "update_every": "nodes", "max_staleness": 0, "local_update": LocalSteps(steps)}
     return Settings(**{**base, **options})
 
 
-_PUSHED: dict[str, Any] = {"transfer": "push", "limit": None, "alpha": "none"}
+_PUSHED: dict[str, Any] = {"transfer": "push", "max_staleness": None, "alpha": "none"}
 
 PRESETS: dict[str, Callable[..., Settings]] = {
     "inhad": inhad,
@@ -84,7 +84,7 @@ PRESETS: dict[str, Callable[..., Settings]] = {
 
 
 def preset(text: str) -> Settings:
-    """Settings by name and options: ``"inhad"``, ``"inhad:limit=2:n=1"``, ``"ssp:clock_limit=0"``.
+    """By name and options: ``"inhad"``, ``"inhad:max_staleness=2:update_every=nodes"``, ``"ssp:clock_limit=0"``.
 
     Raises:
         ValueError: there is no such preset or option.
@@ -96,7 +96,7 @@ def preset(text: str) -> Settings:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ValueError(f"preset {text!r}: {word!r} is no option; write for example inhad:limit=2")
+            raise ValueError(f"preset {text!r}: {word!r} is no option; write for example inhad:max_staleness=2")
         options[key] = _value(value)
     try:
         return PRESETS[name](**options)

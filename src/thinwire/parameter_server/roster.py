@@ -131,9 +131,9 @@ class Roster:
             return
         where = f"{post.host}:{post.port}" if post.host else f"port {post.port} of the server's machine"
         again = (
-            "without --checkpoint they begin anew"
+            "without --checkpoint-dir they begin anew"
             if saved is None
-            else f"with the --checkpoint directories that they had they go on from version {saved}"
+            else f"with the --checkpoint-dir directories that they had they go on from version {saved}"
         )
         raise ShardLost(
             f"shard {post.index} ({where}) has gone ({reason}), so training ends at version {version}: start the "

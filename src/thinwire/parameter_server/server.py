@@ -238,7 +238,7 @@ class Server:
             return
         self.waiting.append(member.number)
         self._go_on()
-        at_once = self.settings.limit != 0 and not self.settings.grace_seconds
+        at_once = self.settings.max_staleness != 0 and not self.settings.grace_seconds
         if at_once and member.number in self.waiting and not self.updating:
             self.waiting.remove(member.number)
             self._grant(member)
@@ -267,12 +267,12 @@ class Server:
     def _count(self) -> int:
         if self.settings.transfer == "push":
             return trigger.arrived(self.settings, self.came, self.arrived)
-        if self.settings.trigger == "nodes":
+        if self.settings.counts_nodes:
             return len(self._fresh)
         return sum(self.members[number].seen - self.members[number].ack for number in self._fresh)
 
     def _needed(self) -> int:
-        return self.settings.needed(len(self.members) if self.settings.trigger == "nodes" else self._workers)
+        return self.settings.needed(len(self.members) if self.settings.counts_nodes else self._workers)
 
     def _go_on(self, changed: Member | None = None) -> None:
         if self.updating:

@@ -61,8 +61,8 @@ class Service:
         nodes: expected; sets ``c`` of the default optimizer, not who may come.
         shards: k processes that hold a slice of the weights each, see :class:`Shard`; 0: the server holds them whole.
         updates, gradients: when to end; None: at ``stop``.
-        directory: for checkpoints, and to go on from.
-        save_every: updates between checkpoints.
+        checkpoint_dir: for checkpoints, and to go on from.
+        checkpoint_every: updates between checkpoints.
         journal: file for the log of updates. facts: for its first line.
         on_update: called with the version and the weights after the first update and then after every
             ``on_update_every``; they must not be edited. Shards send theirs to the server for it.
@@ -72,8 +72,8 @@ class Service:
         unsaved: why the last weights are in no checkpoint, when the end has come and they should be.
 
     Raises:
-        ValueError: the checkpoint is of another model or another number of shards, or directory or journal can never
-            be written.
+        ValueError: the checkpoint is of another model or another number of shards, or checkpoint_dir or journal can
+            never be written.
         PairError: the port is taken.
     """
 
@@ -92,8 +92,8 @@ class Service:
         shards: int = 0,
         updates: int | None = None,
         gradients: int | None = None,
-        directory: str | Path | None = None,
-        save_every: int = 100,
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_every: int = 100,
         journal: str | Path | None = None,
         facts: dict[str, Any] | None = None,
         on_update: Callable[[int, Tensor], None] | None = None,
@@ -101,20 +101,20 @@ class Service:
         on_status: Callable[[Status], None] | None = None,
         on_event: Callable[[str, dict[str, Any]], None] = lambda event, facts: None,
     ) -> None:
-        if save_every < 1:
-            raise ValueError(f"save_every={save_every!r} must be at least 1")
+        if checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every={checkpoint_every!r} must be at least 1")
         if on_update_every < 1:
             raise ValueError(f"on_update_every={on_update_every!r} must be at least 1")
         self.settings, self.model, self.layout = settings, model, Layout.of(model)
         self._updates, self._gradients = updates, gradients
-        self._directory, self._save_every = directory, save_every
+        self._directory, self._checkpoint_every = checkpoint_dir, checkpoint_every
         self._on_update, self._every = on_update, on_update_every
         self._on_status, self._on_event = on_status, on_event
         count = nodes or settings.start_nodes
         if shards:
             slices(self.layout.numel, shards)  # refuses a number that cannot be
-        if directory is not None:
-            checkpoints.prepare(directory)
+        if checkpoint_dir is not None:
+            checkpoints.prepare(checkpoint_dir)
         saved = self._load(shards)
         first = (time.time_ns() >> 20) << 10  # above all members of an earlier life, even of one without a checkpoint
         self.machine = Server(settings, first_member=first)
@@ -131,7 +131,7 @@ class Service:
         self._links = Links(settings, self.layout, self.keeper, self._tell)
         self._ages = Ages()
         self._began = time.monotonic()
-        self._over = False
+        self._over = self._closed = False
         notes = {
             "settings": settings.to_json(),
             "layout": self.layout.to_json(),
@@ -237,7 +237,10 @@ class Service:
         self._tell("stop", None, None)
 
     def close(self) -> None:
-        """Let everything go."""
+        """Save what is new, and let everything go. ``run`` does so at its end."""
+        if self._closed:
+            return
+        self._closed = True
         self._listener.close()
         self._links.finish(_FAREWELL_SECONDS)
         try:
@@ -250,6 +253,12 @@ class Service:
             if self._journal is not None:
                 self._journal.close()
             self.keeper.close(self.machine.version if self._over else None)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
     def _look_back(self) -> None:
         """Whether the last weights were saved."""
@@ -348,7 +357,7 @@ class Service:
             self.machine.finished = True  # no more weights, and no more updates
         after = self.machine.applied(time.monotonic())
         version = self.machine.version
-        if self._directory and version % self._save_every == 0:
+        if self._directory and version % self._checkpoint_every == 0:
             self._save()
         if theta is not None and self._on_update is not None:
             self._on_update(version, theta)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.collectives.pair import split_address
 from thinwire.engine.attach import attach
-from thinwire.parameter_server.local_work import Loss
+from thinwire.measure.batches import Batches, Loss
 from thinwire.parameter_server.node import Node
 from thinwire.parameter_server.node_mean import NodeMean
 from thinwire.parameter_server.outer import Outer
@@ -28,6 +27,7 @@ from thinwire.parameter_server.worker import Worker, WorkerStats
 
 DEFAULT_PORT = 29400
 _LATE_SECONDS = 60.0
+_Work = tuple[nn.Module, Batches, Loss]
 
 
 def serve(
@@ -39,7 +39,7 @@ def serve(
     shards: int = 0,
     updates: int | None = None,
     gradients: int | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoint_dir: str | Path | None = None,
     journal: str | Path | None = None,
     on_status: Callable[[Status], None] | None = None,
 ) -> Status:
@@ -50,7 +50,7 @@ def serve(
         outer: makes the optimizer of the flat weights, ``lambda params: torch.optim.SGD(params, lr=0.1)``.
         shards: k processes hold a slice of the weights each, and this one only decides; nodes wait until
             :func:`serve_shard` was called k times. 0: this process holds them whole.
-        checkpoint: directory; if it holds a checkpoint, the server goes on from there.
+        checkpoint_dir: directory; if it holds a checkpoint, the server goes on from there.
         journal: file for the log of updates.
         on_status: called twice a second.
 
@@ -69,7 +69,7 @@ def serve(
         shards=shards,
         updates=updates,
         gradients=gradients,
-        directory=checkpoint,
+        checkpoint_dir=checkpoint_dir,
         journal=journal,
         on_status=on_status,
     )
@@ -81,7 +81,7 @@ def serve_shard(
     *,
     index: int,
     outer: Outer | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoint_dir: str | Path | None = None,
     port: int = 0,
 ) -> int:
     """Keep one slice of the weights of a model that :func:`serve` serves with ``shards``, until the training ends.
@@ -90,7 +90,7 @@ def serve_shard(
         server: ``host:port``.
         index: which slice, from 0.
         outer: as the server's; it must treat each element for itself, as SGD and Adam do.
-        checkpoint: directory; needed where the server has one.
+        checkpoint_dir: directory; needed where the server has one.
         port: where nodes find this shard; 0 takes a free one.
 
     Returns:
@@ -102,20 +102,20 @@ def serve_shard(
         ServerLost: the server has gone and did not come back within six leases.
         PairError: the port is taken.
     """
-    return Shard(server, index, outer=outer, directory=checkpoint, port=port).run()
+    return Shard(server, index, outer=outer, checkpoint_dir=checkpoint_dir, port=port).run()
 
 
 def run(
     model: nn.Module,
-    batches: Callable[[int], Any] | Iterable[Any],
-    loss: Callable[[nn.Module, Any], Tensor],
+    batches: Batches,
+    loss: Loss,
     *,
     server: str,
     node_id: int | None = None,
     leader_port: int | None = None,
     slowdown: float = 1.0,
     pace_seconds: float = 0.0,
-    inside: str = "leader",
+    intra_node: str = "leader",
 ) -> WorkerStats:
     """Train as a worker until the server ends the training; ``model`` then holds the server's last weights.
 
@@ -130,9 +130,9 @@ def run(
             A second process with a number that is at work is refused.
         leader_port: on this machine's loopback; by default torchrun's master port + 1.
         slowdown, pace_seconds: emulate other machines, see :class:`Worker`.
-        inside: how the workers of a node work together. "leader": each takes weights from the leader and hands in its
-            own gradients. "collectives": all compute each gradient together, and its mean over them, by all-reduce, is
-            one submission (see :class:`NodeMean`); the node then counts as one worker.
+        intra_node: how the workers of a node work together. "leader": each takes weights from the leader and hands in
+            its own gradients. "collectives": all compute each gradient together, and its mean over them, by all-reduce,
+            is one submission (see :class:`NodeMean`); the node then counts as one worker.
 
     Raises:
         ValueError: an address or a word that cannot be.
@@ -144,31 +144,24 @@ def run(
     local = int(os.environ.get("LOCAL_RANK", "0"))
     workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     port = leader_port or int(os.environ.get("MASTER_PORT", str(DEFAULT_PORT))) + 1
-    take = batches if callable(batches) else _numbered(batches)
-
-    def step(network: nn.Module, number: int) -> tuple[Tensor, int]:
-        batch = take(number)
-        return loss(network, batch), _samples(batch)
-
-    if inside not in ("leader", "collectives"):
-        raise ValueError(f'inside={inside!r} is unknown; there is "leader", "collectives"')
+    work = (model, batches, loss)
+    if intra_node not in ("leader", "collectives"):
+        raise ValueError(f'intra_node={intra_node!r} is unknown; there is "leader", "collectives"')
     number = _node_number() if node_id is None else node_id
-    if inside == "collectives" and workers > 1:
-        return _together(model, step, server, number, local, slowdown, pace_seconds)
+    if intra_node == "collectives" and workers > 1:
+        return _together(work, server, number, local, slowdown, pace_seconds)
     if local:
-        return Worker(model, step, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds).run()
+        return Worker(*work, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds).run()
     node = Node(server, number, workers, port=port if workers > 1 else 0)
-    return _lead(node, model, step, slowdown, pace_seconds)
+    return _lead(node, work, slowdown, pace_seconds)
 
 
-def _lead(
-    node: Node, model: nn.Module, step: Loss, slowdown: float, pace: float, together: NodeMean | None = None
-) -> WorkerStats:
+def _lead(node: Node, work: _Work, slowdown: float, pace: float, together: NodeMean | None = None) -> WorkerStats:
     """The worker in the process of its leader."""
     try:
         gradient = together.gradient if together is not None else None
         worker = Worker(
-            model, step, node.address, 0, slowdown=slowdown, pace_seconds=pace, gradient=gradient,
+            *work, node.address, 0, slowdown=slowdown, pace_seconds=pace, gradient=gradient,
             check=lambda: node.wait(0),
         )  # fmt: skip
         stats = worker.run()
@@ -179,16 +172,15 @@ def _lead(
     return stats
 
 
-def _together(
-    model: nn.Module, step: Loss, server: str, number: int, local: int, slowdown: float, pace: float
-) -> WorkerStats:
+def _together(work: _Work, server: str, number: int, local: int, slowdown: float, pace: float) -> WorkerStats:
     """One rank of a node whose ranks compute each gradient together."""
     made = not dist.is_initialized()
     if made:
         dist.init_process_group()
+    model = work[0]
     unused = torch.optim.SGD(model.parameters(), lr=0.0)  # steps are made on the server
     sync = attach(model, unused, "ssgd")
-    together = NodeMean(model, step, sync.services)
+    together = NodeMean(*work, sync.services)
     try:
         with sync.no_sync():
             if local:
@@ -196,38 +188,18 @@ def _together(
                 return WorkerStats(steps=count, version=version)
             version = -1
             try:
-                stats = _lead(Node(server, number, 1), model, step, slowdown, pace, together)
+                stats = _lead(Node(server, number, 1), work, slowdown, pace, together)
                 version = stats.version
             finally:
                 together.end(version)
             return stats
     finally:
-        sync.detach()
+        sync.close()
         if made:
             dist.destroy_process_group()
-
-
-def _numbered(batches: Iterable[Any]) -> Callable[[int], Any]:
-    iterator: Iterator[Any] = iter(())
-
-    def take(number: int) -> Any:
-        nonlocal iterator
-        for _ in range(2):
-            for batch in iterator:
-                return batch
-            iterator = iter(batches)
-        raise ValueError("batches is empty: it must give at least one batch")
-
-    return take
 
 
 def _node_number() -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         return int(os.environ.get("GROUP_RANK", "0"))
     return zlib.crc32(socket.gethostname().encode()) & 0xFFFF
-
-
-def _samples(batch: Any) -> int:
-    """The length of the first tensor in a batch; 1 if there is none."""
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
-    return next((len(part) for part in parts if isinstance(part, Tensor) and part.ndim), 1)

@@ -40,7 +40,7 @@ class Shard:
         outer: makes the optimizer, as the server's; by default that of the settings. It must treat each element for
             itself, as SGD and Adam do: of norms over all weights a shard would know its part alone.
         read_outer: makes it, where ``outer`` is not given, of the text that the server publishes (``outer_text``).
-        directory: for checkpoints; needed where the server has one.
+        checkpoint_dir: for checkpoints; needed where the server has one.
         port: where leaders find this shard; 0 takes a free one.
         leases: give up after so many leases without a server.
 
@@ -55,16 +55,16 @@ class Shard:
         *,
         outer: Outer | None = None,
         read_outer: Callable[[str], Outer | None] | None = None,
-        directory: str | Path | None = None,
+        checkpoint_dir: str | Path | None = None,
         port: int = 0,
         host: str = "0.0.0.0",
         leases: float = 6.0,
     ) -> None:
         split_address(server)
-        if directory is not None:
-            checkpoints.prepare(directory)
+        if checkpoint_dir is not None:
+            checkpoints.prepare(checkpoint_dir)
         self.server, self.index = server, index
-        self._outer, self._read_outer, self._directory, self._leases = outer, read_outer, directory, leases
+        self._outer, self._read_outer, self._directory, self._leases = outer, read_outer, checkpoint_dir, leases
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         self._line: Connection | None = None
         self.keeper: SliceKeeper | None = None
@@ -103,6 +103,12 @@ class Shard:
             self._line.close()
             self._line.join(2.0)
         self.visitors.close(2.0)
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
     # --- the server -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ SHARD_REASONS = {
     SHARD_PROTOCOL: "shard {index} and the server run different versions of thinwire: install the same one on both",
     OTHER_OUTER: "shard {index} has another optimizer than the server: give both the same (outer=, or --outer)",
     NO_DIRECTORY: "the server keeps checkpoints and shard {index} does not: give it a directory of its own "
-    "(checkpoint=, or --checkpoint)",
+    "(checkpoint_dir=, or --checkpoint-dir)",
 }
 
 

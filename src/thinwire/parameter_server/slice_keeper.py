@@ -38,7 +38,7 @@ class SliceKeeper:
         outer: makes the optimizer.
         index, count: which slice of how many.
         full: gradients of a whole round, as the server counts.
-        directory: for checkpoints.
+        checkpoint_dir: for checkpoints.
 
     Attributes:
         version: of the weights.
@@ -53,10 +53,10 @@ class SliceKeeper:
         index: int,
         count: int,
         full: int,
-        directory: str | Path | None = None,
+        checkpoint_dir: str | Path | None = None,
     ) -> None:
         self.settings, self.layout, self.outer, self.version = settings, layout, outer, -1
-        self._index, self._count, self._full, self._directory, self._run = index, count, full, directory, 0
+        self._index, self._count, self._full, self._directory, self._run = index, count, full, checkpoint_dir, 0
         piece = slices(layout.numel, count)[index]
         self._numel = piece.stop - piece.start
         self._end = ServerEnd(settings, self._numel, layout.dtype)
@@ -107,13 +107,13 @@ class SliceKeeper:
             if self._directory is not None and checkpoints.found(self._directory, self._index):
                 raise ValueError(
                     f"{self._directory} has checkpoints of shard {self._index} and the server begins anew: give an "
-                    "empty directory, or give the server the --checkpoint that it had"
+                    "empty directory, or give the server the --checkpoint-dir that it had"
                 )
             theta = message.tensor.view(self.layout.dtype)
             self._master = Master(theta, self.outer, self.settings, self._full)
         else:
             if self._directory is None:
-                raise ValueError(f"the server goes on from a checkpoint: give shard {self._index} its --checkpoint")
+                raise ValueError(f"the server goes on from a checkpoint: give shard {self._index} its --checkpoint-dir")
             saved = checkpoints.load_slice(self._directory, message.version, self._index, self._count, message.run)
             if saved.layout != self.layout.to_json():
                 self.layout.check(Layout.from_json(saved.layout))

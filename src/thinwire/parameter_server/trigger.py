@@ -11,8 +11,14 @@ from thinwire.parameter_server.table import Member
 
 
 def arrived(settings: Settings, came: Collection[int], parts: Iterable[Contribution]) -> int:
-    """Work that was pushed, in units of the trigger. ``came``: members who pushed; ``parts``: what of it is used."""
-    return len(came) if settings.trigger == "nodes" else sum(len(part.rows) for part in parts)
+    """Work that was pushed, in what ``update_every`` counts.
+
+    Args:
+        settings: of the run.
+        came: members who pushed.
+        parts: what of it is used.
+    """
+    return len(came) if settings.counts_nodes else sum(len(part.rows) for part in parts)
 
 
 def chosen(settings: Settings, fresh: Iterable[Member], needed: int) -> set[int]:
@@ -23,13 +29,13 @@ def chosen(settings: Settings, fresh: Iterable[Member], needed: int) -> set[int]
     for member in sorted(fresh, key=lambda m: (m.buf_low, m.number)):
         if needed > 0:
             taken.add(member.number)
-            needed -= 1 if settings.trigger == "nodes" else member.seen - member.ack
+            needed -= 1 if settings.counts_nodes else member.seen - member.ack
     return taken
 
 
 def all_stand(settings: Settings, came: Collection[int], members: Iterable[Member]) -> bool:
     """Pushes at S = 0 are answered after the update: what has come must do if nobody can send more."""
-    held = settings.transfer == "push" and settings.limit == 0
+    held = settings.transfer == "push" and settings.max_staleness == 0
     return held and bool(came) and all(m.low == UNBOUNDED for m in members)
 
 

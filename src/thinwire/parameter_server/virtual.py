@@ -284,7 +284,7 @@ class _Simulation:
         tensor: Any = None
         if self.gradient is not None and node.theta is not None:
             gradient, number, worker = self.gradient, node.number, start.worker
-            work = node.work.setdefault(worker, LocalWork(self.settings.submit))
+            work = node.work.setdefault(worker, LocalWork(self.settings.local_update))
             tensor = work.submission(node.theta, start.step, start.steps, lambda x, i: gradient(x, number, worker, i))
         leader = node.leader
 

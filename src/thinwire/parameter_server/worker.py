@@ -13,9 +13,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from thinwire.collectives.pair import Meeting, PairError
+from thinwire.measure.batches import Batches, Loss, numbered
 from thinwire.parameter_server.connection import Anything, Connection
 from thinwire.parameter_server.layout import Layout
-from thinwire.parameter_server.local_work import LocalWork, Loss, local_gradient
+from thinwire.parameter_server.local_work import LocalWork, local_gradient
 from thinwire.parameter_server.messages import Buffers, Enter, Ping, Result, Stop, Work, encode
 from thinwire.parameter_server.settings import Settings
 
@@ -54,19 +55,22 @@ class Worker:
 
     Args:
         model: trained in place; at the end it holds the server's last weights.
-        loss: see ``Loss``.
+        batches: number -> this worker's batch of that number; or an iterable, which begins anew at its end.
+        loss: (model, batch) -> mean loss.
         leader: ``host:port`` of the node's leader.
         number: of the worker in its node.
         slowdown: emulate a slower machine: each step takes so many times as long, by sleeping.
         pace_seconds: emulate machines of one's own on shared cores: a step takes at least so long, times slowdown.
         on_step: called with the seconds since the start and the loss.
         check: called before each attempt to reach the leader; may raise.
-        gradient: (flat parameters, number of the batch) -> flat gradient, loss, samples; by default that of ``loss``.
+        gradient: (flat parameters, number of the batch) -> flat gradient, loss, samples; by default that of
+            ``loss``.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        batches: Batches,
         loss: Loss,
         leader: str,
         number: int,
@@ -82,7 +86,7 @@ class Worker:
         if not slowdown >= 1:
             raise ValueError(f"slowdown={slowdown!r} must be at least 1")
         self.layout = Layout.of(model)
-        self._take = gradient or partial(local_gradient, model, self.layout, loss)
+        self._take = gradient or partial(local_gradient, model, self.layout, numbered(batches), loss)
         self.stats = WorkerStats()
         self._inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
         self._theta: Tensor | None = None
@@ -117,7 +121,7 @@ class Worker:
             self._inbox = inbox
             connection = Connection(pair, channels=1, seconds=lease, deliver=inbox.put, closed=inbox.put)
             averaged = settings.buffers == "average" and self.layout.buffers.numel > 0
-            if self._serve(connection.start(), LocalWork(settings.submit), lease, averaged):
+            if self._serve(connection.start(), LocalWork(settings.local_update), lease, averaged):
                 return self.stats
 
     def _serve(self, connection: Connection, work: LocalWork, lease: float, averaged: bool) -> bool:

@@ -34,7 +34,7 @@ class EdgeEnd:
         recipe: must be the cloud's.
         total: steps of the whole training, for the rate.
         name: by which the cloud tells edges apart, where certificates do not say.
-        directory: of checkpoints; None: none are written.
+        checkpoint_dir: of checkpoints; None: none are written.
         steps: trained so far.
     """
 
@@ -43,7 +43,7 @@ class EdgeEnd:
     recipe: Recipe
     total: int
     name: str = "edge"
-    directory: Path | None = None
+    checkpoint_dir: Path | None = None
     steps: int = 0
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     _call: Call | None = None
@@ -66,7 +66,7 @@ class EdgeEnd:
             "pair": self.pair,
             "session": self.session,
             "edge": self.name,
-            "steps": [self.steps] if self.steps else store.steps(self.directory) or [0],
+            "steps": [self.steps] if self.steps else store.steps(self.checkpoint_dir) or [0],
             "total": self.total,
         }
 
@@ -82,7 +82,7 @@ class EdgeEnd:
             raise SessionError(f"the cloud wants to go on from step {resume!r}, which this edge does not have")
         if resume != self.steps:
             self._load(resume)
-        store.drop_after(self.directory, resume)
+        store.drop_after(self.checkpoint_dir, resume)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one batch, on both ends. Returns the loss.
@@ -117,12 +117,12 @@ class EdgeEnd:
     def checkpoint(self) -> None:
         """Both ends save under the same step; the cloud first."""
         self._request(Message("checkpoint", self.steps, words={}))
-        if self.directory is not None:
+        if self.checkpoint_dir is not None:
             content = {"half": self.half.state_dict(), "optimizer": self._optimizer.state_dict(), "steps": self.steps}
             content |= {"pair": self.pair}
             codecs = {"up": self._ends.up.state(), "down": self._ends.down.state()}
             try:
-                store.save(self.directory, self.steps, content | codecs)
+                store.save(self.checkpoint_dir, self.steps, content | codecs)
             except OSError as error:
                 raise SessionError(f"the edge cannot write its checkpoint: {error}") from error
 
@@ -171,9 +171,9 @@ class EdgeEnd:
         return reply
 
     def _load(self, step: int) -> None:
-        assert self.directory is not None
-        content = store.load(self.directory, step)
-        store.check_pair(content, self.pair, self.directory)
+        assert self.checkpoint_dir is not None
+        content = store.load(self.checkpoint_dir, step)
+        store.check_pair(content, self.pair, self.checkpoint_dir)
         self.half.load_state_dict(content["half"])
         self._optimizer.load_state_dict(content["optimizer"])
         self._ends.up.load_state(content["up"])

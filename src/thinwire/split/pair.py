@@ -23,12 +23,18 @@ class LocalPair(EdgeEnd):
     """
 
     def __init__(
-        self, front: Front, back: Back, recipe: Recipe, total: int, directory: Path | None = None, pair: str = "local"
+        self,
+        front: Front,
+        back: Back,
+        recipe: Recipe,
+        total: int,
+        checkpoint_dir: Path | None = None,
+        pair: str = "local",
     ) -> None:
-        folders = (None, None) if directory is None else (directory / "edge", directory / "cloud")
+        folders = (None, None) if checkpoint_dir is None else (checkpoint_dir / "edge", checkpoint_dir / "cloud")
         self.front, self.back = front, back
         held = by_role(front, back)
-        super().__init__(held["edge"], pair, recipe, total, directory=folders[0])
+        super().__init__(held["edge"], pair, recipe, total, checkpoint_dir=folders[0])
         self.cloud = CloudEnd(held["cloud"], pair, recipe, folders[1])
         self.ledger = ByteLedger()
         self.open(self._counted, self.cloud.hello(self.hello()))

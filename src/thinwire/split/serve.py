@@ -187,3 +187,9 @@ class Server:
             self._wire.close()
             self._wire = None
         self._listener.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

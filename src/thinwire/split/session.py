@@ -50,7 +50,7 @@ class CloudEnd:
         half: the back, or with ``front_on="cloud"`` the front; trained in place.
         pair: of the files that the halves came from; both ends must have the same.
         recipe: must be the edge's.
-        directory: of checkpoints; None: none are written.
+        checkpoint_dir: of checkpoints; None: none are written.
         edge: whose session it is; "" between sessions.
         trained: called with (edge, steps) after each training step.
     """
@@ -58,7 +58,7 @@ class CloudEnd:
     half: Front | Back
     pair: str
     recipe: Recipe
-    directory: Path | None = None
+    checkpoint_dir: Path | None = None
     trained: Callable[[str, int], None] | None = None
     edge: str = ""
     _edges: dict[str, _Edge] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class CloudEnd:
         first = next(self.half.parameters())
         self._dtype, self._device = first.dtype, first.device
         self._opening = "z" if isinstance(self.half, Back) else opening(self.half.view)
-        found = store.steps(self.directory)
+        found = store.steps(self.checkpoint_dir)
         if found:  # a restarted cloud goes on from its newest checkpoint
             self._load(found[-1])
 
@@ -128,21 +128,24 @@ class CloudEnd:
                 self._edges[name] = self._new_edge()
             return self.steps_of(name)
         others = {other: edge.steps for other, edge in self._edges.items() if other != name}
-        mine = store.steps(self.directory)
+        mine = store.steps(self.checkpoint_dir)
         for total in reversed(mine):
-            assert self.directory is not None
-            counts = {other: int(kept["steps"]) for other, kept in store.load(self.directory, total)["edges"].items()}
+            assert self.checkpoint_dir is not None
+            counts = {
+                other: int(kept["steps"]) for other, kept in store.load(self.checkpoint_dir, total)["edges"].items()
+            }
             step = counts.pop(name, 0)
             if step in theirs and counts == others:
                 self._load(total)
-                store.drop_after(self.directory, total)
+                store.drop_after(self.checkpoint_dir, total)
                 self._edges.setdefault(name, self._new_edge())
                 return step
         here = f"checkpoints after {', '.join(map(str, mine))} steps" if mine else "no checkpoint"
         raise SessionError(
             f"no step in common: edge {name!r} has step {', '.join(map(str, theirs)) or 'none'}, the cloud is "
             f"{'inside' if self.training else 'after'} step {self.steps_of(name)} with it and has {here}; restart both "
-            "ends: with --checkpoints on both they go on from the newest step that both saved; without, from the start"
+            "ends: with --checkpoint-dir on both they go on from the newest step that both saved; without, from the "
+            "start"
         )
 
     def handle(self, request: Message) -> Message:
@@ -243,7 +246,7 @@ class CloudEnd:
         return _Edge(self.half.plan.chain("up"), self.half.plan.chain("down"))
 
     def _save(self) -> None:
-        if self.directory is None:
+        if self.checkpoint_dir is None:
             return
         edges = {
             name: {"steps": e.steps, "up": e.up.state(), "down": e.down.state()} for name, e in self._edges.items()
@@ -251,14 +254,14 @@ class CloudEnd:
         content: dict[str, Any] = {"half": self.half.state_dict(), "optimizer": self._optimizer.state_dict()}
         content |= {"edges": edges, "pair": self.pair}
         try:
-            store.save(self.directory, sum(edge.steps for edge in self._edges.values()), content)
+            store.save(self.checkpoint_dir, sum(edge.steps for edge in self._edges.values()), content)
         except OSError as error:
             raise SessionError(f"the cloud cannot write its checkpoint: {error}") from error
 
     def _load(self, total: int) -> None:
-        assert self.directory is not None
-        content: dict[str, Any] = store.load(self.directory, total)
-        store.check_pair(content, self.pair, self.directory)
+        assert self.checkpoint_dir is not None
+        content: dict[str, Any] = store.load(self.checkpoint_dir, total)
+        store.check_pair(content, self.pair, self.checkpoint_dir)
         self.half.load_state_dict(content["half"])
         self._optimizer.load_state_dict(content["optimizer"])
         self._program, self._edges = None, {}

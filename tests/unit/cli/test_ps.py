@@ -15,13 +15,16 @@ def call(*words):
 
 def test_simulate_compares_a_setting_with_what_it_has_to_beat():
     words = ["--nodes", "4", "--workers", "2", "--slow", "0:4", "--seconds", "60", "--json"]
-    result = call("simulate", "--settings", "inhad:limit=4", *words)
+    result = call("simulate", "--settings", "inhad:max_staleness=4", *words)
     assert result.exit_code == 0, result.output
     rows = {row["scheme"]: row for row in json.loads(result.stdout)}
-    assert list(rows) == ["inhad:limit=4", "asp", "bsp", "hierarchical all-reduce"]
-    assert rows["inhad:limit=4"]["max_staleness"] <= 4
-    assert rows["inhad:limit=4"]["gradients_per_second"] > 1.5 * rows["hierarchical all-reduce"]["gradients_per_second"]
-    assert rows["asp"]["bytes_per_gradient"] > 1.5 * rows["inhad:limit=4"]["bytes_per_gradient"]
+    assert list(rows) == ["inhad:max_staleness=4", "asp", "bsp", "hierarchical all-reduce"]
+    assert rows["inhad:max_staleness=4"]["max_staleness"] <= 4
+    assert (
+        rows["inhad:max_staleness=4"]["gradients_per_second"]
+        > 1.5 * rows["hierarchical all-reduce"]["gradients_per_second"]
+    )
+    assert rows["asp"]["bytes_per_gradient"] > 1.5 * rows["inhad:max_staleness=4"]["bytes_per_gradient"]
 
 
 def test_on_equal_nodes_behind_a_slow_server_link_the_all_reduce_wins():
@@ -47,13 +50,13 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
     [
         (["simulate", "--settings", "inhat"], "unknown preset 'inhat'"),
         (["simulate", "--settings", "inhad:limit"], "is no option"),
-        (["simulate", "--settings", "inhad:limit=-1"], "limit=-1 must be a whole number of at least 0"),
+        (["simulate", "--settings", "inhad:max_staleness=-1"], "max_staleness=-1 must be a whole number of at least 0"),
         (["simulate", "--settings", "inhad:depth=3"], "unexpected keyword"),
         (["simulate", "--slow", "9:4"], "there are nodes 0 to 3"),
         (["simulate", "--slow", "much"], "write for example --slow 1:4"),
         (["simulate", "--step", "0"], "--step must be above 0"),
         (["simulate", "--link", "fast"], "link rate"),
-        (["simulate", "--settings", "inhad:limit=four"], "limit='four' must be a whole number"),
+        (["simulate", "--settings", "inhad:max_staleness=four"], "max_staleness='four' must be a whole number"),
         (["server"], "say when to end"),
         (["server", "--updates", "3", "--model", "mlp", "--port", "99999"], "port=99999 must be a whole number"),
         (["run", "--updates", "0"], "must be above 0"),

@@ -8,7 +8,7 @@ import pytest
 from thinwire.methods.registry import METHODS
 
 DOCS = Path(__file__).parents[3] / "docs"
-SYSTEMS = ("large_batch", "data", "kfac", "parameter_server", "federated", "split", "elastic")
+SYSTEMS = ("large_batch", "data", "kfac", "parameter_server", "federated", "split", "supernet")
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FRAGMENTS = ("_build", "when", "winners")

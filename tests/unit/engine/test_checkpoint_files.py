@@ -42,7 +42,7 @@ def two_steps(tmp_path):
         _train(net, optimizer)
         tw.checkpoint.save(tmp_path, net, optimizer, sync, step)
         weights[step] = [p.detach().clone() for p in net.parameters()]
-    sync.detach()
+    sync.close()
     return tmp_path, weights
 
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path, what):
     net, optimizer, sync = _job("acp", rank=2)
     _train(net, optimizer, 2)
     tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
-    sync.detach()
+    sync.close()
     net, optimizer, sync = _job("topk" if what == "method" else "acp", width=5 if what == "model" else 4,
                                 **({"density": 0.1} if what == "method" else {"rank": 2}))  # fmt: skip
     if what == "optimizer":
@@ -136,7 +136,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path, what):
 def test_the_older_step_is_not_taken_where_the_newest_does_not_fit(tmp_path):
     net, optimizer, sync = _job()
     tw.checkpoint.save(tmp_path, net, optimizer, sync, 1)
-    sync.detach()
+    sync.close()
     wide, wide_optimizer, wide_sync = _job(width=5)
     tw.checkpoint.save(tmp_path, wide, wide_optimizer, wide_sync, 2)
     net, optimizer, sync = _job()
@@ -209,7 +209,7 @@ try:
 except OSError as error:
     print(error, flush=True)
 sys.stdin.readline()
-sync.detach()
+sync.close()
 print("detached", flush=True)
 sys.stdin.readline()
 """
@@ -243,7 +243,7 @@ def test_a_second_job_in_one_directory_is_refused_until_the_first_is_dead(tmp_pa
     tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
     _, said = other_job(tmp_path)  # a third: this process has it now
     assert f"process {os.getpid()} on " in said
-    sync.detach()
+    sync.close()
     assert other_job(tmp_path)[1] == "saved"
 
 
@@ -251,9 +251,9 @@ def test_a_detached_sync_gives_the_directory_back_and_another_of_this_process_ke
     jobs = [_job(), _job()]
     for net, optimizer, sync in jobs:
         tw.checkpoint.save(tmp_path, net, optimizer, sync, 1)
-    jobs[0][2].detach()
+    jobs[0][2].close()
     assert "another job" in other_job(tmp_path)[1]
-    jobs[1][2].detach()
+    jobs[1][2].close()
     assert other_job(tmp_path)[1] == "saved"
 
 
@@ -277,7 +277,7 @@ def test_a_companion_that_does_not_fit_changes_nothing(tmp_path):
     net, optimizer, sync, _ = job("authors")
     _train(net, optimizer, 2)
     tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
-    sync.detach()
+    sync.close()
     net, optimizer, sync, kfac = job("reference")
     _train(net, optimizer)
     before, passes = _state(net, optimizer, sync), kfac.passes

@@ -41,12 +41,14 @@ def gradient(client, x):
     return a.T @ (a @ x - y) / len(y)
 
 
-def train(algorithm, data, *, rounds, cohort=None, net=None, **options):
+def train(algorithm, data, *, rounds, clients_per_round=None, net=None, **options):
     """Weights after some rounds, as numpy, and the history."""
     net = net or model()
     options.setdefault("reduction", "fp64")
     clients = as_clients(data)
-    history = fl.simulate(algorithm, net, clients, rounds=rounds, cohort=cohort or len(data), loss=loss, **options)
+    history = fl.simulate(
+        algorithm, net, clients, rounds=rounds, clients_per_round=clients_per_round or len(data), loss=loss, **options
+    )
     return net.weight.detach().numpy().reshape(-1).copy(), history
 
 

@@ -49,13 +49,15 @@ CASES = {
 def test_the_formula(case):
     cls, options, wanted = case
     algorithm = cls(lr=0.1, epochs=3, batch_size=None, **options)
-    found, history = p.train(algorithm, DATA, rounds=ROUNDS, cohort=COHORT)
+    found, history = p.train(algorithm, DATA, rounds=ROUNDS, clients_per_round=COHORT)
     close(found, wanted())
     assert all(row.clients == COHORT and not row.failed for row in history.rounds)
 
 
 def test_fednova_with_different_numbers_of_steps():
-    found, _ = p.train(fl.FedNova(lr=0.1, epochs=1, batch_size=4, momentum=0.5), EVEN, rounds=4, cohort=COHORT)
+    found, _ = p.train(
+        fl.FedNova(lr=0.1, epochs=1, batch_size=4, momentum=0.5), EVEN, rounds=4, clients_per_round=COHORT
+    )
     wanted = p.fednova(EVEN, p.cohorts(EVEN, 4, COHORT), 0.1, lambda i: EVEN_STEPS[i], momentum=0.5)
     close(found, wanted)
     assert len(set(EVEN_STEPS)) > 1
@@ -93,8 +95,8 @@ SAME = {
 @pytest.mark.parametrize("case", SAME.values(), ids=SAME)
 def test_equal_to_fedavg(case):
     cls, options = case
-    plain, _ = p.train(fl.FedAvg(lr=0.1, epochs=3, batch_size=None), DATA, rounds=4, cohort=COHORT)
-    found, _ = p.train(cls(lr=0.1, epochs=3, batch_size=None, **options), DATA, rounds=4, cohort=COHORT)
+    plain, _ = p.train(fl.FedAvg(lr=0.1, epochs=3, batch_size=None), DATA, rounds=4, clients_per_round=COHORT)
+    found, _ = p.train(cls(lr=0.1, epochs=3, batch_size=None, **options), DATA, rounds=4, clients_per_round=COHORT)
     close(found, plain)
 
 
@@ -143,7 +145,7 @@ def test_a_new_algorithm_is_a_few_lines():
         (lambda: fl.FedOpt(beta1=1.0), "beta1"),
         (lambda: fl.FedNova(mu=0.1, momentum=0.9), "leave one of them out"),
         (lambda: fl.Mime(momentum=0.9), "give beta="),
-        (lambda: fl.Mime(clip=1.0), "leave clip= out"),
+        (lambda: fl.Mime(max_grad_norm=1.0), "leave max_grad_norm= out"),
         (lambda: fl.Scaffold(momentum=0.9), "plain SGD"),
         (lambda: fl.FedDyn(alpha=0), "alpha"),
         (lambda: fl.FedDyn(server_lr=0.5), "takes no step"),

@@ -16,7 +16,7 @@ from thinwire.federated import Compressed, FedAvg, FedOpt, History, Scaffold, fi
 PAGE = Path(__file__).parents[3] / "docs" / "federated.md"
 NAMED = re.compile(r"^thinwire (federated run digits --algorithm (\S+).*)$", re.MULTILINE)
 
-SMALL = ["federated", "run", "digits:clients=12:width=2:hidden=8", "--rounds", "2", "--cohort", "4"]
+SMALL = ["federated", "run", "digits:clients=12:width=2:hidden=8", "--rounds", "2", "--clients-per-round", "4"]
 MINE = """
 import torch
 from thinwire import federated as fl
@@ -27,7 +27,8 @@ def build(lr=0.1):
         x = torch.randn(6, 5, generator=draw)
         return x, (x.sum(1) > 0).long()
     torch.manual_seed(0)
-    return fl.Federation(fl.FedAvg(lr=lr), torch.nn.Linear(5, 2), fl.FunctionClients(9, load, 6), rounds=2, cohort=3)
+    clients = fl.FunctionClients(9, load, 6)
+    return fl.Federation(fl.FedAvg(lr=lr), torch.nn.Linear(5, 2), clients, rounds=2, clients_per_round=3)
 
 def nothing():
     return 3
@@ -54,7 +55,7 @@ def test_a_run_with_everything(alone):
     (alone / "trace.json").write_text('[{"seconds_per_sample": 0.5}]')
     done = call(
         *SMALL, "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress", "topk:density=0.1", "--devices", 2,
-        "--schedule", "lpt", "--reduction", "exact", "--evaluate-every", 1, "--checkpoint", "run",
+        "--schedule", "lpt", "--reduction", "exact", "--evaluate-every", 1, "--checkpoint-dir", "run",
         "--trace", "trace.json",
         "--out", "weights.safetensors", "--plot", "curves.html", "--json",
     )  # fmt: skip
@@ -66,8 +67,8 @@ def test_a_run_with_everything(alone):
     assert {x.shape[0] for x in files.unpack((alone / "weights.safetensors").read_bytes()).values()} >= {10}
     assert "plotly" in (alone / "curves.html").read_text()
     again = call(
-        *SMALL[:3], "--rounds", 3, "--cohort", 4, "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress",
-        "topk:density=0.1", "--reduction", "exact", "--checkpoint", "run", "--json",
+        *SMALL[:3], "--rounds", 3, *SMALL[-2:], "--algorithm", "fedopt:rule=yogi:server_lr=0.1", "--compress",
+        "topk:density=0.1", "--reduction", "exact", "--checkpoint-dir", "run", "--json",
     )  # fmt: skip
     assert [row.round for row in History.from_json(again.stdout).rounds] == [0, 1, 2]
 
@@ -107,9 +108,9 @@ def test_what_is_not_named_is_kept_of_the_federation():
         lr=0.3, epochs=5, batch_size=None, weight_decay=0.01, server_lr=0.5
     )
     assert build_algorithm("scaffold:epochs=1", base) == Scaffold(
-        lr=0.2, epochs=1, batch_size=None, weight_decay=0.01, server_lr=0.5, clip=1.0
+        lr=0.2, epochs=1, batch_size=None, weight_decay=0.01, server_lr=0.5, max_grad_norm=1.0
     )
-    assert build_algorithm("scaffold:clip=none", base).clip is None
+    assert build_algorithm("scaffold:max_grad_norm=none", base).max_grad_norm is None
     assert build_algorithm("fedopt", base).server_lr == 0.02  # a rate of FedAvg's server says nothing of Adam's
     assert build_algorithm("fedopt:rule=sgd", base).server_lr == 0.5
     assert build_algorithm("fedavg", FedOpt(server_lr=0.03, lr=0.4)) == FedAvg(lr=0.4)
@@ -150,12 +151,14 @@ def test_a_federation_of_ones_own(alone):
 
 def test_prediction(alone):
     (alone / "devices.json").write_text(json.dumps([{"seconds_per_sample": s} for s in (0.01, 0.01, 0.05)]))
-    done = call("federated", "predict", "--devices", "devices.json", "--clients", 60, "--cohort", 24, "--json")
+    done = call(
+        "federated", "predict", "--devices", "devices.json", "--clients", 60, "--clients-per-round", 24, "--json"
+    )
     assert done.exit_code == 0, done.output
     rows = {row["schedule"]: row for row in json.loads(done.stdout)}
     assert rows["pull"]["ratio"] < rows["equal"]["ratio"]
     assert min(row["ratio"] for row in rows.values()) >= 1
-    assert "to the bound" in call("federated", "predict", "--clients", 60, "--cohort", 24).stdout
+    assert "to the bound" in call("federated", "predict", "--clients", 60, "--clients-per-round", 24).stdout
 
 
 @pytest.mark.parametrize(
@@ -165,12 +168,12 @@ def test_prediction(alone):
         (["run", "digits:client=3"], "has no option 'client'; did you mean 'clients'?"),
         (["run", "digits:clients=abc"], "clients='abc' must be a whole number of at least 1"),
         (["run", "digits:clients=-3"], "clients=-3 must be a whole number of at least 1"),
-        (["run", "mine_that_is_wrong:raises"], "mine_that_is_wrong.py, line 17: KeyError: 'x'"),
+        (["run", "mine_that_is_wrong:raises"], "mine_that_is_wrong.py, line 18: KeyError: 'x'"),
         (["run", "digits", "--trace", "deep.json"], "deep.json"),
         (["run", "digits", "--algorithm", "fedprox:nu=1"], "fedprox has no option 'nu'"),
         (["run", "digits", "--algorithm", "adam"], "unknown algorithm 'adam'"),
         (["run", "digits", "--compress", "topp"], "unknown method"),
-        (["run", "digits", "--cohort", "0"], "cohort=0"),
+        (["run", "digits", "--clients-per-round", "0"], "clients_per_round=0"),
         (["run", "digits", "--schedule", "best"], "'best' is unknown"),
         (["run", "digits", "--plot", "x.pdf"], "must end in .png or .html"),
         (["run", "digits", "--trace", "none.json"], "none.json cannot be read"),

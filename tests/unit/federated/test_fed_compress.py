@@ -61,7 +61,7 @@ class Watching(fl.Compressed):
 def test_what_is_not_sent_is_owed(name):
     algorithm = Watching(fl.FedAvg(lr=0.05, batch_size=4), name, **METHODS[name])
     algorithm.seen = []
-    fl.simulate(algorithm, net(), p.as_clients(DATA), rounds=4, cohort=4, loss=loss, devices=2)
+    fl.simulate(algorithm, net(), p.as_clients(DATA), rounds=4, clients_per_round=4, loss=loss, devices=2)
     last = {}
     for client, x, before, sent, after, owed, size in algorithm.seen:
         left = owed(after)
@@ -77,7 +77,7 @@ def test_what_is_not_sent_is_owed(name):
 def test_it_trains_and_sends_less(name):
     def final(algorithm):
         model = net()
-        history = fl.simulate(algorithm, model, p.as_clients(DATA), rounds=15, cohort=6, loss=loss)
+        history = fl.simulate(algorithm, model, p.as_clients(DATA), rounds=15, clients_per_round=6, loss=loss)
         return history
 
     plain = final(fl.FedAvg(lr=0.1, batch_size=None))
@@ -91,7 +91,7 @@ def test_it_trains_and_sends_less(name):
 def test_topk_bytes_and_values_are_exact():
     algorithm = Watching(fl.FedAvg(lr=0.05, batch_size=None), "topk", density=0.25)
     algorithm.seen = []
-    fl.simulate(algorithm, net(), p.as_clients(DATA), rounds=1, cohort=6, loss=loss)
+    fl.simulate(algorithm, net(), p.as_clients(DATA), rounds=1, clients_per_round=6, loss=loss)
     for _, x, _, sent, _, _, size in algorithm.seen:
         k = int(0.25 * x.numel())
         assert size == 8 * k  # a value and an index each
@@ -102,7 +102,7 @@ def test_topk_bytes_and_values_are_exact():
 
 
 def test_density_one_is_no_compression():
-    options = {"rounds": 3, "cohort": 4, "reduction": "exact"}
+    options = {"rounds": 3, "clients_per_round": 4, "reduction": "exact"}
     plain, _ = p.train(fl.Scaffold(lr=0.1, batch_size=4), DATA, **options)
     found, _ = p.train(fl.Compressed(fl.Scaffold(lr=0.1, batch_size=4), "topk", density=1.0), DATA, **options)
     assert np.array_equal(plain, found)

@@ -170,10 +170,10 @@ def test_models_that_cannot_be_trained_so():
     mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
     clients = fl.FunctionClients(1, lambda i: (torch.ones(1, 2), torch.zeros(1, dtype=torch.long)), 1)
     with pytest.raises(ValueError, match="convert them to one floating dtype"):
-        fl.simulate(fl.FedAvg(), mixed, clients, rounds=1, cohort=1)
+        fl.simulate(fl.FedAvg(), mixed, clients, rounds=1, clients_per_round=1)
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameters"):
-        fl.simulate(fl.FedAvg(), frozen, clients, rounds=1, cohort=1)
+        fl.simulate(fl.FedAvg(), frozen, clients, rounds=1, clients_per_round=1)
 
 
 def test_shared_and_frozen_parameters_and_samples_of_zero():
@@ -183,7 +183,7 @@ def test_shared_and_frozen_parameters_and_samples_of_zero():
     before = shared.weight.clone()
     x, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 0, 1])
     clients = fl.FunctionClients(3, lambda i: (x, y), lambda i: 6 if i else 0)
-    history = fl.simulate(fl.FedAvg(), net, clients, rounds=1, cohort=3)
+    history = fl.simulate(fl.FedAvg(), net, clients, rounds=1, clients_per_round=3)
     assert "at least one" in history.rounds[0].failed[0]
     assert torch.equal(net[3].weight, frozen)
     assert not torch.equal(shared.weight, before)

@@ -23,7 +23,7 @@ MAKE = {
 
 
 def federation(make, **changes):
-    options = {"rounds": 4, "cohort": 5, "loss": p.loss, "reduction": "exact", **changes}
+    options = {"rounds": 4, "clients_per_round": 5, "loss": p.loss, "reduction": "exact", **changes}
     return fl.Federation(make(), p.model(), p.as_clients(DATA), **options)
 
 
@@ -52,7 +52,7 @@ def deploy(make, folder, parts, spoil=lambda server, node, answer: answer, **cha
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 @pytest.mark.parametrize("parts", [{7: range(8)}, {1: [0, 3, 5], 9: [1, 2], 4: [4, 6, 7]}], ids=["one", "three"])
 def test_a_deployment_is_the_simulation_bit_for_bit(make, parts, tmp_path):
-    wanted, straight = p.train(make(), DATA, rounds=4, cohort=5, reduction="exact")
+    wanted, straight = p.train(make(), DATA, rounds=4, clients_per_round=5, reduction="exact")
     found, history = deploy(make, tmp_path, parts)
     assert np.array_equal(found, wanted)
     for ours, theirs in zip(history.rounds, straight.rounds, strict=True):
@@ -97,7 +97,7 @@ def test_what_is_refused_is_reported_and_the_mean_is_over_the_rest(case, tmp_pat
         tmp_path,
         parts,
         lambda server, node, answer: spoil(answer) if node == 1 else answer,
-        cohort=8,
+        clients_per_round=8,
         rounds=1,
         reduction="fp64",
     )
@@ -129,8 +129,8 @@ def test_the_state_of_a_refused_answer_does_not_count(tmp_path):
             return super().train(context, payload, state)
 
     parts = {1: [0, 1, 2], 2: [3, 4, 5, 6, 7]}
-    found, _ = deploy(MAKE["scaffold"], tmp_path, parts, spoil, cohort=8)
-    wanted, _ = p.train(Skips(lr=0.1, batch_size=4), DATA, rounds=4, cohort=8, reduction="exact")
+    found, _ = deploy(MAKE["scaffold"], tmp_path, parts, spoil, clients_per_round=8)
+    wanted, _ = p.train(Skips(lr=0.1, batch_size=4), DATA, rounds=4, clients_per_round=8, reduction="exact")
     assert np.array_equal(found, wanted)
 
 
@@ -160,5 +160,5 @@ def test_hosts_that_do_not_fit(hosts, words):
 
 
 def test_clients_that_nobody_hosts_are_named(tmp_path):
-    _, history = deploy(MAKE["fedavg"], tmp_path, {1: [0, 1, 2, 3]}, cohort=8, rounds=1)
+    _, history = deploy(MAKE["fedavg"], tmp_path, {1: [0, 1, 2, 3]}, clients_per_round=8, rounds=1)
     assert history.rounds[0].failed == dict.fromkeys([4, 5, 6, 7], "no node hosts it")

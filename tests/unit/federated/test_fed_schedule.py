@@ -142,8 +142,8 @@ def sizes_of(client):
     return 1 + int(np.random.default_rng(client).lognormal(2, 0.8))
 
 
-def median_ratio(name, speeds, cohort, **options):
-    found = predict(name, 500, sizes_of, speeds, rounds=10, cohort=cohort, **options)
+def median_ratio(name, speeds, clients_per_round, **options):
+    found = predict(name, 500, sizes_of, speeds, rounds=10, clients_per_round=clients_per_round, **options)
     return statistics.median(t / b for t, b in zip(found.round_seconds[3:], found.bound_seconds[3:]))
 
 
@@ -234,7 +234,10 @@ def test_a_silent_device_is_lost_at_its_deadline_and_its_late_result_is_refused(
         (lambda: s.plan("lpt", [1], None, 0, 0), "devices=0"),
         (lambda: Estimates(window_rounds=0), "at least 1, or None"),
         (lambda: Speed(-1.0), "seconds of at least 0"),
-        (lambda: predict("lpt", 3, sizes_of, [FAST], rounds=1, cohort=4), "cohort=4 must be between 1"),
+        (
+            lambda: predict("lpt", 3, sizes_of, [FAST], rounds=1, clients_per_round=4),
+            "clients_per_round=4 must be between 1",
+        ),
     ],
 )
 def test_refusals(call, words):

@@ -168,8 +168,8 @@ RUN = textwrap.dedent(
             whole(*arguments)
         checkpoint.save = save
     store = ClientStateStore(len(p.population()), {folder!r} + "/states", memory_bytes={budget})
-    p.train(Dies(lr=0.1, batch_size=4), p.population(), rounds=6, cohort=4, reduction="exact",
-            checkpoint={folder!r}, checkpoint_every={every}, state=store)
+    p.train(Dies(lr=0.1, batch_size=4), p.population(), rounds=6, clients_per_round=4, reduction="exact",
+            checkpoint_dir={folder!r}, checkpoint_every={every}, state=store)
     """
 )
 
@@ -181,14 +181,22 @@ RUN = textwrap.dedent(
 )
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, after, at_commit, every, budget):
     """B10: kill -9 in the middle of a round; nothing of it is visible afterwards."""
-    wanted, straight = p.train(fl.Scaffold(lr=0.1, batch_size=4), DATA, rounds=6, cohort=4, reduction="exact")
+    wanted, straight = p.train(
+        fl.Scaffold(lr=0.1, batch_size=4), DATA, rounds=6, clients_per_round=4, reduction="exact"
+    )
     here = os.path.dirname(p.__file__)
     code = RUN.format(here=here, after=after, at_commit=at_commit, folder=str(tmp_path), every=every, budget=budget)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     store = ClientStateStore(len(DATA), tmp_path / "states", memory_bytes=0)
     found, history = p.train(
-        fl.Scaffold(lr=0.1, batch_size=4), DATA, rounds=6, cohort=4, reduction="exact", checkpoint=tmp_path, state=store
+        fl.Scaffold(lr=0.1, batch_size=4),
+        DATA,
+        rounds=6,
+        clients_per_round=4,
+        reduction="exact",
+        checkpoint_dir=tmp_path,
+        state=store,
     )
     assert np.array_equal(found, wanted)
     assert [row.round for row in history.rounds] == list(range(6))
@@ -198,8 +206,8 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, after, at_commit, every, bud
 
 
 def test_a_finished_run_is_only_read(tmp_path):
-    first, _ = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, cohort=4, checkpoint=tmp_path)
-    again, history = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, cohort=4, checkpoint=tmp_path)
+    first, _ = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, clients_per_round=4, checkpoint_dir=tmp_path)
+    again, history = p.train(fl.FedDyn(lr=0.1), DATA, rounds=3, clients_per_round=4, checkpoint_dir=tmp_path)
     assert np.array_equal(first, again)
     assert len(history.rounds) == 3
     assert len(list(tmp_path.glob("round-*"))) == 1
@@ -207,23 +215,36 @@ def test_a_finished_run_is_only_read(tmp_path):
 
 def test_a_store_that_was_used_begins_anew():
     store = ClientStateStore(len(DATA), memory_bytes=0)
-    first, _ = p.train(fl.Scaffold(lr=0.1), DATA, rounds=3, cohort=4, state=store)
-    again, history = p.train(fl.Scaffold(lr=0.1), DATA, rounds=3, cohort=4, state=store)
+    first, _ = p.train(fl.Scaffold(lr=0.1), DATA, rounds=3, clients_per_round=4, state=store)
+    again, history = p.train(fl.Scaffold(lr=0.1), DATA, rounds=3, clients_per_round=4, state=store)
     assert np.array_equal(first, again)
     assert not any(row.failed for row in history.rounds)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    p.train(fl.Scaffold(lr=0.1), DATA, rounds=1, cohort=4, checkpoint=tmp_path)
+    p.train(fl.Scaffold(lr=0.1), DATA, rounds=1, clients_per_round=4, checkpoint_dir=tmp_path)
     for change, words in [
         ({"algorithm": fl.Scaffold(lr=0.2)}, "lr = 0.1, and this one has 0.2"),
         ({"algorithm": fl.FedAvg(lr=0.1)}, "algorithm = Scaffold, and this one has FedAvg"),
         ({"seed": 5}, "seed = 0"),
-        ({"cohort": 3}, "cohort = 4"),
+        ({"clients_per_round": 3}, "clients_per_round = 4"),
     ]:
-        options = {"algorithm": fl.Scaffold(lr=0.1), "cohort": 4, **change}
+        options = {"algorithm": fl.Scaffold(lr=0.1), "clients_per_round": 4, **change}
         with pytest.raises(ValueError, match=words):
-            p.train(options.pop("algorithm"), DATA, rounds=2, checkpoint=tmp_path, **options)
+            p.train(options.pop("algorithm"), DATA, rounds=2, checkpoint_dir=tmp_path, **options)
+
+
+def test_a_checkpoint_in_the_words_of_before_goes_on(tmp_path):
+    algorithm = fl.Compressed(fl.FedAvg(lr=0.1, max_grad_norm=1.0, lr_decay=0.9), "topk", density=0.5)
+    p.train(algorithm, DATA, rounds=1, clients_per_round=4, checkpoint_dir=tmp_path)
+    (file,) = tmp_path.glob("round-*/run.json")
+    text = file.read_text()
+    for now, before in (("clients_per_round", "cohort"), ("max_grad_norm", "clip"), ("lr_decay", "decay")):
+        assert f'"{now}"' in text
+        text = text.replace(f'"{now}"', f'"{before}"')
+    file.write_text(text)
+    _, history = p.train(algorithm, DATA, rounds=2, clients_per_round=4, checkpoint_dir=tmp_path)
+    assert [row.round for row in history.rounds] == [0, 1]
 
 
 def test_history_survives_json():
@@ -231,7 +252,7 @@ def test_history_survives_json():
         fl.FedAvg(),
         DATA,
         rounds=3,
-        cohort=4,
+        clients_per_round=4,
         devices=2,
         evaluate=lambda net, round: {"norm": net.weight.norm()},
         evaluate_every=2,

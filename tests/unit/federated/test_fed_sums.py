@@ -85,7 +85,7 @@ ALGORITHMS = {
 @pytest.mark.parametrize("make", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_the_result_does_not_depend_on_devices_and_schedule(make):
     """B5, B12: bit for bit in exact mode, though states follow their clients from device to device."""
-    options = {"rounds": 4, "cohort": 6, "reduction": "exact"}
+    options = {"rounds": 4, "clients_per_round": 6, "reduction": "exact"}
     wanted, _ = p.train(make(), DATA, **options)
     slow = [fl.Speed(0.1), fl.Speed(0.5), fl.Speed(0.1)]
     variants = [
@@ -101,7 +101,7 @@ def test_the_result_does_not_depend_on_devices_and_schedule(make):
         assert np.array_equal(found, wanted), variant
         if "faults" in variant:
             assert any(row.lost_devices for row in history.rounds)
-    near, _ = p.train(make(), DATA, rounds=4, cohort=6, reduction="fp64", devices=3)
+    near, _ = p.train(make(), DATA, rounds=4, clients_per_round=6, reduction="fp64", devices=3)
     np.testing.assert_allclose(near, wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -112,12 +112,12 @@ def test_traffic_is_a_sum_per_device_whatever_the_number_of_clients():
     for devices in (1, 2, 5):
         for cohort in (5, 10, 40):
             _, history = p.train(
-                fl.FedAvg(batch_size=None), data, rounds=1, cohort=cohort, devices=devices, schedule="equal"
+                fl.FedAvg(batch_size=None), data, rounds=1, clients_per_round=cohort, devices=devices, schedule="equal"
             )
             (row,) = history.rounds
             assert row.bytes_up == row.bytes_down == size * devices
             assert row.client_bytes == size * cohort
-    _, history = p.train(fl.Mime(batch_size=None), data, rounds=1, cohort=40, devices=3, schedule="equal")
+    _, history = p.train(fl.Mime(batch_size=None), data, rounds=1, clients_per_round=40, devices=3, schedule="equal")
     assert history.rounds[0].bytes_up == 2 * 3 * size  # two visits
 
 
@@ -187,8 +187,8 @@ def test_a_rule_that_is_not_linear_must_collect():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"cohort": 10}, "cohort=10 must be between 1 and the number of clients, 9"),
-        ({"cohort": 0}, "cohort=0"),
+        ({"clients_per_round": 10}, "clients_per_round=10 must be between 1 and the number of clients, 9"),
+        ({"clients_per_round": 0}, "clients_per_round=0"),
         ({"rounds": 0}, "rounds=0"),
         ({"devices": 0}, "devices=0"),
         ({"reduction": "fp16"}, "one of fp32, fp64, exact"),
@@ -201,6 +201,6 @@ def test_a_rule_that_is_not_linear_must_collect():
     ],
 )
 def test_refusals(change, words):
-    options = {"rounds": 1, "cohort": 3, **change}
+    options = {"rounds": 1, "clients_per_round": 3, **change}
     with pytest.raises(ValueError, match=words):
         fl.simulate(fl.FedAvg(), p.model(), p.as_clients(DATA), loss=p.loss, **options)

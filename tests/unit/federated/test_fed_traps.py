@@ -25,7 +25,7 @@ def three(i):
 
 def off(algorithm, wanted, **options):
     """Largest distance from what the formula gives."""
-    found, _ = p.train(algorithm, DATA, rounds=5, cohort=4, **options)
+    found, _ = p.train(algorithm, DATA, rounds=5, clients_per_round=4, **options)
     return np.abs(found - wanted).max()
 
 
@@ -86,13 +86,13 @@ def weights(net):
 def train_leaky(order=None, monkeypatch=None):
     net = leaky()
     if order is not None:
-        monkeypatch.setattr(fl.FedAvg, "select", lambda self, round, population, cohort, seed: order[round])
+        monkeypatch.setattr(fl.FedAvg, "select", lambda self, round, population, clients_per_round, seed: order[round])
     fl.simulate(
         fl.FedAvg(lr=0.1, batch_size=4, epochs=2),
         net,
         p.as_clients(EVEN),
         rounds=2,
-        cohort=4,
+        clients_per_round=4,
         loss=p.loss,
         reduction="exact",
     )
@@ -144,7 +144,7 @@ def test_batch_norm_is_averaged_and_integers_stay_the_servers():
         alone.load_state_dict(before)
         alone(clients.load(i)[0])
         ends.append(alone[1].running_mean)
-    fl.simulate(fl.FedAvg(lr=1e-12, batch_size=None), net, clients, rounds=1, cohort=2, loss=p.loss)
+    fl.simulate(fl.FedAvg(lr=1e-12, batch_size=None), net, clients, rounds=1, clients_per_round=2, loss=p.loss)
     n = [clients.samples(i) for i in range(2)]
     torch.testing.assert_close(net[1].running_mean, (n[0] * ends[0] + n[1] * ends[1]) / sum(n))
     assert int(net[1].num_batches_tracked) == 0
@@ -181,7 +181,7 @@ def test_t9_feddyn_without_one_over_alpha(monkeypatch):
     """Two rounds are enough, as alpha is not 1."""
     plan = p.cohorts(DATA, 2, 4)
     wanted = p.feddyn(DATA, plan, 0.1, three, 0.4)
-    found, _ = p.train(feddyn(), DATA, rounds=2, cohort=4)
+    found, _ = p.train(feddyn(), DATA, rounds=2, clients_per_round=4)
     assert np.abs(found - wanted).max() < 1e-12
 
     def program(self, round):
@@ -190,7 +190,7 @@ def test_t9_feddyn_without_one_over_alpha(monkeypatch):
         self.theta = found["x"] - self.h
 
     monkeypatch.setattr(fl.FedDyn, "program", program)
-    found, _ = p.train(feddyn(), DATA, rounds=2, cohort=4)
+    found, _ = p.train(feddyn(), DATA, rounds=2, clients_per_round=4)
     assert np.abs(found - wanted).max() > 1e-4
 
 

@@ -176,7 +176,7 @@ def test_damping_may_be_a_function_of_the_step():
     assert asked == [0, 1, 2]
     inverse = kfac._inverses.of["0/A"]
     torch.testing.assert_close(torch.linalg.inv(inverse), factor(kfac, "0/A") + torch.eye(6).double() / 3)
-    kfac.detach()
+    kfac.close()
     kfac, optimizer = made(net, damping=lambda step: -1.0)
     half_squares(net(x), y).backward()
     with pytest.raises(ValueError, match=r"damping\(0\)=-1.0"):
@@ -214,7 +214,7 @@ def test_a_fisher_that_was_not_asked_for_is_missed():
     optimizer.step()
     with pytest.raises(ValueError, match="categorical, gaussian"):
         sampled_loss(out, "poisson")
-    kfac.detach()
+    kfac.close()
     with pytest.raises(RuntimeError, match="empirical"):
         made(net)[0].fisher_backward(out, "gaussian")
 
@@ -292,7 +292,7 @@ def test_with_a_sync_of_one_process_and_a_round_trip():
             kfac.load_state_dict({**kfac.state_dict(), "version": 7})
     assert not kfac._handles
     weight = net[0].weight.grad.clone()
-    optimizer.step()  # detached: plain gradients
+    optimizer.step()  # closed: plain gradients
     assert torch.equal(net[0].weight.grad, weight)
 
 
@@ -317,6 +317,20 @@ def test_a_dcp_checkpoint_of_before_the_options_were_renamed_is_read(tmp_path):
         sync.load_state_dict(shown)
         assert len(saved) == 4
         assert all(torch.equal(kfac._inverses.of[name], value) for name, value in saved.items())
+
+
+def test_it_ends_with_its_with_statement():
+    net, (x, y) = mlp(5, 4, 3), regression()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with KFAC(net, None, optimizer=optimizer, damping=0.1, **EVERY):
+        half_squares(net(x), y).backward()
+        plain = net[0].weight.grad.clone()
+        optimizer.step()
+        assert not torch.equal(net[0].weight.grad, plain)
+    half_squares(net(x), y).backward()
+    plain = net[0].weight.grad.clone()
+    optimizer.step()
+    assert torch.equal(net[0].weight.grad, plain)
 
 
 @pytest.mark.parametrize("options, says", [

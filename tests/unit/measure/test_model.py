@@ -1,3 +1,5 @@
+from itertools import count
+
 import pytest
 import torch
 from torch import nn
@@ -44,7 +46,7 @@ class Scale(nn.Module):
 
 def profiled(model, clock, **options):
     options = {"steps": 3, "warmup": 1, "clock": clock, **options}
-    return profile_model(model, lambda step: model(torch.ones(2, 3)).sum(), **options)
+    return profile_model(model, [torch.ones(2, 3)], lambda model, x: model(x).sum(), **options)
 
 
 def test_seconds_in_backward_order():
@@ -73,12 +75,12 @@ def test_the_sum_is_that_of_the_pass_when_steps_differ():
     model = nn.Sequential(Scale(clock, 0, 1), Scale(clock, 0, 1), Scale(clock, 0, 1))
     lasts = iter([(1, 1, 1), (5, 1, 2), (1, 9, 1), (2, 2, 2)])
 
-    def loss(step):
+    def loss(model, step):
         for layer, seconds in zip(model, next(lasts)):
             layer.times = (clock, 0, seconds)
         return model(torch.ones(3)).sum()
 
-    profile = profile_model(model, loss, steps=3, clock=clock, warmup=1)
+    profile = profile_model(model, count(), loss, steps=3, clock=clock, warmup=1)
     assert sum(profile.backward_seconds) == 8  # the median of 8, 11 and 6
     assert all(seconds >= 0 for seconds in profile.backward_seconds)
 
@@ -142,14 +144,14 @@ def test_an_error_leaves_nothing_behind_either():
     model = Odd(clock)
     before = state_of(model)
 
-    def loss(step):
+    def loss(model, step):
         value = model(torch.ones(2, 3)).sum()
         if step == 2:
             raise ArithmeticError("as planned")
         return value
 
     with pytest.raises(ArithmeticError):
-        profile_model(model, loss, clock=clock)
+        profile_model(model, count(), loss, clock=clock)
     assert same(before, state_of(model))
 
 
@@ -199,19 +201,19 @@ def test_a_time_limit_ends_it_early():
     [
         ({"steps": 0}, "steps=0"),
         ({"warmup": -1}, "warmup=-1"),
-        ({"loss": lambda step: torch.ones(())}, "scalar"),
-        ({"loss": lambda step: 3.0}, "scalar"),
+        ({"loss": lambda model, step: torch.ones(())}, "scalar"),
+        ({"loss": lambda model, step: 3.0}, "scalar"),
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "no trainable parameter"),
     ],
 )
 def test_bad_words(change, says):
     net = nn.Linear(2, 2)
-    words = {"model": net, "loss": lambda step: net(torch.ones(2)).sum(), **change}
+    words = {"model": net, "loss": lambda model, step: net(torch.ones(2)).sum(), **change}
     with pytest.raises(ValueError, match=says):
-        profile_model(words.pop("model"), words.pop("loss"), **words)
+        profile_model(words.pop("model"), count(), words.pop("loss"), **words)
 
 
 def test_sixteen_bit_gradients():
     net = nn.Linear(4, 4).bfloat16()
-    profile = profile_model(net, lambda step: net(torch.ones(2, 4).bfloat16()).sum(), steps=1, warmup=0)
+    profile = profile_model(net, [torch.ones(2, 4).bfloat16()], lambda net, x: net(x).sum(), steps=1, warmup=0)
     assert profile.dtype_bytes == 2

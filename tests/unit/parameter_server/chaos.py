@@ -102,7 +102,7 @@ class Chaos:
                 tau = version - row.base
                 self.staleness[tau] += 1
                 if not 0 <= tau <= self.settings.bound:
-                    raise Violation(f"a gradient {tau} versions old was applied, limit {self.settings.limit}")
+                    raise Violation(f"a gradient {tau} versions old was applied, limit {self.settings.max_staleness}")
         self.updates.append((version, effect.contributions))
 
     # --- events

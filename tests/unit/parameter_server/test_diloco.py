@@ -41,7 +41,7 @@ class Ranks:
 
 def train(outer, rounds, fragments=1, lr=0.1):
     models = [Model() for _ in range(SIZE)]
-    outers = [DiLoCo(m, steps=STEPS, outer=outer, fragments=fragments) for m in models]
+    outers = [DiLoCo(m, sync_every=STEPS, outer=outer, fragments=fragments) for m in models]
     syncs = [Ranks() for _ in range(SIZE)]
     exchanged = []
     for step in range(rounds * STEPS):
@@ -75,7 +75,7 @@ def test_rate_1_without_momentum_averages_parameters():
 
 def test_both_forms_agree():
     models, _ = train(nesterov, 5)
-    settings = diloco(STEPS, start_nodes=SIZE, submit=LocalSteps(STEPS, "sgd", 0.1))
+    settings = diloco(STEPS, start_nodes=SIZE, local_update=LocalSteps(STEPS, "sgd", 0.1))
     trace = simulate(settings, nodes=SIZE, updates=5, step_seconds=lambda n, w, s, rng: 1.0 + n, outer=nesterov,
                      parameters=Model().flat(), gradient=gradient)  # fmt: skip
     torch.testing.assert_close(models[0].flat(), trace.parameters, rtol=1e-12, atol=1e-12)
@@ -90,10 +90,10 @@ def test_fragments_take_turns_and_each_is_averaged_when_it_is_due():
 
 def test_refusals():
     with pytest.raises(ValueError, match="multiple of fragments"):
-        DiLoCo(Model(), steps=5, fragments=2)
+        DiLoCo(Model(), sync_every=5, fragments=2)
     with pytest.raises(ValueError, match="only 2 trainable"):
-        DiLoCo(Model(), steps=6, fragments=3)
-    with pytest.raises(ValueError, match="below steps / fragments = 3"):
-        DiLoCo(Model(), steps=6, fragments=2, delay=3)
+        DiLoCo(Model(), sync_every=6, fragments=3)
+    with pytest.raises(ValueError, match="below sync_every / fragments = 3"):
+        DiLoCo(Model(), sync_every=6, fragments=2, fragment_sync_delay=3)
     with pytest.raises(ValueError, match="from 0 to 1"):
-        DiLoCo(Model(), steps=6, mixing=1.5)
+        DiLoCo(Model(), sync_every=6, fragment_update_alpha=1.5)

@@ -49,7 +49,7 @@ def test_settings_survive_their_json(name):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"submit": {"kind": "Os"}}', '{"submit": {"kind": "Gradient"}, "x": 1}']
+    "text", ["", "[]", "{}", '{"local_update": {"kind": "Os"}}', '{"local_update": {"kind": "Gradient"}, "x": 1}']
 )
 def test_other_json_is_no_settings(text):
     with pytest.raises(ValueError):
@@ -59,13 +59,13 @@ def test_other_json_is_no_settings(text):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"n": 0.5}, "n=0.5"),
-        ({"limit": -1}, "limit=-1"),
+        ({"update_every": "nodes/0.5"}, "update_every='nodes/0.5'"),
+        ({"max_staleness": -1}, "max_staleness=-1"),
         ({"transfer": "fetch"}, "transfer='fetch'"),
         ({"enforce": "drop"}, 'transfer="push"'),
         ({"clock_limit": 2}, "clock_limit"),
         ({"pull": "stalest", "transfer": "push"}, "has come already"),
-        ({"local": "sync", "submit": LocalSteps(3)}, 'local="async"'),
+        ({"local": "sync", "local_update": LocalSteps(3)}, 'local="async"'),
         ({"deterministic": True, "compress_up": "topk"}, "deterministic"),
         ({"density": 0.0}, "density=0.0"),
         ({"lease_seconds": float("nan")}, "lease_seconds"),
@@ -90,16 +90,42 @@ def test_other_refusals():
 
 
 def test_presets_by_text():
-    assert preset("inhad:limit=2:n=1") == PRESETS["inhad"](2, 1)
+    assert preset("inhad:max_staleness=2:update_every=nodes") == PRESETS["inhad"](2, "nodes")
     assert preset("asp:compress_up=topk:density=0.05").compress_up == "topk"
-    assert preset("inhad:limit=none").limit is None
+    assert preset("inhad:max_staleness=none").max_staleness is None
     assert preset("ssp:clock_limit=0").clock_limit == 0
 
 
-def test_the_trigger_counts():
+def test_what_makes_an_update():
     assert [preset("inhad").needed(p) for p in (1, 2, 3, 8)] == [1, 1, 1, 4]
     assert preset("bsp").needed(7) == 7
-    assert preset("inhad:count=5").needed(3) == 3  # never more than there are
+    assert preset("inhad:update_every=5 nodes").needed(3) == 3  # never more than there are
+    assert preset("inhad:update_every=nodes/1.5").needed(7) == 4
+    assert preset("n_softsync:n=2").needed(7) == 3
+    assert preset("n_softsync").needed(7) == 7
+    assert preset("fedbuff:size=5").needed(3) == 5
+    assert [preset(text).counts_nodes for text in ("inhad", "bsp", "asp", "n_softsync", "fedbuff", "diloco")] == [
+        True, True, False, False, False, True
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"trigger": "nodes", "n": 2.0, "count": None, "limit": 4}, {"update_every": "nodes/2.0"}),
+        ({"trigger": "nodes", "n": 2.0, "count": 3, "limit": None}, {"update_every": "3 nodes", "max_staleness": None}),
+        ({"trigger": "gradients", "n": 2.0, "count": 3, "limit": 1}, {"update_every": 3, "max_staleness": 1}),
+        (
+            {"trigger": "gradients", "n": 4.0, "count": None, "limit": 0},
+            {"update_every": "workers/4.0", "max_staleness": 0},
+        ),
+        ({"transfer": "push", "enforce": "drop"}, {"transfer": "push", "enforce": "drop"}),
+        ({"enforce": "gate"}, {}),
+    ],
+)
+def test_settings_in_a_journal_of_before_are_read(before, now):
+    text = json.dumps({"submit": {"kind": "LocalSteps", "steps": 3}, **before})
+    assert Settings.from_json(text) == Settings(local_update=LocalSteps(3), **{"update_every": "nodes/2.0", **now})
 
 
 # --- compression -----------------------------------------------------------------------------------------------
@@ -211,7 +237,9 @@ def test_a_checkpoint_with_wrong_content_is_named(tmp_path, place):
     network = torch.nn.Linear(3, 2)
     torch.save(saved_options(network, **{name: value}), tmp_path / "version-000000005.pt")
     with pytest.raises(ValueError, match=r"version-000000005\.pt is no checkpoint of a parameter server"):
-        Service(network, Settings(), outer=lambda params: torch.optim.SGD(params, 0.1), updates=1, directory=tmp_path)
+        Service(
+            network, Settings(), outer=lambda params: torch.optim.SGD(params, 0.1), updates=1, checkpoint_dir=tmp_path
+        )
 
 
 def test_a_shards_checkpoint_with_wrong_content_is_named(tmp_path):
@@ -227,24 +255,26 @@ def test_a_shards_checkpoint_with_wrong_content_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"limit": "4"}, "limit='4' must be a whole number of at least 0"),
-        ({"limit": 2.5}, "limit=2.5 must be a whole number"),
-        ({"count": []}, "count=[] must be a whole number"),
+        ({"max_staleness": "4"}, "max_staleness='4' must be a whole number of at least 0"),
+        ({"max_staleness": 2.5}, "max_staleness=2.5 must be a whole number"),
+        ({"update_every": []}, "update_every=[] must be a whole number"),
         ({"start_nodes": None}, "start_nodes=None must be a whole number of at least 1"),
         ({"buffer": "8"}, "buffer='8' must be a whole number"),
-        ({"n": "2"}, "n='2' must be a number of at least 1"),
-        ({"n": None}, "n=None must be a number of at least 1"),
+        ({"update_every": 0}, "update_every=0 must be a whole number of at least 1"),
+        ({"update_every": "2"}, 'update_every=\'2\' must be a number of gradients, "nodes", "workers"'),
+        ({"update_every": "0 nodes"}, "update_every='0 nodes' must be a number of gradients"),
+        ({"update_every": None}, "update_every=None must be a whole number of at least 1"),
         ({"lease_seconds": "10"}, "lease_seconds='10' must be a number above 0"),
         ({"grace_seconds": None}, "grace_seconds=None must be a number of at least 0"),
         ({"density": "x"}, "density='x' must be a number above 0"),
-        ({"submit": "x"}, "submit='x' must be Gradient() or LocalSteps()"),
+        ({"local_update": "x"}, "local_update='x' must be Gradient() or LocalSteps()"),
     ],
 )
 def test_settings_of_a_wrong_type_are_refused_with_a_sentence(options, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         Settings(**options)
     changed = json.loads(Settings().to_json()) | options
-    if options.keys() != {"submit"}:
+    if options.keys() != {"local_update"}:
         with pytest.raises(ValueError, match=re.escape(says)):
             Settings.from_json(json.dumps(changed))
 
@@ -255,7 +285,9 @@ def test_local_steps_of_a_wrong_type_are_refused_with_a_sentence():
             LocalSteps(**options)
 
 
-@pytest.mark.parametrize("text", ["", "5", "[]", "{}", "[" * 100_000, '{"submit": {"kind": []}}'], ids=lambda t: t[:9])
+@pytest.mark.parametrize(
+    "text", ["", "5", "[]", "{}", "[" * 100_000, '{"local_update": {"kind": []}}'], ids=lambda t: t[:9]
+)
 def test_what_are_no_settings_is_refused_with_a_sentence(text):
     with pytest.raises(ValueError, match="these are no settings of a parameter server"):
         Settings.from_json(text)

@@ -297,7 +297,7 @@ def test_checkpoints_that_are_not_the_servers_are_refused(tmp_path, message, ind
 
 
 def test_a_shard_without_a_directory_cannot_go_on():
-    with pytest.raises(ValueError, match="give shard 0 its --checkpoint"):
+    with pytest.raises(ValueError, match="give shard 0 its --checkpoint-dir"):
         keeper().on(Enlisted(3, 7))
 
 
@@ -391,8 +391,8 @@ def test_in_virtual_time_shards_change_no_bit_at_s_0_and_a_replay_none_at_all():
             bsp(start_nodes=3),
             asp(),
             ssp(1),
-            diloco(2, submit=LocalSteps(2, "sgd", 0.1)),
-            Settings(transfer="push", trigger="gradients", count=3, limit=2),
+            diloco(2, local_update=LocalSteps(2, "sgd", 0.1)),
+            Settings(transfer="push", update_every=3, max_staleness=2),
         ]
     ),
     shards=st.integers(1, 3),

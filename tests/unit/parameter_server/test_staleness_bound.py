@@ -16,7 +16,7 @@ from thinwire.parameter_server.table import Member
 
 
 def pushed(limit):
-    return Settings(transfer="push", trigger="gradients", count=3, limit=limit)
+    return Settings(transfer="push", update_every=3, max_staleness=limit)
 
 
 @given(
@@ -35,7 +35,7 @@ def pushed(limit):
 )
 @settings(max_examples=40, deadline=None)
 def test_bound_under_random_events(seed, limit, nodes, workers, n, far, kill, bad, push, local, instances, pull):
-    options = pushed(limit) if push else inhad(limit, n, local=local, pull=pull)
+    options = pushed(limit) if push else inhad(limit, f"nodes/{n}", local=local, pull=pull)
     chaos = Chaos(options, nodes, workers, seed, far=0 if far else None, slow=nodes - 1, kill=kill, bad=bad,
                   instances=instances)  # fmt: skip
     chaos.run(1200)
@@ -117,7 +117,7 @@ def caught(monkeypatch, limit, leader=Leader, member=Member, runs=20, push=False
     """Whether one of some adversarial runs finds the mistake."""
     monkeypatch.setattr(server_module, "Member", member)
     for seed in range(runs):
-        options = pushed(limit) if push else inhad(limit, 2.0, start_nodes=4)
+        options = pushed(limit) if push else inhad(limit, "nodes/2", start_nodes=4)
         try:
             Chaos(options, 4, 3, seed, far=0, slow=1, leader=leader).run(4000)
         except Violation:
@@ -176,7 +176,7 @@ def test_a_million_events():
     events = 0
     for seed in range(40):
         limit = (0, 1, 2, 4)[seed % 4]
-        for options in (inhad(limit), inhad(limit, 1.0), pushed(limit), n_softsync(2.0, limit=limit)):
+        for options in (inhad(limit), inhad(limit, "nodes"), pushed(limit), n_softsync(2.0, max_staleness=limit)):
             chaos = Chaos(options, 2 + seed % 5, 1 + seed % 3, seed, far=seed % 2, slow=1, kill=0.001, bad=0.1)
             events += chaos.run(6300).events
             assert len(chaos.updates) > 5

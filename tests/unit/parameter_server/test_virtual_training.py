@@ -53,7 +53,7 @@ OPTIONS = [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01, "neste
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "momentum", "nesterov"])
-@pytest.mark.parametrize("settings", [inhad(0, 1.0), bsp(deterministic=True), bsp(local="sync")], ids=str)
+@pytest.mark.parametrize("settings", [inhad(0, "nodes"), bsp(deterministic=True), bsp(local="sync")], ids=str)
 def test_one_worker_at_s_0_is_torch_sgd_bit_for_bit(options, settings):
     trace = simulate(settings, nodes=1, updates=200, step_seconds=uneven, parameters=start(), gradient=gradient,
                      outer=sgd(**options))  # fmt: skip
@@ -89,7 +89,7 @@ def test_s_0_is_synchronous_sgd_bit_for_bit(nodes, workers, local):
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_one_worker_above_s_0_is_delayed_sgd_as_the_journal_says(limit):
-    settings = inhad(limit, 1.0)
+    settings = inhad(limit, "nodes")
     trace = simulate(settings, nodes=1, updates=80, step_seconds=equal, link=Link(0.7), parameters=start(),
                      gradient=gradient, outer=sgd())  # fmt: skip
     history, batched = [start()], 0
@@ -172,7 +172,7 @@ def test_ssp_0_with_sgd_is_synchronous_with_the_sum():
 
 def test_stalest_takes_no_more_nodes_than_the_trigger_needs_and_the_oldest_work_first():
     def pulled(pull):
-        trace = simulate(inhad(None, 4.0, pull=pull, start_nodes=8), nodes=8, updates=200, step_seconds=uneven,
+        trace = simulate(inhad(None, "nodes/4", pull=pull, start_nodes=8), nodes=8, updates=200, step_seconds=uneven,
                          apply_seconds=0.3)  # fmt: skip
         counts = [len({node for node, *_ in rows}) for _, _, rows in trace.updates]
         return counts, sum(age * n for age, n in trace.staleness().items()) / trace.gradients
@@ -194,7 +194,7 @@ def test_fedbuff_drops_what_is_too_old_and_counts_it():
 
 
 def test_local_sgd_of_one_step_and_rate_1_is_sgd():
-    settings = async_local_sgd(submit=LocalSteps(1, "sgd", 0.1))
+    settings = async_local_sgd(local_update=LocalSteps(1, "sgd", 0.1))
     trace = simulate(settings, nodes=1, updates=50, step_seconds=equal, parameters=start(torch.float64),
                      gradient=gradient, outer=sgd(lr=1.0))  # fmt: skip
     theta = start(torch.float64)
@@ -204,7 +204,7 @@ def test_local_sgd_of_one_step_and_rate_1_is_sgd():
 
 
 def test_diloco_with_rate_1_and_no_momentum_averages_parameters():
-    settings = diloco(steps=5, start_nodes=3, submit=LocalSteps(5, "sgd", 0.1))
+    settings = diloco(steps=5, start_nodes=3, local_update=LocalSteps(5, "sgd", 0.1))
     trace = simulate(settings, nodes=3, updates=8, step_seconds=uneven, parameters=start(torch.float64),
                      gradient=gradient, outer=sgd(lr=1.0))  # fmt: skip
     theta = start(torch.float64)
@@ -324,7 +324,7 @@ def test_bytes_are_those_of_the_cost_model():
 
 @pytest.mark.parametrize(
     "settings",
-    [inhad(3, deterministic=True), bsp(), asp(), ssp(1), async_local_sgd(3, submit=LocalSteps(3, "adamw", 0.01))],
+    [inhad(3, deterministic=True), bsp(), asp(), ssp(1), async_local_sgd(3, local_update=LocalSteps(3, "adamw", 0.01))],
     ids=["inhad", "bsp", "asp", "ssp", "local"],
 )
 def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, settings):
@@ -414,7 +414,7 @@ def test_a_thousand_nodes():
 
 @pytest.mark.parametrize("shards", [0, 2])
 @pytest.mark.parametrize(
-    "settings", [inhad(2), inhad(4, 1.0), bsp(), asp(), ssp(1)], ids=lambda s: f"{s.transfer}-{s.limit}"
+    "settings", [inhad(2), inhad(4, "nodes"), bsp(), asp(), ssp(1)], ids=lambda s: f"{s.transfer}-{s.max_staleness}"
 )
 def test_jitter_of_a_link_keeps_the_messages_of_a_connection_in_order(settings, shards):
     """Weights that came before the WELCOME, or a fence after the weights, left a node without work for good."""
@@ -422,7 +422,7 @@ def test_jitter_of_a_link_keeps_the_messages_of_a_connection_in_order(settings, 
     trace = simulate(settings, nodes=3, workers=2, updates=60, seconds=3000.0, step_seconds=uneven, link=link,
                      payload_bytes=1000, faults=[Fault(20.0, "cut", 1)], shards=shards)  # fmt: skip
     assert len(trace.updates) == 60
-    assert settings.limit is None or max(trace.staleness()) <= settings.limit
+    assert settings.max_staleness is None or max(trace.staleness()) <= settings.max_staleness
     again = simulate(settings, nodes=1, updates=20, seconds=3000.0, step_seconds=equal, link=link, shards=shards)
     assert len(again.updates) == 20
 

@@ -136,7 +136,7 @@ def test_on_one_rank_of_the_engine(tmp_path):
         for _ in range(2):
             model(torch.ones(3, 4)).sum().backward()
             log.write()
-    sync.detach()
+    sync.close()
     assert [(one["step"], one["steps"]) for one in read_log(tmp_path / "steps.jsonl")] == [(1, 1), (2, 1)]
 
 

@@ -50,10 +50,10 @@ def in_process(plan=None, steps=6, **more):
 
 
 @contextlib.contextmanager
-def serving(half, *, edges=1, pair="pair", directory=None, recipe=RECIPE, **options):
+def serving(half, *, edges=1, pair="pair", checkpoint_dir=None, recipe=RECIPE, **options):
     """A server in a thread; yields it, and its sentences as ``server.said``."""
     said = []
-    server = Server(CloudEnd(half, pair, recipe, directory), say=said.append, **options)
+    server = Server(CloudEnd(half, pair, recipe, checkpoint_dir), say=said.append, **options)
     server.said = said
     ended = []
 

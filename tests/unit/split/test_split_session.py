@@ -10,7 +10,7 @@ from thinwire.split.frames import Message
 
 
 def opened(of_edge, of_cloud, directory=None, call=None, **more):
-    edge = edge_end(of_edge, directory=directory and directory / "edge", **more)
+    edge = edge_end(of_edge, checkpoint_dir=directory and directory / "edge", **more)
     cloud = CloudEnd(of_cloud, "pair", RECIPE, directory and directory / "cloud")
     edge.open(call(cloud) if call else cloud.handle, cloud.hello(edge.hello()))
     return edge, cloud
@@ -194,7 +194,7 @@ def test_both_go_on_from_the_newest_common_checkpoint(dies, plan, tmp_path):
         assert cloud.training
     if dies == "cloud":
         cloud = CloudEnd(held(plan)[1], "pair", RECIPE, tmp_path / "cloud")
-    edge = edge_end(held(plan)[0], directory=tmp_path / "edge")
+    edge = edge_end(held(plan)[0], checkpoint_dir=tmp_path / "edge")
     edge.open(cloud.handle, cloud.hello(edge.hello()))
     assert edge.steps == 4
     del losses[4:]
@@ -210,7 +210,7 @@ def test_a_side_that_saved_one_less_decides(tmp_path):
     edge.checkpoint()
     edge.step(batch_of(0))
     cloud.handle(Message("checkpoint", 1, edge._sequence + 1, words={}))  # the edge died before it saved its own
-    again = edge_end(halves()[0], directory=tmp_path / "edge")
+    again = edge_end(halves()[0], checkpoint_dir=tmp_path / "edge")
     again.open(cloud.handle, cloud.hello(again.hello()))
     assert again.steps == 0
     assert cloud.steps_of("edge") == 0
@@ -221,7 +221,7 @@ def test_a_cloud_that_lost_its_checkpoints_does_not_make_the_edge_lose_its_own(t
     edge, _ = opened(front, back, tmp_path)
     edge.step(batch_of(0))
     edge.checkpoint()
-    again = edge_end(halves()[0], directory=tmp_path / "edge")
+    again = edge_end(halves()[0], checkpoint_dir=tmp_path / "edge")
     with pytest.raises(SessionError, match=r"has step 1, the cloud is after step 0 with it and has no checkpoint"):
         CloudEnd(halves()[1], "pair", RECIPE, tmp_path / "empty").hello(again.hello())
     assert again.hello()["steps"] == [1]
@@ -232,7 +232,7 @@ def test_checkpoints_of_other_halves_are_not_taken(tmp_path):
     edge.checkpoint()
     with pytest.raises(SessionError, match="cloud holds checkpoints of other halves"):
         CloudEnd(halves()[1], "another", RECIPE, tmp_path / "cloud")
-    again = edge_end(halves()[0], pair="another", directory=tmp_path / "edge", steps=5)
+    again = edge_end(halves()[0], pair="another", checkpoint_dir=tmp_path / "edge", steps=5)
     with pytest.raises(SessionError, match="edge holds checkpoints of other halves"):
         again._load(0)
 

@@ -47,7 +47,7 @@ def test_rounds_are_those_of_the_paper_written_out(split_fed):
     clients = fl.FunctionClients(2, shares.__getitem__, lambda client: len(shares[client]))
     scores = []
     history = fl.simulate(
-        algorithm, trained, clients, rounds=rounds, cohort=2, evaluate_every=1,
+        algorithm, trained, clients, rounds=rounds, clients_per_round=2, evaluate_every=1,
         evaluate=lambda model, round: scores.append(algorithm.score(model, task)) or {"accuracy": scores[-1]},
     )  # fmt: skip
     assert [record.failed for record in history.rounds] == [{}, {}]

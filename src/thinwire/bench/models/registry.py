@@ -10,6 +10,8 @@ from thinwire.bench.functions import check_options, load_function, told
 from thinwire.bench.words import nearest, split_options
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from thinwire.bench.models.workload import Workload
 
 FILES = {
@@ -46,12 +48,12 @@ def build_model(text: str, seed: int = 0) -> Workload:
     return _as_workload(name, built)
 
 
-def loss_of(workload: Workload, rank: int) -> Callable[[int], Any]:
-    """step -> loss, of ``rank``'s batches; what a user's own raises is told in one sentence."""
+def loss_of(workload: Workload, rank: int) -> Callable[[nn.Module, int], Any]:
+    """(model, step) -> loss, of ``rank``'s batches; what a user's own raises is told in one sentence."""
 
-    def loss(step: int) -> Any:
+    def loss(model: nn.Module, step: int) -> Any:
         with told(f"the loss of {workload.name!r}"):
-            return workload.loss(workload.model, step, rank)
+            return workload.loss(model, step, rank)
 
     return loss
 

@@ -49,7 +49,7 @@ class ParamGroupLock:
         optimizer.__dict__["add_param_group"] = self._refuse
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise RuntimeError("add_param_group: call detach() on the GradientSync first, and attach again afterwards")
+        raise RuntimeError("add_param_group: call close() on the GradientSync first, and attach again afterwards")
 
     def remove(self) -> None:
         """Let it."""

@@ -44,7 +44,7 @@ log = logging.getLogger("thinwire")
 
 
 def save(
-    directory: str | Path,
+    checkpoint_dir: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     sync: GradientSync,
@@ -54,11 +54,11 @@ def save(
 ) -> Path:
     """Write a checkpoint. All ranks must call it, on a file system that they share.
 
-    From the first one on the directory is this job's, until ``sync.detach()`` or the end of rank 0's process: another
+    From the first one on the directory is this job's, until ``sync.close()`` or the end of rank 0's process: another
     job that saves there is refused.
 
     Args:
-        directory: holds the checkpoints; made if needed.
+        checkpoint_dir: holds the checkpoints; made if needed.
         step: the user's step; part of the name.
         keep: how many to keep; older ones are removed, those of later steps left alone. 0: all.
 
@@ -71,7 +71,7 @@ def save(
         ValueError: ``step`` or ``keep`` is not a whole number of at least 0.
     """
     step, keep = _count("step", step), _count("keep", keep)
-    root = Path(directory)
+    root = Path(checkpoint_dir)
     final, partial = root / f"step-{step:09d}", root / f".partial-{step:09d}"
     with _Together(sync, final, partial):  # nobody writes before the directory is there
         if sync.services.rank == 0:
@@ -96,7 +96,7 @@ def save(
 
 
 def load(
-    directory: str | Path,
+    checkpoint_dir: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     sync: GradientSync,
@@ -116,13 +116,13 @@ def load(
 
     Raises:
         FileNotFoundError: ``step`` was asked for and is not there.
-        NotADirectoryError: ``directory`` is something else.
+        NotADirectoryError: ``checkpoint_dir`` is something else.
         ValueError: it does not fit this model or method, or all are damaged; ``step``'s, if it was asked for. Model,
             optimizer and ``sync`` are then as they were.
     """
     if step is not None:
         step = _count("step", step)
-    wanted = _agreed(Path(directory), sync, step)
+    wanted = _agreed(Path(checkpoint_dir), sync, step)
     damaged: list[str] = []
     for path in reversed(wanted):
         content: dict[str, Any] = {}
@@ -148,17 +148,17 @@ def load(
             log.warning("thinwire: %s; going on from %s", "; ".join(damaged), path)
         return int(content["step"])
     if damaged:
-        raise ValueError(f"{directory} holds no whole checkpoint: {'; '.join(damaged)}")
+        raise ValueError(f"{checkpoint_dir} holds no whole checkpoint: {'; '.join(damaged)}")
     return None
 
 
-def complete(directory: str | Path) -> list[Path]:
+def complete(checkpoint_dir: str | Path) -> list[Path]:
     """The whole checkpoints in a directory, oldest first.
 
     Raises:
         NotADirectoryError: it is something else.
     """
-    root = Path(directory)
+    root = Path(checkpoint_dir)
     if root.exists() and not root.is_dir():
         raise NotADirectoryError(f"{root} is not a directory: checkpoints are kept in one")
     return [path for path in finished(root, _NAME) if (path / _MODEL).exists()]

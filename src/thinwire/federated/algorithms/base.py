@@ -41,12 +41,12 @@ class Algorithm(abc.ABC):
 
     Args:
         lr: rate of the local steps.
-        decay: factor on ``lr`` after every round.
+        lr_decay: factor on ``lr`` after every round.
         epochs: passes over a client's samples.
         batch_size: of the local steps; None: all samples of the client.
         max_steps: of a client; None: as many as its epochs have.
         momentum, weight_decay: of the local steps, as of ``torch.optim.SGD``.
-        clip: limit of the norm of each local gradient; None: none.
+        max_grad_norm: limit of the norm of each local gradient; None: none.
         server_lr: of the server's step.
         weights: what a client counts in means: "samples" or "uniform".
 
@@ -54,29 +54,29 @@ class Algorithm(abc.ABC):
         theta: the server's weights, ``[D]``.
         operators: how what clients return is brought together.
         stateful: whether clients keep a state.
-        kept: names of the server's tensors; checkpoints hold them.
+        server_state: names of the server's tensors; checkpoints hold them.
         compressible: names under ``reduce`` that may be compressed: changes, not weights, that nothing else is
             derived from.
     """
 
     operators: ClassVar[Mapping[str, Operator]] = {}
     stateful: ClassVar[bool] = False
-    kept: ClassVar[tuple[str, ...]] = ("theta",)
+    server_state: ClassVar[tuple[str, ...]] = ("theta",)
     compressible: ClassVar[frozenset[str]] = frozenset()
 
     lr: float = 0.1
-    decay: float = 1.0
+    lr_decay: float = 1.0
     epochs: int = 1
     batch_size: int | None = 32
     max_steps: int | None = None
     momentum: float = 0.0
     weight_decay: float = 0.0
-    clip: float | None = None
+    max_grad_norm: float | None = None
     server_lr: float = 1.0
     weights: str = "samples"
 
     def __post_init__(self) -> None:
-        for name in ("lr", "decay", "server_lr"):
+        for name in ("lr", "lr_decay", "server_lr"):
             positive(name, getattr(self, name))
         for name in ("batch_size", "max_steps", "epochs"):
             value = getattr(self, name)
@@ -86,22 +86,22 @@ class Algorithm(abc.ABC):
             raise ValueError(f"momentum={self.momentum} must be at least 0 and below 1")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay={self.weight_decay} must be a number of at least 0")
-        if self.clip is not None:
-            positive("clip", self.clip)
+        if self.max_grad_norm is not None:
+            positive("max_grad_norm", self.max_grad_norm)
         if self.weights not in ("samples", "uniform"):
             raise ValueError(f"weights={self.weights!r} is unknown; use 'samples' or 'uniform'")
 
-    def setup(self, theta: Tensor, population: int, cohort: int) -> None:
+    def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run from these weights ``[D]``. The server's other tensors begin as zeros."""
         self.theta = theta
         self.population = population
-        for name in self.kept:
+        for name in self.server_state:
             if name != "theta":
                 setattr(self, name, torch.zeros_like(theta))
 
-    def select(self, round: int, population: int, cohort: int, seed: int) -> Sequence[int]:
+    def select(self, round: int, population: int, clients_per_round: int, seed: int) -> Sequence[int]:
         """The clients of a round: uniform, without replacement."""
-        return sample(seed, round, population, cohort)
+        return sample(seed, round, population, clients_per_round)
 
     @abc.abstractmethod
     def program(self, round: int) -> RoundProgram:
@@ -115,7 +115,7 @@ class Algorithm(abc.ABC):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The server's tensors."""
-        return {name: getattr(self, name) for name in self.kept}
+        return {name: getattr(self, name) for name in self.server_state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a ``state_dict``.
@@ -123,7 +123,7 @@ class Algorithm(abc.ABC):
         Raises:
             ValueError: a tensor is missing or does not fit.
         """
-        for name in self.kept:
+        for name in self.server_state:
             if name not in state or state[name].shape != getattr(self, name).shape:
                 raise ValueError(f"the state holds no {name!r} of shape {tuple(getattr(self, name).shape)}")
             setattr(self, name, state[name].clone())
@@ -139,7 +139,7 @@ class Algorithm(abc.ABC):
 
     def rate(self, round: int) -> float:
         """The local rate of a round."""
-        return self.lr * self.decay**round
+        return self.lr * self.lr_decay**round
 
     def local_sgd(self, context: ClientContext, theta: Tensor, adjust: Adjust | None = None) -> Local:
         """Plain SGD, with momentum and decay if asked for, from ``theta`` on the client's samples.
@@ -154,8 +154,8 @@ class Algorithm(abc.ABC):
         velocity = torch.zeros_like(x) if self.momentum else None
         for batch in context.steps(self.epochs, self.batch_size, self.max_steps):
             g = context.gradient(batch)
-            if self.clip is not None:
-                g.mul_((self.clip / (torch.linalg.vector_norm(g) + 1e-6)).clamp(max=1.0))
+            if self.max_grad_norm is not None:
+                g.mul_((self.max_grad_norm / (torch.linalg.vector_norm(g) + 1e-6)).clamp(max=1.0))
             with torch.no_grad():
                 if self.weight_decay:
                     g.add_(x, alpha=self.weight_decay)

@@ -33,7 +33,7 @@ class FedDyn(Algorithm):
 
     operators: ClassVar[Mapping[str, Operator]] = {"x": WEIGHTED_MEAN, "change": SUM}
     stateful: ClassVar[bool] = True
-    kept: ClassVar[tuple[str, ...]] = ("theta", "h")
+    server_state: ClassVar[tuple[str, ...]] = ("theta", "h")
 
     weights: str = "uniform"
     alpha: float = 0.1
@@ -44,10 +44,10 @@ class FedDyn(Algorithm):
         if self.server_lr != 1:
             raise ValueError("FedDyn sets the server's weights, it takes no step: leave server_lr= out")
 
-    def setup(self, theta: Tensor, population: int, cohort: int) -> None:
+    def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run: h = 0."""
         self.h: Tensor
-        super().setup(theta, population, cohort)
+        super().setup(theta, population, clients_per_round)
 
     def program(self, round: int) -> RoundProgram:
         """One visit."""

@@ -34,7 +34,7 @@ class FedOpt(FedAvg):
         tau: the least denominator.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("theta", "m", "v")
+    server_state: ClassVar[tuple[str, ...]] = ("theta", "m", "v")
 
     rule: str = "adam"
     beta1: float = 0.9
@@ -50,9 +50,9 @@ class FedOpt(FedAvg):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         positive("tau", self.tau)
 
-    def setup(self, theta: Tensor, population: int, cohort: int) -> None:
+    def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run: m = 0, v = tau^2."""
-        super().setup(theta, population, cohort)
+        super().setup(theta, population, clients_per_round)
         self.m: Tensor
         self.v: Tensor = torch.full_like(theta, self.tau**2)
 

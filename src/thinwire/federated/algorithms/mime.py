@@ -34,7 +34,7 @@ class Mime(Algorithm):
     """
 
     operators: ClassVar[Mapping[str, Operator]] = {"x": WEIGHTED_MEAN, "gradient": WEIGHTED_MEAN}
-    kept: ClassVar[tuple[str, ...]] = ("theta", "s")
+    server_state: ClassVar[tuple[str, ...]] = ("theta", "s")
 
     beta: float = 0.9
     lite: bool = False
@@ -45,18 +45,18 @@ class Mime(Algorithm):
             raise ValueError(f"beta={self.beta} must be at least 0 and below 1")
         if self.momentum:
             raise ValueError("Mime's momentum is the server's: give beta=, and leave momentum= out")
-        if self.clip is not None:
-            raise ValueError("Mime's corrected gradients are not clipped: leave clip= out")
+        if self.max_grad_norm is not None:
+            raise ValueError("Mime's corrected gradients are not clipped: leave max_grad_norm= out")
 
     @property
     def visits(self) -> int:
         """Two, or one."""
         return 1 if self.lite else 2
 
-    def setup(self, theta: Tensor, population: int, cohort: int) -> None:
+    def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run: s = 0."""
         self.s: Tensor
-        super().setup(theta, population, cohort)
+        super().setup(theta, population, clients_per_round)
 
     def program(self, round: int) -> RoundProgram:
         """Two visits; lite: one."""

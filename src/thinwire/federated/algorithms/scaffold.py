@@ -29,7 +29,7 @@ class Scaffold(Algorithm):
 
     operators: ClassVar[Mapping[str, Operator]] = {"delta": WEIGHTED_MEAN, "variate": SUM}
     stateful: ClassVar[bool] = True
-    kept: ClassVar[tuple[str, ...]] = ("theta", "c")
+    server_state: ClassVar[tuple[str, ...]] = ("theta", "c")
     compressible: ClassVar[frozenset[str]] = frozenset({"delta"})
 
     weights: str = "uniform"
@@ -39,10 +39,10 @@ class Scaffold(Algorithm):
         if self.momentum:
             raise ValueError("SCAFFOLD's variates are of plain SGD: leave momentum= out")
 
-    def setup(self, theta: Tensor, population: int, cohort: int) -> None:
+    def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run: c = 0."""
         self.c: Tensor
-        super().setup(theta, population, cohort)
+        super().setup(theta, population, clients_per_round)
 
     def program(self, round: int) -> RoundProgram:
         """One visit, one step."""

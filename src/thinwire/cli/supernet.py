@@ -1,0 +1,357 @@
+"""``thinwire supernet``: train a stereo network of many sizes, and cut it to a latency."""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.supernet_inputs import (
+    check_folder,
+    corners,
+    make_net,
+    make_phases,
+    parse_method,
+    parse_pairs,
+    parse_size,
+    parse_sub_net,
+    ranks,
+)
+
+if TYPE_CHECKING:
+    from thinwire.supernet import ElasticStereo, LatencyTable
+
+app = typer.Typer(
+    help="EASNet: one stereo network whose kernels, depth, width and scales can be cut.", no_args_is_help=True
+)
+
+Data = Annotated[str, typer.Option(help="dots, planes, scenes (made up), or a file of lines: left right disparity.")]
+Size = Annotated[str, typer.Option(help="Height x width of the images; of crops, where pairs are files.")]
+MaxDisparity = Annotated[float, typer.Option(help="Largest disparity of made-up pairs, in pixels.")]
+Threads = Annotated[int, typer.Option(help="Threads of torch; part of what a latency means.")]
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
+_CALIBRATION, _BATCH = 80, 20
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Folder of the network and its checkpoints; run again to go on.")],
+    config: Annotated[str, typer.Option(help="tiny or published.")] = "tiny",
+    deformable: Annotated[int | None, typer.Option(help="Modules with deformable convolutions.")] = None,
+    elastic_refinement: Annotated[
+        bool, typer.Option("--elastic-refinement", help="Extension: the refinement can be cut too.")
+    ] = False,
+    data: Data = "dots",
+    held_out: Annotated[str, typer.Option(help="What the error is of; else more of the made-up pairs.")] = "",
+    size: Size = "48x96",
+    max_disparity: MaxDisparity = 15.0,
+    steps: Annotated[str, typer.Option(help="Of the large and of the shrinking phase.")] = "300,300",
+    epoch: Annotated[int | None, typer.Option(help="Instead: the published phases, epochs of so many steps.")] = None,
+    sub_nets: Annotated[int, typer.Option(help="Sub-networks per step of the shrinking phase.")] = 2,
+    batch: Annotated[int, typer.Option(help="Pairs per rank and step.")] = 4,
+    method: Annotated[
+        str, typer.Option(help="active, dense, or what runs on the active part: cast, topk:density=0.01.")
+    ] = "active",
+    sampling: Annotated[str, typer.Option(help="shared: all ranks run the same sub-networks; per-rank.")] = "shared",
+    divisor: Annotated[str, typer.Option(help="world, or participants with per-rank sampling.")] = "world",
+    semantics: Annotated[
+        str, typer.Option(help="Unused weights: skip leaves them, zero lets Adam move them.")
+    ] = "skip",
+    seed: Annotated[int, typer.Option(help="Of weights, pairs and draws.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    threads: Threads = 1,
+    json: Json = False,
+) -> None:
+    """Train all sub-networks, over the ranks of torchrun or of ``thinwire lab run``, or on one."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from thinwire.cli.errors import RunFailed
+    from thinwire.supernet import batches, save_net, shrink
+    from thinwire.supernet.fitness import Calibrated, constant_guess
+    from thinwire.supernet.phases import total
+
+    shape = parse_size(size)
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    net = make_net(config, deformable, elastic_refinement)
+    if max_disparity >= net.max_disparity and data in ("dots", "planes", "scenes"):
+        raise ValueError(
+            f"--max-disparity {max_disparity:g} must be below {net.max_disparity}, the most that {config} sees"
+        )
+    phases = make_phases(net, config, steps, epoch, sub_nets)
+    chosen = parse_method(method)
+    training = parse_pairs(data, shape, max_disparity, 4096, seed)
+    testing = parse_pairs(held_out or data, shape, max_disparity, 32, seed + 1)
+    check_folder(out)
+    with ranks() as (rank, _), Progress(console=Console(stderr=True), disable=rank > 0) as bar:
+        task = bar.add_task("training", total=total(phases))
+        before = {phase.name: sum(p.steps for p in phases[:i]) for i, phase in enumerate(phases)}
+
+        def on_step(phase: Any, step: int, report: Any) -> None:
+            words = f"{phase.name}, loss {report.loss:.3f}, {report.share:.0%} active"
+            bar.update(task, completed=before[phase.name] + step + 1, description=words)
+
+        try:
+            report = shrink(
+                net, training, phases, batch=batch, method=chosen, sampling=sampling, divisor=divisor,
+                semantics=semantics, seed=seed, checkpoint_dir=out / "checkpoints", checkpoint_every=checkpoint_every,
+                on_step=on_step,
+            )  # fmt: skip
+        except (RuntimeError, OSError) as error:
+            raise RunFailed(str(error)) from error
+    if rank:
+        return
+    calibration = [training[i] for i in range(min(_CALIBRATION, len(training)))]
+    known = list(batches(testing, 8))
+    score = Calibrated(net, list(batches(calibration, _BATCH)), known)
+    guess = constant_guess(known, net.max_disparity)
+    found = {name: score.metrics(sub_net) for name, sub_net in corners(net).items()}
+    save_net(net, out / "net.pt")
+    result = {
+        "net": str(out / "net.pt"),
+        **report.to_dict(),
+        "constant_guess_epe": guess,
+        "corners": {name: {"epe": m.epe, "bad3": m.bad3, "d1": m.d1} for name, m in found.items()},
+    }
+    (out / "report.json").write_text(json_module.dumps(result, indent=1) + "\n")
+    if json:
+        typer.echo(json_module.dumps(result))
+        return
+    console = Console()
+    _corner_table(console, net, found, guess)
+    for phase in report.phases:
+        if phase.bytes_sent:
+            console.print(
+                f"{phase.name}: {phase.bytes_sent / 1e6:.2f} MB sent per rank, everything would be "
+                f"{phase.dense_bytes / 1e6:.2f} MB; {phase.mean_share:.0%} of the gradient active"
+            )
+    console.print(
+        f"written: {out / 'net.pt'}; next: thinwire supernet search {out / 'net.pt'} --limit-ms 40", markup=False
+    )
+
+
+def _corner_table(console: Any, net: ElasticStereo, found: dict[str, Any], guess: float) -> None:
+    from rich.table import Table
+
+    table = Table(title="held-out pairs")
+    for name in ("sub-network", "parameters", "end-point error", "> 3 px"):
+        table.add_column(name, justify="left" if name == "sub-network" else "right")
+    for name, metrics in found.items():
+        size = sum(p.numel() for p in net.extract(corners(net)[name]).parameters())
+        table.add_row(name, f"{size:,}", f"{metrics.epe:.2f} px", f"{metrics.bad3:.1%}")
+    table.add_row("constant guess", "", f"{guess:.2f} px", "")
+    console.print(table)
+
+
+@app.command()
+def table(
+    net: Annotated[Path | None, typer.Argument(help="A network that train wrote; else --config.")] = None,
+    config: Annotated[str, typer.Option(help="tiny or published; weights do not matter here.")] = "published",
+    elastic_refinement: Annotated[
+        bool, typer.Option("--elastic-refinement", help="Extension: the refinement can be cut too.")
+    ] = False,
+    size: Size = "96x192",
+    repeats: Annotated[int, typer.Option(help="Timed calls of each part.")] = 10,
+    threads: Threads = 1,
+    out: Annotated[Path | None, typer.Option(help="Where the table goes, for search.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure the latency of every part on this device; the smallest and the largest network first."""
+    import torch
+    from rich.console import Console
+
+    from thinwire.supernet import load_net
+
+    torch.set_num_threads(threads)
+    made = load_net(net) if net is not None else make_net(config, None, elastic_refinement)
+    found = _measure(made, size, repeats)
+    if out is not None:
+        out.write_text(found.to_json() + "\n")
+    if json:
+        typer.echo(found.to_json())
+        return
+    console = Console()
+    _range(console, made, found)
+    from rich.table import Table
+
+    lines = Table(title=f"milliseconds on {found.device}, {found.threads} thread(s), one pair of {size}")
+    for name in ("part", "median", "p90"):
+        lines.add_column(name, justify="left" if name == "part" else "right")
+    for scales, timing in found.aggregation.items():
+        lines.add_row(f"volumes and aggregation, {scales} scales", f"{timing.p50:.2f}", f"{timing.p90:.2f}")
+    for cut, timing in found.refinement.items():
+        lines.add_row(f"refinement, {cut}", f"{timing.p50:.2f}", f"{timing.p90:.2f}")
+    for key, timing in found.blocks.items():
+        stage, place, kernel, expand = key.split(".")
+        words = f"stage {stage}, {'first' if place == '0' else 'later'} block, kernel {kernel}, expansion {expand}"
+        lines.add_row(words, f"{timing.p50:.2f}", f"{timing.p90:.2f}")
+    console.print(lines)
+
+
+def _measure(net: ElasticStereo, size: str, repeats: int) -> LatencyTable:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from thinwire.supernet import build_table
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring parts", total=None)
+        return build_table(
+            net, parse_size(size), repeats, on_part=lambda done, of: bar.update(task, completed=done, total=of)
+        )
+
+
+def _range(console: Any, net: ElasticStereo, found: LatencyTable) -> None:
+    low, high = (found.predict(n) for n in (net.space.smallest, net.space.largest))
+    console.print(
+        f"smallest network {low:.2f} ms, largest {high:.2f} ms: {high / low:.2f} times as long "
+        f"(parts summed, times {found.factor:.2f}; off by up to {found.error:.0%} on 8 whole networks)"
+    )
+
+
+@app.command()
+def search(
+    net: Annotated[Path, typer.Argument(help="A network that train wrote.")],
+    limit_ms: Annotated[float, typer.Option(help="Latency of one pair on this device, in milliseconds.")],
+    size: Size = "48x96",
+    data: Data = "dots",
+    held_out: Annotated[str, typer.Option(help="What the error is of; else more of the made-up pairs.")] = "",
+    max_disparity: MaxDisparity = 15.0,
+    population: Annotated[int, typer.Option(help="Sub-networks of a generation.")] = 32,
+    generations: Annotated[int, typer.Option(help="After the first.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Timed calls of each part and each finalist.")] = 10,
+    latency: Annotated[Path | None, typer.Option("--table", help="A file of thinwire supernet table.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the evolution.")] = 0,
+    threads: Threads = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder; else beside the network.")] = None,
+    json: Json = False,
+) -> None:
+    """Find the best sub-network whose measured latency keeps a limit; the ranks of torchrun share the evaluations."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from thinwire.engine.attach import attach
+    from thinwire.supernet import Evolution, LatencyTable, batches, load_net, measure_net, save_net
+    from thinwire.supernet.fitness import Calibrated
+    from thinwire.supernet.pictures import draw_pareto
+    from thinwire.supernet.search import search as program
+
+    torch.set_num_threads(threads)
+    if not (limit_ms > 0 and math.isfinite(limit_ms)):
+        raise ValueError(f"--limit-ms {limit_ms} must be above 0")
+    evolution = Evolution(population, generations, seed=seed)
+    shape, made = parse_size(size), load_net(net)
+    folder = out or net.absolute().parent
+    check_folder(folder)
+    training = parse_pairs(data, shape, max_disparity, _CALIBRATION, seed)
+    testing = parse_pairs(held_out or data, shape, max_disparity, 32, seed + 1)
+    first = [training[i] for i in range(min(_CALIBRATION, len(training)))]
+    score = Calibrated(made, list(batches(first, _BATCH)), list(batches(testing, 8)))
+    with ranks() as (rank, world):
+        sync = attach(made, torch.optim.SGD(made.parameters(), lr=0.0))
+        if latency is not None:
+            timings = LatencyTable.from_json(latency.read_text())
+            if timings.size != shape:
+                raise ValueError(f"{latency} is for images of {timings.size[0]}x{timings.size[1]}, not {size}")
+        else:
+            timings = _measure(made, size, repeats)
+        timings = _shared(timings, sync)
+        with Progress(console=Console(stderr=True), disable=rank > 0) as bar:
+            task = bar.add_task("searching", total=generations + 1)
+
+            def on_generation(number: int, best: Any) -> None:
+                words = f"best {-best.fitness:.3f} px, {best.predicted_ms:.1f} ms"
+                bar.update(task, completed=number + 1, description=words)
+
+            found = sync.services.run(
+                program(
+                    made.space, score, limit_ms, timings.predict, lambda n: measure_net(made, n, shape, repeats).p50,
+                    evolution, rank=rank, world=world, canonical=made.canonical, on_generation=on_generation,
+                )
+            )  # fmt: skip
+        sync.close()
+    if rank:
+        return
+    best = found.best
+    metrics = score.metrics(best.sub_net)  # leaves the statistics of this sub-network in the file
+    save_net(made, folder / "calibrated.pt")
+    result = {
+        "sub_net": json_module.loads(best.sub_net.to_json()),
+        "epe": metrics.epe, "bad3": metrics.bad3, "limit_ms": limit_ms, "measured_ms": best.measured_ms,
+        "predicted_ms": best.predicted_ms, "table_error": timings.error, "evaluated": len(found.archive),
+        "parameters": sum(p.numel() for p in made.extract(best.sub_net).parameters()),
+        "pareto": [{"ms": c.predicted_ms, "epe": -c.fitness} for c in found.pareto()],
+    }  # fmt: skip
+    (folder / "best.json").write_text(json_module.dumps(result, indent=1) + "\n")
+    console = Console(stderr=json)
+    try:
+        draw_pareto(folder / "pareto.png", found.archive, best, limit_ms, f"{len(found.archive)} sub-networks")
+        console.print(f"written: {folder / 'pareto.png'}", markup=False)
+    except ValueError as error:
+        console.print(f"no picture: {error}", markup=False)
+    if json:
+        typer.echo(json_module.dumps(result))
+        return
+    _range(console, made, timings)
+    console.print(
+        f"answer: {best.sub_net}\n{result['parameters']:,} parameters, end-point error {metrics.epe:.3f} px; measured "
+        f"{best.measured_ms:.2f} ms (predicted {best.predicted_ms:.2f}), limit {limit_ms:g} ms; "
+        f"{len(found.archive)} of {made.space.count():,} sub-networks evaluated",
+        markup=False,
+    )
+    console.print(f"written: {folder / 'best.json'}, {folder / 'calibrated.pt'}", markup=False)
+
+
+def _shared(timings: LatencyTable, sync: Any) -> LatencyTable:
+    """Rank 0's table, on all ranks: the limit must cut the same sub-networks everywhere."""
+    import torch
+
+    from thinwire.program import Broadcast, Program
+    from thinwire.supernet import LatencyTable
+
+    def program() -> Program:
+        mine = timings.to_json().encode()
+        length = yield Broadcast(torch.tensor([len(mine)]))
+        text = torch.zeros(int(length), dtype=torch.uint8)
+        if sync.services.rank == 0:
+            text = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        return LatencyTable.from_json(bytes((yield Broadcast(text)).tolist()).decode())
+
+    table: LatencyTable = sync.services.run(program())
+    return table
+
+
+@app.command()
+def export(
+    net: Annotated[Path, typer.Argument(help="A network that train or search wrote: calibrated.pt of search.")],
+    out: Annotated[Path, typer.Option(help="A .pt2 file (torch.export), or .onnx where ONNX is installed.")],
+    sub_net: Annotated[str, typer.Option(help="best.json of search; largest, smallest; or k,d,e,S.")] = "largest",
+    size: Size = "48x96",
+    json: Json = False,
+) -> None:
+    """Write one sub-network as a file that runs without thinwire, and compare the two."""
+    from thinwire.cli.errors import RunFailed
+    from thinwire.supernet import export as export_net
+    from thinwire.supernet import load_net
+
+    made = load_net(net)
+    chosen = parse_sub_net(sub_net, made)
+    plain = made.extract(chosen).eval()
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no such folder")
+    difference = export_net(plain, out, parse_size(size))
+    size_words = sum(p.numel() for p in plain.parameters())
+    if json:
+        typer.echo(json_module.dumps({"file": str(out), "parameters": size_words, "max_difference_px": difference}))
+    else:
+        typer.echo(
+            f"written: {out}, {size_words:,} parameters; differs by at most {difference:.2g} px from the original"
+        )
+    if difference > 1e-4 * max(1.0, made.max_disparity):
+        raise RunFailed(f"{out} does not compute what the network computes: off by {difference:.2g} px")

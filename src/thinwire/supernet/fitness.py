@@ -1,0 +1,46 @@
+"""How good a sub-network is: its end-point error on fixed pairs, after calibration on others. On one rank alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.engine.executors.alone import run_alone
+from thinwire.supernet.calibrate import calibrate, evaluate
+from thinwire.supernet.metrics import Metrics
+from thinwire.supernet.pairs import Batch
+from thinwire.supernet.space import SubNet
+from thinwire.supernet.stereo import ElasticStereo
+
+
+class Calibrated:
+    """Calls give minus the end-point error in pixels: the higher the better.
+
+    Args:
+        net: its statistics are those of the last call.
+        calibration: training batches for the statistics. held_out: what the error is of.
+    """
+
+    def __init__(self, net: ElasticStereo, calibration: Sequence[Batch], held_out: Sequence[Batch]) -> None:
+        if not calibration or not held_out:
+            raise ValueError("calibration and evaluation need at least one batch each")
+        self._net, self._calibration, self._held_out = net, calibration, held_out
+
+    def __call__(self, sub_net: SubNet) -> float:
+        """Minus the end-point error."""
+        return -self.metrics(sub_net).epe
+
+    def metrics(self, sub_net: SubNet) -> Metrics:
+        """All metrics of a sub-network."""
+        run_alone(calibrate(self._net, sub_net, self._calibration))
+        found: Metrics = run_alone(evaluate(self._net, sub_net, self._held_out))
+        return found
+
+
+def constant_guess(held_out: Sequence[Batch], max_disparity: float) -> float:
+    """End-point error of the best constant, the median of the truth: what any network has to beat."""
+    known: Tensor = torch.cat([batch.disparity.flatten() for batch in held_out])
+    known = known[known.isfinite() & (known > 0) & (known < max_disparity)]
+    return float((known - known.median()).abs().mean()) if known.numel() else float("nan")

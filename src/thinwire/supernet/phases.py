@@ -1,0 +1,91 @@
+"""Progressive shrinking as data: which sub-networks each phase draws, how many per step, at which rate.
+
+Schedule of the published training (EASNet, ECCV 2022): first the largest network, then kernels, depths, widths and
+scales become elastic one after the other. A draw depends on (seed, phase, step, number) alone: it is the same for any
+number of ranks and after a resume.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from thinwire.supernet.pairs import digest
+from thinwire.supernet.space import Space, SubNet
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stage of training.
+
+    Attributes:
+        name: of the phase; part of every draw.
+        space: what it draws from.
+        steps: of the optimizer. flat: the first so many of them at the full rate.
+        lr: of Adam at the start; then a half cosine to zero, or, with ``halve``, halved every so many steps.
+        sub_nets: drawn per step, their gradients added.
+        sort: order channels by importance first.
+    """
+
+    name: str
+    space: Space
+    steps: int
+    lr: float
+    sub_nets: int = 1
+    flat: int = 0
+    halve: int = 0
+    sort: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.sub_nets < 1 or not 0 <= self.flat <= self.steps or self.halve < 0:
+            raise ValueError(f"phase {self.name}: steps, sub_nets at least 1; flat at most steps; halve at least 0")
+        if not self.lr > 0:
+            raise ValueError(f"phase {self.name}: lr={self.lr!r} must be above 0")
+
+    def draw(self, seed: int, step: int, number: int) -> SubNet:
+        """A sub-network of a step."""
+        return self.space.sample(random.Random(digest("draw", seed, self.name, step, number)))
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step."""
+        if self.halve:
+            return self.lr * 0.5 ** (step // self.halve)
+        if step < self.flat:
+            return self.lr
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - self.flat) / max(1, self.steps - self.flat)))
+
+
+def published(epoch: int) -> tuple[Phase, ...]:
+    """The phases of the paper's Scene Flow training, for epochs of so many steps (its batch is 2 on each of 8 GPUs)."""
+    whole = Space()
+    kernel = Space(depths=(4,), expands=(8,), scales=(4,))
+    depth = replace(kernel, depths=(2, 3, 4))
+    width = replace(depth, expands=(2, 4, 6, 8))
+    return (
+        Phase("large", replace(kernel, kernels=(7,)), 64 * epoch, 1e-3),
+        Phase("kernel", kernel, 27 * epoch, 5e-4, flat=2 * epoch),
+        Phase("depth", depth, 27 * epoch, 5e-4, sub_nets=2, flat=2 * epoch),
+        Phase("width", width, 27 * epoch, 5e-4, sub_nets=4, flat=2 * epoch, sort=True),
+        Phase("scale", whole, 27 * epoch, 5e-4, sub_nets=6, flat=2 * epoch),
+    )
+
+
+def short(space: Space, large: int = 300, shrinking: int = 300, sub_nets: int = 2) -> tuple[Phase, ...]:
+    """Two phases for small configurations: the largest network, then all dimensions at once.
+
+    Args:
+        space: of the network.
+        large, shrinking: steps of each. sub_nets: per step of the second.
+    """
+    top = {name: getattr(space, name)[-1:] for name in space.__dataclass_fields__}
+    return (
+        Phase("large", Space(**top), large, 2e-3, flat=large * 3 // 4),
+        Phase("shrink", space, shrinking, 1e-3, sub_nets=sub_nets, flat=shrinking * 3 // 4, sort=True),
+    )
+
+
+def total(phases: Iterable[Phase]) -> int:
+    """Steps of all phases."""
+    return sum(phase.steps for phase in phases)

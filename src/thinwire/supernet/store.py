@@ -1,0 +1,35 @@
+"""A trained supernet as one file, read back without pickle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from thinwire.engine.durable import read_file, write_whole
+from thinwire.supernet.stereo import ElasticStereo
+
+_FORMAT = "thinwire supernet 1"
+_READABLE = (_FORMAT, "thinwire elastic 1")
+
+
+def save_net(net: ElasticStereo, path: str | Path) -> None:
+    """Write its arguments and its state; whole or not at all."""
+    write_whole(Path(path), {"format": _FORMAT, "config": net.config, "state": net.state_dict()})
+
+
+def load_net(path: str | Path) -> ElasticStereo:
+    """Read back what ``save_net`` wrote.
+
+    Raises:
+        ValueError: there is no such file, or it is something else.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}: train one with thinwire supernet train")
+    try:
+        content = read_file(Path(path))
+        if content["format"] not in _READABLE:
+            raise KeyError(content["format"])
+        net = ElasticStereo.from_config(content["config"])
+        net.load_state_dict(content["state"])
+    except Exception as error:
+        raise ValueError(f"{path} is not a network of thinwire supernet train: {type(error).__name__}") from error
+    return net

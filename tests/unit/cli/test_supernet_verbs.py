@@ -1,0 +1,86 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def said(*words, code=0):
+    done = runner.invoke(app, ["supernet", *words])
+    assert done.exit_code == code, done.output
+    return done
+
+
+SMALL = ("--size", "24x48", "--max-disparity", "9")
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.9's own reader
+def test_train_table_search_export_one_after_the_other(tmp_path):
+    trained = said("train", "--out", "run", "--steps", "2,2", "--batch", "2", *SMALL, "--json")
+    result = json.loads(trained.stdout)
+    assert [p["done"] for p in result["phases"]] == [2, 2]
+    assert set(result["corners"]) == {"largest", "shallow", "smallest"}
+    assert result["constant_guess_epe"] > 0
+    again = json.loads(said("train", "--out", "run", "--steps", "2,2", "--batch", "2", *SMALL, "--json").stdout)
+    assert [p["done"] for p in again["phases"]] == [0, 0]
+    assert again["corners"] == result["corners"]
+    words = said("table", "run/net.pt", "--size", "24x48", "--repeats", "1", "--out", "table.json").stdout
+    assert words.startswith("smallest network")
+    search = ("search", "run/net.pt", "--population", "4", "--generations", "1", "--table", "table.json", *SMALL)
+    found = json.loads(said(*search, "--repeats", "1", "--limit-ms", "10000", "--json").stdout)
+    assert found["measured_ms"] <= 10000
+    assert (tmp_path / "run" / "pareto.png").stat().st_size > 1000
+    assert "the smallest takes" in said(*search, "--limit-ms", "0.001", code=2).stderr
+    assert "is for images of 24x48" in said(*search, "--limit-ms", "9", "--size", "48x96", code=2).stderr
+    out = (
+        "export",
+        "run/calibrated.pt",
+        "--sub-net",
+        "run/best.json",
+        "--size",
+        "24x48",
+        "--out",
+        "best.pt2",
+        "--json",
+    )
+    exported = json.loads(said(*out).stdout)
+    assert exported["max_difference_px"] < 1e-3
+    assert exported["parameters"] == found["parameters"]
+    assert torch.export.load("best.pt2") is not None
+
+
+@pytest.mark.parametrize(
+    "words,says",
+    [
+        (["train", "--out", "r", "--size", "48"], "height x width"),
+        (["train", "--out", "r", "--size", "50x96"], "pad them to 54x96"),
+        (["train", "--out", "r", "--config", "huge"], "tiny or published"),
+        (["train", "--out", "r", "--data", "nowhere.txt"], "nor a file"),
+        (["train", "--out", "r", "--steps", "many"], "--steps"),
+        (["train", "--out", "r", "--epoch", "3"], "--epoch"),
+        (["train", "--out", "r", "--method", "topk"], "density"),
+        (["train", "--out", "r", "--method", "toppk:density=0.1"], "did you mean"),
+        (["train", "--out", "r", "--max-disparity", "60"], "below 48"),
+        (["train", "--out", "r", "--elastic-refinement"], "published"),
+        (["search", "net.pt", "--limit-ms", "10"], "there is no file"),
+        (["search", "net.pt", "--limit-ms", "-1"], "above 0"),
+        (["table", "--config", "huge"], "tiny or published"),
+        (["export", "net.pt", "--out", "x.pt2"], "there is no file"),
+    ],
+)
+def test_wrong_words_are_one_sentence(words, says, tmp_path):
+    done = said(*words, code=2)
+    assert says in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in done.output

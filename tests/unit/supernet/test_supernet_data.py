@@ -1,0 +1,226 @@
+"""Made-up pairs have the truth they claim; files are read as their formats say."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.supernet import RandomDots, StereoFiles, batches, measure, pad, random_dot_pair
+from thinwire.supernet.box_match import box_match
+from thinwire.supernet.files import coloured
+from thinwire.supernet.pairs import Shuffled, normalise
+from thinwire.supernet.readers import middlebury_motorcycle, read_disparity, read_list, read_pfm, write_pfm
+from thinwire.supernet.refinement import warp
+
+Image = pytest.importorskip("PIL.Image")
+
+
+@given(st.integers(0, 2**20), st.sampled_from(["pieces", "plane", "zero"]))
+@settings(max_examples=25, deadline=None)
+def test_the_right_view_moved_by_the_truth_is_the_left_view(seed, kind):
+    left, right, d = random_dot_pair(2, 24, 48, 9, torch.Generator().manual_seed(seed), kind)
+    known = d.isfinite()
+    moved = warp(right, torch.where(known, d, 0.0))
+    assert torch.allclose(moved.movedim(1, 3)[known], left.movedim(1, 3)[known], atol=1e-5)
+    assert (torch.arange(48) - torch.where(known, d, 0.0))[known].min() >= 0
+    assert known.float().mean() > 0.6
+    if kind == "pieces":
+        assert torch.equal(d[known], d[known].round())
+    if kind != "zero":
+        assert d[known].min() >= 2
+        assert d[known].max() <= 9
+        wrong = warp(right, torch.where(known, d + 2, 0.0))
+        assert (wrong - left).abs().mean() > 0.1
+
+
+def test_scenes_are_photographed_twice_but_match():
+    left, right, d = random_dot_pair(4, 48, 96, 15, torch.Generator().manual_seed(0), "scene")
+    known = d.isfinite()
+    moved = warp(right, torch.where(known, d, 0.0))
+    right_error = (moved - left).abs().mean(1)[known].mean()
+    wrong_error = (warp(right, torch.where(known, d + 5, 0.0)) - left).abs().mean(1)[known].mean()
+    assert 0.005 < right_error < 0.5 * wrong_error
+    assert left.min() >= 0
+    assert left.max() <= 1
+
+
+def test_a_sample_is_always_the_same():
+    one, two, other = (RandomDots(10, 24, 48, 9, seed=s) for s in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one[3], two[3]))
+    assert not torch.equal(one[3][0], other[3][0])
+    assert not torch.equal(one[3][0], one[4][0])
+    with pytest.raises(IndexError):
+        one[10]
+    with pytest.raises(ValueError, match="do not fit"):
+        RandomDots(10, 24, 48, 60)
+    with pytest.raises(ValueError, match="kind"):
+        RandomDots(10, 24, 48, 9, "cubes")
+    with pytest.raises(ValueError, match="empty"):
+        RandomDots(0, 24, 48, 9)
+
+
+@given(st.integers(1, 50), st.integers(1, 5), st.integers(1, 4), st.integers(0, 9))
+def test_ranks_share_the_batch_that_one_would_take(length, batch, world, seed):
+    order = Shuffled(length, seed)
+    for step in range(3):
+        together = [i for r in range(world) for i in order.indices(step, batch, r, world)]
+        assert together == Shuffled(length, seed).indices(step, batch * world)
+    epoch = [i for step in range(length) for i in Shuffled(length, seed).indices(step, 1)]
+    assert sorted(epoch) == list(range(length))
+
+
+def test_batches_are_dealt_out_in_turn():
+    pairs = RandomDots(10, 24, 48, 9)
+    whole = [b.left for b in batches(pairs, 3)]
+    assert [len(x) for x in whole] == [3, 3, 3, 1]
+    parts = [[b.left for b in batches(pairs, 3, rank, 2)] for rank in (0, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(whole, [parts[0][0], parts[1][0], parts[0][1], parts[1][1]]))
+
+
+def test_padding_is_at_the_top_and_right():
+    x = torch.ones(3, 500, 741)
+    padded = pad(x, 24)
+    assert padded.shape == (3, 504, 744)
+    assert torch.equal(padded[..., -500:, :741], x)
+    assert padded.sum() == x.sum()
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_pfm_survives(tmp_path_factory, height, width, seed):
+    path = tmp_path_factory.mktemp("pfm") / "x.pfm"
+    image = torch.rand(height, width, generator=torch.Generator().manual_seed(seed)) + 1
+    write_pfm(path, image)
+    assert torch.equal(read_pfm(path), image)
+    assert torch.equal(read_disparity(path), image)
+
+
+def test_pfm_by_hand(tmp_path):
+    big = b"Pf\n2 2\n1.0\n" + np.array([3, 4, 1, 2], ">f4").tobytes()  # the bottom row comes first
+    (tmp_path / "big.pfm").write_bytes(big)
+    assert read_pfm(tmp_path / "big.pfm").tolist() == [[1, 2], [3, 4]]
+    colours = b"PF 1 2 -1\n" + np.array([4, 5, 6, 1, 2, 3], "<f4").tobytes()
+    (tmp_path / "c.pfm").write_bytes(colours)
+    assert read_pfm(tmp_path / "c.pfm")[:, 0, 0].tolist() == [1, 2, 3]
+    write_pfm(tmp_path / "n.pfm", torch.tensor([[-3.0, 0.0]]))
+    assert read_disparity(tmp_path / "n.pfm", "pfm-negated").tolist() == [[3.0, np.inf]]
+    (tmp_path / "cut.pfm").write_bytes(big[:-1])
+    (tmp_path / "not.pfm").write_bytes(b"P6 no")
+    for name, says in (("cut.pfm", "cut short"), ("not.pfm", "not a PFM")):
+        with pytest.raises(ValueError, match=says):
+            read_pfm(tmp_path / name)
+
+
+def test_disparities_as_pictures(tmp_path):
+    kitti = np.array([[0, 256, 257], [512, 65535, 128]], np.uint16)
+    Image.fromarray(kitti).save(tmp_path / "kitti.png")
+    wanted = [[np.inf, 1.0, 257 / 256], [2.0, 65535 / 256, 0.5]]
+    assert read_disparity(tmp_path / "kitti.png").tolist() == wanted
+    sintel = np.array([[[10, 32, 128]]], np.uint8)
+    Image.fromarray(sintel).save(tmp_path / "sintel.png")
+    assert float(read_disparity(tmp_path / "sintel.png", "sintel")[0, 0]) == 40 + 0.5 + 128 / 16384
+    np.savez(tmp_path / "d.npz", np.array([[1.5, np.inf]], np.float32))
+    assert read_disparity(tmp_path / "d.npz").tolist() == [[1.5, np.inf]]
+    with pytest.raises(ValueError, match="is not a disparity of kitti"):
+        read_disparity(tmp_path / "sintel.png")
+    with pytest.raises(ValueError, match="what kind"):
+        read_disparity(tmp_path / "d.txt")
+
+
+def files(tmp_path, lines=3, height=30, width=60):
+    rows = []
+    for i in range(lines):
+        left, right, d = random_dot_pair(1, height, width, 9, torch.Generator().manual_seed(i))
+        for name, image in (("l", left), ("r", right)):
+            array = (image[0].permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
+            Image.fromarray(array).save(tmp_path / f"{name}{i}.png")
+        write_pfm(tmp_path / f"d{i}.pfm", d[0])
+        rows.append(f"l{i}.png r{i}.png d{i}.pfm  # pair {i}")
+    (tmp_path / "list.txt").write_text("\n".join(["# three pairs", "", *rows]))
+    return tmp_path / "list.txt"
+
+
+def test_lists_of_files(tmp_path):
+    path = files(tmp_path)
+    assert [len(row) for row in read_list(path)] == [3, 3, 3]
+    whole = StereoFiles(path)
+    assert [tuple(x.shape) for x in whole[0]] == [(3, 48, 72), (3, 48, 72), (48, 72)]
+    assert not whole[0][2][:18].isfinite().any()
+    left, _, d = random_dot_pair(1, 30, 60, 9, torch.Generator().manual_seed(0))
+    assert torch.allclose(whole[0][0][..., -30:, :60], normalise(left[0]), atol=0.02)
+    assert torch.equal(whole[0][2][-30:, :60], d[0])
+    cropped = StereoFiles(path, crop=(24, 48), augment=True, seed=3)
+    assert [tuple(x.shape) for x in cropped[1]] == [(3, 24, 48), (3, 24, 48), (24, 48)]
+    assert all(torch.equal(a, b) for a, b in zip(cropped[1], StereoFiles(path, (24, 48), augment=True, seed=3)[1]))
+    known = cropped[1][2].isfinite()
+    assert known.any()
+    with pytest.raises(ValueError, match="smaller than the crop"):
+        StereoFiles(path, crop=(36, 48))[0]
+
+
+@pytest.mark.parametrize(
+    "line,says",
+    [("a", "left right"), ("a b c d", "4 names"), ("x.png y.png", "there is no"), ("# no", "lists no pair")],
+)
+def test_lists_that_are_refused(tmp_path, line, says):
+    (tmp_path / "list.txt").write_text(line)
+    with pytest.raises(ValueError, match=says):
+        read_list(tmp_path / "list.txt")
+
+
+def test_training_needs_disparities(tmp_path):
+    files(tmp_path)
+    (tmp_path / "two.txt").write_text("l0.png r0.png")
+    with pytest.raises(ValueError, match="without a disparity"):
+        StereoFiles(tmp_path / "two.txt")
+
+
+def test_colours_change_alike_in_both_views():
+    image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
+    changed = 0
+    for seed in range(8):
+        left, right = coloured(image, image, random.Random(seed))
+        assert torch.equal(left, right)
+        changed += not torch.equal(left, image)
+    assert changed >= 6
+
+
+@pytest.fixture(scope="module")
+def motorcycle():
+    pytest.importorskip("skimage")
+    return middlebury_motorcycle()
+
+
+def test_motorcycle(motorcycle):
+    left, right, d = motorcycle
+    assert left.shape == right.shape == (3, 500, 741)
+    known = d.isfinite()
+    assert int(known.sum()) == 343_274
+    assert float(d[known].min()) == pytest.approx(7.19, abs=0.01)
+    assert float(d[known].max()) == pytest.approx(59.91, abs=0.01)
+    assert float(d[known].median()) == pytest.approx(38.73, abs=0.01)
+
+
+def test_the_truth_of_the_motorcycle_is_of_the_left_view(motorcycle):
+    left, right, d = motorcycle
+    known = d.isfinite() & (torch.arange(741) - torch.where(d.isfinite(), d, 0.0) >= 0)
+    assert int(known.sum()) == 332_144
+    moved = warp(right[None], torch.where(known, d, 0.0)[None])[0]
+    assert float((moved - left).abs().mean(0)[known].mean()) == pytest.approx(0.030, abs=0.002)
+
+
+def test_block_matching_finds_whole_shifts():
+    left, right, d = random_dot_pair(1, 24, 48, 9, torch.Generator().manual_seed(0))
+    found, known = box_match(left[0], right[0], 12, window=3), d[0].isfinite()
+    assert (found == d[0])[known].float().mean() > 0.8
+    assert torch.equal(box_match(left[0], left[0], 12), torch.zeros(24, 48))
+
+
+def test_block_matching_on_the_motorcycle(motorcycle):
+    left, right, d = motorcycle
+    score = measure(box_match(left, right, 64)[None], d[None], 192)
+    assert score.epe == pytest.approx(4.46, abs=0.1)
+    assert score.bad3 == pytest.approx(0.245, abs=0.01)
