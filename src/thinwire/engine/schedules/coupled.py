@@ -23,28 +23,28 @@ class DeliveredGrads:
     """Averages that have become ``.grad``, watched until ``step()`` has used them: nothing may be added to them."""
 
     def __init__(self) -> None:
-        self._noted: dict[int, tuple[Tensor, int]] = {}
+        self.noted: dict[int, tuple[Tensor, int]] = {}
 
     def renew(self) -> None:
         """Another step's averages are about to be delivered."""
-        self._noted.clear()
+        self.noted.clear()
 
     def note(self, index: int, grad: Tensor) -> None:
         """A parameter's average, as it is now."""
-        self._noted[index] = grad, grad._version
+        self.noted[index] = grad, grad._version
 
     def forget(self, indices: Iterable[int]) -> None:
         """An optimizer is about to use these: what is added from then on is the script's affair."""
         for index in indices:
-            self._noted.pop(index, None)
+            self.noted.pop(index, None)
 
     def holds(self, index: int, grad: Tensor | None) -> bool:
         """Whether a ``.grad`` is still the tensor in which the average came."""
-        return grad is not None and index in self._noted and self._noted[index][0] is grad
+        return grad is not None and index in self.noted and self.noted[index][0] is grad
 
     def added_to(self, index: int, grad: Tensor | None) -> bool:
         """Whether autograd just added to an average that nobody has touched since."""
-        delivered, version = self._noted.get(index, (None, 0))
+        delivered, version = self.noted.get(index, (None, 0))
         return delivered is not None and grad is delivered and delivered._version == version + 1
 
 
@@ -59,13 +59,14 @@ class Coupled(Schedule):
     def __init__(self, buckets: Buckets, *, find_unused: bool) -> None:
         self._session, self._buckets, self._find_unused = buckets.session, buckets, find_unused
         self._delivered = DeliveredGrads()
+        self.watched = self._delivered.noted
         self._warned = False
 
     def begin(self) -> None:
         """Nothing of the last step is left."""
         self.accumulated = False
 
-    def check(self, index: int, grad: Tensor | None, name: str) -> None:
+    def check(self, index: int, grad: Tensor | None) -> None:
         """See :class:`Schedule`."""
         if self._delivered.added_to(index, grad):
             raise RuntimeError(
