@@ -68,7 +68,7 @@ def _old_words(rank, size):
         plan = tw.Plan(tuple(phase[::-1] for phase in sync.plan.phases))
         _, _, other = _build(name, options, start_compression_step=0)
         other.load_state_dict({**state, "options": json.dumps(old, sort_keys=True), "plan": plan.to_json()})
-        taken = other.state.snapshot()["shared"]
+        taken = other.services.state.snapshot()["shared"]
         same = all(torch.equal(x, taken[field][n]) for field, named in factors.items() for n, x in named.items())
         equal.append((name, bool(factors) == (name == "acp"), same, other.plan == plan != sync.plan))
         other.close()
