@@ -361,7 +361,7 @@ def test_a_rank_that_cannot_write_is_named_by_all_and_training_goes_on(tmp_path,
     for said, left, step, same in run(_full, 2, str(tmp_path), who):
         assert said == [
             f"no checkpoint was written at {tmp_path}/step-{step:09d}: "
-            f"rank {who}: File too large: {tmp_path}/.partial-{step:09d}/{file}"
+            f"rank {who}: File too large: {tmp_path}/.partial-step-{step:09d}/{file}"
             for step in (3, 4)
         ]
         assert left == [".lock", "step-000000002"]

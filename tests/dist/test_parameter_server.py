@@ -177,13 +177,13 @@ def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_pat
 def test_a_service_that_has_run_is_closed_and_saves_nothing_again(tmp_path):
     cluster = Cluster(bsp(), 1, updates=6, checkpoint_every=5, checkpoint_dir=tmp_path)
     cluster.join()
-    written = checkpoints.found(tmp_path)
+    written = checkpoints.kept_in(tmp_path).found()
     assert written
-    for path in written:
+    for path in written.values():
         path.unlink()
     with cluster.service, cluster.nodes[0]:
         pass
-    assert not checkpoints.found(tmp_path)
+    assert not checkpoints.kept_in(tmp_path).found()
 
 
 def crash(service):

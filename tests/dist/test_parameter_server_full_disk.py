@@ -35,7 +35,7 @@ def no_longer_files():
 
 
 def versions(folder):
-    return [checkpoints.version_of(path) for path in checkpoints.found(folder)]
+    return list(checkpoints.kept_in(folder).found())
 
 
 def obstruct(folder, prefix, numbers):

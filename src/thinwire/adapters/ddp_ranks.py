@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from thinwire.adapters.ddp_group import control_device
 from thinwire.adapters.ddp_sync import DDPSync
-from thinwire.engine.durable import read_file, write_whole
+from thinwire.durable import read_file, write_whole
 
 log = logging.getLogger("thinwire")
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from thinwire.adapters.flower_records import from_record, require_flower, to_record
 from thinwire.adapters.flower_strategy import make_strategy
+from thinwire.durable import write_whole
 from thinwire.federated import files
 from thinwire.federated.federation import Build, check_federation
 from thinwire.federated.node import RemoteNode
@@ -161,8 +162,8 @@ def write_result(folder: Path, server: RemoteServer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model = server.federation.model
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    files.write(folder / "model.safetensors", files.pack(tensors))
-    files.write(folder / "history.json", server.history.to_json().encode())
+    write_whole(folder / "model.safetensors", files.pack(tensors))
+    write_whole(folder / "history.json", server.history.to_json())
 
 
 def _node(build: Build, context: Any) -> RemoteNode:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thinwire.durable import write_whole
+
 
 @dataclass
 class Point:
@@ -66,9 +68,7 @@ class RunRecord:
 
     def write(self, path: Path) -> None:
         """Write it whole or not at all."""
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)))
-        partial.replace(path)
+        write_whole(path, json.dumps(asdict(self)), synced=False)
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:

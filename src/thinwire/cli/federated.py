@@ -100,9 +100,10 @@ def run(
     if rank != 0:
         return
     if out is not None:
+        from thinwire.durable import write_whole
         from thinwire.federated import files
 
-        files.write(out, files.pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
+        write_whole(out, files.pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
     if plot is not None:
         from thinwire.bench.federated_plot import plot_history
 

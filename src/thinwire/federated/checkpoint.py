@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.engine.durable import finished, put_in_place, remove
+from thinwire.durable import CheckpointDirectory, write_file
 from thinwire.federated import files
 from thinwire.federated.history import History
 
-_NAME = re.compile(r"round-(\d+)")
-_VERSIONS = "client versions"
+_NAME, _VERSIONS = "round", "client versions"
 _NOW = {"cohort": "clients_per_round", "clip": "max_grad_norm", "decay": "lr_decay"}
 """Words of checkpoints from before, and what they are today."""
 
@@ -48,21 +45,12 @@ def save(
     Raises:
         OSError: it could not be written; nothing is left of it.
     """
-    final, partial = folder / f"round-{round:09d}", folder / f".partial-{round:09d}"
-    shutil.rmtree(partial, ignore_errors=True)
     tensors = dict(server)
     if versions is not None:
         tensors[_VERSIONS] = versions
-    try:
-        partial.mkdir(parents=True)
-        files.write(partial / "server.safetensors", files.pack(tensors))
-        files.write_json(partial / "run.json", {"facts": facts, "history": history.to_json()})
-        put_in_place(partial, final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for path in finished(folder, _NAME)[:-1]:
-        remove(path)
+    with CheckpointDirectory(folder, _NAME, keep=1).write(round) as partial:
+        write_file(partial / "server.safetensors", files.pack(tensors))
+        write_file(partial / "run.json", json.dumps({"facts": facts, "history": history.to_json()}))
 
 
 def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
@@ -71,10 +59,11 @@ def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
     Raises:
         ValueError: it is of another run: the first difference is named.
     """
-    found = finished(folder, _NAME)
+    found = CheckpointDirectory(folder, _NAME).found()
     if not found:
         return None
-    run = json.loads((found[-1] / "run.json").read_text())
+    done, path = list(found.items())[-1]
+    run = json.loads((path / "run.json").read_text())
     written = _renamed(run["facts"])
     for key in facts:
         if written.get(key) != facts[key]:
@@ -82,9 +71,8 @@ def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
                 f"{folder} holds a run with {key} = {written.get(key)}, and this one has {facts[key]}: "
                 "give the same, or another folder"
             )
-    tensors = files.unpack((found[-1] / "server.safetensors").read_bytes())
+    tensors = files.unpack((path / "server.safetensors").read_bytes())
     versions = tensors.pop(_VERSIONS, None)
-    done = int(found[-1].name.rpartition("-")[2])
     history = History.from_json(run["history"])
     return Restored(done + 1, tensors, None if versions is None else versions.to(torch.int32), history, written)
 

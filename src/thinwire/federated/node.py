@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.durable import write_whole
 from thinwire.federated import files
 from thinwire.federated.aggregator import Visit
 from thinwire.federated.aggregator import facts as facts_of
@@ -111,7 +112,7 @@ class RemoteNode:
         if pending is not None and not later_visit:
             if pending[0] <= accepted:
                 versions[torch.tensor(pending[1], dtype=torch.int64)] = pending[0]
-                files.write(path, files.pack({"versions": versions}))
+                write_whole(path, files.pack({"versions": versions}), shared=True)
             (self._folder / _PENDING).unlink()
         store.begin(versions, durable=False, clean=not later_visit)
         return store
@@ -127,4 +128,5 @@ class RemoteNode:
         """What was put in this round, in all its visits so far; it counts once the server says so."""
         before = self._pending()
         known = set(before[1]) if before is not None and before[0] == round else set()
-        files.write_json(self._folder / _PENDING, {"round": round, "clients": sorted(known | set(clients))})
+        noted = json.dumps({"round": round, "clients": sorted(known | set(clients))})
+        write_whole(self._folder / _PENDING, noted, shared=True)

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.engine.durable import flush
+from thinwire.durable import flush, write_whole
 from thinwire.federated import files
 from thinwire.federated.pages import Pages, Stored
 
@@ -295,7 +295,7 @@ class ClientStateStore:
     def _write(self, key: tuple[int, int], packed: bytes) -> None:
         path = self.path(*key)
         path.parent.mkdir(exist_ok=True)
-        files.write(path, packed, flush=False)
+        write_whole(path, packed, synced=False, shared=True)
         if self._durable is not None:  # only checkpoints ask for more than the page cache
             self._unflushed.add(path)
         self.writes += 1

@@ -5,8 +5,6 @@ Of a model in shards each shard keeps its slice and its optimizer, the server al
 
 from __future__ import annotations
 
-import contextlib
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.engine.durable import read_file, write_whole
+from thinwire.durable import CheckpointDirectory, read_file, write_file
 from thinwire.methods.base import check_count
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.slices import slices
-
-_NAME = re.compile(r"(shard-(?P<index>\d+)-)?version-(?P<version>\d+)\.pt")
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ def prepare(directory: str | Path) -> None:
 
 
 def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
-    """Write a checkpoint under another name, flush it, and rename it. Of the older ones one stays.
+    """Write a checkpoint, whole or not at all. Of the older ones one stays.
 
     Args:
         whole: the version that stays, for the other processes' checkpoints belong to it; None: the newest.
@@ -73,24 +69,14 @@ def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
     Raises:
         OSError: it could not be written; those that are there are as they were.
     """
-    root = Path(directory)
-    prefix = f"shard-{saved.index}-" if saved.index >= 0 else ""
-    final = root / f"{prefix}version-{saved.version:09d}.pt"
+    kept = kept_in(directory, saved.index)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        write_whole(final, vars(saved))
+        with kept.write(saved.version, whole) as partial:
+            write_file(partial, vars(saved))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            final.with_name(f".partial-{final.name}").unlink()
         why = f"[Errno {error.errno}] {error.strerror}"  # its own text has the path of the partial file too
-        raise OSError(f"the checkpoint {final} could not be written ({why})") from error
-    older = [path for path in found(root, saved.index) if path != final]
-    stays = older[-1:] if whole is None else [path for path in older if version_of(path) == whole]
-    for path in older:
-        if path not in stays:
-            with contextlib.suppress(OSError):  # the new one is there, which is what counts
-                path.unlink()
-    return final
+        raise OSError(f"the checkpoint {kept.path(saved.version)} could not be written ({why})") from error
+    return kept.path(saved.version)
 
 
 def load(directory: str | Path) -> Saved | None:
@@ -99,7 +85,7 @@ def load(directory: str | Path) -> Saved | None:
     Raises:
         ValueError: the file is not a server's checkpoint.
     """
-    paths = found(directory)
+    paths = list(kept_in(directory).found().values())
     return _read(paths[-1]) if paths else None
 
 
@@ -109,7 +95,8 @@ def load_slice(directory: str | Path, version: int, index: int, shards: int, run
     Raises:
         ValueError: it is not there, or of another shard or training.
     """
-    paths = {version_of(path): path for path in found(directory, index)}
+    kept = kept_in(directory, index)
+    paths = kept.found()
     advice = f"give shard {index} the directory that it had"
     if version not in paths:
         there = ", ".join(map(str, paths)) or "none"
@@ -120,9 +107,7 @@ def load_slice(directory: str | Path, version: int, index: int, shards: int, run
     saved = _read(paths[version])
     if (saved.index, saved.shards, saved.run) != (index, shards, run):
         raise ValueError(f"{paths[version]} is of another training, or of another number of shards: {advice}")
-    for number, path in paths.items():
-        if number > version:
-            path.unlink()
+    kept.drop_after(version)
     return saved
 
 
@@ -161,15 +146,6 @@ def _check_flat(name: str, x: object, numel: int, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} is {x.dtype} {list(x.shape)} where its layout has {dtype} [{numel}]")
 
 
-def version_of(path: Path) -> int:
-    """Which version a file is of, by its name."""
-    name = _NAME.fullmatch(path.name)
-    assert name is not None
-    return int(name["version"])
-
-
-def found(directory: str | Path, index: int = -1) -> list[Path]:
-    """Whole checkpoints, oldest first, of the server or of a shard."""
-    root = Path(directory)
-    names = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir()) if root.is_dir() else ()
-    return sorted(path for path, name in names if name and int(name["index"] or -1) == index)
+def kept_in(directory: str | Path, index: int = -1) -> CheckpointDirectory:
+    """The checkpoints of the server, or of a shard."""
+    return CheckpointDirectory(directory, "version" if index < 0 else f"shard-{index}-version", 2, suffix=".pt")

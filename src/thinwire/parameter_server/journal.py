@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.engine.durable import flush
+from thinwire.durable import write_whole
 from thinwire.parameter_server.aggregate import Aggregator
 from thinwire.parameter_server.effects import Apply, Contribution
 from thinwire.parameter_server.local_work import LocalWork
@@ -113,26 +113,14 @@ class JournalWriter:
             kept = [update for update in Journal.read(path).updates if update.version < version]
         head = json.dumps({"settings": json.loads(settings.to_json()), "facts": facts})
         try:
-            if kept:
-                self._begin_again(head, kept)
+            if kept:  # a kill leaves the old beginning or the new one, whole
+                write_whole(self._path, "".join(f"{line}\n" for line in (head, *(update.to_json() for update in kept))))
             self._file = self._path.open("ab" if kept else "wb", buffering=0)
             self._whole = self._path.stat().st_size if kept else 0
             if not kept:
                 self._line(head)
         except OSError as error:
             raise ValueError(f"the journal {path} cannot be written: {error}") from error
-
-    def _begin_again(self, head: str, kept: Sequence[Update]) -> None:
-        """Put the file's new beginning in the place of the old one; a kill leaves one of them, whole."""
-        side = self._path.with_name(f".partial-{self._path.name}")
-        try:
-            side.write_text("".join(f"{line}\n" for line in (head, *(update.to_json() for update in kept))))
-            flush(side)
-            side.replace(self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                side.unlink()
-            raise
 
     def write(self, update: Update) -> None:
         """Append one, at once.

@@ -263,8 +263,8 @@ class Service:
     def _look_back(self) -> None:
         """Whether the last weights were saved."""
         assert self._directory is not None
-        there, version = checkpoints.found(self._directory), self.machine.version
-        if not self._over or (there and checkpoints.version_of(there[-1]) >= version):
+        there, version = checkpoints.kept_in(self._directory).found(), self.machine.version
+        if not self._over or max(there, default=-1) >= version:
             return
         self.unsaved = f"the weights of version {version} are in no checkpoint in {self._directory}; {self._goes_on()}"
         logger.warning("%s; the model holds the last weights: save them elsewhere", self.unsaved)
@@ -396,8 +396,8 @@ class Service:
     def _goes_on(self) -> str:
         """What would come of another start."""
         assert self._directory is not None
-        there = checkpoints.found(self._directory)
-        start = f"goes on from version {checkpoints.version_of(there[-1])}" if there else "begins anew"
+        there = checkpoints.kept_in(self._directory).found()
+        start = f"goes on from version {max(there)}" if there else "begins anew"
         return f"a server that is started again {start}"
 
     def status(self) -> Status:

@@ -104,7 +104,7 @@ class SliceKeeper:
     def _begin(self, message: Enlisted) -> None:
         self.version, self._run = message.version, message.run
         if message.tensor is not None:
-            if self._directory is not None and checkpoints.found(self._directory, self._index):
+            if self._directory is not None and checkpoints.kept_in(self._directory, self._index).found():
                 raise ValueError(
                     f"{self._directory} has checkpoints of shard {self._index} and the server begins anew: give an "
                     "empty directory, or give the server the --checkpoint-dir that it had"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from thinwire.engine.durable import read_file, write_whole
+from thinwire.durable import read_file, write_whole
 from thinwire.supernet.stereo import ElasticStereo
 
 _FORMAT = "thinwire supernet 1"

@@ -180,7 +180,7 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path):
 
 def test_what_killed_writers_left_is_removed_and_later_steps_are_left_alone(two_steps):
     folder, _ = two_steps
-    shutil.copytree(folder / "step-000000001", folder / ".partial-000000007")
+    shutil.copytree(folder / "step-000000001", folder / ".partial-step-000000007")
     shutil.copytree(folder / "step-000000001", folder / ".old-step-000000001")
     shutil.copytree(folder / "step-000000001", folder / "step-000000009")
     (folder / "notes").mkdir()

@@ -203,8 +203,9 @@ def test_a_checkpoint_is_whole_or_absent(tmp_path):
             master.theta + version, master.optimizer.state_dict(), version, 9, {0: 3}, {"in": 2}, layout
         )
         checkpoints.save(tmp_path, saved)
-    (tmp_path / ".partial-000000009").write_bytes(b"cut off")
-    assert [path.name for path in checkpoints.found(tmp_path)] == ["version-000000003.pt", "version-000000004.pt"]
+    (tmp_path / ".partial-version-000000009.pt").write_bytes(b"cut off")
+    found = checkpoints.kept_in(tmp_path).found()
+    assert [path.name for path in found.values()] == ["version-000000003.pt", "version-000000004.pt"]
     again = checkpoints.load(tmp_path)
     assert (again.version, again.positions, again.next_member) == (4, {0: 3}, 9)
     assert torch.equal(again.theta, torch.arange(4.0) + 4)

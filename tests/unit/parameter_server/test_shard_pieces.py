@@ -267,14 +267,14 @@ def test_a_shard_goes_on_from_exactly_the_servers_version_and_drops_newer_ones(t
         shard.add(1, version, as_bytes(torch.ones(5)))
         shard.on(Update(version, 1.0, 1.0, False, (Term(1, version),)))
     names = ["shard-0-version-000000001.pt", "shard-0-version-000000002.pt"]
-    assert [path.name for path in checkpoints.found(tmp_path, 0)] == names
+    assert [path.name for path in checkpoints.kept_in(tmp_path, 0).found().values()] == names
     again = keeper(tmp_path)
     assert again.on(Enlisted(1, 7)) == [Made(1)]
     assert torch.equal(again.weights, states[1])
     again.add(1, 1, as_bytes(torch.ones(5)))
     again.on(Update(1, 1.0, 1.0, False, (Term(1, 1),)))
     assert torch.equal(again.weights, states[2])  # the momentum too is that of version 1
-    assert [path.name for path in checkpoints.found(tmp_path, 0)] == names[:1]
+    assert [path.name for path in checkpoints.kept_in(tmp_path, 0).found().values()] == names[:1]
     assert checkpoints.load(tmp_path) is None  # the server's would be others
 
 
@@ -293,7 +293,7 @@ def test_checkpoints_that_are_not_the_servers_are_refused(tmp_path, message, ind
     first.on(Save(0))
     with pytest.raises(ValueError, match=sentence):
         keeper(tmp_path, index=index).on(message)
-    assert len(checkpoints.found(tmp_path, 0)) == 1
+    assert len(checkpoints.kept_in(tmp_path, 0).found()) == 1
 
 
 def test_a_shard_without_a_directory_cannot_go_on():

@@ -13,8 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import operator
-import re
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -23,21 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.engine.durable import (
-    digest_of,
-    finished,
-    put_in_place,
-    read_file,
-    remove,
-    sweep,
-    write_file,
-    write_text,
-)
+from thinwire.durable import CheckpointDirectory, digest_of, read_file, write_file
 from thinwire.engine.state import persistence
 from thinwire.engine.state.claim import hold
 from thinwire.engine.sync import GradientSync
 
-_NAME = re.compile(r"step-(\d+)")
 _MODEL, _SUMS = "model.pt", "files.json"
 _QUOTED = 3  # ranks, at most
 log = logging.getLogger("thinwire")
@@ -71,28 +59,26 @@ def save(
         ValueError: ``step`` or ``keep`` is not a whole number of at least 0.
     """
     step, keep = _count("step", step), _count("keep", keep)
-    root = Path(checkpoint_dir)
-    final, partial = root / f"step-{step:09d}", root / f".partial-{step:09d}"
-    with _Together(sync, final, partial):  # nobody writes before the directory is there
+    directory = _directory(checkpoint_dir, keep)
+    partial = directory.partial(step)
+    with _Together(sync, directory, step):  # nobody writes before the directory is there
         if sync.services.rank == 0:
-            _open(root, sync)
-            partial.mkdir()
+            _begin(directory, step, sync)
     sums: dict[str, str] = {}
-    with _Together(sync, final, partial) as written:
+    with _Together(sync, directory, step) as written:
         name = _rank_name(sync.services.rank)
         sums[name] = write_file(partial / name, sync.state_dict())
         if sync.services.rank == 0:
             content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             sums[_MODEL] = write_file(partial / _MODEL, content)
         written.mine = sums
-    with _Together(sync, final, partial):
+    with _Together(sync, directory, step):
         if sync.services.rank == 0:
             for theirs in written.everyones:
                 sums |= theirs
-            write_text(partial / _SUMS, json.dumps({"world_size": len(written.everyones), "blake2b": sums}))
-            put_in_place(partial, final)
-            _keep(root, step, keep)
-    return final
+            write_file(partial / _SUMS, json.dumps({"world_size": len(written.everyones), "blake2b": sums}))
+            directory.finish(step)
+    return directory.path(step)
 
 
 def load(
@@ -158,10 +144,17 @@ def complete(checkpoint_dir: str | Path) -> list[Path]:
     Raises:
         NotADirectoryError: it is something else.
     """
-    root = Path(checkpoint_dir)
-    if root.exists() and not root.is_dir():
-        raise NotADirectoryError(f"{root} is not a directory: checkpoints are kept in one")
-    return [path for path in finished(root, _NAME) if (path / _MODEL).exists()]
+    return list(_found(_directory(checkpoint_dir)).values())
+
+
+def _directory(checkpoint_dir: str | Path, keep: int = 0) -> CheckpointDirectory:
+    return CheckpointDirectory(checkpoint_dir, "step", keep, holds=_MODEL)
+
+
+def _found(directory: CheckpointDirectory) -> dict[int, Path]:
+    if directory.folder.exists() and not directory.folder.is_dir():
+        raise NotADirectoryError(f"{directory.folder} is not a directory: checkpoints are kept in one")
+    return directory.found()
 
 
 class _Together:
@@ -172,8 +165,8 @@ class _Together:
         everyones: afterwards, by rank.
     """
 
-    def __init__(self, sync: GradientSync, final: Path, partial: Path) -> None:
-        self._sync, self._final, self._partial = sync, final, partial
+    def __init__(self, sync: GradientSync, directory: CheckpointDirectory, step: int) -> None:
+        self._sync, self._directory, self._step = sync, directory, step
         self.mine: Any = None
         self.everyones: list[Any] = []
 
@@ -187,8 +180,8 @@ class _Together:
         self.everyones = [row[1] for row in rows]
         if problem := _quoted(row[0] for row in rows):
             if self._sync.services.rank == 0:
-                shutil.rmtree(self._partial, ignore_errors=True)
-            raise OSError(f"no checkpoint was written at {self._final}: {problem}") from error
+                self._directory.abort(self._step)
+            raise OSError(f"no checkpoint was written at {self._directory.path(self._step)}: {problem}") from error
 
 
 def _tell(sync: GradientSync, mine: Any) -> list[Any]:
@@ -223,32 +216,20 @@ def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
-
-
-def _open(root: Path, sync: GradientSync) -> None:
-    """Make the directory this job's, without what others have left unfinished."""
-    complete(root)
-    root.mkdir(parents=True, exist_ok=True)
-    if handle := hold(sync, root):
+def _begin(directory: CheckpointDirectory, step: int, sync: GradientSync) -> None:
+    """Make the directory this job's, and begin a checkpoint there."""
+    _found(directory)
+    directory.folder.mkdir(parents=True, exist_ok=True)
+    if handle := hold(sync, directory.folder):
         sync.services.handles.append(handle)
-    sweep(root)
-
-
-def _keep(root: Path, step: int, keep: int) -> None:
-    try:
-        for path in [path for path in complete(root) if _step_of(path) <= step][:-keep] if keep else []:
-            remove(path)
-    except OSError as error:
-        log.warning("thinwire: an old checkpoint was not removed: %s", _words(error))
+    directory.begin(step)
 
 
 def _agreed(root: Path, sync: GradientSync, step: int | None) -> list[Path]:
     """The checkpoints that rank 0 sees, oldest first; of ``step``, if given."""
     problem, names = "", []
     try:
-        names = [path.name for path in complete(root) if step in (None, _step_of(path))]
+        names = [path.name for number, path in _found(_directory(root)).items() if step in (None, number)]
     except OSError as error:
         problem = _words(error)
     rows = _tell(sync, [problem, names])

@@ -1,0 +1,253 @@
+"""Files and directories that are whole or not there, whatever dies in the middle: flushed first, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+_PARTIAL, _GONE, _OLD = ".partial-", "removed-", ".old-"
+_DIGEST_BYTES = 16
+_PIECE = 1 << 20
+log = logging.getLogger("thinwire")
+
+
+class _Watched:
+    """A file as torch's writer sees it, which hides the ``OSError`` of a full disk behind words of its own."""
+
+    file: IO[bytes]
+
+    def __init__(self) -> None:
+        self.digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Called by torch."""
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.digest.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Called by torch at the end."""
+        self.file.flush()
+
+
+def write_file(path: Path, content: Any, *, synced: bool = True) -> str:
+    """Store bytes and text as they are, tensors and plain values for ``read_file``.
+
+    Args:
+        synced: it is flushed to disk.
+
+    Returns:
+        The digest of what ``read_file`` can read, as ``digest_of`` finds it; "" for bytes and text.
+
+    Raises:
+        OSError: it could not be written, with its path.
+    """
+    watched = _Watched()
+    raw = content.encode() if isinstance(content, str) else content
+    try:
+        with path.open("wb") as file:
+            if isinstance(raw, bytes):
+                file.write(raw)
+            else:
+                watched.file = file
+                torch.save(raw, cast("IO[bytes]", watched))
+            file.flush()
+            if synced:
+                os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else watched.error
+        if cause is None or cause.errno is None:
+            raise
+        raise OSError(cause.errno, os.strerror(cause.errno), str(path)) from error
+    return "" if isinstance(raw, bytes) else watched.digest.hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    """A checksum of a file's content."""
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Read them back, on the CPU, without unpickling anything else.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or something else.
+    """
+    with path.open("rb") as file:
+        try:
+            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # torch's reader raises whatever it stumbles over
+            reason = type(error).__name__ if path.stat().st_size else "it is empty"
+            raise ValueError(f"{path} is damaged, or was not written by thinwire ({reason})") from error
+    return content
+
+
+def write_whole(path: Path, content: Any, *, synced: bool = True, shared: bool = False) -> None:
+    """As ``write_file``, under another name until it is whole; what was there before is replaced.
+
+    Args:
+        shared: other processes may write this file at the same time; each does so under a name of its own.
+    """
+    partial = path.with_name(f"{_PARTIAL}{f'{os.getpid()}-' if shared else ''}{path.name}")
+    try:
+        write_file(partial, content, synced=synced)
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    if synced:
+        flush(path.parent)
+
+
+class CheckpointDirectory:
+    """Numbered checkpoints ``<name>-<number>`` in a directory, each whole or not there. For one writer at a time.
+
+    Each is a directory, or a file if there is a ``suffix``. It is written under another name, flushed and renamed. A
+    directory that has the name already goes only when the new one is there: between the two renames of that case it
+    has another name, under which ``found`` finds it.
+
+    Args:
+        folder: of the checkpoints; ``begin`` makes it.
+        name: what is numbered.
+        keep: how many to keep when one is finished; older ones are removed, those of later numbers left alone. 0: all.
+        suffix: of the files.
+        holds: a file that every checkpoint has: a directory without it is somebody else's.
+    """
+
+    def __init__(self, folder: str | Path, name: str, keep: int = 0, *, suffix: str = "", holds: str = "") -> None:
+        self.folder, self._name, self._keep, self._suffix, self._holds = Path(folder), name, keep, suffix, holds
+        self._pattern = re.compile(rf"{re.escape(name)}-(\d+){re.escape(suffix)}")
+
+    def path(self, number: int) -> Path:
+        """Of a whole checkpoint."""
+        return self.folder / f"{self._name}-{number:09d}{self._suffix}"
+
+    def partial(self, number: int) -> Path:
+        """Of one that is being written."""
+        return self.folder / f"{_PARTIAL}{self.path(number).name}"
+
+    def found(self) -> dict[int, Path]:
+        """The whole checkpoints by number, ascending.
+
+        Where a kill fell between the renames, the one that was to be replaced stands for it.
+        """
+        paths = {path.name: path for path in self.folder.iterdir()} if self.folder.is_dir() else {}
+        numbers = {}
+        for name, path in paths.items():
+            match = self._pattern.fullmatch(name.removeprefix(_OLD))
+            if match and (match[0] == name or match[0] not in paths) and (path / self._holds).exists():
+                numbers[int(match[1])] = path
+        return dict(sorted(numbers.items()))
+
+    def begin(self, number: int) -> Path:
+        """Remove what killed writers left. Returns where to write: an empty directory, or the name of a file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        partial = self.partial(number)
+        if not self._suffix:
+            partial.mkdir()
+        return partial
+
+    def finish(self, number: int, stays: int | None = None) -> Path:
+        """Give what was written its name, and remove those that are not to be kept.
+
+        Args:
+            stays: of the older ones keep that of this number, instead of the newest.
+        """
+        partial, final = self.partial(number), self.path(number)
+        old = final.with_name(f"{_OLD}{final.name}")
+        flush(partial)
+        if not self._suffix and final.exists():
+            self._remove(old)
+            final.rename(old)
+        partial.rename(final)
+        flush(self.folder)
+        try:
+            self._remove(old)
+            found = {known: path for known, path in self.found().items() if known <= number}
+            kept = list(found)[-self._keep :] if stays is None else [stays, number]
+            for known in found.keys() - kept:
+                self._remove(found[known])
+        except OSError as error:  # the new one is there, which is what counts
+            log.warning("thinwire: an old checkpoint was not removed: %s", error)
+        return final
+
+    def abort(self, number: int) -> None:
+        """Remove what was written of a checkpoint."""
+        self._discard(self.partial(number))
+
+    @contextmanager
+    def write(self, number: int, stays: int | None = None) -> Iterator[Path]:
+        """``begin``, and at the end ``finish``; ``abort`` if it cannot be written."""
+        try:
+            yield self.begin(number)
+            self.finish(number, stays)
+        except BaseException:
+            self.abort(number)
+            raise
+
+    def drop_after(self, number: int) -> None:
+        """Remove the checkpoints of later numbers."""
+        self._sweep()  # else one that was replaced would stand for the one that goes
+        for later, path in self.found().items():
+            if later > number:
+                self._remove(path)
+
+    def _sweep(self) -> None:
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
+            name = path.name.removeprefix(_PARTIAL).removeprefix(_GONE).removeprefix(_OLD)
+            if name == path.name or not self._pattern.fullmatch(name):
+                continue
+            if path.name.startswith(_PARTIAL):
+                self._discard(path)
+            elif path.with_name(name).exists():
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint, if it is there: what a kill leaves of it has no name that is read."""
+        if self._suffix:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            gone = path.with_name(f"{_PARTIAL}{_GONE}{path.name.removeprefix(_OLD)}")
+            self._discard(gone)
+            path.rename(gone)
+            shutil.rmtree(gone)
+
+    def _discard(self, path: Path) -> None:
+        """Remove what nobody reads, if it is there and can be removed."""
+        if self._suffix:
+            with suppress(OSError):
+                path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """Make a file's content, or what was made, renamed or removed in a directory, survive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

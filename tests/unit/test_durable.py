@@ -1,0 +1,234 @@
+"""Files that are whole or not there, whoever uses them: a file that cannot be written, a kill at any moment."""
+
+import os
+import pathlib
+import resource
+import shutil
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from thinwire.durable import CheckpointDirectory, read_file, write_file, write_whole
+from thinwire.federated import checkpoint as rounds
+from thinwire.federated.history import History
+from thinwire.split import store
+from thinwire.split.errors import SessionError
+
+
+@contextmanager
+def largest_file(size):
+    """A full disk, without one: EFBIG comes the way that ENOSPC comes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 5000, 39_000])
+def test_a_file_that_cannot_be_written_is_an_oserror_with_its_name_and_the_one_before_stays(tmp_path, size):
+    path = tmp_path / "kept"
+    write_whole(path, {"x": torch.arange(5)})
+    with largest_file(size), pytest.raises(OSError, match="File too large") as error:
+        write_whole(path, {"x": torch.zeros(10_000)})
+    assert error.value.filename == str(tmp_path / ".partial-kept")
+    assert torch.equal(read_file(path)["x"], torch.arange(5))
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def _split(folder, value):
+    store.save(folder, 5, {"value": torch.tensor(value)})
+
+
+def _federated(folder, value):
+    rounds.save(folder, 5, {"value": torch.tensor(value)}, None, History(), {"seed": 1})
+
+
+KEEPERS = {
+    "split": (_split, lambda folder: store.load(folder, store.steps(folder)[-1])["value"]),
+    "federated": (_federated, lambda folder: rounds.load(folder, {"seed": 1}).server["value"]),
+}
+
+
+@pytest.mark.parametrize("save, load", KEEPERS.values(), ids=KEEPERS)
+def test_a_kill_between_the_renames_leaves_the_one_before(tmp_path, monkeypatch, save, load):
+    save(tmp_path, 1)
+    rename = pathlib.Path.rename
+
+    def die(self, target):
+        if self.name.startswith(".partial"):
+            raise Killed
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "rename", die)
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)  # a kill clears nothing up
+        with pytest.raises(Killed):
+            save(tmp_path, 2)
+    assert int(load(tmp_path)) == 1
+    save(tmp_path, 3)
+    assert int(load(tmp_path)) == 3
+    assert [p.name.rpartition("-")[2] for p in tmp_path.iterdir()] == ["000000005"]
+
+
+@pytest.mark.parametrize("save, load", KEEPERS.values(), ids=KEEPERS)
+def test_one_that_cannot_be_written_leaves_nothing_but_the_one_before(tmp_path, save, load):
+    save(tmp_path, 1)
+    with largest_file(20), pytest.raises(OSError, match="File too large"):
+        save(tmp_path, 2)
+    assert int(load(tmp_path)) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", [b"bytes", "text", {"x": torch.arange(3)}], ids=["bytes", "text", "tensors"])
+def test_what_is_written_takes_the_place_of_what_was_there(tmp_path, content):
+    path = tmp_path / "kept"
+    for shared in (False, True):
+        path.write_bytes(b"before")
+        write_whole(path, content, shared=shared)
+        if isinstance(content, dict):
+            assert torch.equal(read_file(path)["x"], content["x"])
+        else:
+            assert path.read_text() == (content if isinstance(content, str) else content.decode())
+        assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+KINDS = {
+    "directories": lambda folder, keep: CheckpointDirectory(folder, "step", keep, holds="content"),
+    "files": lambda folder, keep: CheckpointDirectory(folder, "step", keep, suffix=".pt"),
+}
+
+
+def _write(kept, number, value):
+    with kept.write(number) as partial:
+        if partial.is_dir():
+            write_file(partial / "more", {"value": value})
+            partial /= "content"
+        write_file(partial, {"value": value})
+
+
+def _values(kept):
+    return {n: read_file(p / "content" if p.is_dir() else p)["value"] for n, p in kept.found().items()}
+
+
+def _killed_at(moment, work):
+    """Whether a process that works was killed before it opened, made, renamed, removed ... so many files."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    left = [moment]
+
+    def hook(event, arguments):
+        if event in ("open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"):
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(9)
+
+    try:
+        sys.addaudithook(hook)
+        work()
+    finally:
+        os._exit(0 if sys.exc_info()[0] is None else 1)
+
+
+@pytest.mark.parametrize("number", [5, 6, 7], ids=["again", "next", "after a gap"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_at_any_moment_leaves_a_whole_newest_one_and_the_next_clears_up(tmp_path, kind, number):
+    killed, moment, seen = True, 0, set()
+    while killed:
+        folder = tmp_path / str(moment)
+        kept = KINDS[kind](folder, 2)
+        for before in (3, 4, 5):
+            _write(kept, before, f"first {before}")
+        killed = _killed_at(moment, lambda kept=kept: _write(kept, number, "second"))
+        found = _values(kept)
+        newest = max(found)
+        assert {newest: found[newest]} in ({5: "first 5"}, {number: "second"})
+        assert len(found) >= 2
+        seen.add((newest, found[newest]))
+        _write(kept, 8, "third")
+        assert list(kept.found()) == [newest, 8]
+        assert set(folder.iterdir()) == set(kept.found().values())
+        moment += 1
+    assert seen == {(5, "first 5"), (number, "second")}
+    assert moment > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_while_later_ones_are_dropped_leaves_none_that_is_not_whole(tmp_path, kind):
+    killed, moment = True, 0
+    while killed:
+        kept = KINDS[kind](tmp_path / str(moment), 0)
+        for number in (3, 4, 5):
+            _write(kept, number, number)
+        killed = _killed_at(moment, lambda kept=kept: kept.drop_after(3))
+        assert _values(kept)[3] == 3
+        kept.drop_after(3)
+        assert [path.name for path in kept.folder.iterdir()] == [kept.path(3).name]
+        moment += 1
+    assert moment > 2
+
+
+def test_one_that_was_replaced_does_not_come_back_when_the_new_one_is_dropped(tmp_path):
+    kept = KINDS["directories"](tmp_path, 0)
+    for number in (3, 5):
+        _write(kept, number, number)
+    shutil.copytree(tmp_path / "step-000000005", tmp_path / ".old-step-000000005")  # a kill before it is removed
+    kept.drop_after(3)
+    assert _values(kept) == {3: 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("keep", "stays", "left"), [(0, None, [1, 2, 3, 9]), (1, None, [3, 9]), (2, None, [2, 3, 9]), (2, 1, [1, 3, 9])]
+)
+def test_as_many_stay_as_are_to_be_kept_and_those_of_others_and_later_ones(tmp_path, kind, keep, stays, left):
+    others = [tmp_path / "notes", tmp_path / ".partial-mine", tmp_path / "step-x", tmp_path / "other-000000001"]
+    for path in others:
+        path.mkdir()
+    for number in (9, 1, 2):
+        _write(KINDS[kind](tmp_path, 0), number, number)
+    kept = KINDS[kind](tmp_path, keep)
+    with kept.write(3, stays) as partial:
+        write_file(partial / "content" if partial.is_dir() else partial, {"value": 3})
+    assert _values(kept) == {number: number for number in left}
+    assert set(tmp_path.iterdir()) == {*others, *kept.found().values()}
+
+
+def test_a_directory_without_what_a_checkpoint_holds_is_somebody_elses(tmp_path):
+    kept = KINDS["directories"](tmp_path, 1)
+    (tmp_path / "step-000000007").mkdir()
+    assert kept.found() == {}
+    _write(kept, 8, 8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000007", "step-000000008"]
+
+
+def test_an_old_one_that_cannot_be_removed_is_said_and_the_new_one_is_there(tmp_path, monkeypatch, caplog):
+    kept = KINDS["directories"](tmp_path, 1)
+    _write(kept, 1, 1)
+    rename = pathlib.Path.rename
+
+    def busy(self, target):
+        if self.name == "step-000000001":
+            raise OSError(16, "Device or resource busy", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", busy)
+    _write(kept, 2, 2)
+    assert _values(kept) == {1: 1, 2: 2}
+    assert "an old checkpoint was not removed: [Errno 16] Device or resource busy" in caplog.text
+
+
+def test_a_damaged_checkpoint_of_a_split_is_named(tmp_path):
+    _split(tmp_path, 1)
+    file = tmp_path / "step-000000005" / "state.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(SessionError, match=f"{file} is damaged"):
+        store.load(tmp_path, 5)
