@@ -28,11 +28,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from thinwire.engine.planning import make_plan, trace_plan
 from torch import nn
 
 from thinwire.bench.models.chargpt import CharGPT
 from thinwire.bench.words import split_options
+from thinwire.engine.controller.planning import make_plan, trace_plan
 from thinwire.engine.parameters import managed_parameters
 from thinwire.methods.registry import METHODS, class_of, method, needed
 from thinwire.methods.ssgd import SSGD

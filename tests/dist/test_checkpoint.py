@@ -61,7 +61,7 @@ def _old_words(rank, size):
         net, optimizer, sync = _build(name, options, start_compression_step=0)
         _steps(net, optimizer, rank, 0, 3)
         state = sync.state_dict()
-        factors = sync.state.snapshot()["shared"]
+        factors = sync.services.state.snapshot()["shared"]
         sync.close()
         old = {WERE.get(key, key): value for key, value in json.loads(state["options"]).items()}
         seen |= set(old)

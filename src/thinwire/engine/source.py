@@ -75,16 +75,15 @@ class Source:
         before, readers = self._schedule.before_forward, set(self._schedule.readers)
         untraced = torch.compiler.disable(before) if readers else before
 
-        def began(module: nn.Module, compiling: bool) -> None:
-            self._forward_began(compiling, timed=pilot is not None and module is model)
+        timed = model if pilot is not None else None
 
         def read(module: nn.Module, args: Any) -> None:  # one hook, since each costs more than its work
             compiling = torch.compiler.is_compiling()  # the model was compiled after ``attach``
             (untraced if compiling else before)(module)
-            began(module, compiling)
+            self._forward_began(compiling, module is timed)
 
         def other(module: nn.Module, args: Any) -> None:
-            began(module, torch.compiler.is_compiling())
+            self._forward_began(torch.compiler.is_compiling(), module is timed)
 
         for module in model.modules():
             if module in readers:
@@ -138,7 +137,8 @@ class Source:
             )
         if grad is not None and grad.layout is not torch.strided:
             raise TypeError(f"{name} received a sparse gradient, which thinwire does not exchange: use sparse=False")
-        self._schedule.check(index, grad, name)
+        if self._schedule.watched:
+            self._schedule.check(index, grad)
         if self.expected is not None and index not in self.expected:
             raise RuntimeError(f"{name} received a gradient, but expect() did not name it")
         step.seen[index] = True

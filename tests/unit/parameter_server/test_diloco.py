@@ -33,7 +33,7 @@ class Ranks:
     topology = Topology(SIZE)
 
     def __init__(self):
-        self.programs = []
+        self.programs, self.services = [], self
 
     def run(self, program):
         self.programs.append(program)

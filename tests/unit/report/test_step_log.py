@@ -25,7 +25,7 @@ class Counter:
 
     def stats(self):
         return Stats(
-            "acp", "", 4, steps=self.done, bytes_sent=100 * self.done, dense_bytes=400 * self.done,
+            "acp", "", 4, rank=self.rank, steps=self.done, bytes_sent=100 * self.done, dense_bytes=400 * self.done,
             exposed_seconds=0.25 * self.done, buckets=(BucketStats(("w",), 100, False, 100),),
         )  # fmt: skip
 

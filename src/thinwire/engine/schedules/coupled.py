@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,13 +11,41 @@ from torch import Tensor
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.memory import delivered
 from thinwire.engine.schedules import clip
-from thinwire.engine.schedules.delivered import DeliveredGrads
 from thinwire.engine.schedules.schedule import Schedule
 from thinwire.kernels.upload import upload
 from thinwire.program import Method
 from thinwire.program.bucket import Slot, used_by_nobody
 
 logger = logging.getLogger("thinwire")
+
+
+class DeliveredGrads:
+    """Averages that have become ``.grad``, watched until ``step()`` has used them: nothing may be added to them."""
+
+    def __init__(self) -> None:
+        self.noted: dict[int, tuple[Tensor, int]] = {}
+
+    def renew(self) -> None:
+        """Another step's averages are about to be delivered."""
+        self.noted.clear()
+
+    def note(self, index: int, grad: Tensor) -> None:
+        """A parameter's average, as it is now."""
+        self.noted[index] = grad, grad._version
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """An optimizer is about to use these: what is added from then on is the script's affair."""
+        for index in indices:
+            self.noted.pop(index, None)
+
+    def holds(self, index: int, grad: Tensor | None) -> bool:
+        """Whether a ``.grad`` is still the tensor in which the average came."""
+        return grad is not None and index in self.noted and self.noted[index][0] is grad
+
+    def added_to(self, index: int, grad: Tensor | None) -> bool:
+        """Whether autograd just added to an average that nobody has touched since."""
+        delivered, version = self.noted.get(index, (None, 0))
+        return delivered is not None and grad is delivered and delivered._version == version + 1
 
 
 class Coupled(Schedule):
@@ -31,13 +59,14 @@ class Coupled(Schedule):
     def __init__(self, buckets: Buckets, *, find_unused: bool) -> None:
         self._session, self._buckets, self._find_unused = buckets.session, buckets, find_unused
         self._delivered = DeliveredGrads()
+        self.watched = self._delivered.noted
         self._warned = False
 
     def begin(self) -> None:
         """Nothing of the last step is left."""
         self.accumulated = False
 
-    def check(self, index: int, grad: Tensor | None, name: str) -> None:
+    def check(self, index: int, grad: Tensor | None) -> None:
         """See :class:`Schedule`."""
         if self._delivered.added_to(index, grad):
             raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -13,9 +13,11 @@ class Schedule(abc.ABC):
 
     Attributes:
         accumulated: gradients of ``no_sync`` passes that have not been reduced.
+        watched: by index, averages that nobody has used yet; a gradient may not be added to them.
     """
 
     accumulated = False
+    watched: Mapping[int, object] = {}
 
     @property
     def readers(self) -> Sequence[nn.Module]:
@@ -38,7 +40,7 @@ class Schedule(abc.ABC):
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip what was delivered by its global norm. Returns the norm."""
 
-    def check(self, index: int, grad: Tensor | None, name: str) -> None:  # noqa: B027
+    def check(self, index: int, grad: Tensor | None) -> None:  # noqa: B027
         """Raise ``RuntimeError`` if a gradient was added to an average that nobody has used."""
 
     def accumulate(self, index: int, grad: Tensor | None) -> None:
