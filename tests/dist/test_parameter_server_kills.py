@@ -53,6 +53,7 @@ def lead(port, number, folder, dies=None):
 
     from thinwire.collectives.pair import Pair
     from thinwire.parameter_server import Leader, Node, Worker
+    from thinwire.parameter_server import node as module
 
     torch.set_num_threads(1)
     count = [0]
@@ -78,7 +79,8 @@ def lead(port, number, folder, dies=None):
             die(6) if x.dtype == torch.float32 and self._peer == 0 else None,
             send(self, x, seconds),
         )
-    node = Node(f"127.0.0.1:{port}", number, 1, leader=Dying, leases=10.0)
+    module.Leader = Dying
+    node = Node(f"127.0.0.1:{port}", number, 1, leases=10.0)
     Worker(model(), *part_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()
     node.wait(5)
 

@@ -17,7 +17,6 @@ TORCH_ROWS: dict[str, tuple[str, ...]] = {
     "ddp-fp16": (),
     "torch-powersgd": ("rank",),
 }
-DEFAULT_METHODS = "ddp,ddp-best,ssgd,acp"
 
 
 @dataclass(frozen=True)

@@ -48,70 +48,59 @@ def plan(
     factor_update_steps: Annotated[int, typer.Option(help="Steps between new statistics.")] = 10,
     inv_update_steps: Annotated[int, typer.Option(help="Steps between inversions.")] = 100,
     explain: Annotated[bool, typer.Option("--explain", help="Also the messages and owners of the fastest.")] = False,
-    published: Annotated[
-        bool, typer.Option("--published", help="The published seconds of SPD-KFAC beside what follows here.")
-    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the fastest plan, for KFAC(plan=...).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
 ) -> None:
     """Predict a step of each schedule: messages, who inverts what, seconds. No GPU and no cluster is needed."""
     from rich.console import Console
 
+    from thinwire.cli.plan_inputs import check_file, read_question
+    from thinwire.kfac.predict import predict
+    from thinwire.kfac.schedules import Choices, make_plan
+    from thinwire.kfac.times import LayerTimes, layers_of
+
+    if model is None:
+        raise ValueError("give a model: a built-in name such as resnet50, or a file of thinwire profile")
     answer: dict[str, Any] = {}
     console = Console(quiet=json)
-    if published:
-        from thinwire.cli.plan_tables import published_table
-        from thinwire.planner.published import reproduce
-
-        rows = reproduce("kfac")
-        answer["published"] = [list(row) for row in rows]
-        console.print(published_table("kfac", rows))
-    if model is not None:
-        from thinwire.cli.plan_inputs import check_file, read_question
-        from thinwire.kfac.predict import predict
-        from thinwire.kfac.schedules import Choices, make_plan
-        from thinwire.kfac.times import LayerTimes, layers_of
-
-        for name, value in (("--factor-update-steps", factor_update_steps), ("--inv-update-steps", inv_update_steps)):
-            if value < 1:
-                raise ValueError(f"{name} {value} must be at least 1")
-        check_file("--out", out)
-        question = read_question(
-            model, link=link, latency=latency, costs=costs, workers=workers, ranks_per_node=1, methods="ssgd",
-            batch_size=batch_size, device=device, flops=None, profile=None,
-        )  # fmt: skip
-        world, prices, profile = question.topology.world_size, question.costs(), question.profile
-        if not (layers := layers_of(profile)):
-            raise ValueError(f"{profile.name} has no Linear or Conv2d layer that K-FAC can take")
-        times = LayerTimes.of_profile(profile, layers)
-        found: list[tuple[KFACPlan, Prediction]] = []
-        for name in _schedules(schedules, world):
-            choices = Choices(name, planner, inverse_rule, method=method)
-            made = make_plan(layers, world, choices, prices, times)
-            found.append((made, predict(made, profile, prices)))
-        found.sort(key=lambda pair: pair[1].step_seconds(factor_update_steps, inv_update_steps))
-        answer |= {
-            "question": question.to_data(),
-            "layers": len(layers),
-            "factor_update_steps": factor_update_steps,
-            "inv_update_steps": inv_update_steps,
-            "plans": [
-                {**json_module.loads(made.to_json()), **predicted.to_data(),
-                 "step_seconds": predicted.step_seconds(factor_update_steps, inv_update_steps)}
-                for made, predicted in found
-            ],
-        }  # fmt: skip
-        title = f"{profile.name}, {len(layers)} layers, {world} ranks, {question.describe_network()}"
-        console.print(_table(title, found, factor_update_steps, inv_update_steps))
-        if explain:
-            console.print(_explained(found[0][0]))
-        if "inverse" not in prices.compute and method != "eigen":
-            console.print("Inversions are assumed from FLOPs: thinwire kfac calibrate measures them.")
-        if out is not None:
-            out.write_text(found[0][0].to_json() + "\n", encoding="utf-8")
-            console.print(f"written: {out}", markup=False)
-    elif not published:
-        raise ValueError("give a model: a built-in name such as resnet50, a file of thinwire profile, or --published")
+    for name, value in (("--factor-update-steps", factor_update_steps), ("--inv-update-steps", inv_update_steps)):
+        if value < 1:
+            raise ValueError(f"{name} {value} must be at least 1")
+    check_file("--out", out)
+    question = read_question(
+        model, link=link, latency=latency, costs=costs, workers=workers, ranks_per_node=1, methods="ssgd",
+        batch_size=batch_size, device=device, flops=None, profile=None,
+    )  # fmt: skip
+    world, prices, profile = question.topology.world_size, question.costs(), question.profile
+    if not (layers := layers_of(profile)):
+        raise ValueError(f"{profile.name} has no Linear or Conv2d layer that K-FAC can take")
+    times = LayerTimes.of_profile(profile, layers)
+    found: list[tuple[KFACPlan, Prediction]] = []
+    for name in _schedules(schedules, world):
+        choices = Choices(name, planner, inverse_rule, method=method)
+        made = make_plan(layers, world, choices, prices, times)
+        found.append((made, predict(made, profile, prices)))
+    found.sort(key=lambda pair: pair[1].step_seconds(factor_update_steps, inv_update_steps))
+    answer |= {
+        "question": question.to_data(),
+        "layers": len(layers),
+        "factor_update_steps": factor_update_steps,
+        "inv_update_steps": inv_update_steps,
+        "plans": [
+            {**json_module.loads(made.to_json()), **predicted.to_data(),
+             "step_seconds": predicted.step_seconds(factor_update_steps, inv_update_steps)}
+            for made, predicted in found
+        ],
+    }  # fmt: skip
+    title = f"{profile.name}, {len(layers)} layers, {world} ranks, {question.describe_network()}"
+    console.print(_table(title, found, factor_update_steps, inv_update_steps))
+    if explain:
+        console.print(_explained(found[0][0]))
+    if "inverse" not in prices.compute and method != "eigen":
+        console.print("Inversions are assumed from FLOPs: thinwire kfac calibrate measures them.")
+    if out is not None:
+        out.write_text(found[0][0].to_json() + "\n", encoding="utf-8")
+        console.print(f"written: {out}", markup=False)
     if json:
         typer.echo(json_module.dumps(answer, indent=2))
 

@@ -44,9 +44,6 @@ def plan(
     lossy: Annotated[bool, typer.Option("--lossy/--no-lossy", help="Whether lossy methods may be answers.")] = True,
     explain: Annotated[bool, typer.Option("--explain", help="Also the buckets, and densities of sparse ones.")] = False,
     map: Annotated[bool, typer.Option("--map", help="Also the winners over link rates and workers.")] = False,
-    published: Annotated[
-        str | None, typer.Option(help="A published result beside what follows from its constants, such as omgs.")
-    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the best method's timeline, for Perfetto.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan: method, buckets, ranking.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
@@ -54,42 +51,31 @@ def plan(
     """Predict every method's step on a network and say which one to use; "dense" is an answer."""
     from rich.console import Console
 
+    from thinwire.cli.plan_inputs import check_file, read_question
+
+    if model is None and profile is None:
+        raise ValueError("give a model: a built-in name such as resnet50, or a file of thinwire profile")
     answer: dict[str, Any] = {}
     console = Console(quiet=json)
-    if published is not None:
-        from thinwire.cli.plan_tables import published_table
-        from thinwire.planner.published import reproduce, why_off
-
-        rows = reproduce(published)
-        why = why_off(published)
-        answer["published"] = {"name": published, "rows": [list(row) for row in rows], "why_off": why}
-        console.print(published_table(published, rows))
-        if why:
-            console.print(why)
-    if model is not None or profile is not None:
-        from thinwire.cli.plan_inputs import check_file, read_question
-
-        for option, path in (("--trace", trace), ("--out", out)):
-            check_file(option, path)
-        question = read_question(
-            model,
-            link=link,
-            latency=latency,
-            costs=costs,
-            workers=workers,
-            ranks_per_node=ranks_per_node,
-            methods=methods,
-            batch_size=batch_size,
-            device=device,
-            flops=device_flops,
-            profile=profile,
-        )
-        try:
-            answer |= _answer(question, console, lossy=lossy, explain=explain, map=map, trace=trace, out=out)
-        except LookupError as error:
-            raise ValueError(str(error.args[0] if error.args else error)) from error
-    elif published is None:
-        raise ValueError("give a model: a built-in name such as resnet50, a file of thinwire profile, or --published")
+    for option, path in (("--trace", trace), ("--out", out)):
+        check_file(option, path)
+    question = read_question(
+        model,
+        link=link,
+        latency=latency,
+        costs=costs,
+        workers=workers,
+        ranks_per_node=ranks_per_node,
+        methods=methods,
+        batch_size=batch_size,
+        device=device,
+        flops=device_flops,
+        profile=profile,
+    )
+    try:
+        answer |= _answer(question, console, lossy=lossy, explain=explain, map=map, trace=trace, out=out)
+    except LookupError as error:
+        raise ValueError(str(error.args[0] if error.args else error)) from error
     if json:
         typer.echo(json_module.dumps(answer, indent=2))
 

@@ -103,16 +103,6 @@ def map_table(question: Question, found: Map) -> Table:
     return table
 
 
-def published_table(name: str, rows: Sequence[tuple[str, float, float]]) -> Table:
-    """A published result beside the prediction."""
-    table = _table(f"{name}: published, and what follows from published constants and the library's formulas")
-    _columns(table, "what", "published", "predicted", "off")
-    for label, published, predicted in rows:
-        off = f"{predicted / published - 1:+.1%}" if published else "-"
-        table.add_row(label, f"{published:.4g}", f"{predicted:.4g}", off)
-    return table
-
-
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
 

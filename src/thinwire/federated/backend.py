@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from thinwire.federated.clocks import Speed
-from thinwire.federated.device import Sums, Task
+from thinwire.federated.device import Sums
 from thinwire.federated.estimate import Estimates, Record
 from thinwire.federated.schedule import Assignment, check_schedule, chosen, plan
 from thinwire.kernels.seeding import seed_of
@@ -33,18 +32,6 @@ class VisitReport:
     bytes_down: int = 0
     control_bytes: int = 0
     lost_devices: tuple[int, ...] = ()
-
-
-class Backend(Protocol):
-    """Runs visits."""
-
-    devices: int
-
-    def visit(self, task: Task, cohort: Sequence[int]) -> VisitReport:
-        """All clients of the cohort, once."""
-
-    def commit(self, round: int) -> None:
-        """The round is over: the clients' new states count."""
 
 
 class Planner:

@@ -8,7 +8,7 @@ clients are given to others, under the same seeds, so that nobody can tell from 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from thinwire.federated.schedule import Assignment
@@ -148,10 +148,3 @@ class Coordinator:
             self._idle.discard(device)
             works.append(self._next(device))
         return works
-
-
-def check_complete(clients: Iterable[int], cohort: Sequence[int]) -> None:
-    """Raise ``RuntimeError`` unless each client of the cohort was reported once."""
-    seen = sorted(clients)
-    if seen != list(range(len(cohort))):
-        raise RuntimeError(f"{len(seen)} clients were reported where {len(cohort)} were sent out")

@@ -208,10 +208,6 @@ class ClientStateStore:
                     self._remove(old)
         self._pending.clear()
 
-    def rollback(self) -> None:
-        """Forget what was put since the last commit."""
-        self.withdraw(list(self._pending))
-
     def flush(self) -> None:
         """All that is committed and of this store is on disk, and survives a loss of power."""
         for key, entry in self._entries.items():

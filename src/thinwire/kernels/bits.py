@@ -35,14 +35,6 @@ def pack_signs(x: Tensor) -> Tensor:
     return torch.cat([pack_bits(piece >= 0) for piece in torch.split(x, 8 * _piece(x.device))])
 
 
-def unpack_signs(bits: Tensor, n: int) -> Tensor:
-    """The signs of ``n`` elements: int8, +1 where the bit is set, else -1."""
-    out = torch.zeros(n, dtype=torch.int8, device=bits.device)
-    one = torch.ones(1, dtype=torch.int8, device=bits.device)
-    add_values(out, bits[None], one, -one)
-    return out
-
-
 def add_values(out: Tensor, bits: Tensor, high: Tensor, low: Tensor, owner: Tensor | None = None) -> None:
     """To ``out`` [n], for each row of ``bits`` [P, ceil(n / 8)], add ``high[row]`` where set, else ``low[row]``.
 

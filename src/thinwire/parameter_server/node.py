@@ -36,20 +36,17 @@ class Node:
         workers: W.
         port: for this machine's workers, on the loopback interface; 0 takes a free one.
         leases: give up after so many leases without a server.
-        leader: the state machine's class; tests make mistakes with it.
 
     Raises:
         ServerLost: there is no server at that address.
     """
 
-    def __init__(
-        self, server: str, node: int, workers: int, *, port: int = 0, leases: float = 6.0, leader: type[Leader] = Leader
-    ) -> None:
+    def __init__(self, server: str, node: int, workers: int, *, port: int = 0, leases: float = 6.0) -> None:
         self._server, self._leases = server, leases
         meeting = self._meet(60.0)
         self.settings = Settings.from_json(meeting.note("settings"))
         self.layout = Layout.from_json(meeting.note("layout"))
-        self.leader = leader(self.settings, node, workers, layout=self.layout.number, instance=secrets.randbits(62))
+        self.leader = Leader(self.settings, node, workers, layout=self.layout.number, instance=secrets.randbits(62))
         self.leader.alive.clear()
         self.failure: RuntimeError | None = None
         self._up: Line | None = None

@@ -54,11 +54,6 @@ def server_gradients_per_second(
     return max(shards, 1) * m * check_number("bits_per_second", bits_per_second) / (8 * model_bytes)
 
 
-def local_steps_bytes(model_bytes: float, steps: int) -> float:
-    """Up and down per batch where a worker sends the difference that so many local steps made."""
-    return asp_bytes(model_bytes) / check_number("steps", steps, 1)
-
-
 def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:
     """Sent and received per gradient by all cards together, of a ring over nodes after a sum inside each.
 

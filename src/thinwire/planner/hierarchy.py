@@ -56,11 +56,6 @@ class CollectiveTable:
         """
         return self.entries[bisect.bisect_right([start for start, _ in self.entries], message_bytes) - 1][1]
 
-    @property
-    def crossovers(self) -> tuple[int, ...]:
-        """Bytes at which the choice changes."""
-        return tuple(start for start, _ in self.entries[1:])
-
     @classmethod
     def of(cls, costs: Costs, topology: Topology, smallest: int = SMALLEST, largest: int = LARGEST) -> CollectiveTable:
         """The cheapest way at every size: on powers of two, with the crossovers between them found to the byte."""

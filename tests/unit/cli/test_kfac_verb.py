@@ -35,10 +35,9 @@ def test_a_plan_is_written_and_priced():
 
 
 def test_lines_fit_a_terminal():
-    text = run("plan", "resnet50", "--explain", "--published")
+    text = run("plan", "resnet50", "--explain")
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "calibrate" in text
-    assert "D-KFAC, inverting" in text
 
 
 def test_calibrate_adds_to_measured_costs():

@@ -128,20 +128,6 @@ def test_map():
     assert len(again.cells) == len(again.bits_per_second)
 
 
-def test_published():
-    text = run("--published", "omgs")
-    assert "published" in text
-    assert "speed-up" in text
-    assert as_json("--published", "selection") == {
-        "published": {
-            "name": "selection",
-            "rows": [["resnet50, P102-100, seconds", 0.1376, pytest.approx(0.1377, abs=1e-4)]],
-            "why_off": None,
-        }
-    }
-    assert {"published", "ranking"} <= set(as_json("resnet50", "--published", "dear", "--methods", "ssgd"))
-
-
 def test_files(tmp_path):
     run("resnet50", "--trace", "trace.json", "--out", "plan.json", *FEW)
     trace = json.loads((tmp_path / "trace.json").read_text())
@@ -235,7 +221,6 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         (["resnet50", "--device", "a10"], "did you mean 'a100'"),
         (["resnet50", "--device-flops", "0"], "device_flops"),
         (["resnet50", "--batch-size", "0"], "batch_size"),
-        (["--published", "everything"], "cannot be reproduced"),
         (["resnet50", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json"),
         (["resnet50", "--out", "."], "--out ."),
         (["no_such_module:build"], "cannot be loaded"),

@@ -29,7 +29,7 @@ def value_of(store, client):
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 5), st.integers(0, 99)),
-        st.tuples(st.sampled_from(["commit", "rollback", "durable", "restart"])),
+        st.tuples(st.sampled_from(["commit", "durable", "restart"])),
         st.tuples(st.just("prefetch"), st.integers(0, 5)),
         st.tuples(st.just("withdraw"), st.integers(0, 5)),
     ),
@@ -54,9 +54,6 @@ def test_it_is_a_dictionary_with_commits(tmp_path_factory, actions, budget, thro
             store.prepare()
             store.commit(round)
             committed, pending, round = {**committed, **pending}, {}, round + 1
-        elif action == "rollback":
-            store.rollback()
-            pending = {}
         elif action == "withdraw":
             store.withdraw(rest)
             pending.pop(rest[0], None)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.kernels.bits import add_values, pack_bits, pack_signs, unpack_signs
+from thinwire.kernels.bits import add_values, pack_bits, pack_signs
 from thinwire.kernels.lowrank import peel_left, peel_right, project_left, rebuild
 from thinwire.kernels.pairs import add_pairs, message_bytes, pack, to_wire, unpack
 from thinwire.kernels.seeding import generator, normal, seed_of
@@ -14,7 +14,9 @@ def test_bits_equal_numpy(n):
     bits = pack_signs(x)
     assert bits.dtype == torch.uint8
     assert np.array_equal(bits.numpy(), np.packbits((x >= 0).numpy(), bitorder="little"))
-    assert torch.equal(unpack_signs(bits, n), torch.where(x >= 0, 1, -1).to(torch.int8))
+    one, signs = torch.ones(1), torch.zeros(n)
+    add_values(signs, bits[None], one, -one)
+    assert torch.equal(signs, torch.where(x >= 0, 1.0, -1.0))
 
 
 def test_bits_of_a_strided_or_shifted_mask():

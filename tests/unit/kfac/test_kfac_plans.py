@@ -1,4 +1,4 @@
-"""Plans: fusion and placement against brute force, transports, published seconds, what does not fit."""
+"""Plans: fusion and placement against brute force, transports, what does not fit."""
 
 import itertools
 
@@ -16,13 +16,6 @@ from thinwire.planner.curves import Linear, Table
 from thinwire.planner.merge import greedy_mgwfbp
 from thinwire.planner.placement import place, place_threshold
 from thinwire.planner.profiles import builtin
-from thinwire.planner.published.second_order import (
-    BROADCAST_64,
-    inversion_2080ti,
-    inversion_seconds,
-    second_order_rows,
-    sides,
-)
 
 LAYERS = tuple(FactorLayer(str(i), a, g) for i, (a, g) in enumerate([(28, 16), (145, 32), (33, 64), (65, 10)]))
 
@@ -152,42 +145,6 @@ def test_every_inverse_is_sent_once(schedule, transport):
     assert KFACPlan.from_json(plan.to_json()) == plan
     assert KFACPlan.from_json(plan.to_json()).hash == plan.hash
     plan.check(LAYERS, 4, schedule=schedule)
-
-
-# --- published figures -----------------------------------------------------------------------------------------------
-
-
-def test_published_seconds_follow():
-    for label, published, predicted in second_order_rows():
-        within = 0.01 if ", D-KFAC" in label else 0.12
-        assert predicted == pytest.approx(published, rel=within), label
-
-
-@pytest.mark.parametrize("model, layers, a, g, large", [
-    ("resnet50", 54, 62.35, 14.62, 34), ("resnet152", 156, 161.96, 32.93, 128),
-])  # fmt: skip
-def test_shapes_of_the_published_models(model, layers, a, g, large):
-    found = layers_of(builtin(model))
-    assert len(found) == layers
-    assert sum(x.d_a * (x.d_a + 1) // 2 for x in found) / 1e6 == pytest.approx(a, abs=0.005)
-    assert sum(x.d_g * (x.d_g + 1) // 2 for x in found) / 1e6 == pytest.approx(g, abs=0.005)
-    assert sum(d >= 1024 for d in sides(model)) == large
-    assert {min(sides(model)), max(sides(model))} == {64, 4608}
-
-
-@pytest.mark.parametrize("model, threshold, cost", [("resnet50", 0.174, 0.157), ("resnet152", 0.436, 0.368)])
-def test_the_cost_rule_beats_the_published_threshold(model, threshold, cost):
-    """On the published constants, one broadcast per tensor: by 9 and 15 %."""
-    dims = sides(model)
-    published = sum(inversion_seconds(dims, place_threshold(dims, 64)))
-    assert published == pytest.approx(threshold, rel=0.005)
-    curve = Table(tuple((d, inversion_2080ti(d)) for d in sorted({1, *dims})))
-    exchanges = {("Broadcast", "world", 64): BROADCAST_64, ("AllReduce", "world", 64): Linear(9.29e-4, 3.6e-10)}
-    choices = Choices("spd", "one", "cost", inverse_comm="broadcast")
-    plan = make_plan(layers_of(builtin(model)), 64, choices, Costs(exchanges, {"inverse": curve}))
-    found = inversion_cost(Costs(exchanges, {"inverse": curve}), plan).total
-    assert found == pytest.approx(cost, rel=0.01)
-    assert found < 0.93 * published
 
 
 # --- predictions -----------------------------------------------------------------------------------------------------

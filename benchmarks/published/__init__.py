@@ -1,9 +1,9 @@
 """What the papers and their code report, each number with its source, and what of it follows from their constants.
 
-What does not live here: costs that decide anything (planner/costs, from measurements), our own measurements.
+What does not live here: costs that decide anything (the planner's, from measurements), our own measurements.
 """
 
-from thinwire.planner.published.constants import (
+from published.constants import (
     ALL_GATHER_1GBE,
     ALL_GATHER_1GBE_LARGE,
     ALL_REDUCE_10GBE,
@@ -13,8 +13,8 @@ from thinwire.planner.published.constants import (
     omgs_exchange,
     sort_2019,
 )
-from thinwire.planner.published.figures import FIGURES, Figure, figure
-from thinwire.planner.published.reproduce import REPRODUCIBLE, pipelining_bound, reproduce, why_off
+from published.figures import FIGURES, Figure, figure
+from published.reproduce import REPRODUCIBLE, pipelining_bound, reproduce, why_off
 
 __all__ = [
     "ALL_GATHER_1GBE",

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from published.figures import figure
 from thinwire.planner.curves import Linear
 from thinwire.planner.placement import Placement, place_threshold
 from thinwire.planner.profiles.builtin import builtin
 from thinwire.planner.profiles.kronecker import kronecker_shapes
-from thinwire.planner.published.figures import figure
 
 WORKERS, THRESHOLD = 64, 1400
 _CODE = "code: shyhuai/kfac_pytorch, kfac/utils.py"
