@@ -11,7 +11,6 @@ from rounding import nudged
 from spawned import run
 from thinwire.kernels.symmetric import pack_upper
 from thinwire.kfac import KFAC
-from thinwire.kfac.programs import FACTOR
 from thinwire.planner.costs import Costs
 
 pytestmark = pytest.mark.dist
@@ -35,7 +34,7 @@ def data(step):
     return torch.randn(BATCH, 2, 4, 4, generator=draw).double(), torch.randn(BATCH, 3, generator=draw).double()
 
 
-def train(rank, size, options, *, steps=STEPS, net=None, attach=None, before=None, first=0, data=data):
+def train(rank, size, options, *, steps=STEPS, net=None, attach=None, before=None, after=None, first=0, data=data):
     """Train on this rank's part of the joint batches: (kfac, sync, net)."""
     net = net or network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -49,6 +48,8 @@ def train(rank, size, options, *, steps=STEPS, net=None, attach=None, before=Non
             before(kfac, step)
         optimizer.step()
         optimizer.zero_grad()
+        if after is not None:
+            after(kfac, step)
     return kfac, sync, optimizer, net
 
 
@@ -56,8 +57,9 @@ def flat(net):
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
 
 
-def fields(kfac):
-    return {name: x.clone() for (field, name), x in kfac._state.fields.items() if field == FACTOR}
+def of(kind, kfac):
+    """This rank's factors or inverses, packed, by name."""
+    return {key.removeprefix(f"{kind}/"): x for key, x in kfac.state_dict().items() if key.startswith(f"{kind}/")}
 
 
 def joint(method="inverse", steps=STEPS, **options):
@@ -68,7 +70,7 @@ def joint(method="inverse", steps=STEPS, **options):
         moved = lambda step: tuple(nudged(x, TERMS, draw) for x in data(step)) if seed else data(step)  # noqa: E731
         kfac, sync, _, _ = train(0, 1, {**options, "method": method}, net=net, steps=steps, data=moved)
         sync.close()
-        return {"weights": flat(net), **fields(kfac)}
+        return {"weights": flat(net), **of("factor", kfac)}
 
     plain, *others = map(alone, range(4))
     off = {name: max(float((other[name] - x).abs().max()) for other in others) for name, x in plain.items()}
@@ -98,8 +100,7 @@ def _sharded(rank, size, cases):
     for options in cases:
         kfac, sync, _, net = train(rank, size, options)
         stats = kfac.stats()
-        inverses = {name: x.clone() for name, x in kfac._inverses.of.items()}
-        found.append((flat(net), fields(kfac), inverses, stats, kfac.plan))
+        found.append((flat(net), of("factor", kfac), of("inverse", kfac), stats, kfac.plan))
         sync.close()
     return found
 
@@ -128,8 +129,9 @@ def test_sharded_is_the_joint_batch(size):
 
 def _dp(rank, size):
     kfac, sync, _, net = train(rank, size, {"schedule": "dp"})
+    held = sorted(of("inverse", kfac))
     sync.close()
-    return flat(net), kfac.stats(), sorted(kfac._inverses.of), kfac.plan
+    return flat(net), kfac.stats(), held, kfac.plan
 
 
 def test_dp_sends_no_factor_and_ranks_agree():
@@ -149,13 +151,20 @@ def _events(rank, size, schedule):
     net, log = network(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with tw.attach(net, optimizer) as sync:
-        kfac = KFAC(net, sync, schedule=schedule, planner="layer", inverse_rule="none", inverse_comm="broadcast",
-                    **{**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1})  # fmt: skip
+        channel_of = sync.services.channel
+
+        def channel(*args):
+            made, names = channel_of(*args), []
+            begin, ready, wait = made.begin, made.ready, made.wait
+            made.begin = lambda inside, make: (names.clear(), names.extend(inside), begin(inside, make))[2]
+            made.ready = lambda index: (log.append((names[index][0], index)), ready(index))[1]
+            made.wait = lambda: (log.append("wait"), wait())[1]
+            return made
+
+        sync.services.channel = channel
+        KFAC(net, sync, schedule=schedule, planner="layer", inverse_rule="none", inverse_comm="broadcast",
+             **{**OPTIONS, "factor_update_steps": 1, "inv_update_steps": 1})  # fmt: skip
         net.register_forward_hook(lambda *_: log.append("forward over"))
-        begin, ready, wait, names = kfac._channel.begin, kfac._channel.ready, kfac._channel.wait, []
-        kfac._channel.begin = lambda inside, make: (names.clear(), names.extend(inside), begin(inside, make))[2]
-        kfac._channel.ready = lambda index: (log.append((names[index][0], index)), ready(index))[1]
-        kfac._channel.wait = lambda: (log.append("wait"), wait())[1]
         for step in range(3):
             x, y = data(step)
             log.clear()
@@ -233,7 +242,7 @@ def _micro(rank, size):
                             kfac.state_dict()
                 optimizer.step()
                 optimizer.zero_grad()
-            found.append((flat(net), fields(kfac)))
+            found.append((flat(net), of("factor", kfac)))
     return found
 
 
@@ -261,7 +270,7 @@ def _scaled(rank, size):
             scaler.update()
             optimizer.zero_grad()
             log.append((kfac.stats().factor_updates, kfac.stats().inverse_updates, scaler.get_scale()))
-        return flat(net), log, [x.isfinite().all() for x in fields(kfac).values()]
+        return flat(net), log, [x.isfinite().all() for x in of("factor", kfac).values()]
 
 
 def test_a_skipped_step_leaves_no_trace_and_the_inverse_due():
@@ -281,21 +290,25 @@ def _broken(rank, size, rule):
     logging.getLogger("thinwire").addHandler(handler)
     seen = {}
 
-    def before(kfac, step):
+    def after(kfac, step):
+        """The factors of the next steps are these, since ``factor_decay`` is 1."""
         layer = kfac.plan.layers[1]
         name = f"{layer.name}/A"
-        if step == 3:
-            kfac._take_in()
-            seen["old"] = kfac._inverses.of[name].clone()
-            kfac._state.fields[FACTOR, name] = pack_upper(-100 * torch.eye(layer.d_a).double())
-        elif step == 4:
-            seen["kept"] = torch.equal(kfac._inverses.of[name], seen["old"])
+        state = kfac.state_dict()
+        if step == 2:
+            seen["old"] = state.get(f"inverse/{name}")
+            bad = -100 * torch.eye(layer.d_a).double()
+        elif step == 3:
+            old, now = seen.pop("old"), state.get(f"inverse/{name}")
+            seen["kept"] = (old is now) if old is None else torch.equal(now, old)
             seen["level"] = dict(kfac.stats().levels)
             bad = torch.eye(layer.d_a).double()
             bad[0, 0] = -0.05  # indefinite, but not with ten times the damping
-            kfac._state.fields[FACTOR, name] = pack_upper(bad)
-        elif step == 5:
-            seen["raised"] = dict(kfac.stats().levels)
+        else:
+            if step == 4:
+                seen["raised"] = dict(kfac.stats().levels)
+            return
+        kfac.load_state_dict({**state, f"factor/{name}": pack_upper(bad)})
 
     options = {
         "inverse_rule": rule,
@@ -304,7 +317,7 @@ def _broken(rank, size, rule):
         "factor_decay": 1.0,
         "inverse_comm": "broadcast",
     }
-    _, sync, _, net = train(rank, size, options, steps=6, before=before)
+    _, sync, _, net = train(rank, size, options, steps=6, after=after)
     sync.close()
     logging.getLogger("thinwire").removeHandler(handler)
     return flat(net), seen, [line for line in text if "cannot be inverted" in line]
@@ -322,20 +335,23 @@ def test_what_cannot_be_inverted_keeps_its_old_inverse(rule):
 
 
 def _poisoned(rank, size):
-    def before(kfac, step):
-        if step == 2:  # after backward: too late for this round's messages, so poison the next
-            rows = kfac._capture.statistic
-            kfac._rounds._statistic = lambda i, s: rows(i, s).mul_(torch.nan if (rank, i, s) == (1, 0, 0) else 1)
+    """From the fourth step on the input is NaN on one rank, and the first layer keeps that to itself."""
+    net = network()
+    net[0].register_forward_hook(lambda module, inputs, output: output.nan_to_num())
+    for parameter in net[0].parameters():
+        parameter.register_hook(torch.nan_to_num)
+
+    def poisoned(step):
+        x, y = data(step)
+        return (x.mul(torch.nan) if step >= 3 and rank == 1 else x), y
 
     options = {"factor_update_steps": 1, "inv_update_steps": 1, "schedule": "mpd"}
     frozen = {}
 
-    def both(kfac, step):
-        before(kfac, step)
-        kfac._take_in()
-        frozen.setdefault(step, fields(kfac))
+    def before(kfac, step):
+        frozen[step] = of("factor", kfac)
 
-    _, sync, _, net = train(rank, size, options, steps=5, before=both)
+    _, sync, _, net = train(rank, size, options, steps=5, net=net, before=before, data=poisoned)
     sync.close()
     return flat(net), frozen
 
@@ -354,7 +370,7 @@ def test_a_nan_on_one_rank_changes_no_factor():
 def _saved(rank, size, folder, options):
     kfac, sync, optimizer, net = train(rank, size, options, steps=5)
     tw.checkpoint.save(folder, net, optimizer, sync, 5)
-    held = fields(kfac), {n: x.clone() for n, x in kfac._inverses.of.items()}
+    held = of("factor", kfac), of("inverse", kfac)
     sync.close()
     kfac, sync, _, net = train(rank, size, options, steps=10)  # 20 steps in one go
     sync.close()
@@ -367,7 +383,7 @@ def _resumed(rank, size, folder, options):
     sync = tw.attach(net, optimizer)
     kfac = KFAC(net, sync, **{**OPTIONS, **options})
     tw.checkpoint.load(folder, net, optimizer, sync)
-    held = fields(kfac), {n: x.clone() for n, x in kfac._inverses.of.items()}
+    held = of("factor", kfac), of("inverse", kfac)
     for step in range(5, 10):
         x, y = (part.chunk(size)[rank] for part in data(step))
         loss = 0.5 * (net(x) - y).square().sum() / len(x)

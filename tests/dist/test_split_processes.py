@@ -41,8 +41,9 @@ def prepared(folder, plan, epochs=2):
     write_keys(folder / "keys")
     ends = [load_half(folder, role).module for role in ("edge", "cloud")]
     front, back = ends if plan.front_on == "edge" else reversed(ends)
-    pair = LocalPair(front, back, recipe, recipe.steps(len(task.train)))
+    pair = LocalPair(front, back, recipe, recipe.steps(len(task.train)), folder / "local")
     report = train(pair, task, pair.ledger, 0, None)
+    pair.checkpoint()
     return report, pair
 
 
@@ -80,16 +81,15 @@ def finish(*processes):
 
 def same_as(pair, folder):
     """Trained parameters and optimizer states of both ends, bit for bit."""
-    for role, half, optimizer in (
-        ("edge", pair.half, pair._optimizer),
-        ("cloud", pair.cloud.half, pair.cloud._optimizer),
-    ):
+
+    def newest(kept):
+        return torch.load(sorted(kept.iterdir())[-1] / "state.pt", weights_only=True)["optimizer"]["state"]
+
+    for role, half in (("edge", pair.half), ("cloud", pair.cloud.half)):
         (folder / f"{role}.out").rename(folder / f"{role}.safetensors")
         found = load_half(folder, role).module.state_dict()
         assert all(torch.equal(tensor, found[name]) for name, tensor in half.state_dict().items()), role
-        kept = sorted((folder / f"{role}-kept").iterdir())[-1] / "state.pt"
-        state = torch.load(kept, weights_only=True)["optimizer"]["state"]
-        expected = optimizer.state_dict()["state"]
+        state, expected = newest(folder / f"{role}-kept"), newest(folder / "local" / role)
         assert state.keys() == expected.keys()
         for key in state:
             assert all(torch.equal(state[key][name], expected[key][name]) for name in expected[key])

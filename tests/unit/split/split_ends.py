@@ -79,11 +79,11 @@ def edge_end(half, *, total=20, pair="pair", recipe=RECIPE, **more):
 
 
 @contextlib.contextmanager
-def linked(server, edge, credentials=None, port=None, **options):
-    """A connected edge."""
-    with StageLink("127.0.0.1", port or server.port, credentials, **options) as link:
+def linked(server, edge, credentials=None, port=None, kind=StageLink, **options):
+    """A connected edge: yields the link and the edge."""
+    with kind("127.0.0.1", port or server.port, credentials, **options) as link:
         link.attach(edge)
-        yield link
+        yield link, edge
 
 
 class Cable:

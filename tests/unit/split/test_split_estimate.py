@@ -4,7 +4,18 @@ import pytest
 import split_models as small
 import torch
 
-from thinwire.split import Link, LocalPair, Recipe, Shape, SplitPlan, crossings, estimate, split_model
+from thinwire.split import (
+    CloudEnd,
+    EdgeEnd,
+    Link,
+    LocalPair,
+    Recipe,
+    Shape,
+    SplitPlan,
+    crossings,
+    estimate,
+    split_model,
+)
 from thinwire.split.ledger import ByteLedger
 
 BERT_BASE = Shape(768, 3072, 2)
@@ -80,11 +91,11 @@ def test_the_formulas_are_what_is_counted(plan, architecture):
 
 
 def test_no_labels_and_no_tokens_in_the_default_roles():
-    pair = LocalPair(*split_model(small.model(), SplitPlan(2)), Recipe(), 1)
+    front, back = split_model(small.model(), SplitPlan(2))
+    edge, cloud = EdgeEnd(front, "pair", Recipe(), 1), CloudEnd(back, "pair", Recipe())
     seen = []
-    call = pair._call
-    pair._call = lambda request: seen.append(request) or call(request)
-    pair.step(small.batch())
+    edge.open(lambda request: seen.append(request) or cloud.handle(request), cloud.hello(edge.hello()))
+    edge.step(small.batch())
     assert [message.kind for message in seen] == ["z", "dlogits"]
     kinds = {(kind, tensor.dtype) for message in seen for kind, tensor in message.parts}
     assert kinds == {("z", torch.float32), ("lengths", torch.uint16), ("dlogits", torch.float32)}

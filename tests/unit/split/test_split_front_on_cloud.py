@@ -127,8 +127,8 @@ def test_only_then_it_warns():
     of_edge, of_cloud = held(SplitPlan(2))
     with warnings.catch_warnings(), serving(of_cloud) as server:
         warnings.simplefilter("error")
-        with linked(server, edge_end(of_edge)) as link:
-            link._edge.bye()
+        with linked(server, edge_end(of_edge)) as (_, edge):
+            edge.bye()
 
 
 @pytest.mark.parametrize("plan", [PLAN, replace(PLAN, kind="boundary"), replace(PLAN, rank=3, residual="keep")])

@@ -47,9 +47,9 @@ def test_a_socket_changes_nothing_and_both_ledgers_count_what_crosses(keys, plan
     front, back = halves(plan)
     with serving(back, credentials=trust(keys, "cloud") if tls else None) as server:
         cable = Cable(server.port)
-        with linked(server, edge_end(front), trust(keys, "edge") if tls else None, cable.port) as link:
-            losses = [float(link._edge.step(batch_of(step))) for step in range(6)]
-            link._edge.bye()
+        with linked(server, edge_end(front), trust(keys, "edge") if tls else None, cable.port) as (link, edge):
+            losses = [float(edge.step(batch_of(step))) for step in range(6)]
+            edge.bye()
         cable.close()
     expected = in_process(plan)
     assert losses == expected[0]
@@ -69,10 +69,10 @@ def test_what_a_listener_on_the_wire_sees(keys):
         front, back = halves()
         with serving(back, credentials=trust(keys, "cloud") if tls else None) as server:
             cable = Cable(server.port)
-            with linked(server, edge_end(front), trust(keys, "edge") if tls else None, cable.port) as link:
+            with linked(server, edge_end(front), trust(keys, "edge") if tls else None, cable.port) as (_, edge):
                 for step in range(3):
-                    link._edge.step(batch_of(step))
-                link._edge.bye()
+                    edge.step(batch_of(step))
+                edge.bye()
             cable.close()
         sent = bytes(cable.crossed[0])
         if tls:
@@ -87,18 +87,14 @@ def test_what_a_listener_on_the_wire_sees(keys):
             assert ids.to(dtype).numpy().tobytes() not in sent
 
 
-def run_over(plan, credentials, cut_at=None, note=None):
+def run_over(plan, credentials, cut_at=None, kind=StageLink):
     """Four steps over a cable. Returns (losses, the edge's half, the cloud's, cable, reconnects)."""
     of_edge, of_cloud = held(plan)
     with serving(of_cloud, credentials=credentials[1]) as server:
         cable = Cable(server.port, cut_at)
-        with linked(server, edge_end(of_edge), credentials[0], cable.port) as link:
-            edge, losses = link._edge, []
-            for step in range(4):
-                if note is not None and step in (1, 2):
-                    edge._call = note(link.call, cable)
-                losses.append(float(edge.step(batch_of(step))))
-                edge._call = link.call
+        with linked(server, edge_end(of_edge), credentials[0], cable.port, kind) as (link, edge):
+            link.cable = cable
+            losses = [float(edge.step(batch_of(step))) for step in range(4)]
             edge.bye()
         cable.close()
     return losses, of_edge, of_cloud, cable, link.reconnects
@@ -122,16 +118,15 @@ def test_cut_after_every_message(keys, tls, plan, messages):
     expected = in_process(plan, steps=4)
     places = []  # counts of bytes: a cable cut there loses a request, or the reply to one
 
-    def note(call, cable):
-        def noting(request):
-            places.append(sum(map(len, cable.crossed)) + 1)
-            reply = call(request)
-            places.append(sum(map(len, cable.crossed)))
+    class Noting(StageLink):
+        def call(self, request):
+            before = sum(map(len, self.cable.crossed)) + 1
+            reply = super().call(request)
+            if request.step in (1, 2):
+                places.extend((before, sum(map(len, self.cable.crossed))))
             return reply
 
-        return noting
-
-    run_over(plan, credentials, note=note)
+    run_over(plan, credentials, kind=Noting)
     assert len(places) == 2 * messages
     for place in places:
         losses, of_edge, of_cloud, cable, reconnects = run_over(plan, credentials, place)
@@ -185,8 +180,8 @@ def test_a_pinned_certificate(keys):
     front, back = halves()
     with serving(back, credentials=trust(keys, "cloud")) as server:
         pinned = replace(trust(keys, "edge"), fingerprint=":".join(print_[i : i + 2] for i in range(0, 64, 2)).upper())
-        with linked(server, edge_end(front), pinned) as link:
-            link._edge.bye()
+        with linked(server, edge_end(front), pinned) as (_, edge):
+            edge.bye()
     refused(replace(trust(keys, "edge"), fingerprint="0" * 64), trust(keys, "cloud"), "not the pinned one")
     with pytest.raises(ValueError, match="64 hex digits"):
         replace(trust(keys, "edge"), fingerprint="ab")
@@ -198,8 +193,8 @@ def test_an_edge_without_tls_or_another_program_is_turned_away_and_the_next_is_s
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert stranger.recv(100) != b"HTTP"
-        with linked(server, edge_end(front), trust(keys, "edge")) as link:
-            link._edge.bye()
+        with linked(server, edge_end(front), trust(keys, "edge")) as (_, edge):
+            edge.bye()
     assert any("refused a connection" in words for words in server.said)
 
 
@@ -221,23 +216,23 @@ def test_wrong_pair_and_oversized_and_corrupt_frames():
                 raw.sendall(spoiled)
                 while raw.recv(1000):  # the cloud closes
                     pass
-        with linked(server, edge_end(front)) as link:
-            link._edge.bye()
+        with linked(server, edge_end(front)) as (_, edge):
+            edge.bye()
     assert sum("is gone" in words for words in server.said) == 3
 
 
 def test_a_second_edge_waits_for_the_first(keys):
     back = halves()[1]
     with serving(back, edges=2) as server:
-        with linked(server, edge_end(halves()[0], name="a")) as first:
+        with linked(server, edge_end(halves()[0], name="a")) as (_, first):
             waiting = StageLink("127.0.0.1", server.port, reconnect_seconds=0.5)
             with pytest.raises(LinkError, match="busy with edge 'a'"):
                 waiting.attach(edge_end(halves()[0], name="b"))
-            first._edge.step(batch_of(0))
-            first._edge.bye()
-        with linked(server, edge_end(halves()[0], name="b")) as second:
-            second._edge.step(batch_of(0))
-            second._edge.bye()
+            first.step(batch_of(0))
+            first.bye()
+        with linked(server, edge_end(halves()[0], name="b")) as (_, second):
+            second.step(batch_of(0))
+            second.bye()
     assert server.cloud.steps_of("a") == server.cloud.steps_of("b") == 1
 
 
@@ -245,9 +240,9 @@ def test_names_are_those_of_the_certificates(keys):
     front, back = halves()
     with (
         serving(back, credentials=trust(keys, "cloud")) as server,
-        linked(server, edge_end(front, name="somebody"), trust(keys, "other")) as link,
+        linked(server, edge_end(front, name="somebody"), trust(keys, "other")) as (_, edge),
     ):
-        link._edge.bye()
+        edge.bye()
     assert any("edge 'other' begins" in words for words in server.said)
 
 
@@ -265,29 +260,29 @@ def test_no_call_waits_for_ever():
 def test_a_cloud_that_falls_silent_in_a_step_is_named():
     front, back = halves()
     with serving(back) as server:
-        with linked(server, edge_end(front), receive_seconds=0.2, reconnect_seconds=0.3) as link:
+        with linked(server, edge_end(front), receive_seconds=0.2, reconnect_seconds=0.3) as (_, edge):
             handle = server.cloud.handle
             server.cloud.handle = lambda request: time.sleep(1.5) or handle(request)
             with pytest.raises(LinkTimeout, match=r"the reply to 'z' of step 0; then, for 0\.3 s: "):
-                link._edge.step(batch_of(0))
+                edge.step(batch_of(0))
             with pytest.raises(SessionError, match="this session is over"):
-                link._edge.step(batch_of(0))
+                edge.step(batch_of(0))
             server.cloud.handle = handle
         again = edge_end(front)
         with pytest.raises(SessionError, match="no step in common"):  # a step was begun and nothing was saved
             StageLink("127.0.0.1", server.port).attach(again)
         server.cloud.__init__(back, "pair", server.cloud.recipe)
-        with linked(server, again) as link:
-            link._edge.bye()
+        with linked(server, again) as (_, edge):
+            edge.bye()
 
 
 def test_a_cloud_that_is_slow_for_once_is_waited_for():
     front, back = halves()
-    with serving(back) as server, linked(server, edge_end(front), receive_seconds=0.3) as link:
+    with serving(back) as server, linked(server, edge_end(front), receive_seconds=0.3) as (link, edge):
         handle, slow = server.cloud.handle, [0.8]
         server.cloud.handle = lambda request: time.sleep(slow.pop() if slow else 0) or handle(request)
-        losses = [float(link._edge.step(batch_of(step))) for step in range(2)]
-        link._edge.bye()
+        losses = [float(edge.step(batch_of(step))) for step in range(2)]
+        edge.bye()
     assert link.reconnects == 1
     assert losses == in_process(steps=2)[0]
     assert torch.equal(parameters(back), in_process(steps=2)[2])
@@ -301,9 +296,9 @@ def test_an_edge_that_falls_silent_within_a_message_does_not_keep_the_cloud_from
             half.sendall(b"".join(encode(Message("hello", words=edge.hello()))))
             assert half.recv(1000)
             half.sendall(b"".join(encode(Message("z", 0, 1, parts=(("z", torch.zeros(9)),))))[:40])
-            with linked(server, edge) as link:  # the same session, over another connection
+            with linked(server, edge):  # the same session, over another connection
                 edge.step(batch_of(0))
-                link._edge.bye()
+                edge.bye()
     assert any("is back" in words for words in server.said)
 
 

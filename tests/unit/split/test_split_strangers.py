@@ -44,12 +44,12 @@ def test_silent_strangers_do_not_keep_the_edge_out(keys, tls, says):
     with (
         serving(back, credentials=keys["cloud"] if tls else None) as server,
         strangers(server, 20, says),
-        linked(server, edge_end(front), keys["edge"] if tls else None) as link,
+        linked(server, edge_end(front), keys["edge"] if tls else None) as (link, edge),
     ):
-        losses = [float(link._edge.step(batch_of(0)))]
+        losses = [float(edge.step(batch_of(0)))]
         with strangers(server, 20, says):
-            losses += [float(link._edge.step(batch_of(step))) for step in range(1, 6)]
-        link._edge.bye()
+            losses += [float(edge.step(batch_of(step))) for step in range(1, 6)]
+        edge.bye()
     expected = in_process()
     assert losses == expected[0]
     assert torch.equal(parameters(back), expected[2])
@@ -62,10 +62,10 @@ def test_of_too_many_strangers_the_longest_there_makes_room():
         serving(back, hello_seconds=600.0) as server,
         strangers(server, MOST) as first,
         strangers(server, 6),
-        linked(server, edge_end(front)) as link,
+        linked(server, edge_end(front)) as (_, edge),
     ):
         assert [one.recv(1) for one in first[:6]] == [b""] * 6
-        link._edge.bye()
+        edge.bye()
     assert sum(f"{MOST} others came" in words for words in server.said) >= 6
 
 
@@ -80,8 +80,8 @@ def test_handshake_and_hello_have_one_deadline(keys):
                         time.sleep(0.1)
                 assert not any(words.startswith("edge") for words in server.said)
                 assert any("was not over within 2 s" in words for words in server.said)
-            with linked(server, edge_end(front), keys["edge"] if credentials else None) as link:
-                link._edge.bye()
+            with linked(server, edge_end(front), keys["edge"] if credentials else None) as (_, edge):
+                edge.bye()
 
 
 def test_before_hello_nothing_long_is_taken():
@@ -91,8 +91,8 @@ def test_before_hello_nothing_long_is_taken():
         with strangers(server, 1, whole[:100]) as (long,):
             assert long.recv(1) == b""
         assert any("over the limit of 65536 per message" in words for words in server.said)
-        with linked(server, edge_end(front)) as link:
-            link._edge.bye()
+        with linked(server, edge_end(front)) as (_, edge):
+            edge.bye()
 
 
 def test_an_edge_that_waits_within_a_message_is_not_kept_by_strangers():
@@ -110,8 +110,8 @@ def test_an_edge_that_waits_within_a_message_is_not_kept_by_strangers():
                     time.sleep(0.1)
             else:
                 pytest.fail("the cloud still waits for the rest of the message")
-        with linked(server, edge_end(halves()[0], name="other")) as link:
-            link._edge.bye()
+        with linked(server, edge_end(halves()[0], name="other")) as (_, edge):
+            edge.bye()
 
 
 def test_a_strangers_words_are_printable():
@@ -122,8 +122,8 @@ def test_a_strangers_words_are_printable():
         for words in spoiled:
             with strangers(server, 1, b"".join(encode(Message("hello", words=words)))) as (one,):
                 assert one.recv(1000)
-        with linked(server, edge) as link:
-            link._edge.bye()
+        with linked(server, edge):
+            edge.bye()
     assert len(server.said) >= 5
     for sentence in server.said:
         assert sentence.isprintable()
