@@ -57,7 +57,6 @@ class Decoupled(Schedule):
     ) -> None:
         managed = buckets.parameters.managed
         self._buckets, self._options, self._find_unused = buckets, options, find_unused
-        self._parameters = buckets.parameters
         self._forwards = ForwardOrder(model, managed, _early(model, managed, options))
         self._whole = options.update_in_step is True  # all is updated in ``step()``
         self._see_compiled()
@@ -79,7 +78,7 @@ class Decoupled(Schedule):
 
     def _install(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         keep = self._handles.append
-        for m in self._parameters.managed:
+        for m in self._buckets.parameters.managed:
             keep(m.parameter.register_hook(partial(self._before_gradient, m.index)))
         for module in model.modules():
             keep(module.register_state_dict_pre_hook(ModuleHook(self._complete_before)))
@@ -96,7 +95,7 @@ class Decoupled(Schedule):
         if self._pending:
             self._stale = {i for parts in self._pending.values() for part in parts for i in part.indices}
             self.complete()
-        m = self._parameters.managed[index]
+        m = self._buckets.parameters.managed[index]
         if index in self._stale:
             module = m.name.rpartition(".")[0]
             raise RuntimeError(
@@ -158,7 +157,7 @@ class Decoupled(Schedule):
                 self._fill(part.indices)
                 continue
             for index in part.indices:
-                self._parameters.managed[index].parameter.grad = None
+                self._buckets.parameters.managed[index].parameter.grad = None
                 if self._poison is not None and index not in self._forwards.early:
                     self._poison.put(index)
             self._pending.setdefault(bucket, []).append(part)
@@ -175,7 +174,7 @@ class Decoupled(Schedule):
 
     def begin(self) -> None:
         """What the last backward left is dropped, if nobody wants it."""
-        for m in self._parameters.managed:
+        for m in self._buckets.parameters.managed:
             held = m.parameter.grad
             if isinstance(held, DeferredGrad):
                 if not held.zeroed:
@@ -198,7 +197,7 @@ class Decoupled(Schedule):
         elif used is not None:
             everyone = session.comm.gather(bytes(used))
             used = [any(row[i] for row in everyone) for i in range(len(used))]
-        for m, grad in zip(self._parameters.managed, self._grads):
+        for m, grad in zip(self._buckets.parameters.managed, self._grads):
             grad.renew(finite)
             if m.parameter.requires_grad:
                 m.parameter.grad = grad if used is None or used[m.index] else None
@@ -212,7 +211,7 @@ class Decoupled(Schedule):
         step, comm = buckets.step, buckets.session.comm
         assert step is not None
         assert comm is not None
-        where = [(0, 0)] * len(self._parameters.managed)
+        where = [(0, 0)] * len(self._buckets.parameters.managed)
         for b, entry in enumerate(step.entries):
             for place, name in enumerate(entry.names):
                 where[by_name[name].index] = b, place
@@ -228,7 +227,7 @@ class Decoupled(Schedule):
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip what lies in shards, by their norm over all ranks."""
         shards, session = self._shards, self._buckets.session
-        held = [m.parameter.grad for m in self._parameters.managed]
+        held = [m.parameter.grad for m in self._buckets.parameters.managed]
         deferred = [x for x in held if isinstance(x, DeferredGrad)]
         if shards is None or not deferred:
             return clip.whole(self._buckets, max_norm, norm_type, error_if_nonfinite)
@@ -244,7 +243,7 @@ class Decoupled(Schedule):
                 change([part])
             own = clip.add(own, clip.power(part, norm_type), norm_type)
         sums = session.comm.gather_tensor(own.view(1)).view(-1)
-        norm = clip.total(sums, norm_type, self._parameters.managed[0].parameter.dtype, error_if_nonfinite)
+        norm = clip.total(sums, norm_type, self._buckets.parameters.managed[0].parameter.dtype, error_if_nonfinite)
         change = clip.scaling(norm, max_norm)
         for grad in deferred:
             grad.changes.append(change)
@@ -280,10 +279,10 @@ class Decoupled(Schedule):
                     self._poison.take_out(index)
             self._fill(part.indices)
             part.frozen.update(
-                {n: [self._parameters.managed[i].parameter for i in some] for n, some in part.groups.items()}
+                {n: [self._buckets.parameters.managed[i].parameter for i in some] for n, some in part.groups.items()}
             )
             for index in part.indices:
-                self._parameters.managed[index].parameter.grad = None
+                self._buckets.parameters.managed[index].parameter.grad = None
         if not self._pending:
             self._settle()
 
@@ -328,7 +327,7 @@ class Decoupled(Schedule):
             grad = memory.gradients[place] if memory.gradients else value.data
             slot.value = slot.result = None
             if index in unused:
-                self._parameters.managed[index].parameter.grad = None
+                self._buckets.parameters.managed[index].parameter.grad = None
                 continue
             deferred = self._grads[index]
             if deferred.zeroed:
@@ -336,7 +335,7 @@ class Decoupled(Schedule):
             else:
                 key = tuple(map(id, deferred.changes))
                 wanted.setdefault(key, (deferred.changes, []))[1].append(grad)
-            self._parameters.managed[index].parameter.grad = grad
+            self._buckets.parameters.managed[index].parameter.grad = grad
         for changes, gradients in wanted.values():
             for change in changes:
                 change(gradients)
@@ -350,7 +349,7 @@ class Decoupled(Schedule):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            for m in self._parameters.managed:
+            for m in self._buckets.parameters.managed:
                 if isinstance(m.parameter.grad, DeferredGrad):
                     m.parameter.grad = None
 
