@@ -70,6 +70,7 @@ class DGC(Method):
     has_residual: ClassVar[bool] = True
     selects: ClassVar[bool] = True
     unfit: ClassVar[Mapping[str, str]] = {
+        "local": "its momentum is of gradients, and the inner optimizer has one; use topk",
         "fsdp2": "the optimizer's momentum",
         "federated": "it corrects an optimizer's momentum, and a client's change has none; use topk",
     }

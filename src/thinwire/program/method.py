@@ -40,7 +40,7 @@ class Method(abc.ABC):
         bucket_unit: what ``fusion="auto"`` counts where nothing is measured: "gradient", MiB of it, or "payload".
         candidates: options under which ``thinwire plan`` prices it when no method is named.
         auto: its place among what ``attach("auto", lossy=True)`` prices, and the options there; None: it does not.
-        unfit: where it cannot be used and why: "fsdp2", what it needs; "federated", a clause.
+        unfit: where it cannot be used and why: "fsdp2", what it needs; "federated" and "local", a clause.
         merge: the fusion rule.
         ordered: whether sums are made in rank order.
         collective: how sums go over nodes and ranks.
