@@ -122,3 +122,38 @@ def _without_norms(values):
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_two_groups_a_schedule_clipping_accumulation_and_a_scaler(size):
     assert_same(*[_without_norms(values) for values in run(_everyday, size)])
+
+
+class Halves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x, *which):
+        return sum(getattr(self, name)(x).square().mean() for name in which)
+
+
+def _refused_and_tried_again(rank, size, refused):
+    """One half's deferred gradients are still there when the other half's backward comes: refused, nothing moves."""
+    net = Halves()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    sync = tw.attach(net, optimizer, "dear", timeout=15)
+    x = torch.full((2, 6), 1.0 + rank)
+    for step in range(3):
+        optimizer.zero_grad()
+        if refused and step == 1:
+            net(x, "a", "b").backward()
+            optimizer.param_groups[0]["params"][0].grad = net.a.bias.grad = None
+            with pytest.raises(RuntimeError, match="a second backward on top of deferred gradients"):
+                net(x, "a").backward()
+            optimizer.zero_grad()
+        net(x, "a", "b").backward()
+        optimizer.step()
+    sync.close()
+    return cases.weights(net)
+
+
+def test_a_backward_that_was_refused_can_be_tried_again():
+    refused, plain = run(_refused_and_tried_again, 2, True, fresh=True), run(_refused_and_tried_again, 2, False)
+    assert_same(*refused, *plain)

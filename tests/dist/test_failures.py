@@ -267,6 +267,34 @@ def test_going_on_after_an_exception(who):
             assert torch.equal(a, b)
 
 
+def _fails_after_the_exchange(rank, size, what):
+    net = torch.nn.Sequential(cases.model(), torch.nn.BatchNorm1d(5))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    sync = tw.attach(net, optimizer, "acp", start_compression_step=0, timeout=15, find_unused_parameters=True)
+    comm, source = sync._session.comm, sync._source
+    objects = {"check_order": comm, "gather": comm, "receive": source._buffers}
+    net(cases.batch(rank, 0)[0]).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def fails(*_):
+        raise RuntimeError(f"{what} failed, say")
+
+    setattr(objects[what], what, fails)
+    with pytest.raises(RuntimeError, match=f"{what} failed, say"):
+        net(cases.batch(rank, 1)[0]).mean().backward()
+    delattr(objects[what], what)
+    with pytest.raises(RuntimeError, match=f"unusable after an earlier failure: {what} failed, say"):
+        net(cases.batch(rank, 1)[0]).mean().backward()
+    sync.close()
+    assert not sync._session.running
+
+
+@pytest.mark.parametrize("what", ["check_order", "gather", "receive"])
+def test_a_failure_after_the_last_bucket_ends_it_too(what):
+    run(_fails_after_the_exchange, 2, what, fresh=True, seconds=60)
+
+
 RAISES = """
 import torch, torch.distributed as dist, thinwire as tw
 dist.init_process_group("gloo")

@@ -125,9 +125,9 @@ class GradientSource:
             self._schedule.accumulate(index, grad)
             return
         buckets = self._buckets
+        self._end.note()  # first, so that it is known of a pass that dies in ``begin``
         if not buckets.session.running:
             self.begin()
-        self._end.note()
         step, name = buckets.step, buckets.parameters.managed[index].name
         assert step is not None
         if step.seen[index]:
@@ -170,8 +170,8 @@ class GradientSource:
         self._check_dtypes()
         if (decision := self._controller.before_step()) is not None:
             self.follow(decision)
+        self._schedule.begin()  # it may refuse
         step = buckets.begin(self.expected, time.perf_counter())
-        self._schedule.begin()
         assert session.comm is not None
         names = [entry.names for entry in step.entries]
         session.comm.steps.begin(session.state.step, names, buckets.program, pause=buckets.pauses)
@@ -187,10 +187,19 @@ class GradientSource:
         Args:
             observed: False: the order in which gradients came says nothing.
         """
-        buckets, session = self._buckets, self._buckets.session
-        step, comm = buckets.step, session.comm
+        session = self._buckets.session
         if not session.running:
             return
+        try:
+            self._finish(observed)
+        except BaseException as error:
+            if session.broken is None:  # after whatever it was, the other ranks may be elsewhere
+                session.give_up(str(error) or type(error).__name__)
+            raise
+
+    def _finish(self, observed: bool) -> None:
+        buckets, session = self._buckets, self._buckets.session
+        step, comm = buckets.step, session.comm
         assert step is not None
         assert comm is not None
         for bucket, left in enumerate(step.left):

@@ -65,13 +65,17 @@ def found_scaler(state: State, device: torch.device) -> Any:
 
 
 def _calling_scaler() -> Any:
-    """Nothing else tells which scaler belongs to an optimizer: no public call of torch, no loss that passes by here."""
+    """Nothing else tells which scaler belongs to an optimizer: no public call of torch, no loss that passes by here.
+
+    Before Python 3.13 whoever reads a frame's ``f_locals`` leaves a copy of them there, which keeps a training loop's
+    outputs and models alive. So only methods called ``step`` are looked into.
+    """
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame.f_back is None:
             return None
         frame = frame.f_back
-        if isinstance(found := frame.f_locals.get("self"), torch.amp.GradScaler):
+        if frame.f_code.co_name == "step" and isinstance(found := frame.f_locals.get("self"), torch.amp.GradScaler):
             return found
     return None
 
