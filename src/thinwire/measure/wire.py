@@ -44,7 +44,7 @@ class Times:
         return Times(self.seconds + other.seconds, self.cpu_seconds + other.cpu_seconds)
 
 
-class Wire:
+class ExchangeTimer:
     """Times exchanges. Every method is called by all ranks, in the same order.
 
     Args:
