@@ -128,5 +128,5 @@ def test_zero_last_norm():
                 x = torch.rand(2, block.conv1.in_channels, 4, 4)
                 assert torch.equal(block.train()(x), x)
     nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Sequential(nn.LayerNorm(2))))
-    with pytest.raises(ValueError, match="no Residual with a norm"):
+    with pytest.raises(ValueError, match="no ResidualBlock with a norm"):
         zero_last_norm(nested, (ResidualBlock,))
