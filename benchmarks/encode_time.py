@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.bench.models.registry import build_model
-from thinwire.engine.memory import teach_malloc
+from thinwire.engine.memory import prime_allocator
 from thinwire.methods.registry import method as named
 from thinwire.planner.merge import fuse
 from thinwire.planner.profiles import builtin
@@ -101,7 +101,7 @@ def steps(method: Method, sizes: list[tuple[int, ...]], limit: float) -> Iterato
 def child(model: str, mib: float, rounds: int) -> dict[str, float]:
     """Seconds by method, with the source that this process has imported."""
     torch.set_num_threads(1)
-    teach_malloc()
+    prime_allocator()
     found = {}
     for label, (name, options) in METHODS.items():
         running = steps(named(name, **options), shapes(model), mib * 2**20)

@@ -28,15 +28,15 @@ from thinwire import lab
 from thinwire.cli.split_inputs import model_builder
 from thinwire.split import (
     Batch,
+    CloudClient,
     CloudEnd,
+    CloudServer,
     Credentials,
     EdgeEnd,
     Link,
     Recipe,
-    Server,
     Shape,
     SplitPlan,
-    StageLink,
     crossings,
     estimate,
     load_half,
@@ -147,7 +147,7 @@ def child(folder: Path, steps: int) -> None:
     recipe = Recipe(learning_rate=1e-4, batch_size=8)
     if os.environ["RANK"] == "0":
         half = load_half(folder, "cloud")
-        server = Server(
+        server = CloudServer(
             CloudEnd(half.module, half.pair, recipe), "0.0.0.0", PORT, Credentials.of(folder / "keys", "cloud")
         )
         server.serve(1)
@@ -162,7 +162,7 @@ def child(folder: Path, steps: int) -> None:
 
     pair = LocalPair(front.module, back.module, recipe, 100)
     edge = EdgeEnd(load_half(folder, "edge").module, front.pair, recipe, 100)
-    with StageLink(os.environ["MASTER_ADDR"], PORT, Credentials.of(folder / "keys", "edge")) as link:
+    with CloudClient(os.environ["MASTER_ADDR"], PORT, Credentials.of(folder / "keys", "edge")) as link:
         link.attach(edge)
         before, sent = link.ledger.wire, sum(link.ledger.messages.values())
         spent = [(timed(pair, batch), timed(edge, batch)) for batch in batches][

@@ -32,7 +32,7 @@ class Collecting(fl.FedAvg):
     operators = {"delta": fl.COLLECT}  # noqa: RUF012
 
     def program(self, round):
-        rows = (yield fl.Visit({"theta": self.theta})).collected
+        rows = (yield fl.RoundRequest({"theta": self.theta})).collected
         self.theta = self.theta + torch.stack([row["delta"] for row in rows.values()]).median(0).values
 
     def train(self, context, payload, state):

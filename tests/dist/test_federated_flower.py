@@ -18,7 +18,7 @@ from thinwire import federated as fl  # noqa: E402
 from thinwire.adapters import flower, flower_records, flower_strategy  # noqa: E402
 from thinwire.federated import files  # noqa: E402
 from thinwire.federated.node import RemoteNode  # noqa: E402
-from thinwire.federated.remote import Parcel, RemoteServer  # noqa: E402
+from thinwire.federated.remote import NodeMessage, RemoteServer  # noqa: E402
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -50,12 +50,14 @@ def federation():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-def test_parcels_survive_records(dtype):
-    parcel = Parcel({"a": torch.arange(6).view(2, 3).to(dtype), "b": torch.zeros(0)}, {"x": [1, 2.5], "y": {"1": "z"}})
-    found = flower_records.from_record(flower_records.to_record(parcel))
-    assert found.facts == parcel.facts
+def test_messages_survive_records(dtype):
+    content = NodeMessage(
+        {"a": torch.arange(6).view(2, 3).to(dtype), "b": torch.zeros(0)}, {"x": [1, 2.5], "y": {"1": "z"}}
+    )
+    found = flower_records.from_record(flower_records.to_record(content))
+    assert found.facts == content.facts
     assert all(
-        torch.equal(found.tensors[k], x) and found.tensors[k].dtype == x.dtype for k, x in parcel.tensors.items()
+        torch.equal(found.tensors[k], x) and found.tensors[k].dtype == x.dtype for k, x in content.tensors.items()
     )
 
 
@@ -96,8 +98,8 @@ class Loopback:
             node = message.metadata.dst_node_id
             clients = list(range(node - 1, 10, self.nodes))
             host = RemoteNode(federation(), clients, self.folder / str(node))
-            parcel = flower_records.from_record(message.content)
-            answer = host.describe() if message.metadata.message_type == "query" else host.answer(parcel)
+            content = flower_records.from_record(message.content)
+            answer = host.describe() if message.metadata.message_type == "query" else host.answer(content)
             replies.append(Message(content=flower_records.to_record(answer), reply_to=message))
         return replies
 

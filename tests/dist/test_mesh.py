@@ -30,7 +30,7 @@ def _values(rank, n, dtype):
 
 def _sums(rank, size, cases):
     held = _lanes(rank, size)
-    lane = held.get("mesh-test", Scope.WORLD, 0, two_way=True)
+    lane = held.get("mesh-test", Scope.WORLD, 0, bidirectional=True)
     assert lane.mesh is not None
     assert lane.back is None
     pending = [issue(AllReduce(_values(rank, n, dtype)), lane, i) for i, (n, dtype) in enumerate(cases)]
@@ -54,9 +54,9 @@ def test_sums_are_in_rank_order_on_all_ranks(size):
 def _small(rank, size):
     held = _lanes(rank, size)
     held.get("mesh-test", Scope.WORLD, 0)
-    lane = held.get("mesh-test", Scope.WORLD, 1, bare=True)
-    assert lane.bare
-    assert len(held._leases) == 1, "a bare lane has no group of its own"
+    lane = held.get("mesh-test", Scope.WORLD, 1, mesh_only=True)
+    assert lane.mesh_only
+    assert len(held._leases) == 1, "a mesh-only lane has no group of its own"
     x, rows, peer = torch.arange(3) + 10 * rank, torch.arange(2 * size).view(size, 2) + 100 * rank, rank ^ 1
     ops = [
         AllReduce(torch.tensor(rank + 1)),
@@ -113,8 +113,8 @@ def _without_a_way(rank, size):
     mesh_module.listen = (lambda _: None) if rank == size - 1 else real
     try:
         held = _lanes(rank, size)
-        lane = held.get("mesh-test", Scope.WORLD, 0, two_way=True)
-        again = held.get("mesh-test", Scope.WORLD, 1, two_way=True)
+        lane = held.get("mesh-test", Scope.WORLD, 0, bidirectional=True)
+        again = held.get("mesh-test", Scope.WORLD, 1, bidirectional=True)
         found = issue(AllReduce(_values(rank, 70_001, torch.float32)), lane, 0).wait()
         held.release()
         return lane.mesh is None and lane.back is not None and again.mesh is None, found
@@ -147,7 +147,7 @@ def _among_strangers(rank, size):
     mesh_module._exchange = exchange if rank == 1 else real
     try:
         held = _lanes(rank, size)
-        lane = held.get("mesh-test", Scope.WORLD, 0, two_way=True)
+        lane = held.get("mesh-test", Scope.WORLD, 0, bidirectional=True)
         found = issue(AllReduce(_values(rank, 70_001, torch.float32)), lane, 0).wait()
         held.release()
         return lane.mesh is not None, found
@@ -165,10 +165,10 @@ def test_strangers_are_sent_away():
 
 def _pooled(rank, size):
     first = _lanes(rank, size)
-    mesh = first.get("mesh-test", Scope.WORLD, 0, two_way=True).mesh
+    mesh = first.get("mesh-test", Scope.WORLD, 0, bidirectional=True).mesh
     first.release()
     second = Lanes(tuple(range(size)), Topology(size), rank, None)
-    again = second.get("mesh-test", Scope.WORLD, 0, two_way=True)
+    again = second.get("mesh-test", Scope.WORLD, 0, bidirectional=True)
     same = again.mesh is mesh
     pending = issue(AllReduce(_values(0, 70_001, torch.float32)), again, 0) if rank == 0 else None
     second.release(broken=True)  # what is under way fails on both sides

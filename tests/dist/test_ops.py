@@ -78,7 +78,7 @@ def test_every_op_equals_local_world(size):
 
 
 def _of_two(rank, size, dtypes):
-    lane = Lanes(tuple(range(size)), Topology(size), rank, None).get("test", Scope.WORLD, 0, two_way=True)
+    lane = Lanes(tuple(range(size)), Topology(size), rank, None).get("test", Scope.WORLD, 0, bidirectional=True)
     found = []
     for n, dtype in dtypes:
         x = torch.randn(n, generator=torch.Generator().manual_seed(rank)).mul(50).to(dtype)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from thinwire.lab.shell import tool
-from thinwire.measure.doctor import gather, gloo_choice
+from thinwire.measure.doctor import collect_facts, gloo_choice
 
 NAME = socket.gethostname()
 SETUP = """
@@ -89,7 +89,7 @@ def main():
             hosts.write_text(lines + "\n")
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             os.environ.update(variables)
-            choice = gloo_choice(gather())
+            choice = gloo_choice(collect_facts())
             told = {"case": case, "address": choice.address, "problem": choice.problem, "why": choice.why}
             told["cases"] = len(CASES)
             print(json.dumps({**told, "interfaces": choice.interfaces, "real": real(folder, number)}), flush=True)

@@ -10,7 +10,7 @@ import pytest
 from wires import CLI, collect, namespaces, runs, wait_until
 
 from thinwire import lab
-from thinwire.lab import leftovers
+from thinwire.lab import cleanup
 from thinwire.lab.network import Network
 from thinwire.lab.shell import tool
 
@@ -102,7 +102,7 @@ def test_clean_spares_the_living_unless_told(mode, running, monkeypatch):
     assert not set(before) & set(lab.clean())
     assert namespaces(process.pid) == before
     # Not those of other people's runs on this machine.
-    monkeypatch.setattr(leftovers, "_NAME", re.compile(rf"tw({process.pid})-(\d+)-\d+-\w+"))
+    monkeypatch.setattr(cleanup, "_NAME", re.compile(rf"tw({process.pid})-(\d+)-\d+-\w+"))
     assert sorted(lab.clean(all=True)) == sorted(before)
     assert process.wait(timeout=30) != 0
     assert not any(map(runs, pids))

@@ -15,20 +15,20 @@ pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 SCRIPT = """
 import json, os, sys, torch
 from thinwire.bench.wire import transmitted_bytes
-from thinwire.split import Batch, CloudEnd, Credentials, EdgeEnd, Recipe, Server, StageLink, load_half
+from thinwire.split import Batch, CloudClient, CloudEnd, CloudServer, Credentials, EdgeEnd, Recipe, load_half
 torch.set_num_threads(1)
 folder, recipe = sys.argv[1], Recipe(batch_size=8)
 if os.environ["RANK"] == "0":
     half = load_half(folder, "cloud")
     cloud = CloudEnd(half.module, half.pair, recipe)
-    Server(cloud, "0.0.0.0", 7443, Credentials.of(folder + "/keys", "cloud")).serve(1, idle_seconds=200)
+    CloudServer(cloud, "0.0.0.0", 7443, Credentials.of(folder + "/keys", "cloud")).serve(1, idle_seconds=200)
     sys.exit()
 half = load_half(folder, "edge")
 edge = EdgeEnd(half.module, half.pair, recipe, 10)
 ids = torch.randint(5, 100, (8, 32))
 batch = Batch({"input_ids": ids}, torch.zeros(8, dtype=torch.int64), torch.full((8,), 32), torch.arange(8))
 keys, far = Credentials.of(folder + "/keys", "edge"), os.environ["MASTER_ADDR"]
-with StageLink(far, 7443, keys, reconnect_seconds=150) as link:  # the other's imports take long on a busy machine
+with CloudClient(far, 7443, keys, reconnect_seconds=150) as link:  # the other's imports take long on a busy machine
     link.attach(edge)
     edge.step(batch)
     sent, ledger, count = transmitted_bytes("eth0"), link.ledger.wire, sum(link.ledger.messages.values())

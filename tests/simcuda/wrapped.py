@@ -22,7 +22,7 @@ from training import DEVICE, RANKS, Net
 
 from thinwire.adapters import ddp_sync, fsdp2_replicas
 from thinwire.adapters.ddp import ddp_hook
-from thinwire.adapters.fsdp2_groups import Group, Piece
+from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.adapters.fsdp2_replicas import ReplicaSync
 from thinwire.adapters.fsdp2_scatter import CompressedReduceScatter
 from thinwire.engine.ranks.communicator import Communicator
@@ -148,7 +148,7 @@ class _Group(Group):
 def _group(index: int, layer: nn.Module, shards: Any) -> Group:
     pieces, offset = [], 0
     for name, p in layer.named_parameters(prefix=("first", "norm", "middle", "last")[index]):
-        pieces.append(Piece(name, tuple(p.shape), offset, p))  # type: ignore[arg-type]
+        pieces.append(ParameterRows(name, tuple(p.shape), offset, p))  # type: ignore[arg-type]
         offset += p.numel()
     inside = SimpleNamespace(all_reduce_grads=True, _all_reduce_hook=None, _reduce_scatter_comm=None)
     return _Group(index, str(index), layer, tuple(pieces), offset, DEVICE, shards, None, inside)

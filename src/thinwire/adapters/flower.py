@@ -24,7 +24,7 @@ from thinwire.durable import write_whole
 from thinwire.federated import files
 from thinwire.federated.federation import Build, check_federation
 from thinwire.federated.node import RemoteNode
-from thinwire.federated.remote import Parcel, RemoteServer
+from thinwire.federated.remote import NodeMessage, RemoteServer
 
 _POLL_SECONDS = 0.5
 
@@ -41,7 +41,7 @@ def client_app(build: Build) -> Any:
 
     app = ClientApp()
 
-    def reply(message: Any, answer: Parcel) -> Any:
+    def reply(message: Any, answer: NodeMessage) -> Any:
         return Message(content=to_record(answer), reply_to=message)
 
     @app.query()  # type: ignore[untyped-decorator]
@@ -140,7 +140,7 @@ def ask_nodes(grid: Any, nodes: list[int], timeout: float) -> dict[int, dict[int
     """
     from flwr.app import Message, MessageType
 
-    record = to_record(Parcel())
+    record = to_record(NodeMessage())
     questions = [Message(content=record, dst_node_id=node, message_type=MessageType.QUERY) for node in nodes]
     hosts: dict[int, dict[int, int]] = {}
     for answer in grid.send_and_receive(questions, timeout=timeout):

@@ -1,4 +1,4 @@
-"""Parcels as Flower's records and back: an ArrayRecord of tensors, JSON in a ConfigRecord. Nothing is pickled."""
+"""Node messages as Flower's records and back: an ArrayRecord of tensors, JSON in a ConfigRecord. No pickle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from thinwire.federated.remote import Parcel
+from thinwire.federated.remote import NodeMessage
 
 _TENSORS, _FACTS, _JSON = "tensors", "facts", "json"
 
@@ -24,16 +24,16 @@ def require_flower() -> None:
         ) from error
 
 
-def to_record(parcel: Parcel) -> Any:
+def to_record(message: NodeMessage) -> Any:
     """A ``RecordDict``."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-    arrays = {name: Array(x.detach().cpu().contiguous().numpy()) for name, x in parcel.tensors.items()}
-    facts = ConfigRecord({_JSON: json.dumps(dict(parcel.facts))})
+    arrays = {name: Array(x.detach().cpu().contiguous().numpy()) for name, x in message.tensors.items()}
+    facts = ConfigRecord({_JSON: json.dumps(dict(message.facts))})
     return RecordDict({_TENSORS: ArrayRecord(arrays), _FACTS: facts})
 
 
-def from_record(record: Any) -> Parcel:
+def from_record(record: Any) -> NodeMessage:
     """The counterpart of ``to_record``. ``Array.numpy`` reads with ``allow_pickle=False``.
 
     Raises:
@@ -47,4 +47,4 @@ def from_record(record: Any) -> Parcel:
         raise ValueError(f"this is no message of thinwire's: {error!r}") from error
     if not isinstance(facts, dict):
         raise ValueError("this is no message of thinwire's: its facts are no object")
-    return Parcel(tensors, facts)
+    return NodeMessage(tensors, facts)

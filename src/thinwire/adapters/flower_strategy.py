@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from thinwire.adapters.flower_records import from_record, to_record
-from thinwire.federated.remote import Parcel, RemoteServer
+from thinwire.federated.remote import NodeMessage, RemoteServer
 
 
 def make_strategy(server: RemoteServer) -> Any:
@@ -18,17 +18,17 @@ def make_strategy(server: RemoteServer) -> Any:
     from flwr.serverapp.strategy import Strategy
 
     class ThinwireStrategy(Strategy):  # type: ignore[misc]
-        """Parcels out, parcels in."""
+        """Messages out, messages in."""
 
         def arrays(self) -> Any:
             """The server's weights, for Flower's own records."""
-            return to_record(Parcel({"theta": server.algorithm.theta}))["tensors"]
+            return to_record(NodeMessage({"theta": server.algorithm.theta}))["tensors"]
 
         def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
             """A message for every node that has clients in the cohort."""
             return [
-                Message(content=to_record(parcel), dst_node_id=node, message_type=MessageType.TRAIN)
-                for node, parcel in server.outgoing().items()
+                Message(content=to_record(content), dst_node_id=node, message_type=MessageType.TRAIN)
+                for node, content in server.outgoing().items()
             ]
 
         def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
@@ -53,7 +53,7 @@ def make_strategy(server: RemoteServer) -> Any:
     return ThinwireStrategy()
 
 
-def _answer(message: Any) -> tuple[int, Parcel | str]:
+def _answer(message: Any) -> tuple[int, NodeMessage | str]:
     node = message.metadata.src_node_id
     if message.has_error():
         return node, f"error {message.error.code}: {message.error.reason}"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ParameterRows:
     """This rank's rows of one parameter in the flat tensor.
 
     Attributes:
@@ -71,7 +71,7 @@ class Group:
     index: int
     name: str
     module: nn.Module
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterRows, ...]
     elements: int
     device: torch.device
     shards: dist.ProcessGroup
@@ -195,7 +195,7 @@ def _group(index: int, name: str, module: nn.Module, inside: Any, names: dict[nn
             f"module {name!r} is not cut over a mesh of its own ({type(mesh).__name__}): use a mesh of two dimensions, "
             "replicas and shards, or one of shards; for replicas alone use thinwire.attach"
         )
-    pieces: list[Piece] = []
+    pieces: list[ParameterRows] = []
     offset = 0
     for one in inside.fsdp_params:
         owner = one._module_info
@@ -207,7 +207,7 @@ def _group(index: int, name: str, module: nn.Module, inside: Any, names: dict[nn
         if one.is_dtensor:
             raise NotImplementedError(f"{full} is cut by tensor parallelism as well, which this adapter does not serve")
         if one.sharded_param.requires_grad:
-            pieces.append(Piece(full, tuple(one.sharded_size), offset, one.sharded_param))
+            pieces.append(ParameterRows(full, tuple(one.sharded_size), offset, one.sharded_param))
             offset += one.padded_sharded_param_size.numel()
     replicas = mesh.replicate_process_group if isinstance(mesh, HSDPMeshInfo) else None
     return Group(index, name, module, tuple(pieces), offset, inside.device, mesh.shard_process_group, replicas, inside)

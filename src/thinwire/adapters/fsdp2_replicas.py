@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from thinwire.adapters import fsdp2_persistence as persistence
 from thinwire.adapters.ddp_layout import into_values, joined
-from thinwire.adapters.fsdp2_groups import Group, Piece
+from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.adapters.traced import traced
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.executors.issuer import Failure
@@ -83,7 +83,7 @@ class ReplicaSync:
         found = {id(p): p for p in self._model.parameters() if hasattr(p, "to_local")}
         return list(found.values())
 
-    def _split(self, group: Group) -> list[tuple[tuple[Piece, ...], bool]]:
+    def _split(self, group: Group) -> list[tuple[tuple[ParameterRows, ...], bool]]:
         """What the method takes, and what stays dense; without pieces that have no element here."""
         here = [piece for piece in group.pieces if piece.numel]
         kept = [self._session.method.dense(piece.name, tuple(piece.parameter.shape), False) for piece in here]
@@ -145,7 +145,7 @@ class ReplicaSync:
         self._reduced.add(group.index)
         self._end.note()
 
-    def _exchange(self, group: Group, flat: Tensor, pieces: Sequence[Piece], dense: bool) -> None:
+    def _exchange(self, group: Group, flat: Tensor, pieces: Sequence[ParameterRows], dense: bool) -> None:
         session = self._session
         comm, state = session.comm, session.state
         assert isinstance(comm, Communicator)
@@ -209,7 +209,7 @@ class ReplicaSync:
         return self._session.state
 
     @property
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, ParameterRows]:
         """This rank's rows of every parameter that the method takes, by name."""
         return {p.name: p for parts in self._parts for pieces, dense in parts if not dense for p in pieces}
 

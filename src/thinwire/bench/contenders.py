@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from thinwire.bench.models.registry import build_model
 from thinwire.bench.models.workload import Workload
 from thinwire.bench.rows import COMPUTE, Row
-from thinwire.bench.trainer import Steps, build_trainer
+from thinwire.bench.trainer import OptimizerLike, build_trainer
 
 ONE_BUCKET_MB = 1_000_000
 
@@ -37,7 +37,7 @@ class Contender:
     def __init__(self, row: Row, model: str, seed: int, group: Any) -> None:
         self.row = row
         self.workload: Workload = build_model(model, seed)
-        self.optimizer: Steps
+        self.optimizer: OptimizerLike
         self.module: nn.Module = self.workload.model
         self.sync: Any = None
         self.steps = 0

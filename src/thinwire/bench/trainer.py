@@ -13,7 +13,7 @@ from thinwire.bench.models.workload import Workload
 from thinwire.bench.rows import Row
 
 
-class Steps(Protocol):
+class OptimizerLike(Protocol):
     """As much of an optimizer as a training loop needs."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -39,7 +39,7 @@ class Trainer:
     """
 
     module: nn.Module
-    optimizer: Steps
+    optimizer: OptimizerLike
     close: Callable[[], None] = _nothing
 
 

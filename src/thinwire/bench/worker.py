@@ -10,14 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.bench import wire
+from thinwire.bench.compare import compare
 from thinwire.bench.contenders import new_group, prepare_rank
 from thinwire.bench.curves import draw_curves
 from thinwire.bench.models.registry import build_model
-from thinwire.bench.race import race
 from thinwire.bench.record import RowRecord, RunRecord
+from thinwire.bench.round_robin import RoundRobin, RowRun
 from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.spec import BenchSpec
-from thinwire.bench.turns import Track, Turns
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def run(spec: BenchSpec) -> RunRecord:
     """All rows of a spec on the ranks of the default group."""
     rank, workers = dist.get_rank(), dist.get_world_size()
     # Ranks that wait for one that hangs in a row's collective wait longer than that collective's own time-out.
-    turns = Turns(rank, workers, new_group(2 * spec.operation_seconds + 60))
+    round_robin = RoundRobin(rank, workers, new_group(2 * spec.operation_seconds + 60))
     workload = build_model(spec.model, spec.seed)
     parameters = [p for p in workload.model.parameters() if p.requires_grad]
     shared = RunRecord(
@@ -54,19 +54,19 @@ def run(spec: BenchSpec) -> RunRecord:
     )
     del workload, parameters
     rows = spec.rows if any(row.kind == COMPUTE for row in spec.rows) else (Row(COMPUTE, COMPUTE), *spec.rows)
-    tracks = [Track(RowRecord(row.label, row.kind, row.family)) for row in rows]
+    row_runs = [RowRun(RowRecord(row.label, row.kind, row.family)) for row in rows]
     predictor = _predictor(spec) if spec.predict else None
     if spec.target is not None:
-        race(spec, rows, tracks, turns)
+        compare(spec, rows, row_runs, round_robin)
     elif spec.curves:
-        draw_curves(spec, rows, tracks, turns)
+        draw_curves(spec, rows, row_runs, round_robin)
     else:
-        _interleave(spec, rows, tracks, turns)
+        _interleave(spec, rows, row_runs, round_robin)
     if predictor is not None:
-        compute = next(track.record for track in tracks if track.record.kind == COMPUTE)
-        for row, track in zip(rows, tracks):
-            track.record.predicted_seconds = predictor.predict(row, compute)
-    shared.rows = [track.record for track in tracks]
+        compute = next(row_run.record for row_run in row_runs if row_run.record.kind == COMPUTE)
+        for row, row_run in zip(rows, row_runs):
+            row_run.record.predicted_seconds = predictor.predict(row, compute)
+    shared.rows = [row_run.record for row_run in row_runs]
     return shared
 
 
@@ -77,15 +77,15 @@ def _predictor(spec: BenchSpec) -> Any:
     return Predictor(spec, topology_of(dist.get_world_size()))
 
 
-def _interleave(spec: BenchSpec, rows: tuple[Row, ...], tracks: list[Track], turns: Turns) -> None:
-    for row, track in zip(rows, tracks):
-        turns.build(spec, row, track)
+def _interleave(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], round_robin: RoundRobin) -> None:
+    for row, row_run in zip(rows, row_runs):
+        round_robin.build(spec, row, row_run)
     for number in range(spec.rounds):
-        for track in tracks:
-            turns.run(track, spec.steps, spec.warmup if number == 0 else 1)
-    for track in tracks:
-        if track.contender is not None:
-            track.contender.close()
+        for row_run in row_runs:
+            round_robin.run(row_run, spec.steps, spec.warmup if number == 0 else 1)
+    for row_run in row_runs:
+        if row_run.contender is not None:
+            row_run.contender.close()
 
 
 if __name__ == "__main__":

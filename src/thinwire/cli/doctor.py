@@ -58,7 +58,7 @@ def _here() -> Facts:
     from thinwire.lab import Cluster, LabError
     from thinwire.lab.access import find_mode, open_shell
     from thinwire.lab.network import Network
-    from thinwire.measure.doctor import gather
+    from thinwire.measure.doctor import collect_facts
 
     mode, reason = find_mode()
     control = None
@@ -68,7 +68,7 @@ def _here() -> Facts:
                 control = network.congestion_control
         except LabError as error:
             reason = str(error)
-    return gather(mode, reason, control)
+    return collect_facts(mode, reason, control)
 
 
 def _read(path: Path) -> Facts:

@@ -56,7 +56,7 @@ def run(
     from thinwire.bench.federations import build_algorithm, build_federation, compressed
     from thinwire.bench.plots import check_plot
     from thinwire.cli.federated_tables import failures, in_force, outcome, rounds_table, traffic
-    from thinwire.federated import ClientStateStore, ClientTrace, DeviceLost, NobodyAnswered
+    from thinwire.federated import AllClientsFailed, ClientStateStore, ClientTrace, DeviceLost
 
     if plot is not None:
         check_plot(plot)
@@ -95,7 +95,7 @@ def run(
             console.print(in_force(made.algorithm), markup=False, highlight=False)
         try:
             history = made.simulate(on_round=shown, **options)
-        except (DeviceLost, NobodyAnswered, OverflowError, OSError) as error:
+        except (DeviceLost, AllClientsFailed, OverflowError, OSError) as error:
             raise RunFailed(str(error)) from error
     if rank != 0:
         return

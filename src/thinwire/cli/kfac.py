@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from thinwire.kfac.plan import KFACPlan
-    from thinwire.kfac.predict import Prediction
+    from thinwire.kfac.predict import KFACPrediction
 
 app = typer.Typer(help="Second order: plan K-FAC's messages and inversions, measure inversions.", no_args_is_help=True)
 
@@ -75,7 +75,7 @@ def plan(
     if not (layers := layers_of(profile)):
         raise ValueError(f"{profile.name} has no Linear or Conv2d layer that K-FAC can take")
     times = LayerTimes.of_profile(profile, layers)
-    found: list[tuple[KFACPlan, Prediction]] = []
+    found: list[tuple[KFACPlan, KFACPrediction]] = []
     for name in _schedules(schedules, world):
         choices = Choices(name, planner, inverse_rule, method=method)
         made = make_plan(layers, world, choices, prices, times)
@@ -176,7 +176,7 @@ def _plain(title: str, columns: tuple[str, ...]) -> Table:
 
 
 def _table(
-    title: str, found: list[tuple[KFACPlan, Prediction]], factor_update_steps: int, inv_update_steps: int
+    title: str, found: list[tuple[KFACPlan, KFACPrediction]], factor_update_steps: int, inv_update_steps: int
 ) -> Table:
     columns = ("schedule", "A+G", "by all", "factors", "+wait", "invert", "+send", "each")
     table = _plain(f"{title}; ms", (*columns, f"{factor_update_steps}/{inv_update_steps}", "1/1"))

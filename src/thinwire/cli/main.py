@@ -12,7 +12,7 @@ from thinwire.cli import bench, demo, doctor, federated, kfac, lab, plan, probe,
 from thinwire.cli.errors import RunFailed
 
 
-class Sentences(TyperGroup):
+class FriendlyErrors(TyperGroup):
     """Errors of ours become ``error: <sentence>``: 2 for wrong words, 1 for a run that failed, 130 for ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -30,7 +30,7 @@ class Sentences(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Sentences,
+    cls=FriendlyErrors,
     help="Train deep networks over thin wires.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

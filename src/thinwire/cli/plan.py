@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from thinwire.cli.plan_inputs import Question
-    from thinwire.planner.choose import Group, Map, Ranking
+    from thinwire.planner.choose import ExplainedBucket, Map, Ranking
 
 
 def plan(
@@ -128,7 +128,7 @@ def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
     return {label: knee(method_of[label], question.profile, question.prices, **rest) for label in labels}
 
 
-def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str, tuple[Group, ...]]:
+def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str, tuple[ExplainedBucket, ...]]:
     """Of the methods that were named, else of the recommendation and the best exact method."""
     from thinwire.cli.plan_tables import groups_table
     from thinwire.planner.choose import explain

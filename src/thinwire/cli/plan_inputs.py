@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from thinwire.bench.words import nearest, split_options
 from thinwire.lab import parse_delay, parse_rate
 from thinwire.methods.registry import candidates, label_of, method
-from thinwire.planner.choose import DEVICES, Device
+from thinwire.planner.choose import DEVICES, DeviceSpec
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import BUILTIN, ModelProfile, builtin
 from thinwire.program import Method, Topology
@@ -42,7 +42,7 @@ class Question:
     named: tuple[str, ...]
     topology: Topology
     ranks_per_node: int
-    device: Device
+    device: DeviceSpec
     bits_per_second: float
     latency_seconds: float
     measured: Costs | None
@@ -182,7 +182,7 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
     return tuple(made), tuple(named)
 
 
-def read_device(name: str | None, *, built_in: bool) -> Device:
+def read_device(name: str | None, *, built_in: bool) -> DeviceSpec:
     """Named, else an A100 for the built-in names, and this machine's CPU for models that are measured."""
     name = ("a100" if built_in else "cpu") if name is None else name.lower()
     if name not in DEVICES:
@@ -191,7 +191,7 @@ def read_device(name: str | None, *, built_in: bool) -> Device:
 
 
 def read_model(
-    model: str | None, profile: Path | None, batch_size: int | None, flops: float | None, device: Device
+    model: str | None, profile: Path | None, batch_size: int | None, flops: float | None, device: DeviceSpec
 ) -> ModelProfile:
     """A built-in name, a file, or a model of the bench, which is measured now."""
     if profile is None and model in BUILTIN:

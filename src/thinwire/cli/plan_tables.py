@@ -10,7 +10,7 @@ from rich.table import Table
 from thinwire.bench.words import split_options
 from thinwire.cli.plan_inputs import Question
 from thinwire.lab import format_rate
-from thinwire.planner.choose import Entry, Group, Map, Ranking
+from thinwire.planner.choose import Entry, ExplainedBucket, Map, Ranking
 
 
 def ranking_table(question: Question, ranking: Ranking) -> Table:
@@ -72,7 +72,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     return said
 
 
-def groups_table(label: str, groups: Sequence[Group]) -> Table:
+def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
     """The buckets of a plan, in launch order."""
     table = _table(f"{label}: {len(groups)} buckets")
     phases = len({group.phase for group in groups}) > 1

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from thinwire.split.compare import Row
+    from thinwire.split.compare import ComparisonRow
     from thinwire.split.estimate import Estimate
     from thinwire.split.tasks import Task
 
@@ -35,7 +35,7 @@ def plan_table(rows: Mapping[str, Estimate], task: Task, link: str, link_down: s
     return table
 
 
-def compare_table(rows: Sequence[Row], task: Task, link: str, link_down: str | None, seeds: int) -> Table:
+def compare_table(rows: Sequence[ComparisonRow], task: Task, link: str, link_down: str | None, seeds: int) -> Table:
     """Accuracy, bytes, seconds of each way of training."""
     table = _table(f"{task.describe}; {_link(link, link_down)}; {seeds} seed{'s' * (seeds > 1)}")
     for name in ("training", task.metric, "kB/step", "payload", "socket", "compute s", "step s"):

@@ -11,14 +11,14 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from thinwire.collectives.delivery import Delivery
+from thinwire.collectives.countdown_work import CountdownWork
 from thinwire.collectives.lanes import Lane
 from thinwire.collectives.mesh import Mesh
 from thinwire.collectives.ordered_sum import ordered_sum
 from thinwire.collectives.stream import memory_of
 
 
-def all_reduce_by_mesh(x: Tensor, lane: Lane) -> Delivery:
+def all_reduce_by_mesh(x: Tensor, lane: Lane) -> CountdownWork:
     """Sum over the ranks, in place; a contiguous CPU tensor.
 
     Each rank receives the others' parts of its own share, sums them in rank order and sends the sum to all: a ring's
@@ -32,14 +32,14 @@ def all_reduce_by_mesh(x: Tensor, lane: Lane) -> Delivery:
     shares = [memory[wide * begin : wide * end] for begin, end in pairwise(begins)]
     mine = x.view(-1)[begins[rank] : begins[rank + 1]]
     theirs, room = _room(mine, lane)
-    whole = Delivery(3 * len(peers))
+    whole = CountdownWork(3 * len(peers))
 
     def summed() -> None:
         ordered_sum(_in_order(theirs, mine, rank), out=mine)
         for peer in peers:
             mesh.second[peer].send(shares[rank], whole)
 
-    first = Delivery(len(peers), summed, whole.fail)
+    first = CountdownWork(len(peers), summed, whole.fail)
     for peer in peers:
         mesh.first[peer].receive(room[peer], first)
         mesh.second[peer].receive(shares[peer], whole)
@@ -48,7 +48,7 @@ def all_reduce_by_mesh(x: Tensor, lane: Lane) -> Delivery:
     return whole
 
 
-def reduce_scatter_by_mesh(x: Tensor, lane: Lane) -> tuple[Delivery, Callable[[], Tensor]]:
+def reduce_scatter_by_mesh(x: Tensor, lane: Lane) -> tuple[CountdownWork, Callable[[], Tensor]]:
     """Sum over the ranks, of which each keeps its share; contiguous on the CPU, a multiple of W elements.
 
     Returns:
@@ -58,7 +58,7 @@ def reduce_scatter_by_mesh(x: Tensor, lane: Lane) -> tuple[Delivery, Callable[[]
     mine = x.view(lane.size, -1)[rank]
     theirs, room = _room(mine, lane)
     memory, share = memory_of(x), mine.nbytes
-    work = Delivery(2 * len(peers))
+    work = CountdownWork(2 * len(peers))
     for peer in reversed(peers):
         mesh.first[peer].receive(room[peer], work)
     for peer in peers:
@@ -66,14 +66,14 @@ def reduce_scatter_by_mesh(x: Tensor, lane: Lane) -> tuple[Delivery, Callable[[]
     return work, lambda: ordered_sum(_in_order(theirs, mine, rank))
 
 
-def all_gather_by_mesh(x: Tensor, out: Tensor, lane: Lane) -> Delivery:
+def all_gather_by_mesh(x: Tensor, out: Tensor, lane: Lane) -> CountdownWork:
     """``x`` of every rank into ``out``, in rank order; contiguous on the CPU, ``out`` W times as large."""
     mesh, peers, share = _mesh(lane), lane.peers, x.nbytes
     memory = memory_of(out)
     if out.data_ptr() + lane.rank * share != x.data_ptr():
         out.view(lane.size, -1)[lane.rank].copy_(x.view(-1))
     mine = memory[share * lane.rank : share * (lane.rank + 1)]
-    work = Delivery(2 * len(peers))
+    work = CountdownWork(2 * len(peers))
     for peer in peers:
         mesh.first[peer].receive(memory[share * peer : share * (peer + 1)], work)
     for peer in peers:

@@ -47,7 +47,7 @@ class Lane:
     """One process group and the place of this rank in it."""
 
     group: dist.ProcessGroup
-    """The lane's own, but where ``bare``."""
+    """The lane's own, but where ``mesh_only``."""
     ranks: tuple[int, ...]
     """Global ranks, ascending; an op's group ranks index this tuple."""
     rank: int
@@ -55,12 +55,12 @@ class Lane:
     mesh: Mesh | None = None
     """Connections of our own between all pairs of ranks, for messages from and to CPUs."""
     back: dist.ProcessGroup | None = None
-    """Where there is no mesh, a second group for messages from a higher rank to a lower one; see ``swap.py``."""
+    """Where there is no mesh, a second group for messages from a higher rank to a lower one (``pairwise_work.py``)."""
 
-    bare: bool = False
+    mesh_only: bool = False
     """Whether the mesh carries everything: ``group`` is another lane's, which the mesh was made with."""
-    apart: bool = True
-    """Whether no two of its ranks share a link; see ``apart()``."""
+    disjoint: bool = True
+    """Whether no two of its ranks share a link; see `disjoint_links`."""
 
     @cached_property
     def size(self) -> int:
@@ -73,7 +73,7 @@ class Lane:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
-def apart(topology: Topology) -> bool:
+def disjoint_links(topology: Topology) -> bool:
     """Whether messages between all pairs of ranks take no more of any link than a ring of them."""
     return topology.world_size == 2 or not topology.two_levels
 
@@ -105,32 +105,34 @@ class Lanes:
         self._leased_meshes: list[tuple[tuple[Any, ...], Mesh]] = []
         self._first: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def get(self, purpose: str, scope: Scope, round_: int, *, two_way: bool = False, bare: bool = False) -> Lane:
+    def get(
+        self, purpose: str, scope: Scope, round_: int, *, bidirectional: bool = False, mesh_only: bool = False
+    ) -> Lane:
         """The lane of a round. The first request makes it: all ranks of the group must ask in the same order.
 
-        ``two_way``: for messages between pairs of ranks, with a mesh, or else a group for each direction.
-        ``bare``: with a mesh, which is to carry all ops (of CPU tensors), or else as with ``two_way``.
+        ``bidirectional``: for messages between pairs of ranks, with a mesh, or else a group for each direction.
+        ``mesh_only``: with a mesh, which is to carry all ops (of CPU tensors), or else as with ``bidirectional``.
         """
         key = (purpose, scope, round_)
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = self._make(scope, bare)
-        if (two_way or bare) and held.size > 1 and held.mesh is None and held.back is None:
+            held = self._held[key] = self._make(scope, mesh_only)
+        if (bidirectional or mesh_only) and held.size > 1 and held.mesh is None and held.back is None:
             mesh = self._lease_mesh(held.group, held.ranks, held.rank)
             held = replace(held, mesh=mesh, back=self._lease(held.ranks) if mesh is None else None)
             self._held[key] = held
         return held
 
-    def _make(self, scope: Scope, bare: bool) -> Lane:
+    def _make(self, scope: Scope, mesh_only: bool) -> Lane:
         members = self._topology.members(scope, self._rank)
         ranks, place = tuple(self._ranks[r] for r in members), members.index(self._rank)
-        separate = apart(self._topology)
+        disjoint = disjoint_links(self._topology)
         if self._device is not None and ranks in self._first:
-            return Lane(self._first[ranks], ranks, place, apart=separate)
-        meeting = self._first.get(ranks) if bare and separate and len(ranks) > 1 else None
+            return Lane(self._first[ranks], ranks, place, disjoint=disjoint)
+        meeting = self._first.get(ranks) if mesh_only and disjoint and len(ranks) > 1 else None
         if meeting is not None and (mesh := self._lease_mesh(meeting, ranks, place)) is not None:
-            return Lane(meeting, ranks, place, mesh, bare=True, apart=separate)
-        return Lane(self._lease(ranks), ranks, place, apart=separate)
+            return Lane(meeting, ranks, place, mesh, mesh_only=True, disjoint=disjoint)
+        return Lane(self._lease(ranks), ranks, place, disjoint=disjoint)
 
     def _lease_mesh(self, group: dist.ProcessGroup, ranks: tuple[int, ...], place: int) -> Mesh | None:
         _fresh_pool()

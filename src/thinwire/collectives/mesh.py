@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.collectives.bounded import seconds_of
-from thinwire.collectives.courier import courier
+from thinwire.collectives.socket_loop import socket_loop
 from thinwire.collectives.stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,9 @@ MOST_RANKS = 16  # beyond, all pairs are too many connections, and a ring's chun
 MEETING_SECONDS = 10.0
 _MOST_UNKNOWN = 128
 _CHANNELS = 2
-_SECRET_BYTES = 16
-_CARD_BYTES = 256
-_HELLO = struct.Struct(f"<{_SECRET_BYTES}sHB")
+_TOKEN_BYTES = 16
+_ENDPOINT_BYTES = 256
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHB")
 _SIOCGIFADDR = 0x8915
 
 
@@ -63,10 +63,10 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     """
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or dist.get_backend(group) != "gloo":
         return None
-    server, secret = listen(2 * len(ranks)), secrets.token_bytes(_SECRET_BYTES)
-    cards = _exchange(card_of(server, secret), group, len(ranks))
+    server, token = listen(2 * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)
+    endpoints = _exchange(endpoint_of(server, token), group, len(ranks))
     with server or contextlib.nullcontext():
-        sockets = meet(server, secret, cards, rank) if server is not None and all(cards) else None
+        sockets = meet(server, token, endpoints, rank) if server is not None and all(endpoints) else None
     everyone = torch.tensor([sockets is not None], dtype=torch.int32)
     dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group)
     if not everyone.item():
@@ -77,7 +77,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     seconds = seconds_of(timeout)
     streams: list[dict[int, Stream]] = [{} for _ in range(_CHANNELS)]
     for (peer, channel), connection in sockets.items():
-        streams[channel][peer] = Stream(connection, f"rank {ranks[peer]}", seconds, courier())
+        streams[channel][peer] = Stream(connection, f"rank {ranks[peer]}", seconds, socket_loop())
     return Mesh(streams)
 
 
@@ -106,24 +106,24 @@ def _address() -> str:
     return "127.0.0.1"
 
 
-def card_of(server: socket.socket | None, secret: bytes) -> bytes:
-    """Where this rank listens, and for which word; empty: nowhere."""
+def endpoint_of(server: socket.socket | None, token: bytes) -> bytes:
+    """Where this rank listens, and for which token; empty: nowhere."""
     if server is None:
         return b""
     host, port = server.getsockname()[:2]
-    return secret + f"{host}:{port}".encode()
+    return token + f"{host}:{port}".encode()
 
 
-def _exchange(card: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(card.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8)
+def _exchange(endpoint: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(endpoint.ljust(_ENDPOINT_BYTES, b"\0")), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group=group)
-    cards = [bytes(row.tolist()) for row in everyone]
-    return [card if any(card) else b"" for card in cards]
+    endpoints = [bytes(row.tolist()) for row in everyone]
+    return [endpoint if any(endpoint) else b"" for endpoint in endpoints]
 
 
 def meet(
-    server: socket.socket, secret: bytes, cards: Sequence[bytes], rank: int
+    server: socket.socket, token: bytes, endpoints: Sequence[bytes], rank: int
 ) -> dict[tuple[int, int], socket.socket] | None:
     """Connect to every lower rank, be found by every higher one; None if somebody does not come.
 
@@ -134,13 +134,13 @@ def meet(
     deadline = time.monotonic() + MEETING_SECONDS
     try:
         for peer in range(rank):
-            host, _, port = cards[peer][_SECRET_BYTES:].rstrip(b"\0").decode().rpartition(":")
+            host, _, port = endpoints[peer][_TOKEN_BYTES:].rstrip(b"\0").decode().rpartition(":")
             for channel in range(_CHANNELS):
                 connection = socket.create_connection((host, int(port)), max(0.01, deadline - time.monotonic()))
                 found[peer, channel] = connection
-                connection.sendall(_HELLO.pack(cards[peer][:_SECRET_BYTES], rank, channel))
+                connection.sendall(_HELLO.pack(endpoints[peer][:_TOKEN_BYTES], rank, channel))
         server.setblocking(False)
-        while len(found) < _CHANNELS * (len(cards) - 1):
+        while len(found) < _CHANNELS * (len(endpoints) - 1):
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
             for ready in select.select([server, *unknown], [], [], left)[0]:
@@ -154,8 +154,10 @@ def meet(
                 elif len(hello) < _HELLO.size:
                     unknown[ready] = hello
                 else:
-                    word, other, channel = _HELLO.unpack(hello)
-                    known = secrets.compare_digest(word, secret) and rank < other < len(cards) and channel < _CHANNELS
+                    shown, other, channel = _HELLO.unpack(hello)
+                    known = (
+                        secrets.compare_digest(shown, token) and rank < other < len(endpoints) and channel < _CHANNELS
+                    )
                     if not known or (other, channel) in found:
                         _forget(ready, unknown)
                     else:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from thinwire.collectives.delivery import Delivery
+from thinwire.collectives.countdown_work import CountdownWork
 
 if TYPE_CHECKING:
-    from thinwire.collectives.courier import Courier
+    from thinwire.collectives.socket_loop import SocketLoop
 
 _CLOSED = "the other side has closed it"
 _WAKE_BYTES = 1 << 20  # a receiver is woken for so many bytes, or for the rest of a message; half as many cost 3 %
@@ -36,55 +36,55 @@ _PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, to
 class _Way:
     """One direction: what is left of messages, in their order; and when a byte last moved, or could have begun to."""
 
-    waiting: deque[tuple[memoryview, Delivery]] = field(default_factory=deque)
+    waiting: deque[tuple[memoryview, CountdownWork]] = field(default_factory=deque)
     moved: float = 0.0
 
 
 class Stream:
-    """One end of a connection, shared by who posts messages and the courier that moves them.
+    """One end of a connection, shared by who posts messages and the loop that moves them.
 
     Args:
         connection: a connected TCP socket, owned from now on.
         peer: how to call the other side in errors.
         timeout: seconds without a byte after which a waiting message fails, and all after it.
-        courier: who watches over the socket.
+        loop: who watches over the socket.
     """
 
-    def __init__(self, connection: socket.socket, peer: str, timeout: float, courier: Courier) -> None:
+    def __init__(self, connection: socket.socket, peer: str, timeout: float, loop: SocketLoop) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._peer, self._timeout, self._courier = connection, peer, timeout, courier
+        self._socket, self._peer, self._timeout, self._socket_loop = connection, peer, timeout, loop
         self._out, self._in = _Way(), _Way()
         self._lock = threading.RLock()
         self._error: RuntimeError | None = None
         self._woken_at, self._listening, self._asked = 1, False, 0
         self.number = connection.fileno()
-        courier.add(self)
+        loop.add(self)
 
-    def send(self, x: Tensor | memoryview, delivery: Delivery) -> None:
+    def send(self, x: Tensor | memoryview, work: CountdownWork) -> None:
         """Post a contiguous CPU tensor or :func:`memory_of` one; what the kernel takes at once is now on its way."""
-        if self._post(self._out, x, delivery):
+        if self._post(self._out, x, work):
             self.on_room()
 
-    def receive(self, x: Tensor | memoryview, delivery: Delivery) -> None:
+    def receive(self, x: Tensor | memoryview, work: CountdownWork) -> None:
         """Post the place for the next message: a contiguous CPU tensor of its size, or :func:`memory_of` one."""
-        if self._post(self._in, x, delivery):
+        if self._post(self._in, x, work):
             with self._lock:
                 self._ask()
 
-    def _post(self, way: _Way, x: Tensor | memoryview, delivery: Delivery) -> bool:
+    def _post(self, way: _Way, x: Tensor | memoryview, work: CountdownWork) -> bool:
         """Whether the message is the only one that waits, so that somebody must see to it."""
         memory = x if isinstance(x, memoryview) else memory_of(x)
         if not memory:
-            delivery.part_ended()
+            work.part_ended()
             return False
         with self._lock:
             if (error := self._error) is None:
                 if not way.waiting:
                     way.moved = time.monotonic()
-                way.waiting.append((memory, delivery))
+                way.waiting.append((memory, work))
                 return len(way.waiting) == 1
-        delivery.fail(error)
+        work.fail(error)
         return False
 
     def on_room(self) -> None:
@@ -92,32 +92,34 @@ class Stream:
         self._move(self._out, self._socket.send)
 
     def on_data(self) -> None:
-        """Take in the next message, or what of it has arrived; the courier calls again if there is more."""
+        """Take in the next message, or what of it has arrived; the loop calls again if there is more."""
         self._listening = bool(self._in.waiting)
         self._move(self._in, self._socket.recv_into, most=1)
 
     def _move(self, way: _Way, transfer: Callable[[memoryview], int], most: int | None = None) -> None:
-        ended: list[Delivery] = []
+        ended: list[CountdownWork] = []
         with self._lock:
             try:
                 while way.waiting and len(ended) != most:
-                    left, delivery = way.waiting[0]
+                    left, work = way.waiting[0]
                     count = transfer(left)
                     if not count:
                         raise ConnectionResetError(_CLOSED)
                     way.moved = time.monotonic()
-                    if count < len(left):  # the kernel is full, or empty but for crumbs: the courier calls again
-                        way.waiting[0] = left[count:], delivery
+                    if count < len(
+                        left
+                    ):  # the kernel is full, or empty but for a small remainder: the loop calls again
+                        way.waiting[0] = left[count:], work
                         break
                     way.waiting.popleft()
-                    ended.append(delivery)
+                    ended.append(work)
             except BlockingIOError:
                 pass
             except OSError as error:
                 self._lost(error)
             self._ask()
-        for delivery in ended:
-            delivery.part_ended()
+        for work in ended:
+            work.part_ended()
 
     def check(self, now: float) -> None:
         """Fail if a message has waited too long without a byte."""
@@ -149,17 +151,17 @@ class Stream:
             if self._error is not None:
                 return
             self._error = error
-            self._courier.remove(self)
+            self._socket_loop.remove(self)
             with contextlib.suppress(OSError):
                 self._socket.close()
-            waiting = [delivery for way in (self._in, self._out) for _, delivery in way.waiting]
+            waiting = [work for way in (self._in, self._out) for _, work in way.waiting]
             self._in.waiting.clear()
             self._out.waiting.clear()
-        for delivery in waiting:
-            delivery.fail(error)
+        for work in waiting:
+            work.fail(error)
 
     def _ask(self) -> None:
-        """Tell the courier and the kernel what this waits for; the lock is held.
+        """Tell the loop and the kernel what this waits for; the lock is held.
 
         It listens on after the last message: the next is likely to be posted before anything comes for it.
         """
@@ -174,7 +176,7 @@ class Stream:
         wanted = (select.EPOLLIN if self._listening else 0) | (select.EPOLLOUT if self._out.waiting else 0)
         if wanted != self._asked:
             self._asked = wanted
-            self._courier.watch(self, wanted)
+            self._socket_loop.watch(self, wanted)
 
 
 def memory_of(x: Tensor) -> memoryview:

@@ -1,8 +1,9 @@
 """Issue one op on a lane: from the words of the language to torch.distributed, asynchronously.
 
 On Gloo a reduce-scatter is an all-to-all and a sum in rank order: half the bytes of Gloo's own, which is a whole
-all-reduce and a slice. The all-to-all is made of messages between pairs, see ``swap.py``; few ranks also all-reduce and
-all-gather so: as many bytes as in Gloo's ring, in two turns or one, and no rank has to be awake to pass others' on.
+all-reduce and a slice. The all-to-all is made of messages between pairs (``pairwise_work.py``); few ranks also
+all-reduce and all-gather so: as many bytes as in Gloo's ring, in two turns or one, and no rank has to be
+awake to pass others' on.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.by_mesh import all_gather_by_mesh, all_reduce_by_mesh, reduce_scatter_by_mesh
-from thinwire.collectives.delivery import Delivery
-from thinwire.collectives.lanes import Lane, apart
+from thinwire.collectives.countdown_work import CountdownWork
+from thinwire.collectives.lanes import Lane, disjoint_links
 from thinwire.collectives.mesh import MOST_RANKS
 from thinwire.collectives.ordered_sum import ordered_sum
-from thinwire.collectives.swap import Swap, all_to_all, parts_of_all, swap
+from thinwire.collectives.pairwise_work import PairwiseWork, all_to_all, parts_of_all, send_and_receive
 from thinwire.program import Topology
 from thinwire.program.ops import (
     AllGather,
@@ -46,7 +47,9 @@ def pairwise(topology: Topology) -> tuple[str, ...]:
     Sums and gatherings are where no two ranks share a link: of a ring, only two messages leave a machine.
     """
     kinds = ("ReduceScatter", "AllToAll", "Exchange")
-    return (*kinds, "AllReduce", "AllGather") if topology.world_size <= MOST_RANKS and apart(topology) else kinds
+    return (
+        (*kinds, "AllReduce", "AllGather") if topology.world_size <= MOST_RANKS and disjoint_links(topology) else kinds
+    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Pending:
                 callback()
 
         for work in self.works:
-            if isinstance(work, (Swap, Delivery)):
+            if isinstance(work, (PairwiseWork, CountdownWork)):
                 work.then(lambda: one(None))
             else:
                 work.get_future().add_done_callback(one)
@@ -110,7 +113,7 @@ def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
         return Pending((_all_to_all(x, out, lane, tag),), lambda: out)
     if isinstance(op, ReduceScatter):
         return _reduce_scatter(x.view(-1), lane, tag)
-    if isinstance(op, Broadcast) and lane.bare:
+    if isinstance(op, Broadcast) and lane.mesh_only:
         return _broadcast_in_pairs(x, op.source, lane, tag)
     if isinstance(op, Broadcast):
         return Pending((dist.broadcast(x, lane.ranks[op.source], group=group, async_op=True),), lambda: x)
@@ -131,16 +134,16 @@ def _all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Any:
 
 def _swaps(x: Tensor, lane: Lane) -> bool:
     """Whether a sum or a gathering is made of messages; of CPU tensors only, which is what these are sent from."""
-    if lane.bare:
+    if lane.mesh_only:
         return True
-    paired = (lane.mesh is not None and lane.apart) or (lane.back is not None and lane.size == 2)
+    paired = (lane.mesh is not None and lane.disjoint) or (lane.back is not None and lane.size == 2)
     return paired and x.device.type == "cpu" and x.nbytes >= _SWAPPED_BYTES
 
 
 def _all_reduce_of_two(x: Tensor, lane: Lane, tag: int) -> Pending:
     """Two ranks swap all they have: as many bytes as in a ring of two, in one turn, not two."""
     other = torch.empty_like(x)
-    return Pending((swap({1 - lane.rank: x}, {1 - lane.rank: other}, lane, tag),), lambda: x.add_(other))
+    return Pending((send_and_receive({1 - lane.rank: x}, {1 - lane.rank: other}, lane, tag),), lambda: x.add_(other))
 
 
 def _all_gather_in_pairs(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Pending:
@@ -150,21 +153,21 @@ def _all_gather_in_pairs(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Pendin
     if out[lane.rank].data_ptr() != x.data_ptr():
         out[lane.rank].copy_(x)
     others = [rank for rank in range(lane.size) if rank != lane.rank]
-    return Pending((swap(dict.fromkeys(others, x), {p: out[p] for p in others}, lane, tag),), lambda: out)
+    return Pending((send_and_receive(dict.fromkeys(others, x), {p: out[p] for p in others}, lane, tag),), lambda: out)
 
 
 def _broadcast_in_pairs(x: Tensor, source: int, lane: Lane, tag: int) -> Pending:
     others = [rank for rank in range(lane.size) if rank != source]
     messages = (dict.fromkeys(others, x), {}) if lane.rank == source else ({}, {source: x})
-    return Pending((swap(*messages, lane, tag),), lambda: x)
+    return Pending((send_and_receive(*messages, lane, tag),), lambda: x)
 
 
 def _reduce_scatter(x: Tensor, lane: Lane, tag: int) -> Pending:
     if x.numel() % lane.size:
         raise ValueError(f"a reduce-scatter over {lane.size} ranks needs a multiple of it, not {x.numel()}")
     if lane.mesh is not None and x.device.type == "cpu":
-        delivery, total = reduce_scatter_by_mesh(x, lane)
-        return Pending((delivery,), total)
+        scatter, total = reduce_scatter_by_mesh(x, lane)
+        return Pending((scatter,), total)
     if not _on_gloo(lane):
         shard = x.new_empty(x.numel() // lane.size)
         return Pending((reduce_scatter_flat(shard, x, group=lane.group, async_op=True),), lambda: shard)
@@ -177,7 +180,7 @@ def _exchange(op: Exchange, x: Tensor, lane: Lane, tag: int) -> Pending:
         return Pending((), lambda: x)
     out = torch.empty_like(x)
     if _on_gloo(lane):
-        return Pending((swap({op.peer: x}, {op.peer: out}, lane, tag),), lambda: out)
+        return Pending((send_and_receive({op.peer: x}, {op.peer: out}, lane, tag),), lambda: out)
     peer = lane.ranks[op.peer]
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.irecv, out, peer, lane.group), dist.P2POp(dist.isend, x, peer, lane.group)]

@@ -21,7 +21,7 @@ import numpy as np
 
 from thinwire.data.arena_file import DATA_PAGE, HEADER, SLOTS_AT, Header, open_file, table_bytes
 from thinwire.data.atomic import store
-from thinwire.data.stats import Counters
+from thinwire.data.stats import CacheCounters
 
 SLOT = struct.Struct("<16sQQII")  # key, offset, length, crc32, state
 EMPTY, FILLING, READY = 0, 1, 2
@@ -53,7 +53,7 @@ class Arena:
         self._checked = bytearray(self.slots)
         self._mutex = threading.Lock()  # threads of one process share its file locks
         self.users = 0
-        self.counters = Counters(self._file, self._table, HEADER)
+        self.counters = CacheCounters(self._file, self._table, HEADER)
 
     @classmethod
     def open(cls, path: Path, slots: int, limit: int) -> Arena:

@@ -65,7 +65,7 @@ _ROW = struct.Struct(f"<{len(_NAMES)}q")
 BYTES = ROWS * _ROW.size
 
 
-class Counters:
+class CacheCounters:
     """One row of counters per process, in a mapped file; their sum is the node's.
 
     A process owns the row whose byte it holds a lock on. The kernel drops the lock when the process ends, however it

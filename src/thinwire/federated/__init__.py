@@ -12,8 +12,8 @@ from thinwire.federated.aggregator import (
     NotLinear,
     Operator,
     Reduced,
+    RoundRequest,
     ServerAggregator,
-    Visit,
 )
 from thinwire.federated.algorithms import Algorithm, FedAvg, FedDyn, FedNova, FedOpt, FedProx, Mime, Scaffold
 from thinwire.federated.client import ClientContext, ClientExecutor, ClientResult
@@ -25,7 +25,7 @@ from thinwire.federated.federation import Federation
 from thinwire.federated.history import History, RoundRecord
 from thinwire.federated.predict import Prediction, predict
 from thinwire.federated.readers import TextClients, read_hugging_face, read_leaf
-from thinwire.federated.server import NobodyAnswered
+from thinwire.federated.server import AllClientsFailed
 from thinwire.federated.simulate import simulate
 from thinwire.federated.state import ClientStateStore, StateUnavailable
 
@@ -34,6 +34,7 @@ __all__ = [
     "SUM",
     "WEIGHTED_MEAN",
     "Algorithm",
+    "AllClientsFailed",
     "ArrayClients",
     "ClientContext",
     "ClientData",
@@ -52,18 +53,17 @@ __all__ = [
     "FunctionClients",
     "History",
     "Mime",
-    "NobodyAnswered",
     "NotLinear",
     "Operator",
     "Prediction",
     "Reduced",
     "RoundRecord",
+    "RoundRequest",
     "Scaffold",
     "ServerAggregator",
     "Speed",
     "StateUnavailable",
     "TextClients",
-    "Visit",
     "partition",
     "predict",
     "read_hugging_face",

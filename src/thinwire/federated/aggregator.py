@@ -1,6 +1,7 @@
 """The server's side of an algorithm: what it asks the cohort for, and how the answers become one.
 
-A round is a generator, as every method of thinwire is: it yields a :class:`Visit` and receives its :class:`Reduced`.
+A round is a generator, as every method of thinwire is: it yields a :class:`RoundRequest` and receives its
+:class:`Reduced`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def check_operators(operators: Mapping[str, Operator]) -> None:
 
 
 @dataclass(frozen=True)
-class Visit:
+class RoundRequest:
     """One pass over the cohort: every client gets the payload and answers once.
 
     Attributes:
@@ -100,7 +101,7 @@ class Reduced(Mapping[str, Tensor]):
         return len(self.tensors)
 
 
-RoundProgram = Generator[Visit, Reduced, None]
+RoundProgram = Generator[RoundRequest, Reduced, None]
 
 
 class ServerAggregator(Protocol):

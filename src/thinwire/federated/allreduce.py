@@ -20,7 +20,7 @@ from thinwire.engine.ranks.communicator import Communicator
 from thinwire.federated import files
 from thinwire.federated.backend import Planner, VisitReport
 from thinwire.federated.coordinator import DeviceLost
-from thinwire.federated.device import Device, Sums, Task, run_list
+from thinwire.federated.device import Device, RoundTask, Sums, run_list
 from thinwire.federated.estimate import Record
 from thinwire.federated.schedule import Assignment, decode, encode
 from thinwire.kernels.orthogonal import basis_hash
@@ -29,7 +29,7 @@ from thinwire.program import AllReduce, Broadcast, Program
 T = TypeVar("T")
 
 
-class Ranks:
+class AllReduceBackend:
     """The back end ``"ranks"``: of the default process group.
 
     Args:
@@ -48,12 +48,12 @@ class Ranks:
         number = self._store.add("thinwire/federated/runs", 1) if self._rank == 0 else 0
         self._run = int(self._comm.gather(str(number).encode())[0])  # counters of runs before this one are used up
 
-    def visit(self, task: Task, cohort: Sequence[int]) -> VisitReport:
+    def visit(self, task: RoundTask, cohort: Sequence[int]) -> VisitReport:
         """All clients of the cohort, once. All ranks must call it."""
         clients = self._device.clients
         sizes = [clients.samples(client) for client in cohort]
         sent = self._comm.ledger.total
-        name, assignment = self._planner.plan(task.round, task.visit.name, sizes)
+        name, assignment = self._planner.plan(task.round, task.request.name, sizes)
         assignment_here = self.guarded(
             task.round, lambda: self._comm.run(self._agreed(assignment, len(cohort)), "plan")
         )
@@ -66,7 +66,7 @@ class Ranks:
         total = self.guarded(task.round, lambda: self._comm.run(_summed(mine, shapes, self._device), "sums"))
         sums = self._merged(total, shapes, report)
         records = [Record(rank, *row) for rank, one in enumerate(report) for row in one["seconds"]]
-        self._planner.learn(task.round, task.visit.name, records)
+        self._planner.learn(task.round, task.request.name, records)
         seconds = tuple(float(one["busy"]) for one in report)
         return VisitReport(
             sums=sums,
@@ -114,7 +114,7 @@ class Ranks:
         row = yield Broadcast(row)
         return decode(row.tolist(), self.devices)
 
-    def _train(self, task: Task, cohort: Sequence[int], assignment: Assignment) -> Sums:
+    def _train(self, task: RoundTask, cohort: Sequence[int], assignment: Assignment) -> Sums:
         into = self._device.empty()
         self._visits += 1
         if assignment.queue is None:

@@ -1,8 +1,8 @@
 """The server's side of one visit as a state machine: messages in, messages out, a clock passed in. No threads, no I/O.
 
-A device gets ``Work``, trains the clients named in it, and then asks for more, or, if the work says that it ends, sends
-one result: the sum over all it has trained since its last result. The result of a device that is lost never comes; its
-clients are given to others, under the same seeds, so that nobody can tell from the sums.
+A device gets ``DeviceWork``, trains the clients named in it, and then asks for more, or, if the work says that it ends,
+sends one result: the sum over all it has trained since its last result. The result of a device that is lost never
+comes; its clients are given to others, under the same seeds, so that nobody can tell from the sums.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class DeviceLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """To a device: train these clients (indices into the cohort), then send the sum, or ask again."""
 
     device: int
@@ -61,7 +61,7 @@ class Coordinator:
         """Whether every client's sum has arrived."""
         return len(self.reported) == self._cohort
 
-    def start(self, now: float) -> list[Work]:
+    def start(self, now: float) -> list[DeviceWork]:
         """The first work of every device that has any."""
         works = []
         for place, device in enumerate(self._alive):
@@ -71,12 +71,12 @@ class Coordinator:
             else:
                 mine = self._lists[place] if place < len(self._lists) else ()
                 self._holding[device] = list(mine)
-                works.append(Work(device, tuple(mine), True))
+                works.append(DeviceWork(device, tuple(mine), True))
         begun = [work for work in works if work.clients]
         self._idle = {work.device for work in works if not work.clients}
         return begun
 
-    def ask(self, device: int, now: float) -> Work:
+    def ask(self, device: int, now: float) -> DeviceWork:
         """A device is free: the next client, or the end.
 
         Raises:
@@ -86,7 +86,7 @@ class Coordinator:
         self._heard[device] = now
         return self._next(device)
 
-    def result(self, device: int, now: float) -> list[Work]:
+    def result(self, device: int, now: float) -> list[DeviceWork]:
         """A device's sum is there. Returns more work where a lost device has left some.
 
         Raises:
@@ -99,7 +99,7 @@ class Coordinator:
         self._idle.add(device)
         return self._wake() if self._queue else []
 
-    def lost(self, device: int) -> list[Work]:
+    def lost(self, device: int) -> list[DeviceWork]:
         """A device is gone, with all that it has not sent. Returns work for those that are idle.
 
         Raises:
@@ -115,7 +115,7 @@ class Coordinator:
             raise DeviceLost(f"device {device} was the last one; {self._cohort - len(self.reported)} clients are left")
         return self._wake() if self._queue else []
 
-    def tick(self, now: float) -> list[Work]:
+    def tick(self, now: float) -> list[DeviceWork]:
         """Time has passed: devices with work that have been silent for too long are lost."""
         if self._deadline is None:
             return []
@@ -133,15 +133,15 @@ class Coordinator:
         if device not in self._alive:
             raise DeviceLost(f"device {device} was declared lost; its result is not used")
 
-    def _next(self, device: int) -> Work:
+    def _next(self, device: int) -> DeviceWork:
         if not self._queue:
-            return Work(device, (), True)
+            return DeviceWork(device, (), True)
         client = self._queue.popleft()
         self._holding[device].append(client)
-        return Work(device, (client,), False)
+        return DeviceWork(device, (client,), False)
 
-    def _wake(self) -> list[Work]:
-        works: list[Work] = []
+    def _wake(self) -> list[DeviceWork]:
+        works: list[DeviceWork] = []
         for device in sorted(self._idle):
             if not self._queue:
                 break

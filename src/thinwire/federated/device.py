@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.federated.accumulate import Accumulator, all_finite
-from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, Visit
+from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundRequest
 from thinwire.federated.client import ClientContext, ClientExecutor, ClientResult, Loss
 from thinwire.federated.cohort import client_seed, seed_everything
 from thinwire.federated.data import ClientData, to_device
@@ -62,16 +62,16 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Task:
+class RoundTask:
     """What is the same for all clients of a visit.
 
     Attributes:
-        round, visit: which.
+        round, request: which.
         total_samples, total_clients: of the whole cohort: what weights are shares of.
     """
 
     round: int
-    visit: Visit
+    request: RoundRequest
     total_samples: int
     total_clients: int
 
@@ -109,7 +109,7 @@ class Device:
         """Nothing yet."""
         return Sums(Accumulator(self.reduction))
 
-    def train(self, task: Task, client: int, into: Sums, following: int | None = None) -> float:
+    def train(self, task: RoundTask, client: int, into: Sums, following: int | None = None) -> float:
         """One client, from its data to its place in the sums. Returns the seconds it took.
 
         A client that raises, or answers with something that is not finite or not asked for, is noted as failed: it
@@ -138,18 +138,20 @@ class Device:
         into.seconds.append((client, samples, took))
         return took
 
-    def _run(self, task: Task, client: int, samples: int) -> tuple[ClientContext, ClientResult]:
+    def _run(self, task: RoundTask, client: int, samples: int) -> tuple[ClientContext, ClientResult]:
         if samples < 1:
             raise ValueError(f"client {client} has {samples} samples; every client needs at least one")
-        seed = client_seed(self.seed, task.round, task.visit.name, client)
-        work, payload = self.workspace, task.visit.payload
+        seed = client_seed(self.seed, task.round, task.request.name, client)
+        work, payload = self.workspace, task.request.payload
         state = self.store.get(client) if self.store is not None else None
         if state is not None and work.device.type != "cpu":
             state = {name: x.to(work.device) for name, x in state.items()}
         seed_everything(seed)
         data = to_device(self.clients.load(client), work.device)
         work.reset(payload.get("theta", work.x), payload[BUFFERS])
-        context = ClientContext(client, samples, task.round, task.visit.name, seed, work.device, data, work, self.loss)
+        context = ClientContext(
+            client, samples, task.round, task.request.name, seed, work.device, data, work, self.loss
+        )
         result = self.executor.train(context, payload, state)
         if not isinstance(result, ClientResult):
             raise TypeError(f"train() must return a ClientResult, not {type(result).__name__}")
@@ -181,7 +183,7 @@ class Device:
 
     @torch.no_grad()
     def _add(
-        self, task: Task, client: int, samples: int, context: ClientContext, result: ClientResult, into: Sums
+        self, task: RoundTask, client: int, samples: int, context: ClientContext, result: ClientResult, into: Sums
     ) -> None:
         if result.samples is not None:
             samples = result.samples
@@ -209,7 +211,7 @@ def _bytes(tensors: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def run_list(device: Device, task: Task, clients: Sequence[int], into: Sums) -> None:
+def run_list(device: Device, task: RoundTask, clients: Sequence[int], into: Sums) -> None:
     """Train clients one after another."""
     for i, client in enumerate(clients):
         device.train(task, client, into, clients[i + 1] if i + 1 < len(clients) else None)

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.federated.coordinator import Coordinator, Work
+from thinwire.federated.coordinator import Coordinator, DeviceWork
 
 _LOST, _FREE, _WORK = 0, 1, 2  # at equal times a device is lost first
 
@@ -55,12 +55,12 @@ def drive(
     Raises:
         DeviceLost: none is left.
     """
-    events: list[tuple[float, int, int, int, Work | None]] = []
+    events: list[tuple[float, int, int, int, DeviceWork | None]] = []
     order = itertools.count()
     busy = [0.0] * devices
     records: list[tuple[int, int, float]] = []
 
-    def push(now: float, kind: int, device: int, work: Work | None) -> None:
+    def push(now: float, kind: int, device: int, work: DeviceWork | None) -> None:
         heapq.heappush(events, (now, kind, next(order), device, work))
 
     for device, after in (losses or {}).items():
@@ -72,7 +72,7 @@ def drive(
         now, kind, _, device, found = heapq.heappop(events)
         if device in coordinator.lost_devices:
             continue
-        new: list[Work] = []
+        new: list[DeviceWork] = []
         if kind == _LOST:
             on_lost(device, coordinator.holders().get(device, ()))
             new = coordinator.lost(device)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from thinwire.federated.backend import Planner, VisitReport, seconds_of
 from thinwire.federated.clocks import Speed
 from thinwire.federated.coordinator import Coordinator
-from thinwire.federated.device import Device, Sums, Task
+from thinwire.federated.device import Device, RoundTask, Sums
 from thinwire.federated.estimate import Record
 from thinwire.federated.events import drive
 
@@ -39,10 +39,10 @@ class InProcess:
         self._faults = dict(faults or {})
         self.devices = planner.devices
 
-    def visit(self, task: Task, cohort: Sequence[int]) -> VisitReport:
+    def visit(self, task: RoundTask, cohort: Sequence[int]) -> VisitReport:
         """All clients of the cohort, once."""
         device, sizes = self._device, [self._device.clients.samples(client) for client in cohort]
-        name, assignment = self._planner.plan(task.round, task.visit.name, sizes)
+        name, assignment = self._planner.plan(task.round, task.request.name, sizes)
         coordinator = Coordinator(len(cohort), assignment, range(self.devices))
         open_: dict[int, Sums] = {}
         reports: list[tuple[int, Sums]] = []
@@ -71,7 +71,7 @@ class InProcess:
         for _, part in sorted(reports, key=lambda report: report[0]):
             total.merge(part)
         records = [Record(where, cohort[i], sizes[i], seconds) for where, i, seconds in outcome.records]
-        self._planner.learn(task.round, task.visit.name, records)
+        self._planner.learn(task.round, task.request.name, records)
         return VisitReport(
             sums=total,
             device_seconds=outcome.seconds,
@@ -79,7 +79,7 @@ class InProcess:
             schedule=name,
             busy_seconds=outcome.busy_seconds,
             bytes_up=sum(_bytes(part) for _, part in reports),
-            bytes_down=len(worked) * sum(x.numel() * x.element_size() for x in task.visit.payload.values()),
+            bytes_down=len(worked) * sum(x.numel() * x.element_size() for x in task.request.payload.values()),
             lost_devices=tuple(coordinator.lost_devices),
         )
 

@@ -1,4 +1,4 @@
-"""A node of a deployment: some clients, their states on its disk, and one sum as the answer to every parcel."""
+"""A node of a deployment: some clients, their states on its disk, and one sum as the answer to every message."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from thinwire.durable import write_whole
 from thinwire.federated import files
-from thinwire.federated.aggregator import Visit
+from thinwire.federated.aggregator import RoundRequest
 from thinwire.federated.aggregator import facts as facts_of
 from thinwire.federated.cohort import generators_kept
-from thinwire.federated.device import Device, Task, run_list
+from thinwire.federated.device import Device, RoundTask, run_list
 from thinwire.federated.federation import Federation
-from thinwire.federated.remote import Parcel
+from thinwire.federated.remote import NodeMessage
 from thinwire.federated.state import ClientStateStore
 from thinwire.federated.workspace import Workspace
 
@@ -25,7 +25,7 @@ _VERSIONS, _PENDING = "versions.safetensors", "pending.json"
 
 
 class RemoteNode:
-    """Trains the clients that it hosts. Whatever must last is on disk: the next parcel may find another process.
+    """Trains the clients that it hosts. Whatever must last is on disk: the next message may find another process.
 
     Args:
         federation: as on the server; only the data of this node's clients are loaded.
@@ -45,19 +45,19 @@ class RemoteNode:
             **facts_of(federation.algorithm), "seed": federation.seed, "reduction": federation.reduction,
         }  # fmt: skip
 
-    def describe(self) -> Parcel:
+    def describe(self) -> NodeMessage:
         """Its clients and their numbers of samples."""
-        return Parcel(facts={"clients": [[c, self.federation.clients.samples(c)] for c in self.clients]})
+        return NodeMessage(facts={"clients": [[c, self.federation.clients.samples(c)] for c in self.clients]})
 
-    def answer(self, parcel: Parcel) -> Parcel:
-        """Train the clients asked for. What is wrong with the parcel is the answer, under "error"."""
-        facts = parcel.facts
+    def answer(self, message: NodeMessage) -> NodeMessage:
+        """Train the clients asked for. What is wrong with the message is the answer, under "error"."""
+        facts = message.facts
         try:
             self._check(facts)
             with generators_kept():
-                return self._train(parcel)
+                return self._train(message)
         except (KeyError, TypeError, ValueError, OSError) as error:
-            return Parcel(facts={"error": f"{type(error).__name__}: {error}"})
+            return NodeMessage(facts={"error": f"{type(error).__name__}: {error}"})
 
     def _check(self, facts: Mapping[str, Any]) -> None:
         for key, value in self._run.items():
@@ -69,16 +69,16 @@ class RemoteNode:
         if strange := [client for client in facts["clients"] if client not in set(self.clients)]:
             raise ValueError(f"client {strange[0]} is not hosted here")
 
-    def _train(self, parcel: Parcel) -> Parcel:
-        facts, made = parcel.facts, self.federation
+    def _train(self, message: NodeMessage) -> NodeMessage:
+        facts, made = message.facts, self.federation
         algorithm = made.algorithm
         workspace = Workspace(made.model)
         algorithm.setup(workspace.x.clone(), len(made.clients), made.clients_per_round)
         store = self._states(int(facts["round"]), int(facts["accepted"])) if algorithm.stateful else None
         device = Device(algorithm, workspace, made.clients, made.loss, store, made.seed, made.reduction)
-        payload = {name: x.to(workspace.device) for name, x in parcel.tensors.items()}
-        visit = Visit(payload, str(facts["visit"]))
-        task = Task(int(facts["round"]), visit, int(facts["total_samples"]), int(facts["total_clients"]))
+        payload = {name: x.to(workspace.device) for name, x in message.tensors.items()}
+        request = RoundRequest(payload, str(facts["visit"]))
+        task = RoundTask(int(facts["round"]), request, int(facts["total_samples"]), int(facts["total_clients"]))
         into = device.empty()
         run_list(device, task, [int(client) for client in facts["clients"]], into)
         if store is not None:
@@ -88,7 +88,7 @@ class RemoteNode:
         tensors: dict[str, Tensor] = {name: x.cpu() for name, x in into.sums.sums.items()}
         for client, row in into.collected.items():
             tensors.update({f"collected/{client}/{name}": x for name, x in row.items()})
-        return Parcel(
+        return NodeMessage(
             tensors,
             {
                 "seconds": into.seconds,

@@ -1,7 +1,7 @@
 """Clients that live on other machines: what travels between a server and its nodes, and what is refused.
 
 A node hosts some clients, trains those it is asked for one after another, and answers with one sum, as a device does.
-What travels is a parcel: tensors and JSON. How parcels are carried is somebody else's (adapters/flower.py).
+What travels is a message: tensors and JSON. How messages are carried is somebody else's (adapters/flower.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from thinwire.federated.accumulate import Accumulator, all_finite
 from thinwire.federated.aggregator import facts as facts_of
-from thinwire.federated.device import BUFFERS, Sums, Task
+from thinwire.federated.device import BUFFERS, RoundTask, Sums
 from thinwire.federated.federation import Federation
 from thinwire.federated.history import History, RoundRecord
-from thinwire.federated.server import Server, check_cohort, reduce
+from thinwire.federated.server import FederatedServer, check_cohort, reduce
 from thinwire.federated.workspace import Workspace
 
 logger = logging.getLogger("thinwire")
@@ -29,7 +29,7 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "exact": torch.int64}
 
 
 @dataclass(frozen=True)
-class Parcel:
+class NodeMessage:
     """What travels.
 
     Attributes:
@@ -46,12 +46,12 @@ class Parcel:
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
 
-class Refused(ValueError):
+class RefusedAnswer(ValueError):
     """A node's answer that is not used; the message says why."""
 
 
 class RemoteServer:
-    """The server of a deployment, without I/O: parcels out, parcels in, one visit after the other.
+    """The server of a deployment, without I/O: messages out, messages in, one visit after the other.
 
     Args:
         federation: what is trained. Its clients' data are not touched, only counted.
@@ -82,7 +82,7 @@ class RemoteServer:
                 self._node_of[client], self._samples[client] = node, samples
         self._workspace = Workspace(federation.model)
         self.algorithm.setup(self._workspace.x.clone(), population, federation.clients_per_round)
-        self.server = Server(self.algorithm, self._workspace.buffers)
+        self.server = FederatedServer(self.algorithm, self._workspace.buffers)
         self.run = {**facts_of(self.algorithm), "seed": federation.seed, "reduction": federation.reduction}
         self.history = History(about={**self.run, "nodes": len(hosts), "clients": population})
         self.round = -1
@@ -94,43 +94,45 @@ class RemoteServer:
         """Whether all rounds are over."""
         return self.round >= self.federation.rounds
 
-    def outgoing(self) -> dict[int, Parcel]:
-        """The present visit: a parcel for every node that has clients in the cohort.
+    def outgoing(self) -> dict[int, NodeMessage]:
+        """The present visit: a message for every node that has clients in the cohort.
 
         Raises:
             ValueError: more bytes than a message may have.
         """
-        assert self.server.visit is not None
-        visit, self._sent_at = self.server.visit, time.perf_counter()
+        assert self.server.request is not None
+        request, self._sent_at = self.server.request, time.perf_counter()
         lists: dict[int, list[int]] = {}
         for client in self._cohort:
             if client in self._node_of:
                 lists.setdefault(self._node_of[client], []).append(client)
         self._asked = lists
-        parcels = {}
+        messages = {}
         for node, clients in lists.items():
             facts = {
                 "run": self.run,
                 "round": self.round,
-                "visit": visit.name,
+                "visit": request.name,
                 "clients": clients,
                 "total_samples": self._total,
                 "total_clients": len(self._cohort),
                 "accepted": self._accepted.get(node, -1),
             }
-            parcels[node] = Parcel(visit.payload, facts)
-            if parcels[node].bytes > _MOST_BYTES:
-                raise ValueError(f"a payload of {parcels[node].bytes} bytes is above the 2 GiB that a message may have")
-        self._down += sum(parcel.bytes for parcel in parcels.values())
-        return parcels
+            messages[node] = NodeMessage(request.payload, facts)
+            if messages[node].bytes > _MOST_BYTES:
+                raise ValueError(
+                    f"a payload of {messages[node].bytes} bytes is above the 2 GiB that a message may have"
+                )
+        self._down += sum(message.bytes for message in messages.values())
+        return messages
 
-    def incoming(self, answers: Mapping[int, Parcel | str]) -> RoundRecord | None:
+    def incoming(self, answers: Mapping[int, NodeMessage | str]) -> RoundRecord | None:
         """What the nodes have answered (a str: why one has not). Returns the round's record if it is over.
 
         Raises:
-            NobodyAnswered: no client's answer could be used.
+            AllClientsFailed: no client's answer could be used.
         """
-        task = Task(self.round, self.server.visit, self._total, len(self._cohort))  # type: ignore[arg-type]
+        task = RoundTask(self.round, self.server.request, self._total, len(self._cohort))  # type: ignore[arg-type]
         total = Sums(Accumulator(self.federation.reduction))
         for client in self._cohort:
             if client not in self._node_of:
@@ -139,12 +141,12 @@ class RemoteServer:
             answer = answers.get(node, "no answer in time")
             try:
                 if isinstance(answer, str):
-                    raise Refused(answer)
+                    raise RefusedAnswer(answer)
                 part = self._checked(node, answer, task)
                 self._accepted[node] = self.round
                 self._up += answer.bytes
                 total.merge(part)
-            except Refused as error:
+            except RefusedAnswer as error:
                 logger.warning("round %s, node %s: %s", self.round, node, error)
                 total.failed.update(dict.fromkeys(self._asked[node], f"node {node}: {error}"))
         for node in sorted(set(answers) - set(self._asked)):
@@ -156,7 +158,7 @@ class RemoteServer:
         seconds = time.perf_counter() - self._sent_at
         self._seconds.append(seconds)
         self.server.deliver(reduced)
-        if self.server.visit is not None:
+        if self.server.request is not None:
             return None
         record = RoundRecord(
             round=self.round,
@@ -210,14 +212,14 @@ class RemoteServer:
         with torch.no_grad():
             return {name: float(value) for name, value in evaluate(self._workspace.model, self.round).items()}
 
-    def _checked(self, node: int, answer: Parcel, task: Task) -> Sums:
+    def _checked(self, node: int, answer: NodeMessage, task: RoundTask) -> Sums:
         """A node's sum.
 
         Raises:
             Refused: it names clients that it was not asked for, has the wrong shape or kind, or is not finite.
         """
         if "error" in answer.facts:
-            raise Refused(str(answer.facts["error"]))
+            raise RefusedAnswer(str(answer.facts["error"]))
         try:
             failed = {int(client): str(why) for client, why in answer.facts["failed"].items()}
             trained = [(int(c), int(n), float(t)) for c, n, t in answer.facts["seconds"]]
@@ -225,12 +227,12 @@ class RemoteServer:
             bounds = {str(name): float(value) for name, value in answer.facts["bounds"].items()}
             sent = int(answer.facts["sent_bytes"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Refused(f"its answer is not in the form of thinwire: {error!r}") from error
+            raise RefusedAnswer(f"its answer is not in the form of thinwire: {error!r}") from error
         asked = self._asked[node]
         if unknown := sorted(({c for c, _, _ in trained} | set(failed)) - set(asked)):
-            raise Refused(f"it answers for client {unknown[0]}, which it was not asked for")
+            raise RefusedAnswer(f"it answers for client {unknown[0]}, which it was not asked for")
         if sorted(c for c, _, _ in trained) != sorted(asked):
-            raise Refused(f"it was asked for {len(asked)} clients and reports {len(trained)}")
+            raise RefusedAnswer(f"it was asked for {len(asked)} clients and reports {len(trained)}")
         good = [c for c in asked if c not in failed]
         sums = Sums(Accumulator(self.federation.reduction))
         prefix = "collected/"
@@ -238,14 +240,14 @@ class RemoteServer:
         for name, x in summed.items():
             self._check_tensor(name, x)
         if not all_finite(answer.tensors):
-            raise Refused("its sum is not finite")
+            raise RefusedAnswer("its sum is not finite")
         sums.sums.sums.update(summed)
         sums.sums.bounds.update({name: bounds.get(name, float("inf")) for name in summed})
         for key, x in answer.tensors.items():
             if key.startswith(prefix):
                 client, _, name = key[len(prefix) :].partition("/")
                 if not client.isdecimal() or int(client) not in good or name not in self.algorithm.operators:
-                    raise Refused(f"it answers with {key!r}, which nobody asked for")
+                    raise RefusedAnswer(f"it answers with {key!r}, which nobody asked for")
                 sums.collected.setdefault(int(client), {})[name] = x
         sums.samples, sums.clients = sum(self._samples[c] for c in good), len(good)
         sums.seconds, sums.failed, sums.metrics, sums.sent_bytes = trained, failed, metrics, sent
@@ -254,9 +256,9 @@ class RemoteServer:
     def _check_tensor(self, name: str, x: Tensor) -> None:
         operator = self.algorithm.operators.get(name)
         if name != BUFFERS and (operator is None or not operator.summed):
-            raise Refused(f"it answers with {name!r}, which nobody asked for")
+            raise RefusedAnswer(f"it answers with {name!r}, which nobody asked for")
         wanted: Sequence[int] = self.server.buffers.shape if name == BUFFERS else self.algorithm.shape_of(name)
         if tuple(x.shape) != tuple(wanted):
-            raise Refused(f"{name!r} has the shape {tuple(x.shape)}, and {tuple(wanted)} was asked for")
+            raise RefusedAnswer(f"{name!r} has the shape {tuple(x.shape)}, and {tuple(wanted)} was asked for")
         if x.dtype != _DTYPES[self.federation.reduction]:
-            raise Refused(f"{name!r} is {x.dtype}, and reduction={self.federation.reduction!r} was asked for")
+            raise RefusedAnswer(f"{name!r} is {x.dtype}, and reduction={self.federation.reduction!r} was asked for")

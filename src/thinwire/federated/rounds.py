@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from thinwire.federated import checkpoint as checkpoints
-from thinwire.federated.allreduce import Ranks
+from thinwire.federated.allreduce import AllReduceBackend
 from thinwire.federated.backend import VisitReport
 from thinwire.federated.clocks import ClientTrace
-from thinwire.federated.device import BUFFERS, Device, Task
+from thinwire.federated.device import BUFFERS, Device, RoundTask
 from thinwire.federated.history import History, RoundRecord
 from thinwire.federated.inprocess import InProcess
-from thinwire.federated.server import Server, check_cohort, reduce
+from thinwire.federated.server import FederatedServer, check_cohort, reduce
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
 """(model in eval mode, round) -> numbers."""
@@ -31,8 +31,8 @@ class Run:
 
     def __init__(
         self,
-        server: Server,
-        back: InProcess | Ranks,
+        server: FederatedServer,
+        back: InProcess | AllReduceBackend,
         device: Device,
         facts: Mapping[str, Any],
         folder: Path | None,
@@ -71,8 +71,8 @@ class Run:
         server.begin(round)
         reduced = None
         client_seconds = 0.0
-        while server.visit is not None:
-            task = Task(round, server.visit, total, len(chosen))
+        while server.request is not None:
+            task = RoundTask(round, server.request, total, len(chosen))
             report = self.back.visit(task, chosen)
             with torch.no_grad():
                 reduced = reduce(report.sums, task, algorithm, device.workspace.dtype)
@@ -80,13 +80,13 @@ class Run:
                 passes = getattr(algorithm, "epochs", 1)
                 each = report.sums.sent_bytes // max(1, report.sums.clients)
                 work = [(client, population.samples(client) * passes, each) for client in chosen]
-                client_seconds += trace.round_seconds(work, _bytes(server.visit.payload))
+                client_seconds += trace.round_seconds(work, _bytes(server.request.payload))
             reports.append(report)
             server.deliver(reduced)
         if reduced is None:
-            raise ValueError("program() must yield at least one Visit")
+            raise ValueError("program() must yield at least one RoundRequest")
         self.back.commit(round)
-        if isinstance(self.back, Ranks) and round % _HASH_EVERY == 0:
+        if isinstance(self.back, AllReduceBackend) and round % _HASH_EVERY == 0:
             self.back.check_state(round, server.state())
         predictions = [report.predicted_seconds for report in reports]
         return RoundRecord(

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.federated.aggregator import WEIGHTED_MEAN, Reduced, RoundProgram, Visit, check_operators
-from thinwire.federated.device import BUFFERS, Sums, Task
+from thinwire.federated.aggregator import WEIGHTED_MEAN, Reduced, RoundProgram, RoundRequest, check_operators
+from thinwire.federated.device import BUFFERS, RoundTask, Sums
 
 
-class NobodyAnswered(RuntimeError):
+class AllClientsFailed(RuntimeError):
     """Every client of a cohort failed."""
 
 
-class Server:
+class FederatedServer:
     """Drives an algorithm round by round; the same for every back end and for a deployment.
 
     Args:
@@ -24,7 +24,7 @@ class Server:
         buffers: the model's floating-point buffers, ``[B]``.
 
     Attributes:
-        visit: what is to be done next, with the buffers in its payload; None between rounds.
+        request: what is to be done next, with the buffers in its payload; None between rounds.
     """
 
     def __init__(self, algorithm: Any, buffers: Tensor) -> None:
@@ -33,7 +33,7 @@ class Server:
             raise ValueError(f"{BUFFERS!r} is the name of the model's own buffers: call the operator something else")
         self.algorithm = algorithm
         self.buffers = buffers
-        self.visit: Visit | None = None
+        self.request: RoundRequest | None = None
         self._program: RoundProgram | None = None
         self._new_buffers = buffers
 
@@ -45,7 +45,7 @@ class Server:
             self._set(next(self._program, None))
 
     def deliver(self, reduced: Reduced) -> None:
-        """Hand over what came of ``visit``; then ``visit`` is the next one, or None: the round is over."""
+        """Hand over what came of ``request``; then ``request`` is the next one, or None: the round is over."""
         assert self._program is not None
         if BUFFERS in reduced:
             self._new_buffers = reduced[BUFFERS]
@@ -53,10 +53,12 @@ class Server:
             try:
                 self._set(self._program.send(reduced))
             except StopIteration:
-                self.visit, self.buffers = None, self._new_buffers
+                self.request, self.buffers = None, self._new_buffers
 
-    def _set(self, visit: Visit | None) -> None:
-        self.visit = None if visit is None else Visit({**visit.payload, BUFFERS: self.buffers}, visit.name)
+    def _set(self, request: RoundRequest | None) -> None:
+        self.request = (
+            None if request is None else RoundRequest({**request.payload, BUFFERS: self.buffers}, request.name)
+        )
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the server."""
@@ -71,16 +73,16 @@ class Server:
         self.buffers = state[BUFFERS].to(device)
 
 
-def reduce(sums: Sums, task: Task, algorithm: Any, dtype: torch.dtype) -> Reduced:
+def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> Reduced:
     """From sums to what the algorithm asked for: divided by the weight of those that answered, not of those asked.
 
     Raises:
-        NobodyAnswered: there is nothing to divide by.
+        AllClientsFailed: there is nothing to divide by.
         OverflowError: see :class:`~thinwire.federated.accumulate.Accumulator`.
     """
     if sums.clients == 0:
         client, why = next(iter(sorted(sums.failed.items())))
-        raise NobodyAnswered(
+        raise AllClientsFailed(
             f"all {task.total_clients} clients of round {task.round} failed; client {client}, for one: {why}"
         )
     if algorithm.weights == "uniform":

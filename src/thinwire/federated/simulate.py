@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from thinwire.federated.aggregator import facts as facts_of
-from thinwire.federated.allreduce import Ranks, join
+from thinwire.federated.allreduce import AllReduceBackend, join
 from thinwire.federated.backend import Planner
 from thinwire.federated.client import Loss, cross_entropy
 from thinwire.federated.clocks import ClientTrace, Speed
@@ -21,7 +21,7 @@ from thinwire.federated.history import History, RoundRecord
 from thinwire.federated.inprocess import InProcess
 from thinwire.federated.options import check_numbers, make_store, use_ranks
 from thinwire.federated.rounds import Evaluate, Run
-from thinwire.federated.server import Server
+from thinwire.federated.server import FederatedServer
 from thinwire.federated.state import ClientStateStore
 from thinwire.federated.workspace import Workspace
 
@@ -89,7 +89,7 @@ def simulate(
         ValueError: a bad option, more clients a round than there are, a checkpoint of another run.
         NotLinear: the algorithm asks sums for what they cannot give.
         DeviceLost: a rank is gone.
-        NobodyAnswered: all clients of a round failed.
+        AllClientsFailed: all clients of a round failed.
         OverflowError: a sum left the range of ``reduction="exact"``.
     """
     check_numbers(rounds, clients_per_round, len(clients), evaluate_every, checkpoint_every)
@@ -116,13 +116,13 @@ def simulate(
             comm.agree({**given, "rounds": rounds, "names": workspace.names, "shapes": [*map(list, workspace.shapes)]})
             comm.broadcast([workspace.x, buffers])
         algorithm.setup(workspace.x.clone(), len(clients), clients_per_round)
-        server = Server(algorithm, buffers)
+        server = FederatedServer(algorithm, buffers)
         folder = None if checkpoint_dir is None else Path(checkpoint_dir)
         if algorithm.stateful:
             store = make_store(state, folder, len(clients), shared=comm is not None)
         device = Device(algorithm, workspace, clients, loss, store, seed, reduction)
-        back: InProcess | Ranks
-        back = InProcess(device, planner, speeds, faults) if comm is None else Ranks(device, planner, comm)
+        back: InProcess | AllReduceBackend
+        back = InProcess(device, planner, speeds, faults) if comm is None else AllReduceBackend(device, planner, comm)
         run = Run(server, back, device, given, folder, rank)
         with generators_kept():
             for round in range(run.resume(comm), rounds):

@@ -30,7 +30,7 @@ A, G = 0, 1
 _MEASURED = 1  # the round that is timed: the first one is cold
 
 
-class Listener(Protocol):
+class CaptureListener(Protocol):
     """Whom the hooks ask and tell."""
 
     def due(self) -> bool:
@@ -88,7 +88,7 @@ class Capture:
         tokens: str,
         *,
         sampled: bool,
-        listener: Listener,
+        listener: CaptureListener,
     ) -> None:
         self._layers, self._sampled, self._listener = layers, sampled, listener
         self.sums = [LayerSums(layer, scaling, tokens) for layer in layers]

@@ -15,13 +15,13 @@ from thinwire.kfac.prices import inversion_cost
 from thinwire.kfac.times import LayerTimes
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
-from thinwire.planner.timeline.machine import Machine, Task
-from thinwire.planner.timeline.programs import Hop, Part
+from thinwire.planner.timeline.machine import ComputeTask, Machine
+from thinwire.planner.timeline.programs import Hop, ProgramPart
 from thinwire.program import WORLD
 
 
 @dataclass(frozen=True)
-class Prediction:
+class KFACPrediction:
     """Seconds of one step of each kind, and bytes that one rank sends.
 
     Attributes:
@@ -53,7 +53,7 @@ class Prediction:
         return asdict(self)
 
 
-def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib: float = 4.0) -> Prediction:
+def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib: float = 4.0) -> KFACPrediction:
     """Predict a plan for a model.
 
     Args:
@@ -72,7 +72,7 @@ def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib
     compute = profile.forward_seconds + sum(profile.backward_seconds)
     statistics = whole.statistics_seconds
     inversions = inversion_cost(costs, plan)
-    return Prediction(
+    return KFACPrediction(
         passes_seconds=compute,
         gradient_seconds=plain - compute,
         factor_compute_seconds=statistics,
@@ -91,8 +91,8 @@ class _Passes:
     def __init__(self, plan: KFACPlan, costs: Costs, times: LayerTimes, gradient_mib: float, *, factors: bool) -> None:
         self._plan, self._costs, self._times = plan, costs, times
         self._limit, self._factors = gradient_mib * 2**20, factors
-        self._tasks: list[Task] = []
-        self._parts: list[Part] = []
+        self._tasks: list[ComputeTask] = []
+        self._parts: list[ProgramPart] = []
         self._after: list[int] = []  # bytes of messages that leave when backward is over
         self._left = Counter({(s, b): len(x) for s, bs in self._buckets() for b, x in enumerate(bs)})
         self._where = {(s, i): b for s, bs in self._buckets() for b, x in enumerate(bs) for i in x}
@@ -125,11 +125,11 @@ class _Passes:
             self._send("gradients", size)
         for bytes_ in self._after:
             self._send("factors", bytes_)
-        self._tasks.append(Task("end", 0.0, last=True))
+        self._tasks.append(ComputeTask("end", 0.0, last=True))
         return Machine(self._tasks, [], self._parts, shared=True, streams=None).run()
 
     def _compute(self, name: str, seconds: float) -> None:
-        self._tasks.append(Task(name, seconds))
+        self._tasks.append(ComputeTask(name, seconds))
 
     def _factor(self, side: int, layer: int, seconds: tuple[float, ...]) -> None:
         if not self._factors:
@@ -159,9 +159,11 @@ class _Passes:
         copy = self._costs.compute_seconds("memory", 2 * size)
         seconds = self._costs.seconds("AllReduce", WORLD, self._plan.world_size, size)
         cpu = self._costs.cpu_seconds("AllReduce", size)
-        self._tasks.append(Task(name, 0.0, completes=len(self._parts)))
+        self._tasks.append(ComputeTask(name, 0.0, completes=len(self._parts)))
         self._parts.append(
-            Part(len(self._parts), (copy, copy), (Hop("AllReduce", WORLD, "network", seconds, cpu, round(size)),))
+            ProgramPart(
+                len(self._parts), (copy, copy), (Hop("AllReduce", WORLD, "network", seconds, cpu, round(size)),)
+            )
         )
 
 

@@ -4,10 +4,10 @@ What does not live here: training code, models, and what a measurement means (``
 """
 
 from thinwire.lab.access import available
+from thinwire.lab.cleanup import clean
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.errors import LabError
 from thinwire.lab.launch import run
-from thinwire.lab.leftovers import clean
 from thinwire.lab.link import LinkSpec
 from thinwire.lab.rates import format_rate, parse_delay, parse_rate
 from thinwire.lab.result import LabResult

@@ -8,8 +8,8 @@ import os
 import subprocess
 from collections.abc import Iterator
 
+from thinwire.lab.cleanup import new_prefix, remove
 from thinwire.lab.errors import LabError
-from thinwire.lab.leftovers import new_prefix, remove
 from thinwire.lab.shell import Shell, tool
 
 _MODES = ("root", "user", "loopback")

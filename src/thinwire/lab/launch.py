@@ -15,7 +15,7 @@ from thinwire.lab.cores import own_cores, usable_cores
 from thinwire.lab.environment import rank_environment
 from thinwire.lab.errors import LabError
 from thinwire.lab.network import INTERFACE, Network
-from thinwire.lab.ranks import Ranks, tied
+from thinwire.lab.ranks import RankProcesses, child_command
 from thinwire.lab.result import LabResult
 from thinwire.lab.signals import DeferredSignals
 from thinwire.lab.supervise import supervise
@@ -72,7 +72,7 @@ def run(
             address, port, interface = network.address(0), master_port or _DEFAULT_PORT, INTERFACE
         cores = [] if share_cores else usable_cores()
         began = time.monotonic()
-        with Ranks(on_line or _print_line) as ranks:
+        with RankProcesses(on_line or _print_line) as ranks:
             for rank in range(cluster.workers):
                 if signals.received is not None:
                     break
@@ -81,7 +81,7 @@ def run(
                 )
                 node = rank // cluster.ranks_per_node
                 own = own_cores(node, cluster.nodes, cores) if cores else ()
-                line = network.on_node(node, command, own) if network else tied(command, cores=own)
+                line = network.on_node(node, command, own) if network else child_command(command, cores=own)
                 ranks.start(line, variables)
             code = supervise(ranks, signals, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
         seconds = time.monotonic() - began

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
+from thinwire.lab.cleanup import new_prefix, remove
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.errors import LabError
-from thinwire.lab.leftovers import new_prefix, remove
-from thinwire.lab.ranks import tied
+from thinwire.lab.ranks import child_command
 from thinwire.lab.shell import Shell
 
 INTERFACE = "eth0"
@@ -76,7 +76,7 @@ class Network:
             alias = f" {socket.gethostname()}" if other == node else ""
             lines.append(f"{self.address(other)} node{other}{alias}")
             lines.append(f"::ffff:{self.address(other)} node{other}.mapped")  # torch's store asks for this name
-        return self.shell.inside(self.nodes[node], tied(command, "\n".join(lines) + "\n", cores))
+        return self.shell.inside(self.nodes[node], child_command(command, "\n".join(lines) + "\n", cores))
 
     def _build(self) -> None:
         for name in [self.switch, *self.nodes]:

@@ -19,7 +19,7 @@ _CHUNK = 65536
 _DRAIN_SECONDS = 2.0
 
 
-def tied(command: Sequence[str], hosts: str = "", cores: Sequence[int] = ()) -> list[str]:
+def child_command(command: Sequence[str], hosts: str = "", cores: Sequence[int] = ()) -> list[str]:
     """The command line that becomes `command` in this directory and dies when this process dies.
 
     Args:
@@ -31,7 +31,7 @@ def tied(command: Sequence[str], hosts: str = "", cores: Sequence[int] = ()) -> 
     return [sys.executable, "-I", "-S", script, str(os.getpid()), os.getcwd(), hosts, places, *command]
 
 
-class Ranks:
+class RankProcesses:
     """All ranks of a run; leaving the context ends every process group that it started.
 
     An ended rank stays a zombie until then, so that its group's number cannot become somebody else's.
@@ -47,7 +47,7 @@ class Ranks:
         self._pending: list[bytes] = []
         self._selector = selectors.DefaultSelector()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 
-from thinwire.lab.ranks import Ranks
+from thinwire.lab.ranks import RankProcesses
 from thinwire.lab.signals import DeferredSignals
 
 TIMED_OUT = 124
@@ -14,7 +14,9 @@ _TICK_SECONDS = 0.05
 _KILL_AFTER_SECONDS = 5.0
 
 
-def supervise(ranks: Ranks, signals: DeferredSignals, *, grace_seconds: float, timeout_seconds: float | None) -> int:
+def supervise(
+    ranks: RankProcesses, signals: DeferredSignals, *, grace_seconds: float, timeout_seconds: float | None
+) -> int:
     """Wait until all ranks have ended and see to it that they do.
 
     When a rank fails the others have `grace_seconds` to notice, then get SIGTERM, and five seconds later SIGKILL. When

@@ -4,8 +4,8 @@ What does not live here: decisions (planner/).
 """
 
 from thinwire.measure.kernels import measure_kernels
-from thinwire.measure.model import profile_model
 from thinwire.measure.probe import probe
+from thinwire.measure.profile_model import profile_model
 from thinwire.measure.result import Measurement, ProbeResult
 from thinwire.measure.verdict import verdict
 

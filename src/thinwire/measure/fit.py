@@ -12,7 +12,7 @@ _TINY = 1e-9
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """Start-up plus a rate, and how well that describes the points.
 
     Attributes:
@@ -35,7 +35,7 @@ class Line:
         return self.startup_seconds + self.seconds_per_byte * size
 
 
-def fit_line(points: Sequence[Point]) -> Line:
+def fit_line(points: Sequence[Point]) -> LinearFit:
     """The line through measured points; neither its start-up nor its rate is negative.
 
     Least squares weighted by 1 / seconds, between absolute (small messages would not count) and relative (a kink
@@ -59,7 +59,7 @@ def fit_line(points: Sequence[Point]) -> Line:
         start, slope = y_mean, 0.0
     elif start < 0:
         start, slope = 0.0, sum(w * x * y for w, x, y in zip(ws, xs, ys)) / sum(w * x * x for w, x in zip(ws, xs))
-    return Line(start, slope, tuple((y - start - slope * x) / y for x, y in zip(xs, ys)))
+    return LinearFit(start, slope, tuple((y - start - slope * x) / y for x, y in zip(xs, ys)))
 
 
 def never_falling(points: Sequence[Point]) -> tuple[Point, ...]:

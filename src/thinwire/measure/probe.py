@@ -21,7 +21,7 @@ from thinwire.measure.fit import never_falling
 from thinwire.measure.kernels import KERNELS, kernel_points
 from thinwire.measure.result import Measurement, ProbeResult
 from thinwire.measure.schedule import LARGEST, coarse_to_fine, expected_seconds, message_sizes, repeats
-from thinwire.measure.wire import Wire
+from thinwire.measure.wire import ExchangeTimer
 from thinwire.planner.curves import Curve, Table
 from thinwire.planner.formulas import KINDS
 from thinwire.program.ops import Scope
@@ -79,7 +79,7 @@ def probe(
     lanes = Lanes(ranks, topology, rank, timeout, device if "nccl" in backend else None)
     broken = True
     try:
-        wire = Wire(lanes, topology, rank, device, counts_cpu="gloo" in backend)
+        wire = ExchangeTimer(lanes, topology, rank, device, counts_cpu="gloo" in backend)
         run = _Run(wire, seconds, on_progress)
         if len(ranks) > 1:
             run.exchanges(sizes)
@@ -98,7 +98,7 @@ def _source(backend: str, world: int) -> str:
 class _Run:
     """One probe: what is known so far, and what is left of the time."""
 
-    def __init__(self, wire: Wire, seconds: float, on_progress: Progress) -> None:
+    def __init__(self, wire: ExchangeTimer, seconds: float, on_progress: Progress) -> None:
         self._wire, self._seconds, self._progress = wire, seconds, on_progress
         self._began = time.perf_counter()
         self._elapsed = 0.0

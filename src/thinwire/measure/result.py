@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from thinwire.measure.fit import Line, continued, fit_line, never_falling
+from thinwire.measure.fit import LinearFit, continued, fit_line, never_falling
 from thinwire.planner.costs import Costs, Key
 from thinwire.planner.curves import Curve, Linear, Table, curve_from_data, curve_to_data
 from thinwire.planner.formulas import KINDS
@@ -98,7 +98,7 @@ class ProbeResult:
         )
 
     @property
-    def lines(self) -> dict[Key, Line]:
+    def lines(self) -> dict[Key, LinearFit]:
         """Start-up, seconds per byte and residuals of each curve."""
         return {key: fit_line([(m.bytes, m.seconds) for m in row]) for key, row in self.series.items()}
 

@@ -44,7 +44,7 @@ class Times:
         return Times(self.seconds + other.seconds, self.cpu_seconds + other.cpu_seconds)
 
 
-class Wire:
+class ExchangeTimer:
     """Times exchanges. Every method is called by all ranks, in the same order.
 
     Args:
@@ -61,7 +61,7 @@ class Wire:
         self.scopes = tuple(Scope) if topology.two_levels else (Scope.WORLD,)
         self._control: Lane = lanes.get("agreement", Scope.WORLD, 0)
         for scope in self.scopes:  # also groups of one: torch names groups by how many a rank has, so all need as many
-            lanes.get("probe", scope, 0, two_way=scope is Scope.WORLD)
+            lanes.get("probe", scope, 0, bidirectional=scope is Scope.WORLD)
         self._tick = torch.zeros(1, device=device)
         self.meet()
         cpu, start = time.process_time(), time.perf_counter()

@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.engine.state.scaler import refuse_scaled
 from thinwire.engine.sync import GradientSync
 from thinwire.methods.base import check_choice
-from thinwire.optim.pto import ParallelStats, Share, Sharing
+from thinwire.optim.pto import NormSharding, NormShardingOptions, ParallelStats
 from thinwire.optim.ratios import Layers, replicated
 from thinwire.program import working_dtype
 
@@ -33,7 +33,7 @@ def check_number(name: str, value: Any, below: float = math.inf) -> None:
 
 
 @dataclass
-class Work:
+class GroupTensors:
     """The tensors of one group that have a gradient.
 
     Attributes:
@@ -54,12 +54,12 @@ class Work:
     updates: list[Tensor] = field(default_factory=list)
     chosen: list[int] = field(default_factory=list)
 
-    def part(self, indices: Sequence[int]) -> Work:
+    def part(self, indices: Sequence[int]) -> GroupTensors:
         """Some of its tensors, all of them adapted."""
         if len(indices) == len(self.parameters):
             return self
         p, w, g = ([some[i] for i in indices] for some in (self.parameters, self.weights, self.gradients))
-        return Work(self.group, p, w, g, [self.states[i] for i in indices], list(range(len(indices))), [])
+        return GroupTensors(self.group, p, w, g, [self.states[i] for i in indices], list(range(len(indices))), [])
 
     def held(self, name: str) -> list[Tensor]:
         """A field of the state of each tensor; zeros where it is new."""
@@ -76,14 +76,14 @@ class Work:
 class LayerWise(torch.optim.Optimizer, abc.ABC):
     """An optimizer whose rate depends on norms of whole tensors."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], share: Share, scaler: Any) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], share: NormShardingOptions, scaler: Any) -> None:
         self._begin(share, scaler)
         super().__init__(params, defaults)
         self.register_step_pre_hook(_before_step)
 
-    def _begin(self, share: Share, scaler: Any) -> None:
+    def _begin(self, share: NormShardingOptions, scaler: Any) -> None:
         self._share, self._scaler = share, scaler
-        self._sharing: Sharing | None = None
+        self._sharing: NormSharding | None = None
         self._told = False
         self._versions: dict[Tensor, int] = {}  # of parameters with a master, when we last wrote them
 
@@ -91,7 +91,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         """A copy, or what was unpickled, belongs to no scaler and to no ranks."""
         super().__setstate__(state)
         if "_share" not in self.__dict__:
-            self._begin(Share(), None)
+            self._begin(NormShardingOptions(), None)
             self.register_step_pre_hook(_before_step)
 
     # --- groups ----------------------------------------------------------------------------------------------------
@@ -127,11 +127,11 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- a step ----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def prepare(self, works: Sequence[Work]) -> list[Layers]:
+    def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
         """Per group, the layers whose ratios ``update`` needs; may be empty."""
 
     @abc.abstractmethod
-    def update(self, work: Work, ratios: Tensor | None) -> None:
+    def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
         """Update the weights and state of one group. ``ratios``: of the layers that ``prepare`` gave."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -167,7 +167,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
             )
         return replicated(blocks)
 
-    def _work(self, group: dict[str, Any]) -> Work:
+    def _work(self, group: dict[str, Any]) -> GroupTensors:
         parameters = [p for p in group["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p in parameters):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use Embedding(sparse=False)")
@@ -178,7 +178,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         skipped = [i for i, p in enumerate(parameters) if skip == "all" or (skip == "1d" and p.dim() <= 1)]
         left = set(skipped)
         adapted = [i for i in range(len(parameters)) if i not in left]
-        return Work(group, parameters, weights, gradients, states, adapted, skipped)
+        return GroupTensors(group, parameters, weights, gradients, states, adapted, skipped)
 
     # --- masters ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         found: Tensor = state["master"]
         return found
 
-    def _write_back(self, work: Work) -> None:
+    def _write_back(self, work: GroupTensors) -> None:
         if copies := work.masters():
             torch._foreach_copy_([work.parameters[i] for i in copies], [work.weights[i] for i in copies])
             for i in copies:

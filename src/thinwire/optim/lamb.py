@@ -11,8 +11,8 @@ from torch import Tensor
 from thinwire.engine.sync import GradientSync
 from thinwire.methods.base import check_flag
 from thinwire.methods.decoupling import deferring
-from thinwire.optim.base import LayerWise, Work, check_number
-from thinwire.optim.pto import Share
+from thinwire.optim.base import GroupTensors, LayerWise, check_number
+from thinwire.optim.pto import NormShardingOptions
 from thinwire.optim.ratios import Layers, norms
 
 
@@ -85,7 +85,7 @@ class LAMB(LayerWise):
             "skip": skip,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, Share(parallel, partition), scaler)
+        super().__init__(params, defaults, NormShardingOptions(parallel, partition), scaler)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ``ValueError`` on an option out of range."""
@@ -112,7 +112,7 @@ class LAMB(LayerWise):
             )
         return super().attached(sync, scaler)
 
-    def prepare(self, works: Sequence[Work]) -> list[Layers]:
+    def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
         """The moments and the updates u; ratios are of weights and u."""
         shrink = _shrink(works)
         found = []
@@ -125,7 +125,7 @@ class LAMB(LayerWise):
             found.append(Layers(work.weights, work.updates).part(work.chosen))
         return found
 
-    def update(self, work: Work, ratios: Tensor | None) -> None:
+    def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
         """``w`` of one group."""
         rate, chosen = work.group["lr"], set(work.chosen)
         if ratios is not None:
@@ -136,7 +136,7 @@ class LAMB(LayerWise):
             torch._foreach_add_([work.weights[i] for i in rest], [work.updates[i] for i in rest], alpha=-rate)
 
 
-def _shrink(works: Sequence[Work]) -> Tensor | None:
+def _shrink(works: Sequence[GroupTensors]) -> Tensor | None:
     """What gradients are divided by: ``max(1, |g_all| / max_grad_norm)``, 0-dim; None: nothing."""
     limit = works[0].group["max_grad_norm"] if works else None
     if limit is None:
@@ -145,7 +145,7 @@ def _shrink(works: Sequence[Work]) -> Tensor | None:
     return (total / float(limit)).clamp(min=1.0)
 
 
-def _update(work: Work, shrink: Tensor | None) -> list[Tensor]:
+def _update(work: GroupTensors, shrink: Tensor | None) -> list[Tensor]:
     """Advance the moments of one group; returns u of each tensor."""
     group, gradients = work.group, work.gradients
     first, second = work.held("exp_avg"), work.held("exp_avg_sq")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire.methods.base import check_choice, check_flag
-from thinwire.optim.base import LayerWise, Work, check_number
-from thinwire.optim.pto import Share
+from thinwire.optim.base import GroupTensors, LayerWise, check_number
+from thinwire.optim.pto import NormShardingOptions
 from thinwire.optim.ratios import Layers, Rule
 
 logger = logging.getLogger("thinwire")
@@ -95,7 +95,7 @@ class LARS(LayerWise):
             "skip_lr_scale": skip_lr_scale,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, Share(parallel, partition), scaler)
+        super().__init__(params, defaults, NormShardingOptions(parallel, partition), scaler)
         self._warn_of_rates()
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ class LARS(LayerWise):
             steep[0]["lr"],
         )
 
-    def prepare(self, works: Sequence[Work]) -> list[Layers]:
+    def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
         """Ratios are of weights and gradients."""
         found = []
         for work in works:
@@ -139,7 +139,7 @@ class LARS(LayerWise):
             found.append(Layers(part.weights, part.gradients, rule))
         return found
 
-    def update(self, work: Work, ratios: Tensor | None) -> None:
+    def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
         """``v`` and ``w`` of one group."""
         group = work.group
         rate, sign = group["lr"], -1.0 if group["maximize"] else 1.0
@@ -153,7 +153,9 @@ class LARS(LayerWise):
             _advance(work.part(work.skipped), rate * sign if held else sign, None, 1.0 if held else rate)
 
 
-def _advance(work: Work, rates: Sequence[Tensor] | float, decay: Sequence[Tensor] | None, outside: float) -> None:
+def _advance(
+    work: GroupTensors, rates: Sequence[Tensor] | float, decay: Sequence[Tensor] | None, outside: float
+) -> None:
     """``v <- momentum * v + d; w <- w - outside * v`` with ``d = rates * g + decay * w``, per tensor.
 
     Args:

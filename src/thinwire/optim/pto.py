@@ -139,7 +139,7 @@ class TrustRatios:
 
 
 @dataclass(frozen=True)
-class Share:
+class NormShardingOptions:
     """The options of an optimizer: over whom, and how, norms are shared out."""
 
     parallel: str | None = None
@@ -149,7 +149,7 @@ class Share:
         check_choice("parallel", self.parallel, PARALLEL)
         check_choice("partition", self.partition, PARTITIONS)
 
-    def among(self, sync: GradientSync) -> Sharing | None:
+    def among(self, sync: GradientSync) -> NormSharding | None:
         """With the ranks of a GradientSync; None: nothing is to be shared.
 
         Raises:
@@ -165,13 +165,13 @@ class Share:
             )
         if sync.services.topology.world_size == 1:
             logger.warning("thinwire: parallel=%r has no effect on one rank", self.parallel)
-        return Sharing(sync, self)
+        return NormSharding(sync, self)
 
 
-class Sharing:
+class NormSharding:
     """The norms of one optimizer, shared out over the ranks of one GradientSync."""
 
-    def __init__(self, sync: GradientSync, share: Share) -> None:
+    def __init__(self, sync: GradientSync, share: NormShardingOptions) -> None:
         self._sync, self._share = sync, share
         topology = sync.services.topology
         self._scopes = {"world": WORLD} if topology.world_size > 1 else {}

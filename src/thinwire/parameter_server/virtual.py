@@ -22,7 +22,7 @@ from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.shard_messages import Piece
 from thinwire.parameter_server.virtual_shards import Ends, VirtualShards
-from thinwire.planner.virtual_time import Card, Channel, VirtualTime
+from thinwire.planner.virtual_time import Card, VirtualChannel, VirtualTime
 
 _LINK = Link()  # an immutable default
 
@@ -54,14 +54,14 @@ class _Node:
         up, down = self.cards
         self.wires = {}
         for way, source, target in (("up", up, sim.cards[0]), ("down", sim.cards[1], down)):
-            control = Channel(sim.time, source, target, self.link.latency_seconds, draw)
+            control = VirtualChannel(sim.time, source, target, self.link.latency_seconds, draw)
             self.wires[way, "control"] = _Wire(control)
             if sim.settings.channels == 2:
-                data = Channel(sim.time, source, target, self.link.latency_seconds, draw, behind=control)
+                data = VirtualChannel(sim.time, source, target, self.link.latency_seconds, draw, behind=control)
                 self.wires[way, "data"] = _Wire(data, behind=self.wires[way, "control"])
         for index, (to, come_from) in enumerate(sim.shards.cards):
             for way, source, target in (("up", up, to), ("down", come_from, down)):
-                channel = Channel(sim.time, source, target, self.link.latency_seconds, draw)
+                channel = VirtualChannel(sim.time, source, target, self.link.latency_seconds, draw)
                 self.wires[way, f"shard {index}"] = _Wire(channel, index)
         self.ends: Ends = {}
 
@@ -73,7 +73,7 @@ class _Wire:
     reverse: each waits until those that were queued there before it have been sent.
     """
 
-    def __init__(self, channel: Channel, shard: int = -1, behind: _Wire | None = None) -> None:
+    def __init__(self, channel: VirtualChannel, shard: int = -1, behind: _Wire | None = None) -> None:
         self.channel, self.shard, self.behind = channel, shard, behind
         self.queue: deque[tuple[Message | Piece, int, int]] = deque()  # the last: how many it waits for
         self.queued = self.sent = 0

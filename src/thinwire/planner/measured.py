@@ -38,7 +38,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketIndices:
     """Indices of one bucket, and what a sparse method keeps of it (0: by its density)."""
 
     indices: list[int]
@@ -75,7 +75,7 @@ def cut(
     itemsize: int,
     measured: Measured,
     phase: int,
-) -> list[Part]:
+) -> list[BucketIndices]:
     """Cut tensors into buckets.
 
     Args:
@@ -96,7 +96,7 @@ def cut(
         price = _exchange(method, max(sizes, default=1), measured, phase)
         merger = greedy_mgwfbp if rule == "mgwfbp" else optimal_dense
         merge = merger(list(payload), list(seconds), lambda n: price(itemsize * n))
-    return [Part(group) for group in merge.groups]
+    return [BucketIndices(group) for group in merge.groups]
 
 
 def _sparse(
@@ -117,7 +117,7 @@ def _sparse(
     return optimal_sparse(sizes, list(seconds), select, exchange, side_stream=measured.side_stream)
 
 
-def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: Measured) -> list[Part]:
+def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: Measured) -> list[BucketIndices]:
     """LAGS: a bucket per layer; what is kept of each."""
     world, costs = measured.topology.world_size, measured.costs
     all_reduce = all_reduce_seconds(costs, measured.topology)
@@ -135,7 +135,7 @@ def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: M
         exposed_seconds=method.exposed_seconds,
         side_stream=measured.side_stream,
     )
-    return [Part([i], kept) for i, kept in enumerate(ratios.kept)]
+    return [BucketIndices([i], kept) for i, kept in enumerate(ratios.kept)]
 
 
 def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Callable[[int], float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.planner.hierarchy import CollectiveTable
-from thinwire.planner.measured import RULES, Measured, Part, cut, hidden_seconds, rule_of
+from thinwire.planner.measured import RULES, BucketIndices, Measured, cut, hidden_seconds, rule_of
 from thinwire.planner.merge import Merge
 from thinwire.planner.sizes import balanced, by_size, needed_soon, started_early
 from thinwire.program import Method, Plan, PlanBucket
@@ -118,7 +118,7 @@ def make_plan(
                 lists = needed_soon(payload, limit) if soon else by_size(payload, limit)
                 if free and rule != "payload":
                     lists = started_early(lists, payload, limit)
-                parts = [Part(group) for group in lists]
+                parts = [BucketIndices(group) for group in lists]
             for part in parts:
                 names = tuple(entries[i].name for i in part.indices)
                 way = ""
@@ -155,10 +155,10 @@ def _since_last_of_kind(order: Sequence[int], indices: Sequence[int], seconds: S
     return waits
 
 
-def _given(merge: Merge, count: int) -> list[Part]:
+def _given(merge: Merge, count: int) -> list[BucketIndices]:
     if [i for group in merge.groups for i in group] != list(range(count)):
         raise ValueError(f"the Merge is not of the model's {count} tensors: make it from this model's sizes")
-    return [Part(list(group)) for group in merge.groups]
+    return [BucketIndices(list(group)) for group in merge.groups]
 
 
 def _limit(merge: Any, entries: Sequence[PlanTensor], payload: Sequence[int]) -> float:

@@ -11,7 +11,7 @@ _LAUNCH_SECONDS = 4e-3
 """What one bucket more costs a step on Gloo where every core has a rank (13 against 2 of 43.6 MB, 2 ranks, 2 cores).
 With cores to spare it is less; the sum is flat round its minimum, so that one value serves both.
 """
-_CRUMB = 1 / 16  # of the limit
+_MIN_TAIL = 1 / 16  # of the limit
 _SMALL = 1 / 8  # of the limit: a bucket that nothing hides
 _FEW = 4  # buckets, for which one more costs more than it brings
 
@@ -42,7 +42,7 @@ def gain_of_overlap(all_reduce: Callable[[float], float], backward_seconds: floa
 
 
 def by_size(sizes: Sequence[float], limit: float, *, first: float | None = None) -> list[list[int]]:
-    """As :func:`~thinwire.planner.merge.fuse`, but crumbs go with what follows them.
+    """As :func:`~thinwire.planner.merge.fuse`, but a small remainder goes with what follows it.
 
     A bias that is the last in a bucket would hold it back until the layer's weight arrives, which is the next bucket's;
     one between two weights that fill a bucket each would be a message of its own, which takes as many turns of the ring
@@ -50,14 +50,14 @@ def by_size(sizes: Sequence[float], limit: float, *, first: float | None = None)
 
     Args:
         sizes: of the tensors' messages, in the order in which they arrive, in any unit.
-        limit: in the same unit; crumbs (up to a sixteenth of it) may exceed it. 0: one bucket per tensor.
+        limit: in the same unit; a small remainder (up to a sixteenth of it) may exceed it. 0: one bucket per tensor.
         first: the limit of the first bucket.
 
     Example:
         >>> by_size([32, 1, 40, 1, 40, 1, 40, 1], 42)
         [[0], [1, 2], [3, 4], [5, 6, 7]]
     """
-    return fuse(sizes, limit, first=first, crumbs=_CRUMB * limit)
+    return fuse(sizes, limit, first=first, min_tail=_MIN_TAIL * limit)
 
 
 def started_early(groups: list[list[int]], sizes: Sequence[float], limit: float) -> list[list[int]]:

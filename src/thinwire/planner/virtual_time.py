@@ -80,7 +80,7 @@ class Card:
         return self.free_at
 
 
-class Channel:
+class VirtualChannel:
     """Messages in order from one card to another.
 
     Args:
@@ -100,7 +100,7 @@ class Channel:
         latency_seconds: float,
         jitter: Callable[[], float] | None = None,
         small_bytes: int = 1500,
-        behind: Channel | None = None,
+        behind: VirtualChannel | None = None,
     ) -> None:
         check_number("latency_seconds", latency_seconds)
         self._time, self._source, self._target = time, source, target

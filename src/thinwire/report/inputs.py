@@ -9,15 +9,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from thinwire.report.predictions import Ranking, WinnerMap, read_map, read_ranking
+from thinwire.report.predictions import MethodRanking, WinnerMap, read_map, read_ranking
 from thinwire.report.results import Bench, read_bench
-from thinwire.report.traces import Trace, read_trace
+from thinwire.report.traces import StepTrace, read_trace
 
-Result: TypeAlias = Bench | Ranking | WinnerMap | Trace
+Result: TypeAlias = Bench | MethodRanking | WinnerMap | StepTrace
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     """A file: its name, what it holds, when it was written."""
 
     name: str
@@ -29,7 +29,7 @@ class Source:
 class Inputs:
     """All results of all files, in the order given."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[InputFile, ...]
     results: tuple[Result, ...]
 
     @property
@@ -38,9 +38,9 @@ class Inputs:
         return [result for result in self.results if isinstance(result, WinnerMap)]
 
     @property
-    def rankings(self) -> list[Ranking]:
+    def rankings(self) -> list[MethodRanking]:
         """Predictions for one cluster."""
-        return [result for result in self.results if isinstance(result, Ranking)]
+        return [result for result in self.results if isinstance(result, MethodRanking)]
 
     @property
     def benches(self) -> list[Bench]:
@@ -48,9 +48,9 @@ class Inputs:
         return [result for result in self.results if isinstance(result, Bench)]
 
     @property
-    def traces(self) -> list[Trace]:
+    def traces(self) -> list[StepTrace]:
         """Timelines, the predicted ones first."""
-        found = [result for result in self.results if isinstance(result, Trace)]
+        found = [result for result in self.results if isinstance(result, StepTrace)]
         return sorted(found, key=lambda trace: not trace.predicted)
 
     def labels(self) -> Iterator[list[str]]:
@@ -88,7 +88,7 @@ def read_files(paths: Iterable[Path]) -> Inputs:
         OSError: a file cannot be read.
         ValueError: a file holds nothing known, or something known that is broken.
     """
-    sources: list[Source] = []
+    sources: list[InputFile] = []
     results: list[Result] = []
     for path in paths:
         holds = []
@@ -96,7 +96,7 @@ def read_files(paths: Iterable[Path]) -> Inputs:
             holds.append(kind)
             results.append(result)
         written = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-        sources.append(Source(path.name, " and ".join(holds), written))
+        sources.append(InputFile(path.name, " and ".join(holds), written))
     return Inputs(tuple(sources), tuple(results))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from thinwire import __version__
 from thinwire.report.colours import Colours
 from thinwire.report.figures import plotly
-from thinwire.report.inputs import Inputs, Source
+from thinwire.report.inputs import InputFile, Inputs
 from thinwire.report.section import Block, Chart, Section
 from thinwire.report.sections import SECTIONS
 
@@ -125,6 +125,6 @@ def _table(rows: tuple[tuple[str, ...], ...], kind: str = "figures") -> str:
     return f'<table class="{kind}">' + "\n".join(lines) + "</table>"
 
 
-def _sources(sources: tuple[Source, ...]) -> str:
+def _sources(sources: tuple[InputFile, ...]) -> str:
     rows = (("file", "holds", "written"), *((s.name, s.holds, s.written) for s in sources))
     return f'<section id="sources">\n<h2>Files</h2>\n{_table(rows, "sources")}\n</section>'

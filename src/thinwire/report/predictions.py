@@ -10,7 +10,7 @@ from thinwire.report.fields import Data, facts, listed, maybe_number, number, nu
 
 
 @dataclass(frozen=True)
-class Cell:
+class WinnerCell:
     """Who wins at one bandwidth and one number of workers.
 
     Attributes:
@@ -38,16 +38,16 @@ class WinnerMap:
     facts: str
     bits_per_second: tuple[float, ...]
     workers: tuple[int, ...]
-    cells: tuple[tuple[Cell | None, ...], ...]
+    cells: tuple[tuple[WinnerCell | None, ...], ...]
 
     @property
-    def known(self) -> list[Cell]:
+    def known(self) -> list[WinnerCell]:
         """All cells there are, row after row."""
         return [cell for row in self.cells for cell in row if cell is not None]
 
 
 @dataclass(frozen=True)
-class Entry:
+class RankedMethod:
     """One method's predicted step, with the band it should lie in."""
 
     label: str
@@ -61,12 +61,12 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class MethodRanking:
     """Methods on one model and one network."""
 
     name: str
     facts: str
-    entries: tuple[Entry, ...]
+    entries: tuple[RankedMethod, ...]
     sentence: str
     left_out: tuple[str, ...] = ()
 
@@ -88,14 +88,14 @@ def read_map(name: str, data: Data) -> WinnerMap:
     )
 
 
-def _cell(value: Any) -> Cell | None:
+def _cell(value: Any) -> WinnerCell | None:
     if value is None:
         return None
     data = table(value, "a cell")
     winner = text(data, "winner")
     if not winner:
         raise ValueError("a cell has no 'winner'")
-    return Cell(
+    return WinnerCell(
         winner,
         text(data, "winner_exact"),
         number(data, "step_seconds"),
@@ -104,17 +104,17 @@ def _cell(value: Any) -> Cell | None:
     )
 
 
-def read_ranking(name: str, data: Data) -> Ranking:
+def read_ranking(name: str, data: Data) -> MethodRanking:
     """From what ``thinwire plan --json`` wrote."""
     entries: Sequence[Data] = tables(data, "entries")
     left_out = tuple(": ".join(map(str, pair)) for pair in data.get("left_out") or () if isinstance(pair, list))
-    return Ranking(name, facts(data), tuple(_entry(entry) for entry in entries), text(data, "sentence"), left_out)
+    return MethodRanking(name, facts(data), tuple(_entry(entry) for entry in entries), text(data, "sentence"), left_out)
 
 
-def _entry(data: Data) -> Entry:
+def _entry(data: Data) -> RankedMethod:
     step = number(data, "step_seconds")
     low, high = maybe_number(data, "low_seconds"), maybe_number(data, "high_seconds")
-    return Entry(
+    return RankedMethod(
         label=text(data, "label"),
         exact=bool(data.get("exact")),
         step_seconds=step,

@@ -19,7 +19,7 @@ _GAP = 0.002  # of the whole: events closer than that are drawn as one bar
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """One step of one rank.
 
     Attributes:
@@ -64,7 +64,7 @@ class Trace:
         return joined(self.events, _GAP * self.step_seconds)
 
 
-def read_trace(name: str, data: Any) -> Trace:
+def read_trace(name: str, data: Any) -> StepTrace:
     """From ``to_chrome_trace`` or ``torch.profiler``; of several steps marked by the profiler, the last."""
     listed = data["traceEvents"] if isinstance(data, dict) else data
     entries = [table(entry, "a trace event") for entry in listed]
@@ -90,7 +90,9 @@ def read_trace(name: str, data: Any) -> Trace:
         label = re.sub(r",? *rank \d+$", "", who)
     starts = _starts(events)
     first_step = [e for e in events if len(starts) < 2 or e.start_seconds < starts[1]]
-    return Trace(name, label, predicted, rank, len(pids), max(len(starts), len(steps)), tuple(outermost(first_step)))
+    return StepTrace(
+        name, label, predicted, rank, len(pids), max(len(starts), len(steps)), tuple(outermost(first_step))
+    )
 
 
 def _starts(events: Iterable[Event]) -> list[float]:

@@ -13,11 +13,11 @@ from thinwire.split.finetune import SplitReport, split_finetune
 from thinwire.split.halves import Back, Front
 from thinwire.split.keys import write_keys
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.link import StageLink
+from thinwire.split.link import CloudClient
 from thinwire.split.pair import LocalPair
 from thinwire.split.plan import SplitPlan
 from thinwire.split.recipe import Recipe
-from thinwire.split.serve import Server
+from thinwire.split.serve import CloudServer
 from thinwire.split.session import CloudEnd
 from thinwire.split.surgery import split_model
 from thinwire.split.tls import Credentials
@@ -26,7 +26,9 @@ __all__ = [
     "Back",
     "Batch",
     "ByteLedger",
+    "CloudClient",
     "CloudEnd",
+    "CloudServer",
     "Credentials",
     "EdgeEnd",
     "FrameError",
@@ -36,13 +38,11 @@ __all__ = [
     "LinkTimeout",
     "LocalPair",
     "Recipe",
-    "Server",
     "SessionError",
     "Shape",
     "SplitError",
     "SplitPlan",
     "SplitReport",
-    "StageLink",
     "compare",
     "crossings",
     "estimate",

@@ -21,7 +21,7 @@ UNSPLIT = "unsplit"
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One way of training.
 
     Attributes:
@@ -59,7 +59,7 @@ def compare(
     seeds: Sequence[int] = (0,),
     on_step: OnStep | None = None,
     on_row: Callable[[str, int], None] | None = None,
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Train the unsplit model, and every plan, on each seed.
 
     Args:
@@ -93,13 +93,13 @@ def compare(
             scores[name].append(report.score)
             seconds[name].append(report.seconds / steps)
     view = view_of(build(seeds[0]))
-    rows = [Row(UNSPLIT, tuple(scores[UNSPLIT]), None, None, mean(seconds[UNSPLIT]), mean(seconds[UNSPLIT]))]
+    rows = [ComparisonRow(UNSPLIT, tuple(scores[UNSPLIT]), None, None, mean(seconds[UNSPLIT]), mean(seconds[UNSPLIT]))]
     for name, plan in plans.items():
         made = [estimate(step, link) for step in steps_of(plan, shape_of(view, task.classes), task.train, recipe)]
         spent = mean(seconds[name])
         on_link = spent + mean(one.link_seconds for one in made)
         state, wire = mean(one.state for one in made), mean(one.wire for one in made)
-        rows.append(Row(name, tuple(scores[name]), state, wire, spent, on_link))
+        rows.append(ComparisonRow(name, tuple(scores[name]), state, wire, spent, on_link))
     return rows
 
 

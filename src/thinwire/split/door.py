@@ -9,10 +9,10 @@ import threading
 from dataclasses import dataclass, field
 
 from thinwire.split.errors import LinkError, SessionError
-from thinwire.split.frames import Words
+from thinwire.split.frames import Fields
 from thinwire.split.ledger import ByteLedger
 from thinwire.split.tls import Credentials
-from thinwire.split.wire import Wire
+from thinwire.split.wire import FrameConnection
 
 MOST = 64
 
@@ -32,8 +32,8 @@ class Newcomer:
     connected: socket.socket
     address: str
     ledger: ByteLedger = field(default_factory=ByteLedger)
-    wire: Wire | None = None
-    hello: Words | None = None
+    wire: FrameConnection | None = None
+    hello: Fields | None = None
     error: Exception | None = None
 
     def close(self) -> None:
@@ -86,14 +86,14 @@ class Door:
 
     def _hear(self, newcomer: Newcomer) -> None:
         try:
-            newcomer.wire = Wire(
+            newcomer.wire = FrameConnection(
                 newcomer.connected, self._credentials, server=True, ledger=newcomer.ledger, limit=self._limit,
                 seconds=self._seconds,
             )  # fmt: skip
             hello = newcomer.wire.receive(self._seconds, "hello")
-            if hello.kind != "hello" or hello.words is None:
+            if hello.kind != "hello" or hello.fields is None:
                 raise SessionError(f"a connection began with {hello.kind!r} instead of hello")
-            newcomer.hello = hello.words
+            newcomer.hello = hello.fields
         except Exception as error:  # whatever a stranger sends, it must not end the cloud
             newcomer.error = error
         self._ended.put(newcomer)

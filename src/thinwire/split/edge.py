@@ -13,9 +13,9 @@ from torch import Tensor
 from thinwire.split import store
 from thinwire.split.batch import Batch
 from thinwire.split.errors import SessionError
-from thinwire.split.frames import Message, Words
+from thinwire.split.frames import Fields, Message
 from thinwire.split.halves import Back, Front, check_holder
-from thinwire.split.programs import Ends, Program, Receive, Send, edge_evaluate, edge_step
+from thinwire.split.programs import Program, Receive, Send, StepContext, edge_evaluate, edge_step
 from thinwire.split.recipe import Recipe
 from thinwire.split.session import PROTOCOL
 from thinwire.split.swapped import edge_back_evaluate, edge_back_step
@@ -54,10 +54,10 @@ class EdgeEnd:
         check_holder(self.half, "edge")
         self._optimizer = self.recipe.optimizer(self.half)
         plan = self.half.plan
-        self._ends = Ends(plan, self.recipe, plan.chain("up"), plan.chain("down"), self._optimizer)
+        self._context = StepContext(plan, self.recipe, plan.chain("up"), plan.chain("down"), self._optimizer)
         self._device = next(self.half.parameters()).device
 
-    def hello(self) -> Words:
+    def hello(self) -> Fields:
         """What it says first, on every connection."""
         return {
             "protocol": PROTOCOL,
@@ -70,7 +70,7 @@ class EdgeEnd:
             "total": self.total,
         }
 
-    def open(self, call: Call, ready: Words) -> None:
+    def open(self, call: Call, ready: Fields) -> None:
         """Begin, with the cloud's answer to hello.
 
         Raises:
@@ -96,9 +96,9 @@ class EdgeEnd:
         self.recipe.set_rate(self._optimizer, self.steps, self.total)
         batch = batch.to(self._device)
         if isinstance(self.half, Front):
-            program = edge_step(self.half, batch, self._ends, self.steps)
+            program = edge_step(self.half, batch, self._context, self.steps)
         else:
-            program = edge_back_step(self.half, batch, self._ends, self.steps)
+            program = edge_back_step(self.half, batch, self._context, self.steps)
         loss: Tensor = self._run(program, False)
         self.steps += 1
         return loss
@@ -108,19 +108,19 @@ class EdgeEnd:
         self.half.eval()
         batch = batch.to(self._device)
         if isinstance(self.half, Front):
-            program = edge_evaluate(self.half, batch, self._ends)
+            program = edge_evaluate(self.half, batch, self._context)
         else:
-            program = edge_back_evaluate(self.half, batch, self._ends)
+            program = edge_back_evaluate(self.half, batch, self._context)
         logits: Tensor = self._run(program, True)
         return logits
 
     def checkpoint(self) -> None:
         """Both ends save under the same step; the cloud first."""
-        self._request(Message("checkpoint", self.steps, words={}))
+        self._request(Message("checkpoint", self.steps, fields={}))
         if self.checkpoint_dir is not None:
             content = {"half": self.half.state_dict(), "optimizer": self._optimizer.state_dict(), "steps": self.steps}
             content |= {"pair": self.pair}
-            codecs = {"up": self._ends.up.state(), "down": self._ends.down.state()}
+            codecs = {"up": self._context.up.state(), "down": self._context.down.state()}
             try:
                 store.save(self.checkpoint_dir, self.steps, content | codecs)
             except OSError as error:
@@ -128,12 +128,12 @@ class EdgeEnd:
 
     def bye(self) -> None:
         """End the session: the cloud saves and takes the next edge."""
-        self._request(Message("bye", self.steps, words={}))
+        self._request(Message("bye", self.steps, fields={}))
 
     @property
     def caches(self) -> Any:
         """The codecs of the activation, for tests of their state."""
-        return (self._ends.up if self._ends.plan.carries("up") == "activation" else self._ends.down).values
+        return (self._context.up if self._context.plan.carries("up") == "activation" else self._context.down).values
 
     def _run(self, program: Program, evaluation: bool) -> Any:
         said = next(program)
@@ -160,11 +160,11 @@ class EdgeEnd:
         if self._over:
             raise SessionError("this session is over: start this end again, from its checkpoint")
         self._sequence += 1
-        request = Message(message.kind, message.step, self._sequence, message.evaluation, message.parts, message.words)
+        request = Message(message.kind, message.step, self._sequence, message.evaluation, message.parts, message.fields)
         self._over = True  # unless all is well
         reply = self._call(request)
         if reply.kind == "error":
-            raise SessionError(f"the cloud refused: {printable((reply.words or {}).get('sentence'))}")
+            raise SessionError(f"the cloud refused: {printable((reply.fields or {}).get('sentence'))}")
         if (reply.sequence, reply.step) != (request.sequence, request.step):
             raise SessionError(f"the cloud answered request {reply.sequence} where {request.sequence} was put")
         self._over = message.kind == "bye"
@@ -176,8 +176,8 @@ class EdgeEnd:
         store.check_pair(content, self.pair, self.checkpoint_dir)
         self.half.load_state_dict(content["half"])
         self._optimizer.load_state_dict(content["optimizer"])
-        self._ends.up.load_state(content["up"])
-        self._ends.down.load_state(content["down"])
+        self._context.up.load_state(content["up"])
+        self._context.down.load_state(content["down"])
         self.steps = int(content["steps"])
 
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from thinwire.split.edge import EdgeEnd
 from thinwire.split.files import load_half
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.link import StageLink
+from thinwire.split.link import CloudClient
 from thinwire.split.models import View, view_of
 from thinwire.split.pair import LocalPair
 from thinwire.split.plan import SplitPlan
 from thinwire.split.recipe import Recipe
-from thinwire.split.serve import Server
+from thinwire.split.serve import CloudServer
 from thinwire.split.session import CloudEnd
 from thinwire.split.surgery import split_model
 from thinwire.split.tasks import Task, TextData
@@ -129,14 +129,14 @@ def split_finetune(
     if role == "edge" and task is not None:
         check_task(half.module.view, task)
         edge = EdgeEnd(half.module, half.pair, recipe, recipe.steps(len(task.train)), name, directory)
-        with StageLink(*address, tls, insecure, receive_seconds, reconnect_seconds) as link:
+        with CloudClient(*address, tls, insecure, receive_seconds, reconnect_seconds) as link:
             link.attach(edge)
             report = train(edge, task, link.ledger, checkpoint_every if directory else 0, on_step)
             edge.bye()
         return report
     if role == "cloud" and task is None:
         cloud = CloudEnd(half.module, half.pair, recipe, directory)
-        server = Server(cloud, *address, credentials=tls, insecure=insecure, say=say or (lambda words: None))
+        server = CloudServer(cloud, *address, credentials=tls, insecure=insecure, say=say or (lambda words: None))
         return serve(server, edges, on_step)
     raise ValueError(f"role={role!r}: write local, edge (with a task) or cloud (without one)")
 
@@ -192,7 +192,7 @@ def evaluate(edge: EdgeEnd, data: TextData, batch_size: int) -> Tensor:
     return torch.cat([edge.evaluate(data.batch(order[i : i + batch_size])) for i in starts])
 
 
-def serve(server: Server, edges: int | None, on_step: OnStep | None = None) -> SplitReport:
+def serve(server: CloudServer, edges: int | None, on_step: OnStep | None = None) -> SplitReport:
     """The cloud's part: answer until so many edges have said bye, then close."""
     done = 0
 

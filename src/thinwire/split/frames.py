@@ -53,7 +53,7 @@ _MOST_DIMENSIONS = 4
 _MOST_TEXT = 1 << 16
 _LAST, _EVALUATION = 1, 2
 
-Words = dict[str, Any]
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Message:
         sequence: number of the request it is, or answers.
         evaluation: dropout is off, nothing is updated.
         parts: tensors under the kinds of their frames.
-        words: of a control message, which has no tensors.
+        fields: of a control message, which has no tensors.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Message:
     sequence: int = 0
     evaluation: bool = False
     parts: tuple[tuple[str, Tensor], ...] = ()
-    words: Words | None = None
+    fields: Fields | None = None
 
     def tensors(self, kind: str) -> list[Tensor]:
         """The tensors under a kind, in order."""
@@ -104,8 +104,8 @@ def encode(message: Message, ledger: ByteLedger | None = None) -> Iterator[bytes
         FrameError: it has no frame or too many, a dtype that no frame has, or too long a text.
     """
     frames: list[tuple[str, int, tuple[int, ...], bytes]] = []
-    if message.words is not None:
-        frames.append((message.kind, _TEXT, (), _text(message.words)))
+    if message.fields is not None:
+        frames.append((message.kind, _TEXT, (), _text(message.fields)))
     for kind, tensor in message.parts:
         if tensor.dtype not in _CODES or tensor.dim() > _MOST_DIMENSIONS:
             raise FrameError(f"{kind!r}: no frame holds a {tensor.dtype} of {tensor.dim()} dimensions")
@@ -129,14 +129,14 @@ def encode(message: Message, ledger: ByteLedger | None = None) -> Iterator[bytes
 def count(message: Message, ledger: ByteLedger, direction: Counter[str]) -> None:
     """Note a message's frames, as if it had crossed in this direction."""
     ledger.messages[message.kind] += 1
-    if message.words is not None:
-        ledger.note(direction, message.kind, len(_text(message.words)), HEADER_BYTES)
+    if message.fields is not None:
+        ledger.note(direction, message.kind, len(_text(message.fields)), HEADER_BYTES)
     for kind, tensor in message.parts:
         ledger.note(direction, kind, tensor.numel() * tensor.element_size(), HEADER_BYTES + 4 * tensor.dim())
 
 
-def _text(words: Words) -> bytes:
-    text = json.dumps(words).encode()
+def _text(fields: Fields) -> bytes:
+    text = json.dumps(fields).encode()
     if len(text) > _MOST_TEXT:
         raise FrameError(f"a control message of {len(text)} bytes is over the limit of {_MOST_TEXT}")
     return text
@@ -179,7 +179,7 @@ class MessageReader:
         self._buffer = bytearray()
         self._frame: _Frame | None = None
         self._parts: list[tuple[str, Tensor]] = []
-        self._words: Words | None = None
+        self._fields: Fields | None = None
         self._first: _Frame | None = None
         self._held = 0
         self._broken = False
@@ -229,9 +229,9 @@ class MessageReader:
         first = self._first
         assert first is not None
         message = Message(
-            first.kind, first.step, first.sequence, bool(first.flags & _EVALUATION), tuple(self._parts), self._words
+            first.kind, first.step, first.sequence, bool(first.flags & _EVALUATION), tuple(self._parts), self._fields
         )
-        self._parts, self._words, self._first, self._held = [], None, None, 0
+        self._parts, self._fields, self._first, self._held = [], None, None, 0
         if self.ledger is not None:
             count(message, self.ledger, self.ledger.received)
         return [message]
@@ -256,7 +256,7 @@ class MessageReader:
         first = self._first
         if first is not None:
             same = (first.step, first.sequence, first.flags & _EVALUATION)
-            if (step, sequence, flags & _EVALUATION) != same or dtype == _TEXT or self._words is not None:
+            if (step, sequence, flags & _EVALUATION) != same or dtype == _TEXT or self._fields is not None:
                 raise FrameError(f"a frame {frame.kind!r} does not belong to the message it came in")
             if len(self._parts) >= _MOST_FRAMES:
                 raise FrameError(f"a message of more than {_MOST_FRAMES} frames")
@@ -267,12 +267,12 @@ class MessageReader:
         self._held += frame.size
         if frame.dtype == _TEXT:
             try:
-                words = json.loads(payload)
+                fields = json.loads(payload)
             except (ValueError, RecursionError) as error:
                 raise FrameError(f"a control message is no JSON: {error}") from error
-            if not isinstance(words, dict):
+            if not isinstance(fields, dict):
                 raise FrameError("a control message is no JSON object")
-            self._words = words
+            self._fields = fields
             return
         dtype = DTYPES[frame.dtype]
         if math.prod(dims) * dtype.itemsize != frame.size:

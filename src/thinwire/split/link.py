@@ -1,4 +1,4 @@
-"""`StageLink`: the edge's one outgoing connection; when it is lost it comes back and asks again."""
+"""`CloudClient`: the edge's one outgoing connection; when it is lost it comes back and asks again."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from types import TracebackType
 
 from thinwire.split.edge import EdgeEnd, printable
 from thinwire.split.errors import FrameError, LinkError, LinkTimeout, SessionError, TrustError
-from thinwire.split.frames import Message, Words
+from thinwire.split.frames import Fields, Message
 from thinwire.split.ledger import ByteLedger
 from thinwire.split.tls import Credentials, check_plain, check_port
-from thinwire.split.wire import Wire
+from thinwire.split.wire import FrameConnection
 
 DEFAULT_LIMIT = 1 << 28  # bytes of one message
 _BETWEEN_TRIES = 0.2
 
 
 @dataclass
-class StageLink:
+class CloudClient:
     """A connection from an edge to its cloud, with requests and replies in turn.
 
     If it is lost, the edge connects anew, says hello with the same session, and repeats the request that has no reply
@@ -48,7 +48,7 @@ class StageLink:
     limit: int = DEFAULT_LIMIT
     ledger: ByteLedger = field(default_factory=ByteLedger)
     reconnects: int = 0
-    _wire: Wire | None = None
+    _wire: FrameConnection | None = None
     _edge: EdgeEnd | None = None
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class StageLink:
             raise type(lost)(f"{lost}; then, for {self.reconnect_seconds:g} s: {error}") from error
         self.reconnects += 1
 
-    def _connect(self, deadline: float, known: bool = False) -> Words:
+    def _connect(self, deadline: float, known: bool = False) -> Fields:
         """Connect and say hello, again and again until the deadline; what trying again does not mend is raised."""
         assert self._edge is not None
         while True:
@@ -134,24 +134,24 @@ class StageLink:
                 raise problem
             time.sleep(_BETWEEN_TRIES)
 
-    def _hello(self, connected: socket.socket, known: bool) -> Words:
+    def _hello(self, connected: socket.socket, known: bool) -> Fields:
         assert self._edge is not None
-        self._wire = Wire(
+        self._wire = FrameConnection(
             connected, self.credentials, server=False, host=self.host, ledger=self.ledger, limit=self.limit
         )
-        self._wire.send(Message("hello", words=self._edge.hello()), self.receive_seconds)
+        self._wire.send(Message("hello", fields=self._edge.hello()), self.receive_seconds)
         ready = self._wire.receive(self.receive_seconds, "the answer to hello")
-        words = ready.words or {}
+        fields = ready.fields or {}
         if ready.kind == "error":
-            sentence = printable(words.get("sentence"))
-            if words.get("busy") is True:
+            sentence = printable(fields.get("sentence"))
+            if fields.get("busy") is True:
                 raise LinkError(sentence)
             raise SessionError(f"the cloud refused: {sentence}")
-        if ready.kind != "ready" or not isinstance(words.get("known"), bool):
+        if ready.kind != "ready" or not isinstance(fields.get("known"), bool):
             raise SessionError(f"the cloud answered hello with {ready.kind!r}: the ends run different versions")
-        if known and not words["known"]:
+        if known and not fields["known"]:
             raise SessionError("the cloud was restarted meanwhile: restart this end too, both go on from checkpoints")
-        return words
+        return fields
 
     def _drop(self) -> None:
         if self._wire is not None:
@@ -162,7 +162,7 @@ class StageLink:
         """Close the connection. The session stays open at the cloud unless the edge has said bye."""
         self._drop()
 
-    def __enter__(self) -> StageLink:
+    def __enter__(self) -> CloudClient:
         return self
 
     def __exit__(

@@ -40,13 +40,13 @@ class Receive:
 
 
 MOST_BYTES = 1 << 30  # of an activation: a few bytes from the other end could ask for any amount
-FRONT_DRAWS, BACK_DRAWS = "edge", "cloud"
+FRONT_RNG, BACK_RNG = "edge", "cloud"
 """Streams of dropout: a half draws the same numbers wherever it is."""
 Program = Generator[Send | Receive, Message, Any]
 
 
 @dataclass(frozen=True)
-class Ends:
+class StepContext:
     """What a program of either end works with.
 
     Attributes:
@@ -64,13 +64,13 @@ class Ends:
     optimizer: torch.optim.Optimizer
 
 
-def edge_step(front: Front, batch: Batch, ends: Ends, step: int) -> Program:
+def edge_step(front: Front, batch: Batch, context: StepContext, step: int) -> Program:
     """One training step at the edge. Returns the loss, a 0-dim tensor."""
     visit = batch.visit(training=True)
-    with dropout_of(ends.recipe, FRONT_DRAWS, step):
+    with dropout_of(context.recipe, FRONT_RNG, step):
         z = front(batch.inputs, batch.lengths)
-    parts = [*under("z", ends.up.encode(z, visit)), *facts_of(batch, slots=ends.up.needs_slots)]
-    if ends.plan.labels == "cloud":
+    parts = [*under("z", context.up.encode(z, visit)), *facts_of(batch, slots=context.up.needs_slots)]
+    if context.plan.labels == "cloud":
         wide = batch.labels.is_floating_point()
         parts.append(("labels", batch.labels.to(torch.float32 if wide else torch.int32)))
         yield Send(tuple(parts))
@@ -80,53 +80,53 @@ def edge_step(front: Front, batch: Batch, ends: Ends, step: int) -> Program:
         yield Send(tuple(parts))
         reply = yield Receive("logits")
         logits = reply.one("logits").to(z.device).requires_grad_()
-        loss = checked_loss(ends.recipe, logits, batch.labels)
+        loss = checked_loss(context.recipe, logits, batch.labels)
         loss.backward()
         yield Send((("dlogits", logits.grad),))  # type: ignore[arg-type]
         reply = yield Receive("dz")
     received = [part.to(z.device) for part in reply.tensors("dz")]
-    dz = ends.down.decode(received, visit, z.shape[-1], z.dtype, length=z.shape[1])
+    dz = context.down.decode(received, visit, z.shape[-1], z.dtype, length=z.shape[1])
     z.backward(fitted(dz, z, visit, step))
-    ends.optimizer.step()
-    ends.optimizer.zero_grad()
+    context.optimizer.step()
+    context.optimizer.zero_grad()
     return loss.detach().cpu()
 
 
-def cloud_step(back: Back, ends: Ends, step: int, dtype: torch.dtype, device: torch.device) -> Program:
+def cloud_step(back: Back, context: StepContext, step: int, dtype: torch.dtype, device: torch.device) -> Program:
     """The same step in the cloud. Its optimizer has stepped before dz leaves."""
     message = yield Receive("z")
-    z, visit, lengths = _arrived(message, back, ends, dtype, device, training=True)
+    z, visit, lengths = _arrived(message, back, context, dtype, device, training=True)
     z.requires_grad_()
-    with dropout_of(ends.recipe, BACK_DRAWS, step):
+    with dropout_of(context.recipe, BACK_RNG, step):
         logits = back(z, lengths)
     parts: list[tuple[str, Tensor]] = []
-    if ends.plan.labels == "cloud":
-        loss = checked_loss(ends.recipe, logits, message.one("labels").to(device))
+    if context.plan.labels == "cloud":
+        loss = checked_loss(context.recipe, logits, message.one("labels").to(device))
         loss.backward()
         parts.append(("loss", loss.detach()))
     else:
         yield Send((("logits", logits.detach()),))
         reply = yield Receive("dlogits")
         logits.backward(reply.one("dlogits", dtype, tuple(logits.shape)).to(device))
-    ends.optimizer.step()
-    ends.optimizer.zero_grad()
+    context.optimizer.step()
+    context.optimizer.zero_grad()
     assert z.grad is not None
-    yield Send((*under("dz", ends.down.encode(z.grad, visit)), *parts))
+    yield Send((*under("dz", context.down.encode(z.grad, visit)), *parts))
 
 
-def edge_evaluate(front: Front, batch: Batch, ends: Ends) -> Program:
+def edge_evaluate(front: Front, batch: Batch, context: StepContext) -> Program:
     """Logits of a batch, without dropout; nothing is updated."""
     with torch.no_grad():
         z = front(batch.inputs, batch.lengths)
-    yield Send((*under("z", ends.up.encode(z, batch.visit(training=False))), *facts_of(batch)))
+    yield Send((*under("z", context.up.encode(z, batch.visit(training=False))), *facts_of(batch)))
     reply = yield Receive("logits")
     return reply.one("logits")
 
 
-def cloud_evaluate(back: Back, ends: Ends, dtype: torch.dtype, device: torch.device) -> Program:
+def cloud_evaluate(back: Back, context: StepContext, dtype: torch.dtype, device: torch.device) -> Program:
     """The same in the cloud."""
     message = yield Receive("z")
-    z, _, lengths = _arrived(message, back, ends, dtype, device, training=False)
+    z, _, lengths = _arrived(message, back, context, dtype, device, training=False)
     with torch.no_grad():
         logits = back(z, lengths)
     yield Send((("logits", logits),))
@@ -203,14 +203,14 @@ def checked_loss(recipe: Recipe, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _arrived(
-    message: Message, back: Back, ends: Ends, dtype: torch.dtype, device: torch.device, *, training: bool
+    message: Message, back: Back, context: StepContext, dtype: torch.dtype, device: torch.device, *, training: bool
 ) -> tuple[Tensor, Visit, Tensor | None]:
     """The activation, decoded and checked, and the real lengths."""
-    visit, lengths = received_facts(message, back.view, slots=training and ends.up.needs_slots, training=training)
+    visit, lengths = received_facts(message, back.view, slots=training and context.up.needs_slots, training=training)
     if visit.lengths is not None:
         check_size(message, len(visit.lengths), max(visit.lengths), back.width, dtype)
     parts = [part.to(device) for part in message.tensors("z")]
-    z = ends.up.decode(parts, visit, back.width, dtype)
+    z = context.up.decode(parts, visit, back.width, dtype)
     if not z.numel():
         raise SessionError(f"step {message.step}: a batch without samples")
     return z, visit, lengths

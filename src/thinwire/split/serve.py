@@ -16,11 +16,11 @@ from thinwire.split.ledger import ByteLedger
 from thinwire.split.link import DEFAULT_LIMIT
 from thinwire.split.session import CloudEnd
 from thinwire.split.tls import Credentials, check_plain, check_port
-from thinwire.split.wire import HANDSHAKE_SECONDS, Wire
+from thinwire.split.wire import HANDSHAKE_SECONDS, FrameConnection
 
 
 @dataclass
-class Server:
+class CloudServer:
     """Listens for edges and answers them.
 
     Attributes:
@@ -48,7 +48,7 @@ class Server:
     limit: int = DEFAULT_LIMIT
     ledger: ByteLedger = field(default_factory=ByteLedger)
     say: Callable[[str], None] = lambda sentence: None
-    _wire: Wire | None = None
+    _wire: FrameConnection | None = None
     _lost_at: float = 0.0
     _heard_at: float = 0.0
 
@@ -78,7 +78,7 @@ class Server:
         left = edges
         self._heard_at = time.monotonic()
         while left is None or left > 0:
-            waiting: list[Wire | Door | socket.socket] = [self._door, self._listener]
+            waiting: list[FrameConnection | Door | socket.socket] = [self._door, self._listener]
             if self._wire is not None:
                 waiting.append(self._wire)
             ready, _, _ = select.select(waiting, [], [], 0.5)
@@ -117,15 +117,15 @@ class Server:
         try:
             if holder and name != holder and held:
                 sentence = f"the cloud is busy with edge {printable(holder)!r}; this one comes after it"
-                wire.send(Message("error", words={"sentence": sentence, "busy": True}), HANDSHAKE_SECONDS)
+                wire.send(Message("error", fields={"sentence": sentence, "busy": True}), HANDSHAKE_SECONDS)
                 self._close(newcomer)
                 return
             try:
-                words = self.cloud.hello(newcomer.hello, wire.peer)
+                fields = self.cloud.hello(newcomer.hello, wire.peer)
             except SessionError as error:
-                wire.send(Message("error", words={"sentence": printable(error)}), HANDSHAKE_SECONDS)
+                wire.send(Message("error", fields={"sentence": printable(error)}), HANDSHAKE_SECONDS)
                 raise
-            wire.send(Message("ready", words=words), HANDSHAKE_SECONDS)
+            wire.send(Message("ready", fields=fields), HANDSHAKE_SECONDS)
         except (SplitError, OSError) as error:
             self._refuse(newcomer, error)
             return
@@ -134,7 +134,7 @@ class Server:
         if self._wire is not None:
             self._wire.close()
         self._wire, self._heard_at = wire, time.monotonic()
-        self._say(f"edge {self.cloud.edge!r} {'is back' if words['known'] else 'begins'}, step {words['resume']}")
+        self._say(f"edge {self.cloud.edge!r} {'is back' if fields['known'] else 'begins'}, step {fields['resume']}")
 
     def _refuse(self, newcomer: Newcomer, why: Exception | None) -> None:
         self._say(f"refused a connection from {newcomer.address}: {why}")
@@ -154,8 +154,8 @@ class Server:
             try:
                 reply = self.cloud.handle(request)
             except SessionError as error:
-                words = {"sentence": printable(error)}
-                self._wire.send(Message("error", request.step, request.sequence, words=words), self.message_seconds)
+                fields = {"sentence": printable(error)}
+                self._wire.send(Message("error", request.step, request.sequence, fields=fields), self.message_seconds)
                 self._say(f"refused edge {self.cloud.edge!r}: {error}")
                 raise
             self._wire.send(reply, self.message_seconds)
@@ -188,7 +188,7 @@ class Server:
             self._wire = None
         self._listener.close()
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> CloudServer:
         return self
 
     def __exit__(self, *_: object) -> None:

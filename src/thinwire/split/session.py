@@ -10,10 +10,10 @@ from typing import Any
 from thinwire.split import store
 from thinwire.split.codecs import Chain
 from thinwire.split.errors import SessionError, SplitError
-from thinwire.split.frames import Message, Words
+from thinwire.split.frames import Fields, Message
 from thinwire.split.halves import Back, Front, check_holder
 from thinwire.split.inputs import opening
-from thinwire.split.programs import Ends, Program, Receive, Send, cloud_evaluate, cloud_step
+from thinwire.split.programs import Program, Receive, Send, StepContext, cloud_evaluate, cloud_step
 from thinwire.split.recipe import Recipe
 from thinwire.split.swapped import cloud_front_evaluate, cloud_front_step
 
@@ -89,11 +89,11 @@ class CloudEnd:
         """How many steps it has trained with an edge."""
         return self._edges[edge].steps if edge in self._edges else 0
 
-    def hello(self, words: Words, edge: str | None = None) -> Words:
+    def hello(self, fields: Fields, edge: str | None = None) -> Fields:
         """Open a session, or take it up again after the connection was lost.
 
         Args:
-            words: of the edge's hello.
+            fields: of the edge's hello.
             edge: its name by its certificate; None: the one it gives itself.
 
         Returns:
@@ -103,22 +103,22 @@ class CloudEnd:
             SessionError: the ends do not fit together, or have no step in common.
         """
         for name, kind in HELLO.items():
-            if not isinstance(words.get(name), kind) or len(words) != len(HELLO):
+            if not isinstance(fields.get(name), kind) or len(fields) != len(HELLO):
                 raise SessionError("the hello of the other end is malformed: the ends run different versions")
         plan = self.half.plan
         mine = {"protocol": PROTOCOL, "plan": plan.hash, "recipe": self.recipe.hash, "pair": self.pair}
         for name, here in mine.items():
-            if words[name] != here:
-                raise SessionError(f"the {name} of edge and cloud differ ({words[name]} and {here}): {_REMEDY[name]}")
-        name = edge or words["edge"]
-        if words["session"] == self._session and name == self._name:
+            if fields[name] != here:
+                raise SessionError(f"the {name} of edge and cloud differ ({fields[name]} and {here}): {_REMEDY[name]}")
+        name = edge or fields["edge"]
+        if fields["session"] == self._session and name == self._name:
             self.edge = name
             return {"resume": self.steps_of(name), "known": True}
-        steps = [step for step in words["steps"] if isinstance(step, int)]
+        steps = [step for step in fields["steps"] if isinstance(step, int)]
         resume = self._agree(name, steps)
-        self._session, self.edge, self._name = words["session"], name, name
+        self._session, self.edge, self._name = fields["session"], name, name
         self._sequence, self._reply = 0, None
-        self._total = max(1, min(words["total"], _MOST_STEPS))
+        self._total = max(1, min(fields["total"], _MOST_STEPS))
         return {"resume": resume, "known": False}
 
     def _agree(self, name: str, theirs: list[int]) -> int:
@@ -187,17 +187,17 @@ class CloudEnd:
             if self.training or request.step != edge.steps:
                 raise SessionError(f"{request.kind} at step {request.step}, while the cloud is at {edge.steps}")
             self._save()
-            return Message("done", edge.steps, request.sequence, words={"steps": edge.steps})
+            return Message("done", edge.steps, request.sequence, fields={"steps": edge.steps})
         if request.evaluation and not self.training:
             self.half.eval()
-            return self._run(self._evaluation(self._ends(edge)), request)[0]
+            return self._run(self._evaluation(self._context(edge)), request)[0]
         if request.kind == self._opening:
             if self.training or request.step != edge.steps:
                 raise SessionError(f"step {request.step} begins where {edge.steps} is due")
             self.recipe.set_rate(self._optimizer, request.step, self._total)
             self._optimizer.zero_grad()
             self.half.train()
-            reply, ended = self._run(self._training(self._ends(edge), request.step), request)
+            reply, ended = self._run(self._training(self._context(edge), request.step), request)
         elif self._program is not None and request.kind == self._waits_for and request.step == edge.steps:
             reply, ended = self._resume(self._program, request)
         else:
@@ -208,15 +208,15 @@ class CloudEnd:
                 self.trained(self.edge, edge.steps)
         return reply
 
-    def _training(self, ends: Ends, step: int) -> Program:
+    def _training(self, context: StepContext, step: int) -> Program:
         if isinstance(self.half, Back):
-            return cloud_step(self.half, ends, step, self._dtype, self._device)
-        return cloud_front_step(self.half, ends, step, self._device)
+            return cloud_step(self.half, context, step, self._dtype, self._device)
+        return cloud_front_step(self.half, context, step, self._device)
 
-    def _evaluation(self, ends: Ends) -> Program:
+    def _evaluation(self, context: StepContext) -> Program:
         if isinstance(self.half, Back):
-            return cloud_evaluate(self.half, ends, self._dtype, self._device)
-        return cloud_front_evaluate(self.half, ends, self._device)
+            return cloud_evaluate(self.half, context, self._dtype, self._device)
+        return cloud_front_evaluate(self.half, context, self._device)
 
     def _run(self, program: Program, request: Message) -> tuple[Message, bool]:
         wanted = next(program)
@@ -239,8 +239,8 @@ class CloudEnd:
         self._program, self._waits_for = program, wanted.kind
         return reply, False
 
-    def _ends(self, edge: _Edge) -> Ends:
-        return Ends(self.half.plan, self.recipe, edge.up, edge.down, self._optimizer)
+    def _context(self, edge: _Edge) -> StepContext:
+        return StepContext(self.half.plan, self.recipe, edge.up, edge.down, self._optimizer)
 
     def _new_edge(self) -> _Edge:
         return _Edge(self.half.plan.chain("up"), self.half.plan.chain("down"))

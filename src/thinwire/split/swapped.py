@@ -23,12 +23,12 @@ from thinwire.split.frames import Message
 from thinwire.split.halves import Back, Front
 from thinwire.split.inputs import input_parts, opening, received_inputs
 from thinwire.split.programs import (
-    BACK_DRAWS,
-    FRONT_DRAWS,
-    Ends,
+    BACK_RNG,
+    FRONT_RNG,
     Program,
     Receive,
     Send,
+    StepContext,
     checked_loss,
     dropout_of,
     facts_of,
@@ -38,51 +38,51 @@ from thinwire.split.programs import (
 )
 
 
-def edge_back_step(back: Back, batch: Batch, ends: Ends, step: int) -> Program:
+def edge_back_step(back: Back, batch: Batch, context: StepContext, step: int) -> Program:
     """One training step at an edge that has the back. Returns the loss, a 0-dim tensor."""
     visit = batch.visit(training=True)
-    yield Send((*input_parts(batch, back.view), *facts_of(batch, slots=ends.down.needs_slots)))
-    z = _came_down((yield Receive("z")), back, batch, visit, ends).requires_grad_()
-    with dropout_of(ends.recipe, BACK_DRAWS, step):
+    yield Send((*input_parts(batch, back.view), *facts_of(batch, slots=context.down.needs_slots)))
+    z = _came_down((yield Receive("z")), back, batch, visit, context).requires_grad_()
+    with dropout_of(context.recipe, BACK_RNG, step):
         logits = back(z, batch.lengths)
-    loss = checked_loss(ends.recipe, logits, batch.labels)
+    loss = checked_loss(context.recipe, logits, batch.labels)
     loss.backward()
     assert z.grad is not None
-    yield Send(tuple(under("dz", ends.up.encode(z.grad, visit))))
+    yield Send(tuple(under("dz", context.up.encode(z.grad, visit))))
     yield Receive("done")
-    ends.optimizer.step()  # after the cloud's: if the cloud is lost, these parameters are those before the step
-    ends.optimizer.zero_grad()
+    context.optimizer.step()  # after the cloud's: if the cloud is lost, these parameters are those before the step
+    context.optimizer.zero_grad()
     return loss.detach().cpu()
 
 
-def cloud_front_step(front: Front, ends: Ends, step: int, device: torch.device) -> Program:
+def cloud_front_step(front: Front, context: StepContext, step: int, device: torch.device) -> Program:
     """The same step in the cloud. Its optimizer has stepped before it says so."""
     message = yield Receive(opening(front.view))
     inputs = received_inputs(message, front, device)
-    visit, lengths = received_facts(message, front.view, slots=ends.down.needs_slots, training=True)
+    visit, lengths = received_facts(message, front.view, slots=context.down.needs_slots, training=True)
     _check_lengths(message, inputs, visit)
-    with dropout_of(ends.recipe, FRONT_DRAWS, step):
+    with dropout_of(context.recipe, FRONT_RNG, step):
         z = front(inputs, lengths)
-    yield Send(tuple(under("z", ends.down.encode(z, visit))))
+    yield Send(tuple(under("z", context.down.encode(z, visit))))
     reply = yield Receive("dz")
     received = [part.to(device) for part in reply.tensors("dz")]
-    dz = ends.up.decode(received, visit, z.shape[-1], z.dtype, length=z.shape[1])
+    dz = context.up.decode(received, visit, z.shape[-1], z.dtype, length=z.shape[1])
     z.backward(fitted(dz, z, visit, step))
-    ends.optimizer.step()
-    ends.optimizer.zero_grad()
+    context.optimizer.step()
+    context.optimizer.zero_grad()
     yield Send((("done", torch.empty(0)),))
 
 
-def edge_back_evaluate(back: Back, batch: Batch, ends: Ends) -> Program:
+def edge_back_evaluate(back: Back, batch: Batch, context: StepContext) -> Program:
     """Logits of a batch, without dropout; nothing is updated."""
     yield Send((*input_parts(batch, back.view), *facts_of(batch)))
-    z = _came_down((yield Receive("z")), back, batch, batch.visit(training=False), ends)
+    z = _came_down((yield Receive("z")), back, batch, batch.visit(training=False), context)
     with torch.no_grad():
         logits: Tensor = back(z, batch.lengths)
     return logits.cpu()
 
 
-def cloud_front_evaluate(front: Front, ends: Ends, device: torch.device) -> Program:
+def cloud_front_evaluate(front: Front, context: StepContext, device: torch.device) -> Program:
     """The same in the cloud."""
     message = yield Receive(opening(front.view))
     inputs = received_inputs(message, front, device)
@@ -90,16 +90,16 @@ def cloud_front_evaluate(front: Front, ends: Ends, device: torch.device) -> Prog
     _check_lengths(message, inputs, visit)
     with torch.no_grad():
         z = front(inputs, lengths)
-    yield Send(tuple(under("z", ends.down.encode(z, visit))))
+    yield Send(tuple(under("z", context.down.encode(z, visit))))
 
 
-def _came_down(reply: Message, back: Back, batch: Batch, visit: Visit, ends: Ends) -> Tensor:
+def _came_down(reply: Message, back: Back, batch: Batch, visit: Visit, context: StepContext) -> Tensor:
     """The activation ``[B, L, width]``, decoded and checked; of pictures, the cloud says how many tokens L they are."""
     first = next(back.parameters())
     samples, length = batch.inputs[back.view.inputs[0]].shape[:2]
     known = length if back.view.uses_lengths else 0
     parts = [part.to(first.device) for part in reply.tensors("z")]
-    z = ends.down.decode(parts, visit, back.width, first.dtype, length=known)
+    z = context.down.decode(parts, visit, back.width, first.dtype, length=known)
     if z.shape[0] != samples or (known and z.shape[1] != known) or not z.numel():
         raise SessionError(f"step {reply.step}: the activation of {samples} samples came as {list(z.shape)}")
     return z

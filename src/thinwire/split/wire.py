@@ -19,7 +19,7 @@ _HELLO_BYTES = 1 << 16
 HANDSHAKE_SECONDS = 10.0
 
 
-class Wire:
+class FrameConnection:
     """A connected pair's end. Blocking, with a deadline for everything.
 
     A server's takes 64 KiB at most, and has a deadline for the handshake and all that comes, until `admit`; a client's

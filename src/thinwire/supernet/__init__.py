@@ -10,7 +10,7 @@ from thinwire.supernet.files import StereoFiles
 from thinwire.supernet.latency import LatencyTable, build_table, measure_net
 from thinwire.supernet.loss import pyramid_loss
 from thinwire.supernet.metrics import Metrics, measure
-from thinwire.supernet.pairs import Batch, Pairs, batches, pad
+from thinwire.supernet.pairs import Pairs, StereoBatch, batches, pad
 from thinwire.supernet.phases import Phase, published, short
 from thinwire.supernet.reduce import ActiveReduce, ScheduleMismatch
 from thinwire.supernet.search import Evolution, Infeasible, SearchResult, search
@@ -25,7 +25,6 @@ from thinwire.supernet.store import load_net, save_net
 __all__ = [
     "ActiveReduce",
     "ActiveSet",
-    "Batch",
     "ElasticStereo",
     "Evolution",
     "InactiveWeights",
@@ -40,6 +39,7 @@ __all__ = [
     "ShrinkReport",
     "Space",
     "Stereo",
+    "StereoBatch",
     "StereoFiles",
     "SubNet",
     "SupernetTrainer",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thinwire.program import AllReduce, Program
 from thinwire.supernet.metrics import Metrics, measure
-from thinwire.supernet.pairs import Batch
+from thinwire.supernet.pairs import StereoBatch
 from thinwire.supernet.space import SubNet
 from thinwire.supernet.stereo import ElasticStereo
 
@@ -31,7 +31,7 @@ def active_norms(net: ElasticStereo, sub_net: SubNet) -> list[tuple[nn.BatchNorm
 
 
 @torch.no_grad()
-def calibrate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[Batch]) -> Program:
+def calibrate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[StereoBatch]) -> Program:
     """Set the running statistics that ``sub_net`` uses to their means over these batches of all ranks.
 
     Batch means, and biased variances, weighted by images; both views count. Nothing else changes; the sub-network is
@@ -82,7 +82,7 @@ def _add(sums: Tensor, module: nn.Module, inputs: Any) -> None:
 
 
 @torch.no_grad()
-def evaluate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[Batch]) -> Program:
+def evaluate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[StereoBatch]) -> Program:
     """The :class:`Metrics` of the finest disparity over these batches of all ranks, with the statistics as they are."""
     net.activate(sub_net)
     was = net.training

@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.engine.executors.alone import run_alone
 from thinwire.supernet.calibrate import calibrate, evaluate
 from thinwire.supernet.metrics import Metrics
-from thinwire.supernet.pairs import Batch
+from thinwire.supernet.pairs import StereoBatch
 from thinwire.supernet.space import SubNet
 from thinwire.supernet.stereo import ElasticStereo
 
@@ -23,7 +23,7 @@ class Calibrated:
         calibration: training batches for the statistics. held_out: what the error is of.
     """
 
-    def __init__(self, net: ElasticStereo, calibration: Sequence[Batch], held_out: Sequence[Batch]) -> None:
+    def __init__(self, net: ElasticStereo, calibration: Sequence[StereoBatch], held_out: Sequence[StereoBatch]) -> None:
         if not calibration or not held_out:
             raise ValueError("calibration and evaluation need at least one batch each")
         self._net, self._calibration, self._held_out = net, calibration, held_out
@@ -39,7 +39,7 @@ class Calibrated:
         return found
 
 
-def constant_guess(held_out: Sequence[Batch], max_disparity: float) -> float:
+def constant_guess(held_out: Sequence[StereoBatch], max_disparity: float) -> float:
     """End-point error of the best constant, the median of the truth: what any network has to beat."""
     known: Tensor = torch.cat([batch.disparity.flatten() for batch in held_out])
     known = known[known.isfinite() & (known > 0) & (known < max_disparity)]

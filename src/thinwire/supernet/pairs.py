@@ -16,7 +16,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colour
 
 
 @dataclass(frozen=True)
-class Batch:
+class StereoBatch:
     """Views ``[B, 3, H, W]``, normalised, and the disparity ``[B, H, W]`` of the left one in pixels.
 
     A disparity that is 0, infinite or NaN is not known.
@@ -41,13 +41,13 @@ def normalise(image: Tensor) -> Tensor:
     return (image - mean) / std
 
 
-def collate(pairs: Pairs, indices: Sequence[int]) -> Batch:
+def collate(pairs: Pairs, indices: Sequence[int]) -> StereoBatch:
     """These samples as one batch."""
     left, right, disparity = zip(*(pairs[i] for i in indices))
-    return Batch(torch.stack(left), torch.stack(right), torch.stack(disparity))
+    return StereoBatch(torch.stack(left), torch.stack(right), torch.stack(disparity))
 
 
-def batches(pairs: Pairs, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+def batches(pairs: Pairs, size: int, rank: int = 0, world: int = 1) -> Iterator[StereoBatch]:
     """The whole set in order, cut into batches, of which rank r takes r, r + world, ..."""
     for number, start in enumerate(range(0, len(pairs), size)):
         if number % world == rank:

@@ -17,10 +17,10 @@ from thinwire.engine.state import checkpoint
 from thinwire.program import Method
 from thinwire.supernet.pairs import Pairs, Shuffled, collate
 from thinwire.supernet.phases import Phase
-from thinwire.supernet.step import StepReport, SupernetTrainer, adam
+from thinwire.supernet.step import SupernetStepReport, SupernetTrainer, adam
 from thinwire.supernet.stereo import ElasticStereo
 
-Progress = Callable[[Phase, int, StepReport], None]
+Progress = Callable[[Phase, int, SupernetStepReport], None]
 
 
 @dataclass(frozen=True)

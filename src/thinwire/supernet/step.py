@@ -19,7 +19,7 @@ from thinwire.supernet.active import ActiveSet
 from thinwire.supernet.deform import DeformConv
 from thinwire.supernet.loss import pyramid_loss, valid
 from thinwire.supernet.operators import ElasticDepthwise
-from thinwire.supernet.pairs import Batch
+from thinwire.supernet.pairs import StereoBatch
 from thinwire.supernet.phases import Phase
 from thinwire.supernet.reduce import ActiveReduce
 from thinwire.supernet.semantics import InactiveWeights
@@ -57,7 +57,7 @@ def reduction(method: Method | str, divisor: str = "world") -> Method:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class SupernetStepReport:
     """What a step did.
 
     Attributes:
@@ -128,7 +128,7 @@ class SupernetTrainer:
         first = rank * count if self._sampling == "per-rank" else 0
         return [self.phase.draw(self._seed, step, first + number) for number in range(count)]
 
-    def step(self, batch: Batch, step: int) -> StepReport:
+    def step(self, batch: StereoBatch, step: int) -> SupernetStepReport:
         """Train on this rank's batch.
 
         Raises:
@@ -152,9 +152,9 @@ class SupernetTrainer:
         loss = self._backward(batch, nets, everyone[self.sync.services.rank], total)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepReport(loss, tuple(nets), self._active.share, self._active.elements)
+        return SupernetStepReport(loss, tuple(nets), self._active.share, self._active.elements)
 
-    def _backward(self, batch: Batch, nets: list[SubNet], own: ActiveSet, valid_total: Tensor | None) -> float:
+    def _backward(self, batch: StereoBatch, nets: list[SubNet], own: ActiveSet, valid_total: Tensor | None) -> float:
         """Gradients of all sub-networks, reduced. Returns the mean loss."""
         losses: list[Tensor] = []
         for n in nets:

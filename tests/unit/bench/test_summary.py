@@ -5,9 +5,9 @@ import math
 import pytest
 from rich.console import Console
 
+from thinwire.bench.compare import seconds_to
 from thinwire.bench.demo import advice, at, judge_demo
 from thinwire.bench.plots import check_plot, plot_bench
-from thinwire.bench.race import seconds_to
 from thinwire.bench.record import Point, RowRecord, RunRecord
 from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec

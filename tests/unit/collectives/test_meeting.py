@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from thinwire.collectives.mesh import card_of, listen, meet
+from thinwire.collectives.mesh import endpoint_of, listen, meet
 
 
 def silent(connection, ended):
@@ -33,13 +33,13 @@ def _together(strangers, kind):
     """Two ranks meet; every stranger is in the first one's queue before the second rank comes."""
     words = [secrets.token_bytes(16) for _ in range(2)]
     servers = [listen(max(8, 2 * strangers)) for _ in words]
-    cards = [card_of(server, word) for server, word in zip(servers, words)]
+    endpoints = [endpoint_of(server, word) for server, word in zip(servers, words)]
     address, ended, found = servers[0].getsockname(), threading.Event(), [None, None]
     knocking = [socket.create_connection(address) for _ in range(strangers)]
     threads = [threading.Thread(target=kind, args=(connection, ended)) for connection in knocking]
 
     def come(rank):
-        found[rank] = meet(servers[rank], words[rank], cards, rank)
+        found[rank] = meet(servers[rank], words[rank], endpoints, rank)
 
     ranks = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -76,4 +76,4 @@ def test_who_does_not_come_is_not_waited_for(monkeypatch):
     monkeypatch.setattr("thinwire.collectives.mesh.MEETING_SECONDS", 0.3)
     word = secrets.token_bytes(16)
     with listen(8) as server, socket.create_connection(server.getsockname()):
-        assert meet(server, word, [card_of(server, word), b"nobody"], 0) is None
+        assert meet(server, word, [endpoint_of(server, word), b"nobody"], 0) is None

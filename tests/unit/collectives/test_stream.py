@@ -7,17 +7,17 @@ import time
 import pytest
 import torch
 
-from thinwire.collectives.courier import Courier, courier
-from thinwire.collectives.delivery import Delivery
+from thinwire.collectives.countdown_work import CountdownWork
+from thinwire.collectives.socket_loop import SocketLoop, socket_loop
 from thinwire.collectives.stream import Stream
 
 
-def _pair(timeout=20.0, other_courier=None):
+def _pair(timeout=20.0, other_loop=None):
     with socket.create_server(("127.0.0.1", 0)) as server:
         left = socket.create_connection(server.getsockname())
         right, _ = server.accept()
-    mine = courier()
-    return Stream(left, "rank 1", timeout, mine), Stream(right, "rank 0", timeout, other_courier or mine)
+    mine = socket_loop()
+    return Stream(left, "rank 1", timeout, mine), Stream(right, "rank 0", timeout, other_loop or mine)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ SIZES = (1, 300_000, 0, 7, 3_000_000, 131_072, 2)
 def test_messages_arrive_in_order_both_ways(streams, early):
     given = [_tensors(SIZES), [-x for x in _tensors(SIZES)]]
     taken = [[torch.full_like(x, torch.nan) for x in _tensors(SIZES)] for _ in range(2)]
-    work = Delivery(4 * len(SIZES))
+    work = CountdownWork(4 * len(SIZES))
 
     def send():
         for stream, tensors in zip(streams, given):
@@ -63,7 +63,7 @@ def test_messages_arrive_in_order_both_ways(streams, early):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float16])
 def test_every_dtype_travels_as_bytes(streams, dtype):
     x, out = torch.arange(40_000).to(dtype).view(200, 200), torch.zeros(200, 200, dtype=dtype)
-    work = Delivery(2)
+    work = CountdownWork(2)
     streams[0].send(x, work)
     streams[1].receive(out, work)
     work.wait()
@@ -72,7 +72,7 @@ def test_every_dtype_travels_as_bytes(streams, dtype):
 
 def test_many_small_messages_do_not_starve(streams):
     given, taken = torch.arange(3000.0), torch.zeros(3000)
-    work = Delivery(6000)
+    work = CountdownWork(6000)
     for i in range(3000):
         streams[1].receive(taken[i : i + 1], work)
         streams[0].send(given[i : i + 1], work)
@@ -82,25 +82,25 @@ def test_many_small_messages_do_not_starve(streams):
 
 def test_what_was_sent_before_the_end_arrives(streams):
     x, out = _tensors([200_000])[0], torch.zeros(200_000)
-    sent, received = Delivery(1), Delivery(1)
+    sent, received = CountdownWork(1), CountdownWork(1)
     streams[1].receive(out, received)
     streams[0].send(x, sent)
     sent.wait()
     received.wait()
     streams[0].close()
     assert torch.equal(x, out)
-    late = Delivery(1)
+    late = CountdownWork(1)
     streams[1].receive(out, late)
     with pytest.raises(RuntimeError, match="connection to rank 0 was lost"):
         late.wait()
-    after = Delivery(1)
+    after = CountdownWork(1)
     streams[1].send(x, after)  # refused at once, without a wait
     with pytest.raises(RuntimeError, match="was lost"):
         after.wait()
 
 
 def test_a_dead_side_fails_what_waits(streams):
-    work = Delivery(2)
+    work = CountdownWork(2)
     streams[0].receive(torch.zeros(10), work)
     streams[0].receive(torch.zeros(10), work)
     failed = threading.Event()
@@ -115,7 +115,7 @@ def test_a_dead_side_fails_what_waits(streams):
 def test_a_silent_side_is_given_up(way):
     streams = _pair(timeout=0.6)
     try:
-        work = Delivery(1)
+        work = CountdownWork(1)
         size = 10 if way == "receive" else 30_000_000  # more than the kernel takes
         started = time.monotonic()
         getattr(streams[0], way)(torch.zeros(size), work)
@@ -130,7 +130,7 @@ def test_a_silent_side_is_given_up(way):
 def test_one_who_is_slow_but_moves_is_not_given_up():
     streams = _pair(timeout=1.5)
     try:
-        out, work = torch.zeros(8), Delivery(1)
+        out, work = torch.zeros(8), CountdownWork(1)
         streams[1].receive(out, work)
         for i in range(8):  # 2.4 s in all
             streams[0]._socket.send(torch.tensor(float(i)).numpy().tobytes())
@@ -146,9 +146,9 @@ def test_trouble_of_one_stream_is_not_the_others(streams, monkeypatch):
     other = _pair()
     try:
         monkeypatch.setattr(streams[1], "on_data", lambda: 1 / 0)
-        bad, good, out = Delivery(1), Delivery(2), torch.zeros(5)
+        bad, good, out = CountdownWork(1), CountdownWork(2), torch.zeros(5)
         streams[1].receive(torch.zeros(5), bad)
-        streams[0].send(torch.ones(5), Delivery(1))
+        streams[0].send(torch.ones(5), CountdownWork(1))
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             bad.wait()
         other[1].receive(out, good)
@@ -161,8 +161,8 @@ def test_trouble_of_one_stream_is_not_the_others(streams, monkeypatch):
 
 
 def test_a_number_used_again_is_not_taken_for_the_old_stream():
-    mine = Courier()
-    streams = _pair(other_courier=mine)
+    mine = SocketLoop()
+    streams = _pair(other_loop=mine)
     number = streams[1].number
     streams[1].close()
     assert number in mine._gone or number not in mine._streams
@@ -171,7 +171,7 @@ def test_a_number_used_again_is_not_taken_for_the_old_stream():
 
 def test_the_last_part_runs_what_follows_and_its_error_counts():
     order = []
-    work = Delivery(2, lambda: order.append("last"))
+    work = CountdownWork(2, lambda: order.append("last"))
     work.then(lambda: order.append("told"))
     work.part_ended()
     assert order == []
@@ -180,7 +180,7 @@ def test_the_last_part_runs_what_follows_and_its_error_counts():
     assert order == ["last", "told"]
 
     told = []
-    broken = Delivery(1, lambda: {}["x"], told.append)
+    broken = CountdownWork(1, lambda: {}["x"], told.append)
     broken.part_ended()
     with pytest.raises(RuntimeError, match="KeyError"):
         broken.wait()

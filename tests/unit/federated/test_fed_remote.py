@@ -11,7 +11,7 @@ import torch
 
 from thinwire import federated as fl
 from thinwire.federated.node import RemoteNode
-from thinwire.federated.remote import Parcel, RemoteServer
+from thinwire.federated.remote import NodeMessage, RemoteServer
 
 DATA = p.population(count=8)
 MAKE = {
@@ -27,9 +27,9 @@ def federation(make, **changes):
     return fl.Federation(make(), p.model(), p.as_clients(DATA), **options)
 
 
-def carried(parcel):
+def carried(message):
     """As a wire would: other memory, and plain JSON."""
-    return Parcel({k: x.clone() for k, x in parcel.tensors.items()}, json.loads(json.dumps(dict(parcel.facts))))
+    return NodeMessage({k: x.clone() for k, x in message.tensors.items()}, json.loads(json.dumps(dict(message.facts))))
 
 
 def deploy(make, folder, parts, spoil=lambda server, node, answer: answer, **changes):
@@ -40,8 +40,8 @@ def deploy(make, folder, parts, spoil=lambda server, node, answer: answer, **cha
     server = RemoteServer(made, hosts)
     while not server.done:
         answers = {}
-        for node, parcel in server.outgoing().items():
-            answer = spoil(server, node, build(node).answer(carried(parcel)))
+        for node, message in server.outgoing().items():
+            answer = spoil(server, node, build(node).answer(carried(message)))
             if answer is not None:
                 answers[node] = answer if isinstance(answer, str) else carried(answer)
         server.incoming(answers)
@@ -79,10 +79,10 @@ SPOILED = {
     ),
     "unknown failure": (lambda a: with_facts(a, failed={"77": "x"}), "client 77"),
     "fewer clients": (lambda a: with_facts(a, seconds=a.facts["seconds"][1:]), "reports"),
-    "no facts": (lambda a: Parcel(a.tensors, {}), "not in the form"),
+    "no facts": (lambda a: NodeMessage(a.tensors, {}), "not in the form"),
     "facts of another kind": (lambda a: with_facts(a, failed=[1]), "not in the form"),
     "a collected value": (lambda a: replaced(a, **{"collected/0/x": torch.ones(1)}), "nobody asked for"),
-    "an error": (lambda a: Parcel(facts={"error": "disk full"}), "disk full"),
+    "an error": (lambda a: NodeMessage(facts={"error": "disk full"}), "disk full"),
     "a broken message": (lambda a: "error 4: no such app", "no such app"),
     "silence": (lambda a: None, "no answer in time"),
 }
@@ -137,10 +137,10 @@ def test_the_state_of_a_refused_answer_does_not_count(tmp_path):
 def test_a_node_with_other_code_says_so(tmp_path):
     server = RemoteServer(federation(MAKE["fedavg"]), {1: dict.fromkeys(range(8), 3)})
     other = RemoteNode(federation(lambda: fl.FedAvg(lr=0.2, batch_size=4)), range(8), tmp_path)
-    (parcel,) = server.outgoing().values()
-    assert "has lr = 0.2, the server's 0.1" in other.answer(parcel).facts["error"]
+    (message,) = server.outgoing().values()
+    assert "has lr = 0.2, the server's 0.1" in other.answer(message).facts["error"]
     few = RemoteNode(federation(MAKE["fedavg"]), [0], tmp_path)
-    assert "is not hosted here" in few.answer(parcel).facts["error"]
+    assert "is not hosted here" in few.answer(message).facts["error"]
 
 
 @pytest.mark.parametrize(

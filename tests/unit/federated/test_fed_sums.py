@@ -155,7 +155,9 @@ def test_nobody_answers():
         def train(self, context, payload, state):
             raise RuntimeError("no")
 
-    with pytest.raises(fl.NobodyAnswered, match="all 9 clients of round 0 failed; client 0, for one: RuntimeError: no"):
+    with pytest.raises(
+        fl.AllClientsFailed, match="all 9 clients of round 0 failed; client 0, for one: RuntimeError: no"
+    ):
         p.train(Broken(), DATA, rounds=1)
 
 
@@ -163,7 +165,7 @@ class Median(fl.FedAvg):
     operators: ClassVar = {"delta": fl.COLLECT}
 
     def program(self, round):
-        answers = (yield fl.Visit({"theta": self.theta})).collected
+        answers = (yield fl.RoundRequest({"theta": self.theta})).collected
         stacked = torch.stack([row["delta"] for row in answers.values()])
         self.theta = self.theta + stacked.median(0).values
 

@@ -185,7 +185,7 @@ def test_t9_feddyn_without_one_over_alpha(monkeypatch):
     assert np.abs(found - wanted).max() < 1e-12
 
     def program(self, round):
-        found = yield fl.Visit({"theta": self.theta})
+        found = yield fl.RoundRequest({"theta": self.theta})
         self.h = self.h - (self.alpha / self.population) * found["change"]
         self.theta = found["x"] - self.h
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.measure.doctor import Facts, Interface, Name, gather, gloo_choice, judge, nccl_choice, network
-from thinwire.measure.doctor.gather import _quota
+from thinwire.measure.doctor import Facts, Interface, Name, collect_facts, gloo_choice, judge, nccl_choice, network
+from thinwire.measure.doctor.collect_facts import _quota
 
 LO = Interface("lo", kind="loopback", addresses=("127.0.0.1", "::1"), mtu=65536)
 ETH = Interface("eth0", addresses=("192.0.2.7", "fe80::1"), mbits=10_000, mtu=9000, packets=1_000_000)
@@ -304,7 +304,7 @@ def test_facts_must_be_facts():
 
 
 def test_this_machine():
-    facts = gather("root")
+    facts = collect_facts("root")
     listed = {name for _, name in socket.if_nameindex()}
     assert {one.name for one in facts.interfaces} == listed
     lo = next(one for one in facts.interfaces if one.kind == "loopback")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.bench.models.resnet18 import Residual, resnet18
+from thinwire.bench.models.resnet18 import ResidualBlock, resnet18
 from thinwire.optim import LAMB, LARS, param_groups, scaled_lr, warmup_poly, zero_last_norm
 
 
@@ -117,9 +117,9 @@ def test_param_groups_without_one_kind():
 
 def test_zero_last_norm():
     net = resnet18(width=4)
-    assert zero_last_norm(net, Residual) == 8
+    assert zero_last_norm(net, ResidualBlock) == 8
     for block in net.modules():
-        if isinstance(block, Residual):
+        if isinstance(block, ResidualBlock):
             assert not block.norm2.weight.any()
             assert block.norm1.weight.all()
             if not isinstance(block.shortcut, nn.Identity):
@@ -128,5 +128,5 @@ def test_zero_last_norm():
                 x = torch.rand(2, block.conv1.in_channels, 4, 4)
                 assert torch.equal(block.train()(x), x)
     nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Sequential(nn.LayerNorm(2))))
-    with pytest.raises(ValueError, match="no Residual with a norm"):
-        zero_last_norm(nested, (Residual,))
+    with pytest.raises(ValueError, match="no ResidualBlock with a norm"):
+        zero_last_norm(nested, (ResidualBlock,))

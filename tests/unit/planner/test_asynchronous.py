@@ -7,7 +7,7 @@ import pytest
 from thinwire.parameter_server import presets, simulate
 from thinwire.planner import asynchronous, virtual_time
 from thinwire.planner.asynchronous import asp_bytes, hierarchical_seconds, pulled_bytes, synchronous_step_seconds
-from thinwire.planner.virtual_time import Card, Channel, VirtualTime
+from thinwire.planner.virtual_time import Card, VirtualChannel, VirtualTime
 
 
 @pytest.mark.parametrize("module", [asynchronous, virtual_time], ids=lambda m: m.__name__)
@@ -44,8 +44,8 @@ def test_messages_share_a_card_keep_their_order_and_may_be_small():
     time = VirtualTime()
     source, first, second = Card(8e6), Card(8e6), Card(None)
     seen = []
-    one = Channel(time, source, first, 0.5, small_bytes=100)
-    two = Channel(time, source, second, 0.1, small_bytes=100)
+    one = VirtualChannel(time, source, first, 0.5, small_bytes=100)
+    two = VirtualChannel(time, source, second, 0.1, small_bytes=100)
     one.send(1_000_000, lambda: seen.append(("a", time.now)))
     two.send(1_000_000, lambda: seen.append(("b", time.now)))  # waits for a at the card
     two.send(10, lambda: seen.append(("c", time.now)))  # small, but b is before it
@@ -56,7 +56,7 @@ def test_messages_share_a_card_keep_their_order_and_may_be_small():
 
 def test_a_closed_channel_delivers_nothing():
     time = VirtualTime()
-    channel = Channel(time, Card(None), Card(None), 1.0)
+    channel = VirtualChannel(time, Card(None), Card(None), 1.0)
     channel.send(10, lambda: pytest.fail("delivered"))
     channel.open = False
     assert time.run() == 1

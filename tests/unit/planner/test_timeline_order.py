@@ -12,7 +12,7 @@ from thinwire.planner.costs import Linear
 from thinwire.planner.profiles import ModelProfile, TensorTime
 from thinwire.planner.timeline import simulate
 from thinwire.planner.timeline.order import Wave
-from thinwire.planner.timeline.programs import Hop, Part
+from thinwire.planner.timeline.programs import Hop, ProgramPart
 from thinwire.program import CROSS, NODE, WORLD, AllReduce, Plan, Topology
 
 
@@ -39,7 +39,7 @@ def engine_sequence(programs, order):
 
 def simulator_sequence(programs, order):
     parts = [
-        Part(b, (0.0,) * (len(scopes) + 1), tuple(Hop("AllReduce", s, "", 0.0, 0.0, 0) for s in scopes))
+        ProgramPart(b, (0.0,) * (len(scopes) + 1), tuple(Hop("AllReduce", s, "", 0.0, 0.0, 0) for s in scopes))
         for b, scopes in enumerate(programs)
     ]
     wave = Wave(parts, streams=None)
@@ -63,7 +63,7 @@ def test_it_issues_what_the_engine_issues():
 
 
 def test_on_side_streams_one_computes_while_another_sends():
-    parts = [Part(b, (0.0, 0.0, 0.0), (Hop("AllReduce", WORLD, "", 0.0, 0.0, 0),) * 2) for b in range(3)]
+    parts = [ProgramPart(b, (0.0, 0.0, 0.0), (Hop("AllReduce", WORLD, "", 0.0, 0.0, 0),) * 2) for b in range(3)]
     wave = Wave(parts, streams=2)
     assert [wave.ready(b) for b in (1, 0, 2)] == [[], [0, 1], []]  # the third comes after the first, on its stream
     assert [b for b, _ in wave.advance(1)[0]] == []  # its exchange is behind both of the first one's

@@ -10,7 +10,7 @@ import threading
 import split_models as small
 import torch
 
-from thinwire.split import CloudEnd, EdgeEnd, LocalPair, Recipe, Server, SplitPlan, StageLink, split_model
+from thinwire.split import CloudClient, CloudEnd, CloudServer, EdgeEnd, LocalPair, Recipe, SplitPlan, split_model
 from thinwire.split.halves import by_role
 
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.0)
@@ -53,7 +53,7 @@ def in_process(plan=None, steps=6, **more):
 def serving(half, *, edges=1, pair="pair", checkpoint_dir=None, recipe=RECIPE, **options):
     """A server in a thread; yields it, and its sentences as ``server.said``."""
     said = []
-    server = Server(CloudEnd(half, pair, recipe, checkpoint_dir), say=said.append, **options)
+    server = CloudServer(CloudEnd(half, pair, recipe, checkpoint_dir), say=said.append, **options)
     server.said = said
     ended = []
 
@@ -79,7 +79,7 @@ def edge_end(half, *, total=20, pair="pair", recipe=RECIPE, **more):
 
 
 @contextlib.contextmanager
-def linked(server, edge, credentials=None, port=None, kind=StageLink, **options):
+def linked(server, edge, credentials=None, port=None, kind=CloudClient, **options):
     """A connected edge: yields the link and the edge."""
     with kind("127.0.0.1", port or server.port, credentials, **options) as link:
         link.attach(edge)

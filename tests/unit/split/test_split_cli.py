@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from thinwire.cli.main import app
 from thinwire.cli.split_inputs import read_rows
 from thinwire.cli.split_tables import compare_table
-from thinwire.split.compare import Row
+from thinwire.split.compare import ComparisonRow
 from thinwire.split.files import read_facts
 from thinwire.split.tasks import TextData
 from thinwire.split.tasks.base import Task
@@ -100,9 +100,9 @@ def test_compare(tmp_path):
 def test_the_table_of_a_comparison():
     task = Task("t", TextData([], []), TextData([], []), 2, 9, "accuracy", "a task")
     rows = [
-        Row("unsplit", (0.5, 0.7), None, None, 0.1, 0.1),
-        Row("boundary", (0.5, 0.6), 1000.0, 1100.0, 0.1, 0.5),
-        Row("thin", (0.4, 0.6), 100.0, 200.0, 0.1, 0.2),
+        ComparisonRow("unsplit", (0.5, 0.7), None, None, 0.1, 0.1),
+        ComparisonRow("boundary", (0.5, 0.6), 1000.0, 1100.0, 0.1, 0.5),
+        ComparisonRow("thin", (0.4, 0.6), 100.0, 200.0, 0.1, 0.2),
     ]
     console = Console(width=100, record=True)
     console.print(compare_table(rows, task, "10mbit", "50mbit", 2))

@@ -19,7 +19,7 @@ STEP = Message(
     3,
     parts=(("z", torch.arange(24.0).view(2, 3, 4)), ("lengths", torch.tensor([3, 2]).to(torch.uint16))),
 )
-HELLO = Message("hello", words={"protocol": 1, "steps": [0, 5]})
+HELLO = Message("hello", fields={"protocol": 1, "steps": [0, 5]})
 
 
 def raw(message):
@@ -27,7 +27,7 @@ def raw(message):
 
 
 def same(a, b):
-    assert (a.kind, a.step, a.sequence, a.evaluation, a.words) == (b.kind, b.step, b.sequence, b.evaluation, b.words)
+    assert (a.kind, a.step, a.sequence, a.evaluation, a.fields) == (b.kind, b.step, b.sequence, b.evaluation, b.fields)
     assert [kind for kind, _ in a.parts] == [kind for kind, _ in b.parts]
     for (_, x), (_, y) in zip(a.parts, b.parts, strict=True):
         assert x.dtype == y.dtype
@@ -154,7 +154,7 @@ def test_an_announced_payload_takes_no_memory_before_it_comes():
         (Message("z", parts=(("dz", torch.zeros(1)),)), "cannot be sent"),
         (Message("z", parts=(("z", torch.zeros(1, dtype=torch.int64)),)), "no frame holds"),
         (Message("z", parts=(("z", torch.zeros(1, 1, 1, 1, 1)),)), "no frame holds"),
-        (Message("hello", words={"x": "y" * 70000}), "over the limit"),
+        (Message("hello", fields={"x": "y" * 70000}), "over the limit"),
     ],
 )
 def test_what_cannot_be_sent(message, says):

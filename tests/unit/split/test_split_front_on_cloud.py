@@ -12,6 +12,7 @@ from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_proce
 from thinwire.split import (
     Back,
     Batch,
+    CloudClient,
     CloudEnd,
     Front,
     LocalPair,
@@ -19,7 +20,6 @@ from thinwire.split import (
     SessionError,
     Shape,
     SplitPlan,
-    StageLink,
     crossings,
     load_half,
     prepare,
@@ -98,7 +98,7 @@ def test_what_a_listener_on_the_wire_sees():
     with serving(of_cloud) as server:
         cable = Cable(server.port)
         edge = edge_end(of_edge)
-        with StageLink("127.0.0.1", cable.port) as link:
+        with CloudClient("127.0.0.1", cable.port) as link:
             with pytest.warns(UserWarning, match=r"front_on='cloud': the inputs \(token ids\) leave the edge") as seen:
                 link.attach(edge)
             losses = [float(edge.step(batch_of(step))) for step in range(3)]

@@ -12,14 +12,14 @@ import torch
 from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_process, linked, parameters, serving
 
 from thinwire.split import (
+    CloudClient,
     CloudEnd,
+    CloudServer,
     Credentials,
     LinkError,
     LinkTimeout,
-    Server,
     SessionError,
     SplitPlan,
-    StageLink,
     write_keys,
 )
 from thinwire.split.errors import TrustError
@@ -87,7 +87,7 @@ def test_what_a_listener_on_the_wire_sees(keys):
             assert ids.to(dtype).numpy().tobytes() not in sent
 
 
-def run_over(plan, credentials, cut_at=None, kind=StageLink):
+def run_over(plan, credentials, cut_at=None, kind=CloudClient):
     """Four steps over a cable. Returns (losses, the edge's half, the cloud's, cable, reconnects)."""
     of_edge, of_cloud = held(plan)
     with serving(of_cloud, credentials=credentials[1]) as server:
@@ -118,7 +118,7 @@ def test_cut_after_every_message(keys, tls, plan, messages):
     expected = in_process(plan, steps=4)
     places = []  # counts of bytes: a cable cut there loses a request, or the reply to one
 
-    class Noting(StageLink):
+    class Noting(CloudClient):
         def call(self, request):
             before = sum(map(len, self.cable.crossed)) + 1
             reply = super().call(request)
@@ -147,7 +147,7 @@ def refused(edge_keys, cloud_keys, says):
         if sentence.startswith("refused a connection"):
             raise Refused
 
-    server = Server(CloudEnd(back, "pair", RECIPE), credentials=cloud_keys, say=say)
+    server = CloudServer(CloudEnd(back, "pair", RECIPE), credentials=cloud_keys, say=say)
 
     def serve():
         with pytest.raises(Refused):
@@ -156,7 +156,7 @@ def refused(edge_keys, cloud_keys, says):
 
     thread = threading.Thread(target=serve)
     thread.start()
-    link = StageLink("127.0.0.1", server.port, edge_keys, receive_seconds=100, reconnect_seconds=0.5)
+    link = CloudClient("127.0.0.1", server.port, edge_keys, receive_seconds=100, reconnect_seconds=0.5)
     with pytest.raises(TrustError, match=says):
         link.attach(edge_end(front))
     thread.join(60)
@@ -202,7 +202,7 @@ def test_wrong_pair_and_oversized_and_corrupt_frames():
     front, back = halves()
     with serving(back, limit=4096) as server:
         with pytest.raises(SessionError, match="not of one surgery"):
-            StageLink("127.0.0.1", server.port).attach(edge_end(front, pair="another"))
+            CloudClient("127.0.0.1", server.port).attach(edge_end(front, pair="another"))
         hello = edge_end(front).hello()
         for spoiled in (
             b"".join(encode(Message("z", 0, 1, parts=(("z", torch.zeros(4096)),)))),
@@ -211,7 +211,7 @@ def test_wrong_pair_and_oversized_and_corrupt_frames():
         ):
             with socket.create_connection(("127.0.0.1", server.port)) as raw:
                 raw.settimeout(5)
-                raw.sendall(b"".join(encode(Message("hello", words=hello))))
+                raw.sendall(b"".join(encode(Message("hello", fields=hello))))
                 assert raw.recv(1000)
                 raw.sendall(spoiled)
                 while raw.recv(1000):  # the cloud closes
@@ -225,7 +225,7 @@ def test_a_second_edge_waits_for_the_first(keys):
     back = halves()[1]
     with serving(back, edges=2) as server:
         with linked(server, edge_end(halves()[0], name="a")) as (_, first):
-            waiting = StageLink("127.0.0.1", server.port, reconnect_seconds=0.5)
+            waiting = CloudClient("127.0.0.1", server.port, reconnect_seconds=0.5)
             with pytest.raises(LinkError, match="busy with edge 'a'"):
                 waiting.attach(edge_end(halves()[0], name="b"))
             first.step(batch_of(0))
@@ -249,7 +249,7 @@ def test_names_are_those_of_the_certificates(keys):
 def test_no_call_waits_for_ever():
     front, _ = halves()
     silent = socket.create_server(("127.0.0.1", 0))
-    link = StageLink("127.0.0.1", silent.getsockname()[1], receive_seconds=0.3, reconnect_seconds=0.5)
+    link = CloudClient("127.0.0.1", silent.getsockname()[1], receive_seconds=0.3, reconnect_seconds=0.5)
     with pytest.raises(LinkTimeout, match="waiting for the answer to hello"):
         link.attach(edge_end(front))
     silent.close()
@@ -270,7 +270,7 @@ def test_a_cloud_that_falls_silent_in_a_step_is_named():
             server.cloud.handle = handle
         again = edge_end(front)
         with pytest.raises(SessionError, match="no step in common"):  # a step was begun and nothing was saved
-            StageLink("127.0.0.1", server.port).attach(again)
+            CloudClient("127.0.0.1", server.port).attach(again)
         server.cloud.__init__(back, "pair", server.cloud.recipe)
         with linked(server, again) as (_, edge):
             edge.bye()
@@ -293,7 +293,7 @@ def test_an_edge_that_falls_silent_within_a_message_does_not_keep_the_cloud_from
     with serving(back) as server:
         edge = edge_end(front)
         with socket.create_connection(("127.0.0.1", server.port)) as half:
-            half.sendall(b"".join(encode(Message("hello", words=edge.hello()))))
+            half.sendall(b"".join(encode(Message("hello", fields=edge.hello()))))
             assert half.recv(1000)
             half.sendall(b"".join(encode(Message("z", 0, 1, parts=(("z", torch.zeros(9)),))))[:40])
             with linked(server, edge):  # the same session, over another connection
@@ -304,10 +304,10 @@ def test_an_edge_that_falls_silent_within_a_message_does_not_keep_the_cloud_from
 
 def test_in_the_clear_only_to_this_machine():
     with pytest.raises(ValueError, match="no keys for a connection with 10"):
-        StageLink("10.1.2.3", 1)
+        CloudClient("10.1.2.3", 1)
     with pytest.raises(ValueError, match="no keys for a connection with example"):
-        StageLink("example.org", 1)
-    StageLink("10.1.2.3", 1, insecure=True)
+        CloudClient("example.org", 1)
+    CloudClient("10.1.2.3", 1, insecure=True)
     with pytest.raises(ValueError, match="no keys"), serving(halves()[1], host="0.0.0.0"):
         pass
 
@@ -315,16 +315,16 @@ def test_in_the_clear_only_to_this_machine():
 def test_a_port_that_is_taken():
     taken = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(ValueError, match="cannot listen at"):
-        Server(CloudEnd(halves()[1], "pair", RECIPE), port=taken.getsockname()[1])
+        CloudServer(CloudEnd(halves()[1], "pair", RECIPE), port=taken.getsockname()[1])
     taken.close()
 
 
 @pytest.mark.parametrize("port", [70000, -1, "x"])
 def test_what_is_no_port(port):
     with pytest.raises(ValueError, match=f"port={port!r} must be a whole number from 0 to 65535"):
-        Server(CloudEnd(halves()[1], "pair", RECIPE), port=port)
+        CloudServer(CloudEnd(halves()[1], "pair", RECIPE), port=port)
     with pytest.raises(ValueError, match=f"port={port!r} must be a whole number from 1 to 65535"):
-        StageLink("127.0.0.1", port)
+        CloudClient("127.0.0.1", port)
 
 
 def test_keys_are_private_and_never_replaced(tmp_path):

@@ -117,8 +117,8 @@ def z_of(edge, step=0, sequence=1, **more):
         (lambda edge: z_of(edge, z=torch.zeros(3, 7, 8, dtype=torch.float16)), "the other end sent"),
         (lambda edge: z_of(edge, z=torch.zeros(0, 7, 8), lengths=torch.zeros(0).to(torch.uint16)), "none at all"),
         (lambda edge: Message("dlogits", 0, 1, parts=(("dlogits", torch.zeros(3, 5)),)), "nothing waits for"),
-        (lambda edge: Message("bye", 3, 1, words={}), "bye at step 3"),
-        (lambda edge: Message("hello", 0, 1, words={}), "nothing waits for"),
+        (lambda edge: Message("bye", 3, 1, fields={}), "bye at step 3"),
+        (lambda edge: Message("hello", 0, 1, fields={}), "nothing waits for"),
     ],
 )
 def test_requests_that_may_not_come(request_of, says):
@@ -155,7 +155,7 @@ def test_before_hello_and_after_bye():
     front, back = halves()
     cloud = CloudEnd(back, "pair", RECIPE)
     with pytest.raises(SessionError, match="before hello"):
-        cloud.handle(Message("bye", words={}))
+        cloud.handle(Message("bye", fields={}))
     edge, cloud = opened(front, back)
     edge.step(batch_of(0))
     edge.bye()
@@ -214,7 +214,7 @@ def test_a_side_that_saved_one_less_decides(tmp_path):
     edge, cloud = opened(front, back, tmp_path)
     edge.checkpoint()
     edge.step(batch_of(0))
-    cloud.handle(Message("checkpoint", 1, 4, words={}))  # the edge died before it saved its own
+    cloud.handle(Message("checkpoint", 1, 4, fields={}))  # the edge died before it saved its own
     again = edge_end(halves()[0], checkpoint_dir=tmp_path / "edge")
     again.open(cloud.handle, cloud.hello(again.hello()))
     assert again.steps == 0

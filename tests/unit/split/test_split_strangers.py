@@ -31,7 +31,7 @@ def strangers(server, count, says=b""):
         yield made
 
 
-HELLO = b"".join(encode(Message("hello", words={"edge": "x" * 4000})))
+HELLO = b"".join(encode(Message("hello", fields={"edge": "x" * 4000})))
 CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")  # the first bytes of a TLS handshake
 
 
@@ -100,7 +100,7 @@ def test_an_edge_that_waits_within_a_message_is_not_kept_by_strangers():
     front, back = halves()
     edge = edge_end(front)
     with serving(back, edges=1, message_seconds=0.5, hold_seconds=0.0) as server:
-        with strangers(server, 1, b"".join(encode(Message("hello", words=edge.hello())))) as (half,):
+        with strangers(server, 1, b"".join(encode(Message("hello", fields=edge.hello())))) as (half,):
             assert half.recv(1000)
             half.sendall(b"TWF1")
             for _ in range(200):
@@ -120,7 +120,7 @@ def test_a_strangers_words_are_printable():
     spoiled = [edge.hello() | {what: "\ud800\x1b[31m\n" + "x" * 9000} for what in ("plan", "pair", "edge")]
     with serving(back, hold_seconds=0.0) as server:
         for words in spoiled:
-            with strangers(server, 1, b"".join(encode(Message("hello", words=words)))) as (one,):
+            with strangers(server, 1, b"".join(encode(Message("hello", fields=words)))) as (one,):
                 assert one.recv(1000)
         with linked(server, edge):
             edge.bye()

@@ -10,7 +10,7 @@ from thinwire.bench.corpus import VOCABULARY, standard_library
 from thinwire.bench.models.workload import Workload
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a two-layer perceptron, each behind a layer norm and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -41,7 +41,7 @@ class CharGPT(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(block, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         for module in self.modules():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from thinwire.bench.models.workload import Workload
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3 x 3 convolutions beside a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -34,7 +34,7 @@ def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
     inputs = width
     for stage in range(4):
         outputs = width * 2**stage
-        blocks += [Residual(inputs, outputs, 1 if stage == 0 else 2), Residual(outputs, outputs, 1)]
+        blocks += [ResidualBlock(inputs, outputs, 1 if stage == 0 else 2), ResidualBlock(outputs, outputs, 1)]
         inputs = outputs
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 

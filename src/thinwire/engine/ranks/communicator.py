@@ -142,7 +142,7 @@ class Communicator:
         """The same; between CPUs with connections of our own, only who calls what is returned waits."""
         with self._meeting("gathering"):
             if self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology):
-                lane = self._lanes.get("answers", Scope.WORLD, 0, bare=True)
+                lane = self._lanes.get("answers", Scope.WORLD, 0, mesh_only=True)
                 return self._told(issue(AllGather(x), lane), "gathering")
             everyone = x.new_empty(self.control.size * x.numel())
             all_gather_flat(everyone, x, group=self.control.group)
@@ -150,9 +150,9 @@ class Communicator:
 
     def broadcast_later(self, x: Tensor) -> Callable[[], Tensor]:
         """Rank 0's 1-D tensor, in place; who calls what is returned waits. All ranks must call it in the same order."""
-        bare = self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology)
+        mesh_only = self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology)
         with self._meeting("sending the buffers"):
-            lane = self._lanes.get("buffers", Scope.WORLD, 0, bare=True) if bare else self.control
+            lane = self._lanes.get("buffers", Scope.WORLD, 0, mesh_only=True) if mesh_only else self.control
             return self._told(issue(Broadcast(x), lane), "sending the buffers")
 
     def start(self) -> None:
@@ -178,9 +178,9 @@ class Communicator:
         with self._meeting("connecting"):
             for scope in sorted(deepest, key=lambda s: s.value):
                 for round_ in range(deepest[scope]):
-                    two_way = scope is Scope.WORLD and round_ in paired
-                    bare = two_way and self.device.type == "cpu"
-                    self._lanes.get("bucket", scope, round_, two_way=two_way, bare=bare)
+                    bidirectional = scope is Scope.WORLD and round_ in paired
+                    mesh_only = bidirectional and self.device.type == "cpu"
+                    self._lanes.get("bucket", scope, round_, bidirectional=bidirectional, mesh_only=mesh_only)
 
     def sentence(self, failure: Failure, step: int, names: Names) -> str:
         """A failure in words, with who was late; ``names``: of the step's buckets."""

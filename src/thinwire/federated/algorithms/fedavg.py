@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundProgram, Visit
+from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundProgram, RoundRequest
 from thinwire.federated.algorithms.base import Algorithm
 from thinwire.federated.client import ClientContext, ClientResult
 
@@ -31,7 +31,7 @@ class FedAvg(Algorithm):
 
     def program(self, round: int) -> RoundProgram:
         """One visit, one step."""
-        mean = yield Visit({"theta": self.theta})
+        mean = yield RoundRequest({"theta": self.theta})
         self.theta = self.theta + self.server_lr * mean["delta"]
 
     def train(

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.federated.aggregator import SUM, WEIGHTED_MEAN, Operator, RoundProgram, Visit
+from thinwire.federated.aggregator import SUM, WEIGHTED_MEAN, Operator, RoundProgram, RoundRequest
 from thinwire.federated.algorithms.base import Algorithm, positive
 from thinwire.federated.client import ClientContext, ClientResult
 
@@ -51,7 +51,7 @@ class FedDyn(Algorithm):
 
     def program(self, round: int) -> RoundProgram:
         """One visit."""
-        found = yield Visit({"theta": self.theta})
+        found = yield RoundRequest({"theta": self.theta})
         self.h = self.h - (self.alpha / self.population) * found["change"]
         self.theta = found["x"] - self.h / self.alpha
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundProgram, Visit
+from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundProgram, RoundRequest
 from thinwire.federated.algorithms.base import Algorithm, positive, proximal
 from thinwire.federated.client import ClientContext, ClientResult
 
@@ -60,7 +60,7 @@ class FedNova(Algorithm):
 
     def program(self, round: int) -> RoundProgram:
         """One visit, one step."""
-        mean = yield Visit({"theta": self.theta})
+        mean = yield RoundRequest({"theta": self.theta})
         self.theta = self.theta + self.server_lr * mean["a"] * mean["direction"]
 
     def train(

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.federated.aggregator import RoundProgram, Visit
+from thinwire.federated.aggregator import RoundProgram, RoundRequest
 from thinwire.federated.algorithms.base import positive
 from thinwire.federated.algorithms.fedavg import FedAvg
 
@@ -58,7 +58,7 @@ class FedOpt(FedAvg):
 
     def program(self, round: int) -> RoundProgram:
         """One visit, one adaptive step."""
-        d = (yield Visit({"theta": self.theta}))["delta"]
+        d = (yield RoundRequest({"theta": self.theta}))["delta"]
         if self.rule == "sgd":
             self.theta = self.theta + self.server_lr * d
             return

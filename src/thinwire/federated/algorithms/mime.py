@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundProgram, Visit
+from thinwire.federated.aggregator import WEIGHTED_MEAN, Operator, RoundProgram, RoundRequest
 from thinwire.federated.algorithms.base import Algorithm
 from thinwire.federated.client import ClientContext, ClientResult
 
@@ -62,11 +62,11 @@ class Mime(Algorithm):
         """Two visits; lite: one."""
         b, payload = self.beta, {"theta": self.theta, "s": self.s}
         if self.lite:
-            mean = yield Visit(payload)
+            mean = yield RoundRequest(payload)
             c = mean["gradient"]
         else:
-            c = (yield Visit({"theta": self.theta}, "gradient"))["gradient"]
-            mean = yield Visit({**payload, "c": c})
+            c = (yield RoundRequest({"theta": self.theta}, "gradient"))["gradient"]
+            mean = yield RoundRequest({**payload, "c": c})
         self.theta = self.theta + self.server_lr * (mean["x"] - self.theta) if self.server_lr != 1 else mean["x"]
         self.s = (1 - b) * c + b * self.s
 

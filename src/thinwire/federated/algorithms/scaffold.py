@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.federated.aggregator import SUM, WEIGHTED_MEAN, Operator, RoundProgram, Visit
+from thinwire.federated.aggregator import SUM, WEIGHTED_MEAN, Operator, RoundProgram, RoundRequest
 from thinwire.federated.algorithms.base import Algorithm
 from thinwire.federated.client import ClientContext, ClientResult
 
@@ -46,7 +46,7 @@ class Scaffold(Algorithm):
 
     def program(self, round: int) -> RoundProgram:
         """One visit, one step."""
-        found = yield Visit({"theta": self.theta, "c": self.c})
+        found = yield RoundRequest({"theta": self.theta, "c": self.c})
         self.theta = self.theta + self.server_lr * found["delta"]
         self.c = self.c + found["variate"] / self.population
 

@@ -3,9 +3,9 @@
 What does not live here: measurements of the network (``measure/probe.py``), printing (cli/).
 """
 
+from thinwire.measure.doctor.collect_facts import collect_facts
 from thinwire.measure.doctor.facts import Facts, Interface, Name
 from thinwire.measure.doctor.findings import Finding
-from thinwire.measure.doctor.gather import gather
 from thinwire.measure.doctor.judge import Diagnosis, judge
 from thinwire.measure.doctor.sockets import Choice, gloo_choice, nccl_choice
 
@@ -16,7 +16,7 @@ __all__ = [
     "Finding",
     "Interface",
     "Name",
-    "gather",
+    "collect_facts",
     "gloo_choice",
     "judge",
     "nccl_choice",

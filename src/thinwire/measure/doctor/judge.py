@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thinwire.measure.doctor.environment import environment
 from thinwire.measure.doctor.facts import Facts
 from thinwire.measure.doctor.findings import ERROR, NOTE, WARNING, Finding, Setting
 from thinwire.measure.doctor.launch import launch, nodes_of
 from thinwire.measure.doctor.quality import quality
 from thinwire.measure.doctor.reachability import reachability
 from thinwire.measure.doctor.sockets import Choice, gloo_choice, nccl_choice
-from thinwire.measure.doctor.software import software
 
 _ORDER = (ERROR, WARNING, NOTE)
 
@@ -52,5 +52,5 @@ def judge(facts: Facts, nodes: int | None = None) -> Diagnosis:
     gloo = gloo_choice(facts)
     nccl = nccl_choice(facts) if facts.gpus and "nccl" in facts.backends else None
     setting = Setting(facts, gloo, nccl, nodes)
-    found = [finding for check in (launch, reachability, quality, software) for finding in check(setting)]
+    found = [finding for check in (launch, reachability, quality, environment) for finding in check(setting)]
     return Diagnosis(nodes, gloo, nccl, tuple(sorted(found, key=lambda finding: _ORDER.index(finding.level))))

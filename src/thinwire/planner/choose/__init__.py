@@ -4,8 +4,8 @@ What does not live here: the methods (all but the two dense ones are passed in),
 (measure/).
 """
 
-from thinwire.planner.choose.devices import DEVICES, Device
-from thinwire.planner.choose.explain import Group, explain
+from thinwire.planner.choose.devices import DEVICES, DeviceSpec
+from thinwire.planner.choose.explain import ExplainedBucket, explain
 from thinwire.planner.choose.grid import Cell, Map, map_of
 from thinwire.planner.choose.knee import knee
 from thinwire.planner.choose.rank import choose
@@ -16,9 +16,9 @@ __all__ = [
     "DEVICES",
     "UNCERTAINTY",
     "Cell",
-    "Device",
+    "DeviceSpec",
     "Entry",
-    "Group",
+    "ExplainedBucket",
     "Map",
     "Ranking",
     "choose",

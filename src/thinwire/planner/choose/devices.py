@@ -19,7 +19,7 @@ _QR_STARTUP = 100e-6  # of one QR on a GPU: several dependent kernels
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """One device.
 
     Attributes:
@@ -63,11 +63,11 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device("cpu", 5e11, 5e11, 12.5e9, 40e9, 20e-6, "gloo"),
-        Device("t4", 65e12, 8.1e12, 320e9, 64e9, 10e-6, "nccl"),
-        Device("v100", 125e12, 15.7e12, 900e9, 1.2e12, 5e-6, "nccl"),
-        Device("a100", 312e12, 19.5e12, 1555e9, 2.4e12, 5e-6, "nccl"),
-        Device("h100", 989e12, 67e12, 3350e9, 3.6e12, 5e-6, "nccl"),
+        DeviceSpec("cpu", 5e11, 5e11, 12.5e9, 40e9, 20e-6, "gloo"),
+        DeviceSpec("t4", 65e12, 8.1e12, 320e9, 64e9, 10e-6, "nccl"),
+        DeviceSpec("v100", 125e12, 15.7e12, 900e9, 1.2e12, 5e-6, "nccl"),
+        DeviceSpec("a100", 312e12, 19.5e12, 1555e9, 2.4e12, 5e-6, "nccl"),
+        DeviceSpec("h100", 989e12, 67e12, 3350e9, 3.6e12, 5e-6, "nccl"),
     )
 }
 """By name."""

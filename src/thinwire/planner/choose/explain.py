@@ -16,7 +16,7 @@ from thinwire.program.trace import steady_step, trace
 
 
 @dataclass(frozen=True)
-class Group:
+class ExplainedBucket:
     """One bucket of one phase.
 
     Attributes:
@@ -49,7 +49,7 @@ class Group:
 
 def explain(
     method: Method, model_profile: ModelProfile, topology: Topology, costs: Costs, *, backend: str = "gloo"
-) -> tuple[Group, ...]:
+) -> tuple[ExplainedBucket, ...]:
     """The groups of the plan that ``attach`` makes, phase by phase, in launch order."""
     tensor_of = {tensor.name: tensor for tensor in model_profile.tensors}
     place, dtype = Place(topology), DTYPES[model_profile.dtype_bytes]
@@ -68,7 +68,7 @@ def explain(
             hops = [s for s in trace(program, shapes, topology, rank=place.rank, step=step, dtype=dtype) if s.scope]
             sparse = density is not None and not bucket.dense and elements
             groups.append(
-                Group(
+                ExplainedBucket(
                     phase,
                     index,
                     bucket.dense,

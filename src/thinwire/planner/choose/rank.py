@@ -24,7 +24,7 @@ GAIN = 0.05
 
 
 @dataclass(frozen=True)
-class Point:
+class SimulatedMethod:
     """One candidate, simulated."""
 
     label: str
@@ -48,12 +48,12 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Recommendation:
     """What follows from the simulated candidates; ``dense``: the fastest form of it."""
 
-    best: Point
-    best_exact: Point
-    dense: Point
+    best: SimulatedMethod
+    best_exact: SimulatedMethod
+    dense: SimulatedMethod
     sentence: str
 
 
@@ -137,16 +137,16 @@ def price(
     where: Mapping[str, Any],
     *,
     lossy: bool,
-) -> tuple[list[Point], list[tuple[str, str]]]:
+) -> tuple[list[SimulatedMethod], list[tuple[str, str]]]:
     """Simulate the candidates and both dense forms; also (label, reason) of those that cannot be."""
-    points: list[Point] = []
+    points: list[SimulatedMethod] = []
     left_out: list[tuple[str, str]] = []
     for label, method in _complete(candidates):
         dense = _dense(method)
         if not (lossy or dense or method.exact):
             continue
         try:
-            points.append(Point(label, method, simulate(method, profile, topology, costs, **where)))
+            points.append(SimulatedMethod(label, method, simulate(method, profile, topology, costs, **where)))
         except (LookupError, ValueError) as error:
             if dense:
                 raise
@@ -156,11 +156,11 @@ def price(
 
 def without_startups(
     profile: ModelProfile, topology: Topology, costs: Costs, where: Mapping[str, Any]
-) -> Callable[[Point], float]:
+) -> Callable[[SimulatedMethod], float]:
     """Seconds of a point's step, with its plan, on a network on which messages cost their bytes alone."""
     free = network_free(costs, startup=0, rest=1)
 
-    def seconds(point: Point) -> float:
+    def seconds(point: SimulatedMethod) -> float:
         plan = point.timeline.plan
         return simulate(point.method, profile, topology, free, plan=plan, **where).step_seconds
 
@@ -168,27 +168,33 @@ def without_startups(
 
 
 def judge(
-    points: Sequence[Point], topology: Topology, bytes_alone: Callable[[Point], float], *, lossy: bool
-) -> Verdict:
+    points: Sequence[SimulatedMethod],
+    topology: Topology,
+    bytes_alone: Callable[[SimulatedMethod], float],
+    *,
+    lossy: bool,
+) -> Recommendation:
     """Apply the rule of ``choose``; ``bytes_alone``: see ``without_startups``."""
     best_exact = _best_exact(points)
     if not lossy or topology.world_size == 1:
         alone = "one worker: nothing is sent, nothing is compressed"
         said = alone if topology.world_size == 1 else f"{best_exact.label}: {ms(best_exact.seconds)}, lossy left aside"
-        return Verdict(best_exact, best_exact, best_exact, said)
+        return Recommendation(best_exact, best_exact, best_exact, said)
     dense = min((p for p in points if p.exact or p.dense), key=_seconds)
     rivals = sorted((p for p in points if not (p.exact or p.dense)), key=_seconds)
     kept = dense if dense.seconds < (1 - GAIN) * best_exact.seconds else best_exact
     if not rivals:
-        return Verdict(kept, best_exact, dense, f"{kept.label}: {ms(kept.seconds)}, no other method was asked for")
+        return Recommendation(
+            kept, best_exact, dense, f"{kept.label}: {ms(kept.seconds)}, no other method was asked for"
+        )
     first = rivals[0]
     pair = f"{ms(dense.seconds)} against {ms(first.seconds)}"
     if first.seconds >= dense.seconds:
-        return Verdict(kept, best_exact, dense, f"dense is faster here: {pair} ({dense.label}, {first.label})")
+        return Recommendation(kept, best_exact, dense, f"dense is faster here: {pair} ({dense.label}, {first.label})")
     faster = [p for p in rivals if p.seconds < (1 - GAIN) * dense.seconds]
     if not faster:
         said = f"dense is as fast here: {pair} ({dense.label}, {first.label}); less than {GAIN:.0%} does not pay"
-        return Verdict(kept, best_exact, dense, said)
+        return Recommendation(kept, best_exact, dense, said)
     limit = (1 - GAIN) * bytes_alone(dense)
     rival = next((p for p in faster if bytes_alone(p) < limit), None)
     if rival is None:
@@ -196,12 +202,12 @@ def judge(
             f"dense is enough here: {pair} ({dense.label}, {first.label}), which is start-ups of messages: "
             "what a lossy method leaves out buys nothing"
         )
-        return Verdict(kept, best_exact, dense, said)
+        return Recommendation(kept, best_exact, dense, said)
     said = f"{rival.label} is faster here: {ms(rival.seconds)} against {ms(dense.seconds)} for dense ({dense.label})"
-    return Verdict(rival, best_exact, dense, said)
+    return Recommendation(rival, best_exact, dense, said)
 
 
-def _best_exact(points: Sequence[Point]) -> Point:
+def _best_exact(points: Sequence[SimulatedMethod]) -> SimulatedMethod:
     """The fastest; S-SGD where it is nearly as fast: another schedule asks more of the training loop."""
     fastest = min((p for p in points if p.exact), key=_seconds)
     plain = min((p for p in points if type(p.method) is SSGD), key=_seconds, default=fastest)
@@ -242,5 +248,5 @@ def _dense(method: Method) -> bool:
     return type(method) in (SSGD, Cast) and not method.has_residual
 
 
-def _seconds(point: Point) -> float:
+def _seconds(point: SimulatedMethod) -> float:
     return point.seconds

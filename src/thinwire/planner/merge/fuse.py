@@ -11,7 +11,7 @@ def fuse(
     breaks: Collection[int] = (),
     *,
     first: float | None = None,
-    crumbs: float = 0.0,
+    min_tail: float = 0.0,
 ) -> list[list[int]]:
     """Group tensors, in backward order, greedily: a bucket is closed when the next tensor would exceed the limit.
 
@@ -24,8 +24,8 @@ def fuse(
         limit: in the same unit; 0: one bucket per tensor.
         breaks: indices at which a new bucket must begin.
         first: the limit of the first bucket, so that the link has work early; None: ``limit``.
-        crumbs: tensors at the end of a bucket that are less than this together go on to the next one, which may then
-            exceed the limit; a last bucket of crumbs joins the one before. Not over a break.
+        min_tail: tensors at the end of a bucket that are less than this together go on to the next one, which may then
+            exceed the limit; a last bucket of so little joins the one before. Not over a break.
 
     Returns:
         Lists of indices.
@@ -44,12 +44,12 @@ def fuse(
             groups.append([])
             filled = 0.0
         elif most == 0 or filled + size > most:
-            kept, carried = _parted(groups[-1], sizes, crumbs)
+            kept, carried = _parted(groups[-1], sizes, min_tail)
             groups[-1:] = [kept, carried] if kept else [carried]
             filled = sum(sizes[j] for j in carried)
         groups[-1].append(i)
         filled += size
-    if len(groups) > 1 and groups[-1][0] not in breaks and not _parted(groups[-1], sizes, crumbs)[0]:
+    if len(groups) > 1 and groups[-1][0] not in breaks and not _parted(groups[-1], sizes, min_tail)[0]:
         last = groups.pop()
         groups[-1] += last
     return groups

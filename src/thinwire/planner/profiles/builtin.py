@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from thinwire.planner.profiles.convolutional import densenet, vgg16
-from thinwire.planner.profiles.layers import Estimate, Layer, estimate
+from thinwire.planner.profiles.layers import FlopsEstimate, Layer, estimate
 from thinwire.planner.profiles.profile import ModelProfile
 from thinwire.planner.profiles.resnet import bottleneck_resnet
 from thinwire.planner.profiles.transformer import bert, gpt2
@@ -54,5 +54,5 @@ def builtin(
         if not positions or not 1 <= sequence_length <= most:
             raise ValueError(f"sequence_length={sequence_length} does not fit {name}")
         positions = sequence_length
-    how = Estimate(usual if batch_size is None else batch_size, device_flops)
+    how = FlopsEstimate(usual if batch_size is None else batch_size, device_flops)
     return estimate(name, layers(positions), how, "FLOPs of the layers")

@@ -26,7 +26,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class FlopsEstimate:
     """How FLOPs become seconds: samples per step and rank, and the device's sustained rate."""
 
     batch_size: int
@@ -58,7 +58,7 @@ def norm(name: str, channels: int, positions: int) -> Layer:
     return Layer(name, 8.0 * channels * positions, (("weight", (channels,)), ("bias", (channels,))))
 
 
-def estimate(name: str, layers: Sequence[Layer], how: Estimate, source: str) -> ModelProfile:
+def estimate(name: str, layers: Sequence[Layer], how: FlopsEstimate, source: str) -> ModelProfile:
     """A profile in which compute time is FLOPs over the device's rate, and backward costs twice the forward.
 
     The gradients of one module arrive together: the one that was registered last carries the module's time, the

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from thinwire.planner.timeline.order import Wave
-from thinwire.planner.timeline.programs import Hop, Part
+from thinwire.planner.timeline.programs import Hop, ProgramPart
 from thinwire.planner.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Event
 
 
 @dataclass(frozen=True)
-class Task:
+class ComputeTask:
     """A piece of forward, backward or optimizer; the tasks of a step run in order.
 
     Attributes:
@@ -56,7 +56,13 @@ class Machine:
     """
 
     def __init__(
-        self, tasks: Sequence[Task], deferred: list[Part], current: list[Part], *, shared: bool, streams: int | None
+        self,
+        tasks: Sequence[ComputeTask],
+        deferred: list[ProgramPart],
+        current: list[ProgramPart],
+        *,
+        shared: bool,
+        streams: int | None,
     ) -> None:
         self.events: list[Event] = []
         self.now = 0.0
@@ -65,7 +71,7 @@ class Machine:
         self._shared = shared
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._task: Task | None = None
+        self._task: ComputeTask | None = None
         self._left = self._since = 0.0
         self._running = False  # a task that is paused is not
         self._turn = 0  # of running; an end that was set for an earlier one is void
@@ -117,7 +123,7 @@ class Machine:
             self._running = True
             self._after(self._left, partial(self._end_task, self._turn))
 
-    def _may_start(self, task: Task) -> bool:
+    def _may_start(self, task: ComputeTask) -> bool:
         if task.needs is not None and not self._deferred.ended[task.needs]:
             return False
         return not (task.last and self._current.left)
@@ -137,7 +143,7 @@ class Machine:
         if task.completes is not None:
             self._ready(self._current, task.completes)
 
-    def _note_task(self, task: Task) -> None:
+    def _note_task(self, task: ComputeTask) -> None:
         if self.now > self._since:
             self.events.append(Event(task.name, COMPUTE, self._since, self.now - self._since, task.bucket))
 

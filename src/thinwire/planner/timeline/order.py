@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from thinwire.planner.timeline.programs import Hop, Part
+from thinwire.planner.timeline.programs import Hop, ProgramPart
 from thinwire.program import Scope
 
 Lane = tuple[Scope | None, int]
@@ -26,7 +26,7 @@ class Wave:
         streams: see above; None: as many as programs.
     """
 
-    def __init__(self, parts: list[Part], *, streams: int | None) -> None:
+    def __init__(self, parts: list[ProgramPart], *, streams: int | None) -> None:
         self.parts = parts
         self.left = len(parts)
         self.ended = [False] * len(parts)

@@ -32,7 +32,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Part:
+class ProgramPart:
     """A piece of one bucket's program without a pause: a segment, an exchange, a segment, ..., a segment."""
 
     bucket: int
@@ -118,7 +118,7 @@ def _steps(
 
 def parts_of(
     method: Method, dense: Method, plan: Plan, phase: int, profile: ModelProfile, place: Place, costs: Costs
-) -> list[tuple[Part, Part | None]]:
+) -> list[tuple[ProgramPart, ProgramPart | None]]:
     """Per bucket of a phase: what runs during backward, and what may wait for the next forward (None: nothing)."""
     if profile.dtype_bytes not in DTYPES:
         raise ValueError(f"gradients of {profile.dtype_bytes} bytes cannot be simulated, only of 2, 4 or 8")
@@ -146,7 +146,7 @@ def parts_of(
 
 def _split(
     bucket: int, seconds: list[float], steps: list[tuple[TracedExchange, float]], place: Place, costs: Costs
-) -> tuple[Part, Part | None]:
+) -> tuple[ProgramPart, ProgramPart | None]:
     """Cut a program at its first pause; a second one stands for nothing."""
     segments: list[list[float]] = [[seconds[0]]]
     hops: list[list[Hop]] = [[]]
@@ -161,5 +161,5 @@ def _split(
             cpu = costs.cpu_seconds(step.kind, step.message_bytes)
             hops[-1].append(Hop(step.kind, step.scope, place.links[step.scope], priced, cpu, step.sent_bytes))
             segments[-1].append(after)
-    made = [Part(bucket, tuple(s), tuple(h)) for s, h in zip(segments, hops)]
+    made = [ProgramPart(bucket, tuple(s), tuple(h)) for s, h in zip(segments, hops)]
     return made[0], made[1] if len(made) > 1 else None

@@ -12,7 +12,7 @@ from thinwire.planner.measured import hidden_seconds
 from thinwire.planner.plans import PlanTensor, make_plan
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline.machine import Machine
-from thinwire.planner.timeline.programs import Part, Place, parts_of
+from thinwire.planner.timeline.programs import Place, ProgramPart, parts_of
 from thinwire.planner.timeline.result import Event, Timeline, exposed_seconds
 from thinwire.planner.timeline.tasks import tasks_of
 from thinwire.program import Method, Plan, Topology
@@ -122,6 +122,6 @@ def _slowest(slowdown: float | Sequence[float], topology: Topology) -> float:
     return float(max(factors))
 
 
-def _slowed(part: Part, factor: float) -> Part:
+def _slowed(part: ProgramPart, factor: float) -> ProgramPart:
     hops = tuple(replace(hop, cpu_seconds=hop.cpu_seconds * factor) for hop in part.hops)
-    return Part(part.bucket, tuple(seconds * factor for seconds in part.segments), hops)
+    return ProgramPart(part.bucket, tuple(seconds * factor for seconds in part.segments), hops)

@@ -7,17 +7,17 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from thinwire.planner.profiles import ModelProfile, ModuleTime
-from thinwire.planner.timeline.machine import Task
-from thinwire.planner.timeline.programs import Part
+from thinwire.planner.timeline.machine import ComputeTask
+from thinwire.planner.timeline.programs import ProgramPart
 from thinwire.program import PlanBucket
 
 
 @dataclass(frozen=True)
-class Work:
+class StepTasks:
     """The compute stream's tasks, and the deferred parts in the order in which their layers are needed."""
 
-    tasks: list[Task]
-    deferred: list[Part]
+    tasks: list[ComputeTask]
+    deferred: list[ProgramPart]
 
 
 def tasks_of(
@@ -25,9 +25,9 @@ def tasks_of(
     buckets: Sequence[PlanBucket],
     deferring: Set[int],
     buckets_before: Sequence[PlanBucket],
-    deferred: Sequence[Part],
+    deferred: Sequence[ProgramPart],
     optimizer_seconds: float,
-) -> Work:
+) -> StepTasks:
     """Lay out one step.
 
     Args:
@@ -47,24 +47,24 @@ def tasks_of(
 
     need = _first_need(profile, modules)
     wanted = sorted(deferred, key=lambda p: (min(need[name] for name in buckets_before[p.bucket].names), -p.bucket))
-    tasks: list[Task] = []
+    tasks: list[ComputeTask] = []
     position = 0
     for number, module in enumerate(modules):
         while position < len(wanted):
             bucket = wanted[position].bucket
             if min(need[name] for name in buckets_before[bucket].names) > number:
                 break
-            tasks.append(Task("optimizer", update_seconds(buckets_before[bucket]), bucket, needs=position))
+            tasks.append(ComputeTask("optimizer", update_seconds(buckets_before[bucket]), bucket, needs=position))
             position += 1
-        tasks.append(Task(f"forward {module.name}", module.forward_seconds))
+        tasks.append(ComputeTask(f"forward {module.name}", module.forward_seconds))
     tasks += _backward(profile, buckets)
     later = sum(update_seconds(buckets[b]) for b in deferring)
     owed = optimizer_seconds if not deferring else max(0.0, optimizer_seconds - later)
-    tasks.append(Task("optimizer", owed, last=True))
-    return Work(tasks, list(wanted))
+    tasks.append(ComputeTask("optimizer", owed, last=True))
+    return StepTasks(tasks, list(wanted))
 
 
-def _backward(profile: ModelProfile, buckets: Sequence[PlanBucket]) -> list[Task]:
+def _backward(profile: ModelProfile, buckets: Sequence[PlanBucket]) -> list[ComputeTask]:
     """One task per gradient; the one that fills a bucket starts its program."""
     bucket_of = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
     left = Counter(bucket_of.values())
@@ -73,7 +73,7 @@ def _backward(profile: ModelProfile, buckets: Sequence[PlanBucket]) -> list[Task
         bucket = bucket_of[tensor.name]
         left[bucket] -= 1
         completes = None if left[bucket] else bucket
-        tasks.append(Task(f"backward {tensor.name}", tensor.backward_seconds, bucket, completes=completes))
+        tasks.append(ComputeTask(f"backward {tensor.name}", tensor.backward_seconds, bucket, completes=completes))
     return tasks
 
 

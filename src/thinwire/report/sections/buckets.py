@@ -10,7 +10,7 @@ from thinwire.report.figures import new, plotly
 from thinwire.report.inputs import Inputs
 from thinwire.report.section import Block, Chart, Section
 from thinwire.report.sections.timeline import title
-from thinwire.report.traces import Trace
+from thinwire.report.traces import StepTrace
 from thinwire.report.words import hover, megabytes, short
 
 _READING = (
@@ -28,7 +28,7 @@ def section(inputs: Inputs, colours: Colours) -> Section | None:
     return Section("buckets", "Bytes per bucket", _READING, (Block("", tuple(map(_line, traces)), (chart,)),))
 
 
-def _line(trace: Trace) -> str:
+def _line(trace: StepTrace) -> str:
     sent = trace.bytes_by_bucket
     total, largest = sum(sent.values()), max(sent, key=sent.__getitem__)
     return (
@@ -40,7 +40,7 @@ def _line(trace: Trace) -> str:
 _TINTS = (("#8cc1d6", "#d9c29b", "#b0bac5"), ("#1d4f68", "#6f5731", "#3e4c59"))  # predicted, measured
 
 
-def _figure(traces: Sequence[Trace]) -> Any:
+def _figure(traces: Sequence[StepTrace]) -> Any:
     go = plotly()
     numbers = sorted({bucket for trace in traces for bucket in trace.bytes_by_bucket})
     figure = new(340, barmode="group", bargap=0.25)

@@ -8,7 +8,7 @@ from typing import Any
 from thinwire.report.colours import Colours
 from thinwire.report.figures import BAR, TEXT, hatched, names_axis, plotly, scale, stacked
 from thinwire.report.inputs import Inputs
-from thinwire.report.predictions import Entry, Ranking
+from thinwire.report.predictions import MethodRanking, RankedMethod
 from thinwire.report.section import Block, Chart, Section
 from thinwire.report.words import duration, hover, megabytes, short
 
@@ -28,13 +28,13 @@ def section(inputs: Inputs, colours: Colours) -> Section | None:
     return Section("ranking", "Predicted ranking", _READING, tuple(_block(ranking, colours) for ranking in rankings))
 
 
-def _block(ranking: Ranking, colours: Colours) -> Block:
+def _block(ranking: MethodRanking, colours: Colours) -> Block:
     lines = tuple(filter(None, (ranking.sentence, ranking.facts)))
     notes = tuple(f"Left out: {sentence}" for sentence in ranking.left_out)
     return Block(ranking.name, lines, (Chart(_figure(ranking.entries, colours)),), notes=notes)
 
 
-def _figure(entries: Sequence[Entry], colours: Colours) -> Any:
+def _figure(entries: Sequence[RankedMethod], colours: Colours) -> Any:
     groups = [("exact", [e for e in entries if e.exact]), ("lossy", [e for e in entries if not e.exact])]
     groups = [(title, sorted(group, key=lambda e: e.step_seconds)) for title, group in groups if group]
     longest = max(max(e.high_seconds, e.step_seconds) for e in entries)
@@ -51,7 +51,7 @@ def _figure(entries: Sequence[Entry], colours: Colours) -> Any:
     return figure
 
 
-def _bars(figure: Any, row: int, group: Sequence[Entry], colours: Colours, unit: float) -> None:
+def _bars(figure: Any, row: int, group: Sequence[RankedMethod], colours: Colours, unit: float) -> None:
     go = plotly()
     keys = [f"{number} {entry.label}" for number, entry in enumerate(group)]  # labels need not differ
     tints = [colours.of(entry.label) for entry in group]
@@ -93,7 +93,7 @@ def _bars(figure: Any, row: int, group: Sequence[Entry], colours: Colours, unit:
     names_axis(figure, keys, [short(e.label) for e in group], row)
 
 
-def _hover(entry: Entry) -> str:
+def _hover(entry: RankedMethod) -> str:
     sent = "" if entry.bytes_sent is None else f"{megabytes(entry.bytes_sent)} sent by a rank in a step"
     return hover(
         entry.label,

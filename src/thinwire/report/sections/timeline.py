@@ -11,7 +11,7 @@ from thinwire.report.colours import Colours, ink, shade
 from thinwire.report.figures import plotly, scale, stacked
 from thinwire.report.inputs import Inputs
 from thinwire.report.section import Block, Chart, Section
-from thinwire.report.traces import Trace
+from thinwire.report.traces import StepTrace
 from thinwire.report.words import duration, hover, megabytes, short
 
 _READING = (
@@ -42,12 +42,12 @@ def section(inputs: Inputs, colours: Colours) -> Section | None:
     return Section("timeline", "One step, as a timeline", _READING, (Block("", lines, (Chart(_figure(traces)),)),))
 
 
-def title(trace: Trace) -> str:
+def title(trace: StepTrace) -> str:
     """What a trace is called."""
     return f"{trace.label} ({trace.name})"
 
 
-def _line(trace: Trace) -> str:
+def _line(trace: StepTrace) -> str:
     said = f"{title(trace)}: {duration(trace.step_seconds)}"
     if trace.exposed is not None:
         said += f", exposed communication {duration(trace.exposed)}"
@@ -59,7 +59,7 @@ def _line(trace: Trace) -> str:
     return said + (f"; the first of {trace.ranks} processes in the file." if trace.ranks > 1 else ".")
 
 
-def _figure(traces: Sequence[Trace]) -> Any:
+def _figure(traces: Sequence[StepTrace]) -> Any:
     lanes = _lanes(traces)
     longest = max(trace.step_seconds for trace in traces)
     unit, unit_name = scale(longest)
@@ -124,7 +124,7 @@ def _bars(bars: Sequence[Event], kind: str, unit: float, legend: bool) -> Any:
     )
 
 
-def _lanes(traces: Sequence[Trace]) -> list[str]:
+def _lanes(traces: Sequence[StepTrace]) -> list[str]:
     """The lanes on which anything happens: ours, then the busiest others."""
     busy: dict[str, float] = {}
     for trace in traces:

@@ -8,7 +8,7 @@ from typing import Any
 from thinwire.report.colours import Colours, ink
 from thinwire.report.figures import new, plotly
 from thinwire.report.inputs import Inputs
-from thinwire.report.predictions import Cell, WinnerMap
+from thinwire.report.predictions import WinnerCell, WinnerMap
 from thinwire.report.section import Block, Chart, Section
 from thinwire.report.words import bits, duration, factor, hover
 
@@ -48,7 +48,7 @@ def _block(found: WinnerMap, colours: Colours) -> Block:
 def _figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
     go = plotly()
 
-    def named(cell: Cell | None) -> str:
+    def named(cell: WinnerCell | None) -> str:
         return "" if cell is None else (cell.winner_exact or cell.winner if exact else cell.winner)
 
     across = [f"{count:,}" for count in found.workers]

@@ -12,7 +12,7 @@ from thinwire.split.codecs.base import Codec, check_parts
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class Cast(Codec):
+class CastCodec(Codec):
     """Round each number to fp16 (relative error 2^-11 in its normal range) or bf16 (2^-8, and fp32's range).
 
     Numbers beyond 65504 become the largest fp16.

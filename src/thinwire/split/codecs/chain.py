@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.split.codecs.base import Codec
-from thinwire.split.codecs.cast import DTYPES, Cast
+from thinwire.split.codecs.cast import DTYPES, CastCodec
 from thinwire.split.codecs.delta import Delta
 from thinwire.split.codecs.quantised import Quantised
 
@@ -149,7 +149,7 @@ def check_chain(words: Sequence[str], direction: str, carries: str | None = None
 
 def _codec(word: str) -> Codec:
     if word in DTYPES:
-        return Cast(word)
+        return CastCodec(word)
     if word.startswith("int"):
         return Quantised(int(word.removeprefix("int")))
     return Delta(int(word.partition(":")[2]))

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from thinwire.collectives.swap import Swap
+from thinwire.collectives.pairwise_work import PairwiseWork
 
 
 class Work:
@@ -19,12 +19,12 @@ class Work:
 
 
 def watchers():
-    return [thread for thread in threading.enumerate() if thread.name == "thinwire-swap"]
+    return [thread for thread in threading.enumerate() if thread.name == "thinwire-pairwise"]
 
 
 def test_who_waits_costs_no_thread():
     work = Work()
-    swap = Swap([work])
+    swap = PairwiseWork([work])
     assert not watchers()
     work.gate.set()
     swap.wait()
@@ -35,7 +35,7 @@ def test_who_waits_costs_no_thread():
 
 def test_waiters_and_callbacks_share_one_wait():
     works, called = [Work(), Work()], []
-    swap = Swap(works)
+    swap = PairwiseWork(works)
     done = threading.Semaphore(0)
 
     def call_back(number):
@@ -63,7 +63,7 @@ def test_waiters_and_callbacks_share_one_wait():
 
 def test_a_callback_beside_a_waiter_needs_no_thread():
     work, called = Work(), threading.Event()
-    swap = Swap([work])
+    swap = PairwiseWork([work])
     waiter = threading.Thread(target=swap.wait)
     waiter.start()
     while not work.waits:
@@ -79,7 +79,7 @@ def test_all_are_waited_for_and_everybody_sees_the_first_error():
     works = [Work(RuntimeError("first")), Work(RuntimeError("second")), Work()]
     for work in works:
         work.gate.set()
-    swap, called = Swap(works), threading.Event()
+    swap, called = PairwiseWork(works), threading.Event()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="first"):
             swap.wait()

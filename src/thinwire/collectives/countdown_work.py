@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 
 
-class Delivery:
+class CountdownWork:
     """Ends when all its parts have, or with the first one's error.
 
     Args:
         parts: how many messages.
-        last: called by whoever moves the last byte, before anybody is told of the end; its error is the delivery's.
+        last: called by whoever moves the last byte, before anybody is told of the end; its error is the work's.
         failed: told of an error.
     """
 
@@ -36,7 +36,7 @@ class Delivery:
         if self._last is not None:
             try:
                 self._last()
-            except Exception as caught:  # the courier's thread must outlive it, and who waits must hear of it
+            except Exception as caught:  # the loop's thread must outlive it, and who waits must hear of it
                 error = (
                     caught if isinstance(caught, RuntimeError) else RuntimeError(f"{type(caught).__name__}: {caught}")
                 )

@@ -18,11 +18,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.delivery import Delivery
+from thinwire.collectives.countdown_work import CountdownWork
 from thinwire.collectives.lanes import Lane
 
 
-class Swap:
+class PairwiseWork:
     """Works of Gloo's, without futures, each of which may be waited for only once.
 
     Who waits does so in its own thread; only who wants to be called back costs a short-lived one.
@@ -71,41 +71,43 @@ class Swap:
         if ended:
             callback()
         elif self._take():
-            threading.Thread(target=self._watch, name="thinwire-swap", daemon=True).start()
+            threading.Thread(target=self._watch, name="thinwire-pairwise", daemon=True).start()
 
 
-def swap(sending: Mapping[int, Tensor], receiving: Mapping[int, Tensor], lane: Lane, tag: int) -> Swap | Delivery:
+def send_and_receive(
+    sending: Mapping[int, Tensor], receiving: Mapping[int, Tensor], lane: Lane, tag: int
+) -> PairwiseWork | CountdownWork:
     """Send and receive one message per peer (ranks within the lane)."""
     messages = (*sending.values(), *receiving.values())
     if lane.mesh is not None and all(x.device.type == "cpu" for x in messages):
-        delivery = Delivery(len(messages))
+        work = CountdownWork(len(messages))
         for peer, x in receiving.items():
-            lane.mesh.first[peer].receive(x, delivery)
+            lane.mesh.first[peer].receive(x, work)
         for peer, x in sending.items():
-            lane.mesh.first[peer].send(x, delivery)
-        return delivery
+            lane.mesh.first[peer].send(x, work)
+        return work
 
     def group(source: int, target: int) -> dist.ProcessGroup:
         return lane.back if lane.back is not None and source > target else lane.group
 
     works = [dist.irecv(x, lane.ranks[p], group=group(p, lane.rank), tag=tag) for p, x in receiving.items()]
     works += [dist.isend(x, lane.ranks[p], group=group(lane.rank, p), tag=tag) for p, x in sending.items()]
-    return Swap(works)
+    return PairwiseWork(works)
 
 
-def all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Swap | Delivery:
+def all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> PairwiseWork | CountdownWork:
     """Chunk r of ``x`` to rank r; the received chunks into ``out``, in rank order. Both ``[W, ...]``, contiguous."""
     out[lane.rank].copy_(x[lane.rank])
     return _to_all(x, list(out), lane, tag)
 
 
-def parts_of_all(x: Tensor, lane: Lane, tag: int) -> tuple[Swap | Delivery, list[Tensor]]:
+def parts_of_all(x: Tensor, lane: Lane, tag: int) -> tuple[PairwiseWork | CountdownWork, list[Tensor]]:
     """As ``all_to_all``, without a copy of this rank's own chunk: what is to be received, in rank order."""
     others = iter(x.new_empty((lane.size - 1, *x.shape[1:])))
     parts = [x[rank] if rank == lane.rank else next(others) for rank in range(lane.size)]
     return _to_all(x, parts, lane, tag), parts
 
 
-def _to_all(x: Tensor, out: list[Tensor], lane: Lane, tag: int) -> Swap | Delivery:
+def _to_all(x: Tensor, out: list[Tensor], lane: Lane, tag: int) -> PairwiseWork | CountdownWork:
     peers = lane.peers
-    return swap({peer: x[peer] for peer in peers}, {peer: out[peer] for peer in reversed(peers)}, lane, tag)
+    return send_and_receive({peer: x[peer] for peer in peers}, {peer: out[peer] for peer in reversed(peers)}, lane, tag)

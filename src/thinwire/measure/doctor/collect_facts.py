@@ -23,7 +23,7 @@ _REQUIREMENT = re.compile(r"""^([\w.-]+)[^;]*;.*extra == ['"]([\w-]+)['"]""")
 _TOOLS = ("dev", "docs")
 
 
-def gather(lab: str = "loopback", lab_reason: str = "", lab_congestion_control: str | None = None) -> Facts:
+def collect_facts(lab: str = "loopback", lab_reason: str = "", lab_congestion_control: str | None = None) -> Facts:
     """Look around.
 
     Args:

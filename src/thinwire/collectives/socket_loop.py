@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from thinwire.collectives.stream import Stream
 
 _CHECK_SECONDS = 0.25
-_courier: Courier | None = None
+_process_loop: SocketLoop | None = None
 _lock = threading.Lock()
 
 
-class Courier:
+class SocketLoop:
     """Watches sockets and calls their streams when data or room is there; see ``stream.py``."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._streams: dict[int, Stream] = {}
         self._gone: set[int] = set()  # since the last look: their numbers may be somebody else's already
-        threading.Thread(target=self._loop, name="thinwire-courier", daemon=True).start()
+        threading.Thread(target=self._loop, name="thinwire-sockets", daemon=True).start()
 
     def add(self, stream: Stream) -> None:
         """A new stream, which waits for nothing yet."""
@@ -71,9 +71,9 @@ class Courier:
             stream.hung_up()
 
 
-def courier() -> Courier:
+def socket_loop() -> SocketLoop:
     """This process's; made when first asked for."""
-    global _courier
+    global _process_loop
     with _lock:
-        _courier = _courier or Courier()
-        return _courier
+        _process_loop = _process_loop or SocketLoop()
+        return _process_loop

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import math
 
-from thinwire.bench.curves import judge
+from thinwire.bench.curves import evaluate
 from thinwire.bench.record import Point
+from thinwire.bench.round_robin import RoundRobin, RowRun, say
 from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.spec import BenchSpec
-from thinwire.bench.turns import Track, Turns, say
 
 
-def race(spec: BenchSpec, rows: tuple[Row, ...], tracks: list[Track], turns: Turns) -> None:
+def compare(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], round_robin: RoundRobin) -> None:
     """Turns of ``spec.every`` steps until a row's held-out loss is at most ``spec.target`` or it made ``spec.steps``.
 
     A row's seconds are all of its training: also the first steps, and those in which a plan is measured. What does not
     count is building it and judging it. The row without exchange takes ``spec.rounds`` turns: it is there to be timed.
     """
-    for row, track in zip(rows, tracks):
-        turns.build(spec, row, track)
-        _note(track, turns)
-    running = [track for track in tracks if track.contender is not None]
+    for row, row_run in zip(rows, row_runs):
+        round_robin.build(spec, row, row_run)
+        _note(row_run, round_robin)
+    running = [row_run for row_run in row_runs if row_run.contender is not None]
     while running:
-        for track in running:
-            turns.run(track, min(spec.every, spec.steps - len(track.record.losses)), 0)
-            _note(track, turns)
-        running = [track for track in running if not _done(spec, track)]
-    for track in tracks:
-        if track.contender is not None:
-            track.contender.close()
+        for row_run in running:
+            round_robin.run(row_run, min(spec.every, spec.steps - len(row_run.record.losses)), 0)
+            _note(row_run, round_robin)
+        running = [row_run for row_run in running if not _done(spec, row_run)]
+    for row_run in row_runs:
+        if row_run.contender is not None:
+            row_run.contender.close()
 
 
-def seconds_of(track: Track) -> float:
+def seconds_of(row_run: RowRun) -> float:
     """Seconds of training so far, the slowest rank's in every step."""
-    return track.record.untimed_seconds + sum(track.record.step_seconds)
+    return row_run.record.untimed_seconds + sum(row_run.record.step_seconds)
 
 
 def seconds_to(curve: list[Point], target: float) -> float | None:
@@ -48,24 +48,24 @@ def seconds_to(curve: list[Point], target: float) -> float | None:
     return None
 
 
-def _note(track: Track, turns: Turns) -> None:
+def _note(row_run: RowRun, round_robin: RoundRobin) -> None:
     """One more point of the row's curve."""
-    if track.contender is None or track.record.kind == COMPUTE:
+    if row_run.contender is None or row_run.record.kind == COMPUTE:
         return
-    record = track.record
-    validation = judge(track, turns)
-    if track.contender is None:
+    record = row_run.record
+    validation = evaluate(row_run, round_robin)
+    if row_run.contender is None:
         return
     recent = record.losses[record.curve[-1].step :] if record.curve else []
     loss = sum(recent) / len(recent) if recent else float("nan")
-    record.curve.append(Point(len(record.losses), seconds_of(track), loss, validation))
-    say(turns.rank, row=record.label, steps=len(record.losses), validation=validation)
+    record.curve.append(Point(len(record.losses), seconds_of(row_run), loss, validation))
+    say(round_robin.rank, row=record.label, steps=len(record.losses), validation=validation)
 
 
-def _done(spec: BenchSpec, track: Track) -> bool:
-    if track.contender is None:
+def _done(spec: BenchSpec, row_run: RowRun) -> bool:
+    if row_run.contender is None:
         return True
-    record = track.record
+    record = row_run.record
     if record.kind == COMPUTE:
         return len(record.losses) >= min(spec.steps, spec.rounds * spec.every)
     assert spec.target is not None

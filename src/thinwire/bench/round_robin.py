@@ -19,7 +19,7 @@ from thinwire.bench.spec import BenchSpec
 
 
 @dataclass
-class Track:
+class RowRun:
     """A row's contender on this rank and its record so far."""
 
     record: RowRecord
@@ -30,7 +30,7 @@ class Track:
 
 
 @dataclass
-class Turns:
+class RoundRobin:
     """Runs turns; holds the group that agreements go over, so that they do not mix with a row's own traffic."""
 
     rank: int
@@ -38,7 +38,7 @@ class Turns:
     control: Any
     interface: str | None = field(default_factory=wire.interface)
 
-    def guarded(self, track: Track, action: Callable[[], Any]) -> Any:
+    def guarded(self, row_run: RowRun, action: Callable[[], Any]) -> Any:
         """Run something that may fail on any rank; a failure anywhere marks the row as failed everywhere."""
         result, error = None, ""
         try:
@@ -49,28 +49,28 @@ class Turns:
         failed = {r: text for r, text in enumerate(errors) if text}
         if failed:
             rank, text = min(failed.items())
-            track.record.error = f"rank {rank}: {text}"
-            track.contender = None
-            say(self.rank, row=track.record.label, error=track.record.error)
+            row_run.record.error = f"rank {rank}: {text}"
+            row_run.contender = None
+            say(self.rank, row=row_run.record.label, error=row_run.record.error)
             return None
         return result
 
-    def build(self, spec: BenchSpec, row: Row, track: Track) -> None:
+    def build(self, spec: BenchSpec, row: Row, row_run: RowRun) -> None:
         """Bring a row to life on every rank."""
         say(self.rank, row=row.label, state="building")
         own = row.kind != COMPUTE and not row.is_thinwire
         group = new_group(spec.operation_seconds) if own else None
-        track.contender = self.guarded(track, lambda: Contender(row, spec.model, spec.seed, group))
+        row_run.contender = self.guarded(row_run, lambda: Contender(row, spec.model, spec.seed, group))
 
-    def run(self, track: Track, steps: int, untimed: int = 0) -> None:
+    def run(self, row_run: RowRun, steps: int, untimed: int = 0) -> None:
         """``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end."""
-        contender, label = track.contender, track.record.label
+        contender, label = row_run.contender, row_run.record.label
         if contender is None:
             return
 
         def some(number: int) -> list[StepTime] | None:
             found: list[StepTime] | None = self.guarded(
-                track, lambda: [self._step(contender, label) for _ in range(number)]
+                row_run, lambda: [self._step(contender, label) for _ in range(number)]
             )
             return found
 
@@ -83,9 +83,9 @@ class Turns:
         after = self._sent(contender)
         if early is not None and times is not None:
             if idle is not None and (now := contender.waited()) is not None:
-                backward, forward = track.waited
-                track.waited = backward + now[0] - idle[0], forward + now[1] - idle[1]
-            self._keep(track, early, times, None if before is None or after is None else after - before)
+                backward, forward = row_run.waited
+                row_run.waited = backward + now[0] - idle[0], forward + now[1] - idle[1]
+            self._keep(row_run, early, times, None if before is None or after is None else after - before)
             contender.rest()
 
     def _step(self, contender: Contender, label: str) -> StepTime:
@@ -100,8 +100,8 @@ class Turns:
             return contender.bytes_sent()
         return wire.transmitted_bytes(self.interface) if wire.is_node_leader() else 0
 
-    def _keep(self, track: Track, early: list[StepTime], times: list[StepTime], sent: float | None) -> None:
-        record = track.record
+    def _keep(self, row_run: RowRun, early: list[StepTime], times: list[StepTime], sent: float | None) -> None:
+        record = row_run.record
         seconds = [[t.seconds, t.forward_seconds, t.host_seconds] for t in (*early, *times)]
         slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, self.control)
@@ -114,19 +114,19 @@ class Turns:
         record.forward_seconds += timed[:, 1].tolist()
         record.host_seconds += timed[:, 2].tolist()
         record.losses += (sums[:-2] / self.workers).tolist()
-        track.bytes += float(sums[-2] / sums[-1])
-        track.timed_steps += len(times)
-        record.wire_bytes = track.bytes / track.timed_steps
+        row_run.bytes += float(sums[-2] / sums[-1])
+        row_run.timed_steps += len(times)
+        record.wire_bytes = row_run.bytes / row_run.timed_steps
         record.wire_source = "interface" if self.interface else "stats"
-        if track.contender is not None and track.contender.sync is not None:
-            record.waited_seconds = (track.waited[0] / track.timed_steps, track.waited[1] / track.timed_steps)
+        if row_run.contender is not None and row_run.contender.sync is not None:
+            record.waited_seconds = (row_run.waited[0] / row_run.timed_steps, row_run.waited[1] / row_run.timed_steps)
         if sent is None:
-            record.wire_bytes, record.wire_source = self._formula(track), "formula"
+            record.wire_bytes, record.wire_source = self._formula(row_run), "formula"
 
-    def _formula(self, track: Track) -> float | None:
-        assert track.contender is not None
-        dense = dense_ring_bytes(track.contender.workload.gradient_bytes, self.workers)
-        return {"compute": 0.0, "ddp": dense, "ddp-fp16": dense / 2}.get(track.record.kind)
+    def _formula(self, row_run: RowRun) -> float | None:
+        assert row_run.contender is not None
+        dense = dense_ring_bytes(row_run.contender.workload.gradient_bytes, self.workers)
+        return {"compute": 0.0, "ddp": dense, "ddp-fp16": dense / 2}.get(row_run.record.kind)
 
     def _texts(self, text: str, room: int = 300) -> list[str]:
         raw = text.encode()[:room]

@@ -12,7 +12,7 @@ _FILES = 1024
 _SHARED = 256 << 20  # bytes; containers are given 64 MiB
 
 
-def software(setting: Setting) -> Iterator[Finding]:
+def environment(setting: Setting) -> Iterator[Finding]:
     """All findings of this file."""
     facts = setting.facts
     for name, have, oldest in (("Python", facts.python, OLDEST_PYTHON), ("torch", facts.torch, OLDEST_TORCH)):
