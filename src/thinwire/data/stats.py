@@ -42,7 +42,6 @@ class CacheStats:
 
     @property
     def samples(self) -> int:
-        """Samples asked for."""
         return self.hits_memory + self.hits_disk + self.reads_source
 
     @property

@@ -59,7 +59,6 @@ class Services:
 
     @property
     def state(self) -> State:
-        """What it remembers."""
         return self._session.state
 
     @property
@@ -69,7 +68,6 @@ class Services:
 
     @property
     def rank(self) -> int:
-        """This one."""
         return self._session.rank
 
     @property

@@ -104,7 +104,6 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This one."""
         return self.state.rank
 
     def facts(self) -> dict[str, Any]:

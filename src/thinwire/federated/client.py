@@ -48,7 +48,6 @@ class ClientContext:
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
         return self.workspace.model
 
     @property

@@ -49,7 +49,6 @@ class Sums:
     sent_bytes: int = 0
 
     def merge(self, other: Sums) -> None:
-        """Add another device's."""
         self.sums.merge(other.sums)
         self.samples += other.samples
         self.clients += other.clients
@@ -106,7 +105,6 @@ class Device:
         self.store, self.seed, self.reduction = store, seed, reduction
 
     def empty(self) -> Sums:
-        """Nothing yet."""
         return Sums(Accumulator(self.reduction))
 
     def train(self, task: Task, client: int, into: Sums, following: int | None = None) -> float:

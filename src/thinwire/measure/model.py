@@ -123,7 +123,6 @@ class _Record:
         self._modules: dict[str, list[float]] = {}
 
     def add(self, watch: Watch, started: object, turned: object) -> None:
-        """Note a step."""
         self.steps += 1
         self.forward.append(self._stopwatch.between(started, turned))
         between = self._stopwatch.between

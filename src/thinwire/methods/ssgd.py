@@ -46,7 +46,6 @@ class SSGD(Decoupling, Method):
         check_decoupling(self, collective=self.collective)
 
     def sums(self, shape: Sequence[int]) -> bool:
-        """Always."""
         return True
 
     def compute_seconds(

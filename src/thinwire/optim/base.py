@@ -246,7 +246,6 @@ class _Attached:
         self._optimizer, self._scaler = optimizer, scaler
 
     def remove(self) -> None:
-        """Do so."""
         self._optimizer._sharing, self._optimizer._scaler = None, self._scaler
 
 

@@ -96,7 +96,6 @@ class Shard:
             self.close()
 
     def close(self) -> None:
-        """Let everything go."""
         self._over.set()
         self._listener.close()
         if self._line is not None:

@@ -57,7 +57,6 @@ class SplitReport:
     half: tuple[nn.Module, ...] = field(repr=False, default=())
 
     def to_data(self) -> dict[str, Any]:
-        """For JSON."""
         kept = {"training": self.training.to_data(), "evaluation": self.evaluation.to_data()}
         names = ("steps", "losses", "score", "baseline_score", "seconds", "tokens")
         return {name: getattr(self, name) for name in names} | kept

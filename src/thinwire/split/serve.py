@@ -181,7 +181,6 @@ class Server:
         self.say(printable(sentence))
 
     def close(self) -> None:
-        """Stop listening."""
         self._door.close()
         if self._wire is not None:
             self._wire.close()

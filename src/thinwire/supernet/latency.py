@@ -74,7 +74,6 @@ class LatencyTable:
         return self.factor * total
 
     def to_json(self) -> str:
-        """As JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod

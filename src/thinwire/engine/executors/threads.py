@@ -177,7 +177,6 @@ class ThreadExecutor:
         return self.failure
 
     def close(self) -> None:
-        """End the thread."""
         self._events.put(None)
         self._thread.join(timeout=10)
 

@@ -269,7 +269,6 @@ class Alone:
         """There is nobody to send to."""
 
     def gather(self, message: bytes) -> list[bytes]:
-        """This rank's message."""
         return [message]
 
     def spare_cores(self) -> bool:
@@ -281,7 +280,6 @@ class Alone:
         return x.view(1, -1)
 
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """The same."""
         return lambda: x.view(1, -1)
 
     def start(self) -> None:

@@ -52,7 +52,6 @@ class ParamGroupLock:
         raise RuntimeError("add_param_group: call close() on the GradientSync first, and attach again afterwards")
 
     def remove(self) -> None:
-        """Let it."""
         self._optimizer.__dict__.pop("add_param_group", None)
 
 

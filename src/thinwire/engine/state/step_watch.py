@@ -104,7 +104,6 @@ class StepWatch:
         return {names[id(p)] for p in owned if p.requires_grad and p.grad is not None}
 
     def close(self) -> None:
-        """Watch no longer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

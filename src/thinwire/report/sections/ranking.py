@@ -21,7 +21,7 @@ _READING = (
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """The section."""
+    """None without a ranking."""
     rankings = [ranking for ranking in inputs.rankings if ranking.entries]
     if not rankings:
         return None

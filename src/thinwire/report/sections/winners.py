@@ -22,7 +22,7 @@ _TEXT_COLUMNS = 16  # above, cells are too narrow for a number
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """The section."""
+    """None without a map."""
     maps = [found for found in inputs.maps if found.known]
     if not maps:
         return None
