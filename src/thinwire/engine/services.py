@@ -1,4 +1,4 @@
-"""What packages that work beside a GradientSync need of it: its ranks, their agreement, programs on other tensors."""
+"""What packages that work with a GradientSync need of it: its ranks, their agreement, programs on other tensors."""
 
 from __future__ import annotations
 

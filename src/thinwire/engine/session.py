@@ -40,7 +40,7 @@ class Counters:
     deferred_seconds: float = 0.0
 
     def sent(self, nbytes: int, ranks: int) -> None:
-        """So many bytes of gradients were averaged: what S-SGD would have sent for them."""
+        """That many bytes of gradients were averaged: what S-SGD would have sent for them."""
         self.dense_bytes += 2 * (ranks - 1) * nbytes / ranks
 
 

@@ -1,7 +1,7 @@
 """A device: trains one client after another, adds their answers up, and forgets each of them.
 
 Everything a client could leave behind is put back before the next one: weights, buffers, frozen parameters, gradients,
-the generators of torch, numpy and Python. Optimizers are made by the executor, for every client anew.
+the generators of torch, numpy and Python. Optimizers are made by the executor, afresh for every client.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def profile_model(
 
     Args:
         model: on the device where it trains, in training mode.
-        batches: step -> batch; or an iterable, which begins anew at its end.
+        batches: step -> batch; or an iterable, which starts over at its end.
         loss: (model, batch) -> a scalar.
         steps: timed steps.
         warmup: steps before them.

@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Update:
-    """One line: the update that made ``version`` + 1, at so many seconds."""
+    """One line: the update that made ``version`` + 1, at that many seconds."""
 
     version: int
     at_seconds: float

@@ -118,7 +118,7 @@ class Whole:
         self._end.forget(member)
 
     def drop(self, tensor: object) -> None:
-        """Nobody else holds it."""
+        """There is no other holder."""
 
     def apply(self, effect: Apply, show: bool, done: Done) -> None:
         if self.master.apply(effect.contributions):

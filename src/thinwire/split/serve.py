@@ -65,7 +65,7 @@ class Server:
         self._door = Door(self.credentials, self.limit, self.hello_seconds)
 
     def serve(self, edges: int | None = 1, idle_seconds: float | None = None) -> None:
-        """Answer until so many edges have said bye.
+        """Answer until that many edges have said bye.
 
         Args:
             edges: how many; None: for ever.

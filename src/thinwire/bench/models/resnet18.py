@@ -10,7 +10,7 @@ from thinwire.bench.models.workload import Workload
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut."""
+    """Two 3 x 3 convolutions with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -263,10 +263,10 @@ class Alone:
         self.steps = Steps(AloneExecutor(), lambda failure, step, names: str(failure.error))
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """There is nobody to differ."""
+        """There is no other rank."""
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """There is nobody to send to."""
+        """There is no other rank."""
 
     def gather(self, message: bytes) -> list[bytes]:
         return [message]
@@ -293,7 +293,7 @@ class Alone:
         return run_alone(program)
 
     def watch_order(self) -> None:
-        """There is nobody to differ."""
+        """There is no other rank."""
 
     def check_order(self, step: int) -> None:
         """The same."""
