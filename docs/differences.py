@@ -1,6 +1,6 @@
-"""The differences from the papers, as the docstrings say them: ``python docs/differences.py split`` prints a room's.
+"""The differences from the papers, as the docstrings say them: ``python docs/differences.py split`` prints one part.
 
-The directive ``.. differences:: ROOM`` puts those of a room into a page, so nothing is copied by hand. A docstring
+The directive ``.. differences:: PACKAGE`` puts a package's into a page, so nothing is copied by hand. A docstring
 takes part with a paragraph that begins "Differences from"; a list below such a paragraph belongs to it.
 """
 
@@ -33,10 +33,10 @@ class Difference(NamedTuple):
     text: str
 
 
-def collect(room: str) -> list[Difference]:
-    """Those of a room, in the order of its files."""
+def collect(package: str) -> list[Difference]:
+    """Those of a package, in the order of its files."""
     found = []
-    for path in sorted((SOURCE / room).rglob("*.py")):
+    for path in sorted((SOURCE / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "Differences from" not in text:
             continue
@@ -71,20 +71,20 @@ def readable(text: str) -> str:
     return "".join(part if part.startswith("``") else part.replace("|", "\\|") for part in re.split(r"(``.*?``)", text))
 
 
-def listing(room: str) -> str:
+def listing(package: str) -> str:
     """As a definition list in reStructuredText."""
     lines = []
-    for module, name, origin, text in collect(room):
+    for module, name, origin, text in collect(package):
         body = readable(text).replace("\n", "\n   ")
         other = "" if origin in ("the paper", "the papers") else f" (from {origin})"
-        lines += [f"{_title(room, module, name)}{other}", f"   {body}", ""]
+        lines += [f"{_title(package, module, name)}{other}", f"   {body}", ""]
     return "\n".join(lines)
 
 
-def _title(room: str, module: str, name: str) -> str:
+def _title(package: str, module: str, name: str) -> str:
     last = module.rpartition(".")[2]
     page = Path(__file__).parent / "methods" / f"{PAGES.get(last, last)}.md"
-    if room == "methods" and page.exists():
+    if package == "methods" and page.exists():
         return f":doc:`{page.stem} </methods/{page.stem}>`"
     return f"``{name}``" if name else f"``thinwire.{module}``"
 
@@ -94,7 +94,7 @@ def setup(app: Any) -> None:
     from sphinx.util.docutils import SphinxDirective
 
     class Differences(SphinxDirective):
-        """``.. differences:: ROOM``"""
+        """``.. differences:: PACKAGE``"""
 
         required_arguments = 1
 
@@ -107,4 +107,4 @@ def setup(app: Any) -> None:
 
 
 if __name__ == "__main__":
-    print("\n".join(listing(room) for room in sys.argv[1:] or ["methods"]))
+    print("\n".join(listing(package) for package in sys.argv[1:] or ["methods"]))

@@ -1,6 +1,6 @@
 """The sentences of the source: every text of ``src/thinwire``, with ... where a value goes.
 
-``python docs/sentences.py ROOM...`` prints those that are raised; the tests hold quotations in the pages against all.
+``python docs/sentences.py PACKAGE`` prints those that are raised; the tests hold quotations in the pages against all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sentences(path: Path, raised: bool = False) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for room in sys.argv[1:] or [""]:
-        for file in sorted((SOURCE / room).rglob("*.py")):
+    for package in sys.argv[1:] or [""]:
+        for file in sorted((SOURCE / package).rglob("*.py")):
             for sentence in sentences(file, raised=True):
                 print(f"{file.relative_to(SOURCE)}: {sentence}")

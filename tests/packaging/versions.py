@@ -45,8 +45,8 @@ def attempt(interpreter, wheel, torch):
         programs = install(wheel, environment, *packages, with_dependencies=False, interpreter=interpreter)
         check_words(programs)
         if torch:
-            rooms = ("program", "kernels", "collectives", "planner", "methods", "measure", "engine")
-            tests = [str(ROOT / "tests" / "unit" / room) for room in rooms]
+            packages = ("program", "kernels", "collectives", "planner", "methods", "measure", "engine")
+            tests = [str(ROOT / "tests" / "unit" / package) for package in packages]
             subprocess.run(
                 [str(programs / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], cwd=ROOT, check=True
             )

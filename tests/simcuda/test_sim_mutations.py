@@ -14,15 +14,15 @@ from training import DEVICE
 from thinwire.kfac.layers import find_layers
 from thinwire.kfac.sums import LayerSums
 
-ROOMS = ("adapters", "collectives", "data", "engine", "kfac", "methods", "optim", "program")
+PACKAGES = ("adapters", "collectives", "data", "engine", "kfac", "methods", "optim", "program")
 ORDERING = {"record_stream", "wait_event", "wait_stream", "record_event", "read_here"}
 
 
 def sites():
     """Every such call in the source: "file function name", numbered where there are several -> its lines."""
     found = {}
-    for room in ROOMS:
-        for path in sorted(Path(SOURCE, room).rglob("*.py")):
+    for package in PACKAGES:
+        for path in sorted(Path(SOURCE, package).rglob("*.py")):
             for function in ast.walk(ast.parse(path.read_text())):
                 if isinstance(function, ast.FunctionDef):
                     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and ordering(node, path)]

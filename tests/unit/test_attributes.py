@@ -24,8 +24,8 @@ def attributes(node: ast.ClassDef) -> set[str]:
 def test_no_class_of_engine_and_adapters_has_more_than_twelve_attributes():
     found = {
         f"{path.relative_to(PACKAGE)}: {node.name}": len(attributes(node))
-        for room in ("engine", "adapters")
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for package in ("engine", "adapters")
+        for path in sorted((PACKAGE / package).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     }

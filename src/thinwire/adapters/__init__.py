@@ -1,6 +1,6 @@
 """The places where thinwire plugs into other people's training loops, one file each.
 
-What does not live here: methods, the exchange, state (floors below); adapters only translate.
+What does not live here: methods, the exchange, state (layers below); adapters only translate.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def register_comm_hook(
 
     All ranks call it, before the first backward. ``accelerator.accumulate``, ``clip_grad_norm_`` and mixed precision
     work as with plain DDP; ``save_state`` and ``load_state``, which all ranks must call, keep a file for each rank
-    beside Accelerate's own.
+    next to Accelerate's own.
 
     Args:
         accelerator: whose ``prepare`` made the model.

@@ -33,7 +33,7 @@ def bucket_arguments(plan: Plan, model: nn.Module | Mapping[str, int]) -> dict[s
 
     Raises:
         ValueError: the plan is not of this model, or DDP cannot fuse like that: parameters of several dtypes, or some
-            in plain buckets of their own beside compressed ones.
+            in plain buckets of their own alongside compressed ones.
     """
     size = _sizes(model) if isinstance(model, nn.Module) else dict(model)
     plan.check(size)

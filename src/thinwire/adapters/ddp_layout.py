@@ -23,7 +23,7 @@ def gradient_views(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]
 
 
 def _fills_its_memory(x: Tensor) -> bool:
-    """Whether a tensor's elements lie one beside the other in some order of its axes."""
+    """Whether a tensor's elements lie next to one another in some order of its axes."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
         if stride != expected:

@@ -58,7 +58,7 @@ def save_in(folder: Path, name: str, sync: DDPSync, **facts: Any) -> None:
     """Write this rank's file, whole or not at all. No collective.
 
     Args:
-        facts: plain values to keep beside the state.
+        facts: plain values to keep with the state.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(_file(folder, name, sync.state.rank), {"state": _on_cpu(sync.state_dict()), **facts})

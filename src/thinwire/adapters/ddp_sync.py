@@ -324,7 +324,7 @@ class DDPSync:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
 
-        A single rank sends everything, so it pays nothing of what was owed: it keeps it, and ``state_dict`` hands it on
+        A single rank sends everything, so it pays out no residual: it keeps it, and ``state_dict`` hands it on
         until there are several ranks again.
 
         Raises:

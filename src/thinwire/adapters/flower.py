@@ -119,7 +119,7 @@ def parse_clients(text: str) -> list[int]:
 
 
 def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
-    """The nodes that are connected, once they are at least so many.
+    """The nodes that are connected, once they are at least that many.
 
     Raises:
         TimeoutError: they are fewer when the time is over.

@@ -38,7 +38,7 @@ client = client_app({function})
 
 
 def write_app(folder: Path, federation: str) -> None:
-    """Make a Flower app of the ``.py`` files beside the module that ``module:function`` names.
+    """Make a Flower app of the ``.py`` files next to the module that ``module:function`` names.
 
     Raises:
         ValueError: it names no file in this folder.

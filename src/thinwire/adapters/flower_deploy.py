@@ -36,7 +36,7 @@ class Deployment:
     Args:
         federation: ``module:function``; the module is a file in this folder.
         nodes: SuperNodes to wait for.
-        local: start them here, with the clients dealt out in turn.
+        local: start them here, with the clients assigned in turn.
         host, port: of the SuperLink; port 0: a free one.
         certificates: a folder; None: new ones, for this run.
         out: folder for weights and history.

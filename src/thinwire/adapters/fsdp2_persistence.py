@@ -1,7 +1,7 @@
 """The state of a ReplicaSync as a flat dict that DCP can store, and back.
 
-Residuals are tensors sharded like their parameters, one set per replica, so DCP cuts them anew for another number of
-shards. What the replicas share (factors) belongs to one shard's rows: under another number of shards it is drawn anew.
+Residuals are tensors sharded like their parameters, one set per replica, so DCP cuts them again for another number of
+shards. What the replicas share (factors) belongs to one shard's rows: under another number of shards it is drawn again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
     if old != new and saved["method"] == session.named.name:
         raise ValueError(
             f"the state is of {old} replicas, but now there are {new}: keep their number (that of the shards may "
-            "change), or start without this state (what was owed to the model is then lost)"
+            "change), or start without this state (the residuals are then lost)"
         )
     flat: dict[str, Any] = {"world_size": old}
     mine = f"shared/{_shard(sync)}/"
@@ -72,5 +72,5 @@ def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
     found = from_flat(session, flat, {name: piece.shape for name, piece in sync.pieces.items()})
     had = any(key.startswith("shared/") for key in saved)
     if had and not any(key.startswith(mine) and value.any() for key, value in saved.items()) and int(saved["step"]):
-        log.warning("thinwire: the shards are cut otherwise; factors are drawn anew, residuals are kept")
+        log.warning("thinwire: the shards are cut otherwise; factors are drawn again, residuals are kept")
     session.state.restore(found)

@@ -200,7 +200,6 @@ class ReplicaSync:
 
     @property
     def session(self) -> Session:
-        """Its exchange."""
         return self._session
 
     @property

@@ -38,7 +38,7 @@ class ThinwireCallback(TrainerCallback):
     """Exchange the gradients of ``trainer.train`` by a method of thinwire. On one rank nothing is exchanged.
 
     Clipping, accumulation and mixed precision are the Trainer's, as with plain DDP. Each checkpoint folder gets a file
-    for each rank beside the Trainer's own, and ``resume_from_checkpoint`` takes them over.
+    for each rank next to the Trainer's own, and ``resume_from_checkpoint`` takes them over.
 
     Args:
         trainer: the one to which the callback is added.

@@ -47,7 +47,6 @@ class DemoResult:
     curves: dict[str, list[Point]]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""Federations that need no download: the digits dealt out to clients, and the standard library with a file for each.
+"""Federations that need no download: the digits split over clients, and the standard library with a file for each.
 
 What does not live here: algorithms, partitions and readers (federated/).
 """
@@ -23,7 +23,7 @@ from thinwire.federated import ArrayClients, FedAvg, Federation, FunctionClients
 def digits(
     clients: int = 100, alpha: float = 0.5, split: str = "dirichlet", width: int = 8, hidden: int = 64
 ) -> Federation:
-    """Scikit-learn's digits: 1,437 to train on, dealt out to clients, 360 held out; a small convolutional network.
+    """Scikit-learn's digits: 1,437 to train on, split over clients, 360 held out; a small convolutional network.
 
     Args:
         clients: how many.

@@ -47,7 +47,6 @@ class Row:
         return ":" in self.kind
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 

@@ -74,7 +74,6 @@ class BenchResult:
     rows: tuple[RowSummary, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
     def row(self, label: str) -> RowSummary:

@@ -33,7 +33,7 @@ class Trainer:
 
     Attributes:
         module: called in the forward pass: the workload's model or a wrapper around it.
-        optimizer: its ``zero_grad`` and ``step`` are called once per step; whatever the row does beside (averaging of
+        optimizer: its ``zero_grad`` and ``step`` are called once per step; whatever the row does besides (averaging of
             parameters, a vote) happens in there.
         close: ends what the row started (threads, servers).
     """

@@ -83,7 +83,7 @@ def _read(path: Path) -> Facts:
 
 
 def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
-    """The facts, and beside them what follows from them."""
+    """The facts, and with them what follows from them."""
     from dataclasses import asdict
 
     return {

@@ -41,7 +41,7 @@ def outcome(history: History) -> str:
 
 
 def rounds_table(history: History) -> Table:
-    """What each round did; of a long run the evaluated rounds, and if these are many, every so many of them."""
+    """What each round did; of a long run the evaluated rounds, and if these are many, one in N of them."""
     from rich import box
     from rich.table import Table
 

@@ -29,7 +29,7 @@ def profile(
     ],
     steps: Annotated[int, typer.Option(help="Timed steps; fewer are taken if they last more than 40 s.")] = 20,
     warmup: Annotated[int, typer.Option(help="Steps before them.")] = 5,
-    ranks: Annotated[int, typer.Option(help="Processes that compute at once, as on a machine with so many.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Processes that compute at once, as on a machine with that many.")] = 1,
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
     json: Annotated[bool, typer.Option("--json", help="The profile as JSON on stdout.")] = False,
 ) -> None:

@@ -33,10 +33,10 @@ def server(
     settings: SettingsText = "inhad",
     outer: OuterText = "auto",
     port: Annotated[int, typer.Option(help="Of the rendezvous.")] = 29400,
-    nodes: Annotated[int, typer.Option(help="The first weights wait for so many nodes.")] = 1,
+    nodes: Annotated[int, typer.Option(help="The first weights wait for this many nodes.")] = 1,
     shards: Annotated[int, typer.Option(help="Processes (`ps shard`) that hold a slice of the weights each.")] = 0,
-    updates: Annotated[int | None, typer.Option(help="End after so many updates.")] = None,
-    gradients: Annotated[int | None, typer.Option(help="End after so many applied gradients.")] = None,
+    updates: Annotated[int | None, typer.Option(help="End after this many updates.")] = None,
+    gradients: Annotated[int | None, typer.Option(help="End after this many applied gradients.")] = None,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Directory; the server goes on from what is there.")
     ] = None,
@@ -45,7 +45,7 @@ def server(
     seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
     json: Json = False,
 ) -> None:
-    """Serve a model until so many updates or gradients, with a live table of its nodes."""
+    """Serve a model until it has seen a number of updates or gradients, with a live table of its nodes."""
     from thinwire.cli.ps_shards import check_shards, served
     from thinwire.cli.ps_tables import live
     from thinwire.cli.ps_work import make_service
@@ -93,9 +93,9 @@ def node(
     node: Annotated[int | None, typer.Option(help="Number of this node; by default made of the host's name.")] = None,
     workers: Annotated[int, typer.Option(help="Workers on this node, one process each.")] = 1,
     slowdown: Annotated[
-        float, typer.Option(help="Emulate a slower machine: each step takes so many times longer.")
+        float, typer.Option(help="Emulate a slower machine: each step takes this many times longer.")
     ] = 1.0,
-    pace: Annotated[float, typer.Option(help="Emulate: a step takes at least so many seconds, times slowdown.")] = 0.0,
+    pace: Annotated[float, typer.Option(help="Emulate: least seconds of a step, times slowdown.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the initial weights; the server's count.")] = 0,
     json: Json = False,
 ) -> None:
@@ -121,23 +121,23 @@ def run(
     model: Model = "chargpt:layers=2:width=128:heads=4",
     settings: SettingsText = "inhad",
     outer: OuterText = "auto",
-    nodes: Annotated[int, typer.Option(help="Nodes beside the server's.")] = 4,
+    nodes: Annotated[int, typer.Option(help="Nodes besides the server's.")] = 4,
     workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
     shards: Annotated[int, typer.Option(help="Of the model, on a machine each; 0: the server holds it.")] = 0,
     link: Annotated[
         str, typer.Option(help="Rate of each link: the server's, the shards', the nodes', or one for all.")
     ] = "unlimited",
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
-    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is so many times slower.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is this many times slower.")] = None,
     pace: Annotated[
-        float, typer.Option(help="A step takes at least so many seconds: shared cores as own machines.")
+        float, typer.Option(help="A step takes at least this many seconds: shared cores as own machines.")
     ] = 0.0,
     kill: Annotated[
         list[str] | None, typer.Option(help="NODE:SECONDS, kill -9 of a node, which then comes back.")
     ] = None,
-    updates: Annotated[int | None, typer.Option(help="End after so many updates.")] = None,
-    gradients: Annotated[int | None, typer.Option(help="End after so many applied gradients.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="End after so many seconds of training.")] = None,
+    updates: Annotated[int | None, typer.Option(help="End after this many updates.")] = None,
+    gradients: Annotated[int | None, typer.Option(help="End after this many applied gradients.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="End after this many seconds of training.")] = None,
     evaluate_every: Annotated[int, typer.Option(help="Updates between held-out losses.")] = 25,
     journal: Annotated[Path | None, typer.Option(help="File for the log of updates.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
@@ -167,7 +167,7 @@ def simulate(
     workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
     step: Annotated[float, typer.Option(help="Seconds of a worker's step, in the median.")] = 1.0,
     spread: Annotated[float, typer.Option(help="Log-normal spread of a step; 0: none.")] = 0.1,
-    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is so many times slower.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is this many times slower.")] = None,
     parameters: Annotated[float, typer.Option(help="Of the model, in millions.")] = 10.0,
     shards: Annotated[int, typer.Option(help="Of the model, a link each; 0: the server holds it.")] = 0,
     link: Annotated[str, typer.Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
@@ -176,7 +176,7 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
     json: Json = False,
 ) -> None:
-    """What a setting would do, in virtual time, beside synchronous all-reduces on the same nodes and links."""
+    """What a setting would do, in virtual time, next to synchronous all-reduces on the same nodes and links."""
     from rich.console import Console
 
     from thinwire.cli.ps_predict import predict

@@ -1,4 +1,4 @@
-"""``thinwire ps simulate``: a setting in virtual time, beside what it has to beat."""
+"""``thinwire ps simulate``: a setting in virtual time, next to what it has to beat."""
 
 from __future__ import annotations
 

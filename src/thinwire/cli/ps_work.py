@@ -74,7 +74,7 @@ def read_outer(text: str) -> Outer | None:
 
 
 def read_settings(text: str, nodes: int) -> Settings:
-    """A preset that waits for so many nodes."""
+    """A preset that waits for that many nodes."""
     from dataclasses import replace
 
     from thinwire.parameter_server import preset

@@ -246,7 +246,7 @@ def compare(
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """Errors of the room: one sentence, exit code 1."""
+    """Errors of the package: one sentence, exit code 1."""
     from thinwire.cli.errors import RunFailed
     from thinwire.split import SplitError
 

@@ -19,7 +19,7 @@ def read_words(text: str) -> tuple[str, ...]:
 
 
 def task_words(name: str, model: str, length: int, lines: int, seed: int) -> dict[str, Any]:
-    """What is written beside the halves, so that the edge reads the same task."""
+    """What is written next to the halves, so that the edge reads the same task."""
     return {
         "name": name,
         "model": model,
@@ -31,7 +31,7 @@ def task_words(name: str, model: str, length: int, lines: int, seed: int) -> dic
 
 
 def task_of(notes: dict[str, Any], data: Path | None, tokenizer: Path | None) -> Task:
-    """The task that was written beside a half; of a pre-trained model the tokeniser's directory must be here."""
+    """The task that was written next to a half; of a pre-trained model the tokeniser's directory must be here."""
     words = notes.get("task", {})
     try:
         name, length, lines, seed = words["name"], words["length"], words["lines"], words["seed"]
@@ -162,7 +162,7 @@ def read_keys(
 
 
 def recipe_of(notes: dict[str, Any]) -> Any:
-    """The recipe that was written beside a half."""
+    """The recipe that was written next to a half."""
     from thinwire.split import Recipe
 
     try:

@@ -49,7 +49,7 @@ def train(
     size: Size = "48x96",
     max_disparity: MaxDisparity = 15.0,
     steps: Annotated[str, typer.Option(help="Of the large and of the shrinking phase.")] = "300,300",
-    epoch: Annotated[int | None, typer.Option(help="Instead: the published phases, epochs of so many steps.")] = None,
+    epoch: Annotated[int | None, typer.Option(help="Instead: the published phases, epochs of this many steps.")] = None,
     sub_nets: Annotated[int, typer.Option(help="Sub-networks per step of the shrinking phase.")] = 2,
     batch: Annotated[int, typer.Option(help="Pairs per rank and step.")] = 4,
     method: Annotated[
@@ -228,7 +228,7 @@ def search(
     latency: Annotated[Path | None, typer.Option("--table", help="A file of thinwire supernet table.")] = None,
     seed: Annotated[int, typer.Option(help="Of the evolution.")] = 0,
     threads: Threads = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder; else beside the network.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; else next to the network.")] = None,
     json: Json = False,
 ) -> None:
     """Find the best sub-network whose measured latency keeps a limit; the ranks of torchrun share the evaluations."""

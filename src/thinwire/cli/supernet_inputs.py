@@ -76,7 +76,7 @@ def make_net(config: str, deformable: int | None, elastic_refinement: bool) -> E
 
 
 def make_phases(net: ElasticStereo, config: str, steps: str, epoch: int | None, sub_nets: int) -> tuple[Phase, ...]:
-    """The published phases, for epochs of so many steps; or two short ones.
+    """The published phases, for epochs of this many steps; or two short ones.
 
     Raises:
         ValueError: ``steps`` is not two numbers.

@@ -22,7 +22,7 @@ class Handshake(_c10d.Store):  # type: ignore[misc]
 
     Args:
         connection: whose other end has a handshake too; nothing else may be on it before :meth:`finish` returns.
-        read: reads exactly so many bytes from it.
+        read: reads exactly that many bytes from it.
     """
 
     def __init__(self, connection: socket.socket, read: Callable[[socket.socket, int], bytes]) -> None:

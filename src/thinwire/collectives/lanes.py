@@ -64,7 +64,6 @@ class Lane:
 
     @cached_property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     @cached_property

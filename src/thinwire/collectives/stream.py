@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from thinwire.collectives.socket_loop import SocketLoop
 
 _CLOSED = "the other side has closed it"
-_WAKE_BYTES = 1 << 20  # a receiver is woken for so many bytes, or for the rest of a message; half as many cost 3 %
+_WAKE_BYTES = 1 << 20  # a receiver is woken for that many bytes, or for the rest of a message; half as many cost 3 %
 
 
 _PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8})  # numpy's too

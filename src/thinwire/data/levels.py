@@ -18,7 +18,7 @@ Read = Callable[[], Any]
 
 
 class Levels:
-    """The levels below a data set. It can be sent to another process, where it opens the arena anew.
+    """The levels below a data set. It can be sent to another process, where it opens the arena again.
 
     Args:
         prefix: raw sample -> value.
@@ -48,7 +48,7 @@ class Levels:
         disk: DiskStore | None = None,
         check: str = "first",
     ) -> Levels:
-        """With an arena for so many samples, in a budget.
+        """With an arena for that many samples, in a budget.
 
         Raises:
             ValueError: a budget too large for the machine or too small for the table; another ``check``.

@@ -81,5 +81,4 @@ class ResolutionSchedule:
 
     @classmethod
     def from_json(cls, text: str) -> ResolutionSchedule:
-        """From :meth:`to_json`."""
         return cls(Stage(**stage) for stage in json.loads(text))

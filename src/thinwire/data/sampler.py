@@ -13,7 +13,7 @@ from thinwire.kernels.seeding import generator
 
 
 class LocalitySampler(Sampler[int]):
-    """A fresh shuffle of the node's own block per epoch, dealt out to its ranks; the same count on every rank.
+    """A fresh shuffle of the node's own block per epoch, assigned to its ranks; the same count on every rank.
 
     Samples never change nodes during a job: shuffling is within blocks, not global. The blocks themselves come from a
     random permutation.
@@ -22,7 +22,7 @@ class LocalitySampler(Sampler[int]):
         dataset: says which node this is, how many there are, and the seed.
         rank: of this process, from 0 over all nodes; nodes hold consecutive ranks, as with torchrun.
         ranks_per_node: processes on each node.
-        drop_last: True: what cannot be dealt out evenly is left out, other samples in each epoch. False: some samples
+        drop_last: True: what cannot be divided evenly is left out, other samples in each epoch. False: some samples
             of the epoch come a second time instead.
 
     Raises:

@@ -29,7 +29,6 @@ class InputTime:
 
     @property
     def seconds(self) -> float:
-        """Both."""
         return self.wait_seconds + self.step_seconds
 
 
@@ -52,7 +51,6 @@ class StallSplit:
         return max(0.0, own.wait_seconds if base is None else own.seconds - base.seconds)
 
     def to_json(self) -> str:
-        """All figures."""
         rows = {
             name: {**asdict(row), "seconds": row.seconds, "stall_seconds": self.stall_seconds(name)}
             for name, row in self.passes.items()

@@ -20,7 +20,7 @@ class CacheStats:
 
     Attributes:
         hits_memory: samples from the arena.
-        hits_disk: samples from local disk, decoded anew.
+        hits_disk: samples from local disk, decoded again.
         reads_source: samples from the source.
         bytes_memory: read from the arena.
         bytes_disk: read from local disk.
@@ -42,7 +42,6 @@ class CacheStats:
 
     @property
     def samples(self) -> int:
-        """Samples asked for."""
         return self.hits_memory + self.hits_disk + self.reads_source
 
     @property

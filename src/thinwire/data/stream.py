@@ -23,7 +23,7 @@ class CachedStream(IterableDataset[Any]):
     ``.decode()``). The prefix is not tried out at construction: that would consume the source.
 
     Args:
-        source: gives raw samples, anew at every ``iter``.
+        source: gives raw samples, from the first at every ``iter``.
         prefix: raw sample -> value, without randomness.
         suffix: (value, torch.Generator) -> sample; the generator is seeded by (seed, epoch, key).
         key: raw sample -> what names it for ever, a str or an int; webdataset's is ``lambda s: s["__key__"]``.

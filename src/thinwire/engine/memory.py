@@ -1,4 +1,4 @@
-"""What a bucket keeps from step to step, so that no step allocates it anew."""
+"""What a bucket keeps from step to step, so that no step allocates it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Memory:
     """
 
     def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, cheap_pack: bool, ranks: int = 1) -> None:
-        """``ranks``: the buffer has room for zeros up to a multiple of so many elements."""
+        """``ranks``: the buffer has room for zeros up to a multiple of that many elements."""
         self.parameters, self.kept = parameters, entry.kept
         self.slots = [Slot(n, p.shape, None, p.dtype, p.device, p) for n, p in zip(entry.names, parameters)]
         self.buffer: Tensor | None = None

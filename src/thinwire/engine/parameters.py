@@ -35,7 +35,6 @@ class Managed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its logical shape."""
         return tuple(self.parameter.shape)
 
 

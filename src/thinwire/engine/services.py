@@ -1,4 +1,4 @@
-"""What packages that work beside a GradientSync need of it: its ranks, their agreement, programs on other tensors."""
+"""What packages that work with a GradientSync need of it: its ranks, their agreement, programs on other tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ class Services:
 
     @property
     def state(self) -> State:
-        """What it remembers."""
         return self._session.state
 
     @property
@@ -69,7 +68,6 @@ class Services:
 
     @property
     def rank(self) -> int:
-        """This one."""
         return self._session.rank
 
     @property

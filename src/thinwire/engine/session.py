@@ -40,7 +40,7 @@ class Counters:
     deferred_seconds: float = 0.0
 
     def sent(self, nbytes: int, ranks: int) -> None:
-        """So many bytes of gradients were averaged: what S-SGD would have sent for them."""
+        """That many bytes of gradients were averaged: what S-SGD would have sent for them."""
         self.dense_bytes += 2 * (ranks - 1) * nbytes / ranks
 
 
@@ -106,7 +106,6 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This one."""
         return self.state.rank
 
     def facts(self) -> dict[str, Any]:

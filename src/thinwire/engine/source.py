@@ -65,7 +65,6 @@ class GradientSource:
         self._hooks: list[Any] = []
 
     def install(self) -> None:
-        """Begin to watch."""
         model, pilot, comm = self._model, self._controller.pilot, self._buckets.session.comm
         assert comm is not None
         executor = comm.steps.executor
@@ -153,7 +152,6 @@ class GradientSource:
             buckets.ready(bucket)
 
     def expect(self, names: Iterable[str]) -> None:
-        """See :meth:`thinwire.engine.services.Services.expect`."""
         chosen, by_name = list(names), self._buckets.parameters.by_name
         if unknown := [name for name in chosen if name not in by_name]:
             raise ValueError(f"expect() names {unknown[0]}, which is no trainable parameter of the model")

@@ -1,4 +1,4 @@
-"""What belongs to a training beside model and optimizer, and is saved, loaded and ended with the GradientSync."""
+"""What belongs to a training besides model and optimizer, and is saved, loaded and ended with the GradientSync."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _summed(mine: Sums, shapes: Mapping[str, list[int]], device: Device) -> Prog
 
 
 def join(device: torch.device, timeout: float | None) -> Communicator:
-    """This rank's means of communication: lanes of their own beside whatever else uses the process group."""
+    """This rank's means of communication: lanes of their own, next to whatever else uses the process group."""
     from datetime import timedelta
 
     world = dist.get_world_size()

@@ -41,7 +41,7 @@ class Planner:
         schedule: "auto", "equal", "lpt" or "pull".
         devices: how many there are.
         seed: of the run.
-        warmup_rounds: dealt out equally, so that every device has been seen.
+        warmup_rounds: assigned equally, so that every device has been seen.
         window_rounds: how far back the fits look.
     """
 

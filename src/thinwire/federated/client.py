@@ -24,7 +24,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 @dataclass
 class ClientContext:
-    """All that one client's work may depend on. Made anew for every client: nothing of the one before is left.
+    """All that one client's work may depend on. Made afresh for every client: nothing of the one before is left.
 
     Attributes:
         client: its id. samples: how many it has. round, visit: what it takes part in.
@@ -48,7 +48,6 @@ class ClientContext:
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
         return self.workspace.model
 
     @property

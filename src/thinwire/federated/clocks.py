@@ -33,7 +33,7 @@ class Speed:
             raise ValueError(f"{self} must have seconds of at least 0 and bits per second above 0")
 
     def train_seconds(self, samples: int) -> float:
-        """For a client of so many samples."""
+        """For a client of that many samples."""
         return self.seconds_per_sample * samples + self.seconds_per_client
 
 

@@ -69,7 +69,6 @@ class Compressed:
         return self.inner.theta  # type: ignore[no-any-return]
 
     def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
-        """Begin a run."""
         self.inner.setup(theta, population, clients_per_round)
 
     def select(self, round: int, population: int, clients_per_round: int, seed: int) -> Sequence[int]:
@@ -82,19 +81,15 @@ class Compressed:
 
     @property
     def visits(self) -> int:
-        """The inner algorithm's."""
         return self.inner.visits  # type: ignore[no-any-return]
 
     def shape_of(self, name: str) -> Sequence[int]:
-        """The inner algorithm's."""
         return self.inner.shape_of(name)  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The inner algorithm's."""
         return self.inner.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """The inner algorithm's."""
         self.inner.load_state_dict(state)
 
     def train(

@@ -61,7 +61,6 @@ class ArrayClients:
         return self.parts[client].numel()
 
     def load(self, client: int) -> tuple[Tensor, ...]:
-        """A client's samples."""
         part = self.parts[client]
         return tuple(x[part] for x in self.tensors)
 
@@ -88,7 +87,6 @@ class FunctionClients:
         return self._samples if isinstance(self._samples, int) else self._samples(client)
 
     def load(self, client: int) -> Any:
-        """A client's samples."""
         return self._load(client)
 
 

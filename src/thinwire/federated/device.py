@@ -1,7 +1,7 @@
 """A device: trains one client after another, adds their answers up, and forgets each of them.
 
 Everything a client could leave behind is put back before the next one: weights, buffers, frozen parameters, gradients,
-the generators of torch, numpy and Python. Optimizers are made by the executor, for every client anew.
+the generators of torch, numpy and Python. Optimizers are made by the executor, afresh for every client.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Sums:
     sent_bytes: int = 0
 
     def merge(self, other: Sums) -> None:
-        """Add another device's."""
         self.sums.merge(other.sums)
         self.samples += other.samples
         self.clients += other.clients
@@ -106,7 +105,6 @@ class Device:
         self.store, self.seed, self.reduction = store, seed, reduction
 
     def empty(self) -> Sums:
-        """Nothing yet."""
         return Sums(Accumulator(self.reduction))
 
     def train(self, task: RoundTask, client: int, into: Sums, following: int | None = None) -> float:

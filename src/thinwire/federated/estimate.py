@@ -24,7 +24,7 @@ class Fit:
     b: float
 
     def seconds(self, samples: int) -> float:
-        """For a client of so many samples."""
+        """For a client of that many samples."""
         return self.a * samples + self.b
 
 

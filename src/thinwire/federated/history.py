@@ -76,7 +76,6 @@ class History:
         return {row.round: row.evaluation for row in self.rounds if row.evaluation}
 
     def to_json(self) -> str:
-        """As JSON text."""
         return json.dumps({"about": self.about, "rounds": [asdict(row) for row in self.rounds]})
 
     @classmethod

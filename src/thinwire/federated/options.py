@@ -53,7 +53,7 @@ def use_ranks(backend: str, devices: int | None, speeds: Any, faults: Any) -> bo
 def make_store(
     state: ClientStateStore | str | os.PathLike[str] | None, folder: Path | None, population: int, *, shared: bool
 ) -> ClientStateStore:
-    """The store of a run: the user's, or one beside the checkpoint, or a temporary one.
+    """The store of a run: the user's, or one next to the checkpoint, or a temporary one.
 
     Raises:
         ValueError: it is of another population, or ranks do not share it.

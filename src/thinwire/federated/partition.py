@@ -60,7 +60,7 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, least: int = 1, 
 
 
 def shards(labels: ArrayLike, clients: int, per_client: int = 2, seed: int = 0) -> Parts:
-    """Samples sorted by label, cut into ``clients * per_client`` runs, so many to each client (McMahan et al. 2017).
+    """Samples sorted by label, cut into ``clients * per_client`` runs, that many to each client (McMahan et al. 2017).
 
     Raises:
         ValueError: fewer samples than runs.

@@ -26,7 +26,7 @@ _PULL_FROM = 8  # clients a device
 
 @dataclass(frozen=True)
 class Assignment:
-    """A cohort dealt out.
+    """A cohort, assigned to devices.
 
     Attributes:
         lists: per device, indices into the cohort, in order; empty if devices pull.

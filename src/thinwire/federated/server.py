@@ -38,7 +38,6 @@ class FederatedServer:
         self._new_buffers = buffers
 
     def begin(self, round: int) -> None:
-        """Open a round."""
         self._program = self.algorithm.program(round)
         self._new_buffers = self.buffers
         with torch.no_grad():

@@ -70,7 +70,7 @@ def simulate(
         schedule: "equal", "lpt", "pull" or "auto"; see :mod:`~thinwire.federated.schedule`.
         reduction: "fp32", "fp64" or "exact"; see :mod:`~thinwire.federated.accumulate`.
         seed: of cohorts and clients.
-        state: where the states of clients go: a folder or a store; None: beside the checkpoint, or a temporary folder.
+        state: where the states of clients go: a folder or a store; None: next to the checkpoint, or a temporary folder.
         evaluate: (model in eval mode, round) -> numbers, on rank 0.
         evaluate_every: in rounds; also after the last one. 0: after the last one only.
         checkpoint_dir: a folder; a run that finds a checkpoint in it goes on from there.

@@ -57,7 +57,7 @@ def add_values(out: Tensor, bits: Tensor, high: Tensor, low: Tensor, owner: Tens
 
 
 def codes_of_bytes(bits: int, device: torch.device) -> Tensor:
-    """The codes of so many bits, low bits first, that every byte holds: [256, 8 / bits]."""
+    """The codes of that many bits, low bits first, that every byte holds: [256, 8 / bits]."""
     every, shifts = torch.arange(256, device=device), torch.arange(0, 8, bits, device=device)
     codes: Tensor = (every[:, None] >> shifts) & (2**bits - 1)
     return codes

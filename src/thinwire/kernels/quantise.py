@@ -17,7 +17,7 @@ from thinwire.kernels.bits import codes_of_bytes, look_up
 
 BITS = (2, 4, 8)
 _PIECE = 1 << 16  # elements, which stay in a CPU's cache
-_WIDE = {2: torch.int16, 4: torch.int32}  # so many codes of one byte each, read as one integer
+_WIDE = {2: torch.int16, 4: torch.int32}  # that many codes of one byte each, read as one integer
 _STEP = 2.0**-16  # of the noise
 
 

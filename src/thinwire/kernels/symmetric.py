@@ -17,7 +17,7 @@ def side_of(size: int) -> int:
     """The inverse of ``packed_size``.
 
     Raises:
-        ValueError: no triangle has so many elements.
+        ValueError: no triangle has that many elements.
     """
     d = (math.isqrt(8 * size + 1) - 1) // 2
     if packed_size(d) != size:
@@ -49,7 +49,7 @@ def unpack_upper(packed: Tensor, d: int | None = None) -> Tensor:
     """The symmetric matrix of a packed triangle: ``[d(d+1)/2]`` -> ``[d, d]``, bit for bit what was packed.
 
     Raises:
-        ValueError: so many elements are no triangle, or not that of ``d``.
+        ValueError: that many elements are no triangle, or not that of ``d``.
     """
     side = side_of(packed.numel())
     if d is not None and d != side:

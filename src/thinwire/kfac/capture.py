@@ -61,7 +61,6 @@ class _Calls:
         self.steady, self.complete, self.warned = True, False, False
 
     def begin(self) -> None:
-        """Another round."""
         if self.rounds > 1 and self.count != self.expected:
             self.steady = False
         self.expected = self.count if self.rounds else -1

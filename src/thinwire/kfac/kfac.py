@@ -304,7 +304,6 @@ class KFAC:
     # --- state -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> KFACStats:
-        """Counters so far."""
         levels = {name: level for name, level in self._inverses.levels.items() if level}
         return self._tally.stats(
             self.plan, factor_updates=self._rounds.updates, capture_seconds=self._capture.seconds, levels=levels

@@ -31,7 +31,6 @@ class Preconditioned:
 
     @property
     def weight(self) -> Tensor:
-        """Its weight."""
         return self.module.weight  # type: ignore[return-value]
 
     def gradient(self) -> Tensor | None:

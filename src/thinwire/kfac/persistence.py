@@ -33,7 +33,7 @@ def to_state_dict(state: State, inverses: Inverses, values: Mapping[str, Any]) -
 
 
 def from_state_dict(state: State, inverses: Inverses, saved: Mapping[str, Any], device: torch.device) -> bool:
-    """Take it over. Returns whether all inverses are there; else they have to be made anew.
+    """Take it over. Returns whether all inverses are there; else they have to be made again.
 
     Raises:
         ValueError: it is of another version, of other layers, or lacks a factor that this rank needs.

@@ -43,7 +43,7 @@ class KFACPrediction:
     factor_bytes: int
 
     def step_seconds(self, factor_update_steps: int = 1, inv_update_steps: int = 1) -> float:
-        """The mean step, with statistics and inversions every so many steps."""
+        """The mean step, with statistics and inversions every N steps."""
         always = self.passes_seconds + self.gradient_seconds + self.precondition_seconds + self.return_seconds
         factors = self.factor_compute_seconds + self.factor_wait_seconds
         return always + factors / factor_update_steps + (self.invert_seconds + self.send_seconds) / inv_update_steps

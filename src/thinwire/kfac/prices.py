@@ -41,7 +41,6 @@ class InversionCost:
 
     @property
     def total(self) -> float:
-        """Both."""
         return self.compute_seconds + self.send_seconds
 
 

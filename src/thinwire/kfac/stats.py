@@ -86,7 +86,6 @@ class Tally:
     def stats(
         self, plan: KFACPlan, *, factor_updates: int, capture_seconds: float, levels: Mapping[str, int]
     ) -> KFACStats:
-        """All of it."""
         return KFACStats(
             schedule=plan.schedule,
             plan_hash=plan.hash,

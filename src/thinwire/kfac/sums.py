@@ -28,7 +28,6 @@ class LayerSums:
         self.clear()
 
     def clear(self) -> None:
-        """Begin another step."""
         self._moments: list[Tensor | None] = [None, None]
         self._rows = [0, 0]
         self._examples = self._batch = 0

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 Batches = Callable[[int], Any] | Iterable[Any]
-"""number -> batch; or an iterable, which begins anew at its end."""
+"""number -> batch; or an iterable, which starts over at its end."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> mean loss of the batch, a scalar."""

@@ -17,7 +17,7 @@ def usable_cores() -> int:
 
 
 def spare_cores(ranks: int) -> bool:
-    """Whether the communicator threads of so many ranks on this machine have cores of their own."""
+    """Whether the communicator threads of that many ranks on this machine have cores of their own."""
     return spare_places([place()] * ranks, 0)
 
 

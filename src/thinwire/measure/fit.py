@@ -31,7 +31,7 @@ class LinearFit:
         return max(map(abs, self.residuals), default=0.0)
 
     def __call__(self, size: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds for that many bytes."""
         return self.startup_seconds + self.seconds_per_byte * size
 
 

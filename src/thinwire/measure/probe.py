@@ -161,7 +161,6 @@ class _Run:
         return curves
 
     def result(self, backend: str, layout: tuple[int, ...], compute: dict[str, Curve]) -> ProbeResult:
-        """What was found."""
         seconds = self._elapsed
         found = tuple(sorted(self._found, key=lambda m: (*m.key, m.bytes)))
         dropped = tuple(sorted(self._dropped))

@@ -41,7 +41,7 @@ def profile_model(
 
     Args:
         model: on the device where it trains, in training mode.
-        batches: step -> batch; or an iterable, which begins anew at its end.
+        batches: step -> batch; or an iterable, which starts over at its end.
         loss: (model, batch) -> a scalar.
         steps: timed steps.
         warmup: steps before them.
@@ -123,7 +123,6 @@ class _Record:
         self._modules: dict[str, list[float]] = {}
 
     def add(self, watch: Watch, started: object, turned: object) -> None:
-        """Note a step."""
         self.steps += 1
         self.forward.append(self._stopwatch.between(started, turned))
         between = self._stopwatch.between

@@ -56,7 +56,7 @@ def median_seconds(
     most: int = 15,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Median duration of a call after one untimed call, repeated for about so many seconds."""
+    """Median duration of a call after one untimed call, repeated for about that many seconds."""
     call()
     settle(device)
     times: list[float] = []

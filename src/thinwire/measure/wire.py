@@ -69,7 +69,6 @@ class ExchangeTimer:
         self._idle = (time.process_time() - cpu) / (time.perf_counter() - start)
 
     def meet(self) -> None:
-        """Wait for everybody."""
         issue(AllReduce(self._tick), self._control).wait()
         settle(self.device)
 

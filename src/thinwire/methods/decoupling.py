@@ -82,7 +82,7 @@ def deferring(method: Method) -> Decoupling | None:
 
 
 def schedule(method: Method) -> dict[str, Any]:
-    """The options of a decoupled method's schedule, for the method beside it or in its stead; else nothing."""
+    """The options of a decoupled method's schedule, for the dense method alongside it or in its stead; else nothing."""
     options = deferring(method)
     return {} if options is None else {f.name: getattr(options, f.name) for f in fields(Decoupling)}
 

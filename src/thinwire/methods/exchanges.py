@@ -91,7 +91,7 @@ def check_collective(collective: Any, *, deterministic: bool = False) -> None:
 def collective_of(collective: str, size: int) -> str:
     """The sub-program for a message of ``size`` elements.
 
-    "threshold:<MB>" is the published rule: hierarchical up to so many MB (10^6 bytes, four for an element on any wire),
+    "threshold:<MB>" is the published rule: hierarchical up to this size (10^6 bytes, four for an element on any wire),
     a flat ring above. "auto" is flat where no plan has decided.
     """
     limit = _limit_bytes(collective)

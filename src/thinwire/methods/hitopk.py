@@ -64,7 +64,7 @@ class HiTopK(Method):
     shards: ClassVar[bool] = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it is for machines of several ranks
     unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "machines"}
-    collective = "three_phase"  # of the buckets beside it that stay dense, which are small
+    collective = "three_phase"  # of the buckets that stay dense, which are small
 
     density: float
     select: str = "exact"

@@ -20,7 +20,7 @@ FINITE = READ  # one aminmax
 LINE_PASSES = 16.0  # a scattered element moves a cache line of 64 bytes
 # By the text of kernels.quantise, where a byte is a quarter of an element.
 ENCODE, TERNARY, DECODE = 16.0, 15.0, 7.0
-DRAW = 8.0  # a quarter of a 64-bit draw: as long as so many passes, on a CPU
+DRAW = 8.0  # a quarter of a 64-bit draw: as long as that many passes, on a CPU
 
 
 def elements(shapes: Iterable[Sequence[int]]) -> int:
@@ -41,7 +41,7 @@ class Prices:
         self._costs, self._ranks, self._topology = costs, ranks, topology
 
     def passes(self, count: float, size: float, itemsize: int = 4) -> float:
-        """So many passes over ``size`` elements."""
+        """That many passes over ``size`` elements."""
         moved = count * size * itemsize
         return self._costs.compute_seconds("memory", moved) if moved else 0.0
 

@@ -43,7 +43,7 @@ class QSGD(Method):
 
     Args:
         bits: per element: 2, 4 or 8.
-        block: elements that share a scale, a multiple of 8; blocks begin anew at each tensor.
+        block: elements that share a scale, a multiple of 8; each tensor begins a block of its own.
         norm: the scale of a block: "max", its largest magnitude, or "l2", its Euclidean norm, as in the paper.
         seed: of the rounding. Draws depend on it, the parameter's name, the step and the rank alone.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".

@@ -1,6 +1,6 @@
 """Ok-Topk's exchange: every rank sums the entries of one region, then all gather the largest of these sums.
 
-A bucket of d elements is cut into blocks of ceil(d / (64 P)), dealt out to the ranks in an order drawn from (d, P), so
+A bucket of d elements is cut into blocks of ceil(d / (64 P)), assigned to the ranks in an order drawn from (d, P), so
 that no rank gets the hot layer alone. A box holds at most cap = ceil(capacity k / P) pairs for one rank, the largest
 first; what finds no room stays in the residual. Pads are (0, -1): with a real index they would pass for sent. A rank
 sends (P - 1) cap pairs to the regions and (P - 1) cap more in the all-gather: whatever P, less than 2 capacity k.
@@ -9,7 +9,7 @@ Paper: Li, Hoefler: Near-optimal sparse allreduce for distributed deep learning,
 of all regions, over P. E: all that is not among them, or found no room on the way.
 
 Differences from the paper: messages have a fixed size (``capacity``), so that shapes, prices and buffers are known in
-advance; regions are blocks dealt out at random, and not re-balanced from the data; selection is exact on every step
+advance; regions are blocks assigned at random, and not re-balanced from the data; selection is exact on every step
 where the paper reuses thresholds for 32 steps; any number of ranks.
 """
 

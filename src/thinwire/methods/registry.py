@@ -155,7 +155,7 @@ def resolve(method_or_name: Method | str, **options: Any) -> Method:
     """A method as it is, or made from its name.
 
     Raises:
-        ValueError: as ``method``; or options beside an instance, which carries its own.
+        ValueError: as ``method``; or options along with an instance, which carries its own.
     """
     from thinwire.program import Method  # here, so that the table can be read without torch
 

@@ -1,6 +1,6 @@
 """A bucket's tensors in one matrix, each from a row of its own on: one operation then works on all of them.
 
-What belongs to a tensor (a scale, the bytes of its codes) begins anew with it, so that no value depends on the plan.
+What belongs to a tensor (a scale, the bytes of its codes) begins again with it, so that no value depends on the plan.
 The last row of a tensor is filled up with zeros, which are not sent.
 """
 

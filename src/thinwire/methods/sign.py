@@ -6,7 +6,7 @@ stochastic gradient descent, 2014 (``levels=2``); Bernstein et al.: signSGD, 201
 
 A = M + E, d elements. Sent: bit 1 where A >= 0, and s = |A|_1 / d; decoded +s or -s, so that results keep gradient
 units. ``levels=2``: two values, the mean of the elements >= 0 and of those below. ``vote="majority"``: the sign of
-the sum of signs, a tie is 0; units are then +-1 and the learning rate must be chosen anew. Message: all scales,
+the sum of signs, a tie is 0; units are then +-1 and the learning rate must be chosen again. Message: all scales,
 then all bits, each tensor in whole bytes: d / 8 bytes per tensor and peer.
 
 Differences from the papers: E does not contain the learning rate; scales are per tensor; a majority element that is

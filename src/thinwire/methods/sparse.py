@@ -27,7 +27,7 @@ def check_options(density: Any, select: Any, value_dtype: Any, warmup: Any) -> N
 
 
 def message_units(kept: Iterable[int], wire: str) -> list[int]:
-    """Messages of so many pairs each, in units of fp32 elements: 2 k on an fp32 wire."""
+    """Messages of that many pairs each, in units of fp32 elements: 2 k on an fp32 wire."""
     return [message_bytes(k, WIRES[wire]) // 4 for k in kept]
 
 

@@ -28,7 +28,7 @@ class SSGD(Decoupling, Method):
         fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
         deterministic: sum in rank order (reduce-scatter and all-gather): equal bits under any plan.
         collective: "flat"; over nodes of several ranks "three_phase" or "torus"; "auto": for each bucket the fastest by
-            measured times (flat until the plan has them); "threshold:<MB>": three-phase up to so many MB, flat above.
+            measured times (flat until the plan has them); "threshold:<MB>": three-phase up to that many MB, flat above.
         decoupled, check_finite, update_in_step, poison_stale: see :class:`~thinwire.methods.decoupling.Decoupling`.
     """
 
@@ -46,7 +46,6 @@ class SSGD(Decoupling, Method):
         check_decoupling(self, collective=self.collective)
 
     def sums(self, shape: Sequence[int]) -> bool:
-        """Always."""
         return True
 
     def compute_seconds(

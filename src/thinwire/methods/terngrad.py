@@ -37,7 +37,7 @@ class TernGrad(Method):
     """Send a sign or nothing per element.
 
     Args:
-        clip: clamp each tensor to so many standard deviations (about zero) first; None: do not.
+        clip: clamp each tensor to that many standard deviations (about zero) first; None: do not.
         seed: of the draws, which depend on it, the parameter's name, the step and the rank alone.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """

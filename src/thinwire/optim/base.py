@@ -100,7 +100,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         """As of ``torch.optim``; checked.
 
         Raises:
-            ValueError: an option out of range, parameters on several devices or of fp64 beside others.
+            ValueError: an option out of range, parameters on several devices or of fp64 among others.
             TypeError: fp16, complex or integer parameters.
         """
         super().add_param_group(param_group)
@@ -203,7 +203,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
                 self._versions[work.parameters[i]] = work.parameters[i]._version
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of ``torch.optim``, but state keeps its own dtype: fp32 beside bf16 parameters."""
+        """As of ``torch.optim``, but state keeps its own dtype: fp32 for bf16 parameters too."""
         super().load_state_dict(state_dict)
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         owners = [p for group in self.param_groups for p in group["params"]]
@@ -246,7 +246,6 @@ class _Attached:
         self._optimizer, self._scaler = optimizer, scaler
 
     def remove(self) -> None:
-        """Do so."""
         self._optimizer._sharing, self._optimizer._scaler = None, self._scaler
 
 

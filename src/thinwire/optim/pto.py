@@ -3,7 +3,7 @@
 After the exchange all ranks hold the same gradients and would compute the same norms. Shared out, each reads 1/G of the
 weights and gradients, for one exchange of as many numbers as there are layers.
 
-Differences from the paper (Shi et al. 2020, arXiv 2010.10458): layers are dealt out by their size, not in chunks;
+Differences from the paper (Shi et al. 2020, arXiv 2010.10458): layers are assigned by their size, not in chunks;
 nothing is shared out where measuring says that it does not pay, since norms in one call cost far less than the
 published norms layer by layer.
 """

@@ -1,4 +1,4 @@
-"""Buffers that training changes, such as running means of a batch norm: averaged beside the weights, not trained."""
+"""Buffers that training changes, such as running means of a batch norm: averaged with the weights, not trained."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Feedback:
         self.residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> Tensor:
-        """The message of ``x`` plus what is owed; what remains is owed."""
+        """The message of ``x`` plus the residual; what remains is the new residual."""
         total = x if self.residual is None else x + self.residual
         message = self.codec.encode(total)
         self.residual = total - self.codec.decode(message, total.numel(), total.dtype)

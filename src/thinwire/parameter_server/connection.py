@@ -222,5 +222,5 @@ class Connection:
         return received
 
     def allowance(self, size: int) -> float:
-        """Seconds that a tensor of so many bytes may take."""
+        """Seconds that a tensor of that many bytes may take."""
         return self._seconds + size / SLOWEST

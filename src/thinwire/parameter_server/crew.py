@@ -58,7 +58,6 @@ class Crew:
         return self._listener.port
 
     def open(self) -> None:
-        """Take them in."""
         self._listener.serve(self._enter, FRAME.size)
 
     def give(self, start: Start, theta: Tensor) -> None:

@@ -43,7 +43,7 @@ class DiLoCo:
         model: its trainable parameters are averaged.
         sync_every: H, inner steps between two outer steps of a parameter.
         outer: makes the outer optimizer.
-        fragments: exchange the parameters in so many parts of about equal size at different times, every
+        fragments: exchange the parameters in that many parts of about equal size at different times, every
             sync_every / fragments steps one of them, so that the link is asked for less at a time (Streaming DiLoCo,
             arXiv 2501.18512).
         fragment_sync_delay: inner steps that go on while a fragment is exchanged; its outer step follows after them.

@@ -92,7 +92,6 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """See :class:`Keeper`."""
         return self.roster.started
 
     def hear(self, event: Event, now: float) -> Iterable[Message]:
@@ -198,7 +197,6 @@ class Fleet:
     # --- the keeper -----------------------------------------------------------------------------------------------
 
     def read(self, message: Grad) -> Grad:
-        """See :class:`Keeper`."""
         if message.tensor is not None:
             raise ValueError("a sum came to the server and not to its shards: its connection is closed")
         return message
@@ -226,7 +224,6 @@ class Fleet:
         return message
 
     def admit(self, member: int, ticket: int) -> None:
-        """See :class:`Keeper`."""
         self._assemblies[member] = Assembly(len(self.pieces), self._settings.channels == 1)
         self.roster.post(Admit(member, ticket))
 
@@ -239,12 +236,10 @@ class Fleet:
         self.roster.post(Dismiss(member, kept))
 
     def drop(self, tensor: object) -> None:
-        """See :class:`Keeper`."""
         assert isinstance(tensor, tuple)
         self.roster.post(Discard(*tensor))
 
     def apply(self, effect: Apply, show: bool, done: Done) -> None:
-        """See :class:`Keeper`."""
         made = recipe(effect.contributions, self._settings, self._full)
         for part in effect.contributions:
             if part.tensor is not None and part.weight <= 0:
@@ -256,23 +251,19 @@ class Fleet:
         self._ask(Update(effect.version, divisor, factor, show, rows))
 
     def tick(self, now: float) -> list[int]:
-        """See :class:`Keeper`."""
         self.roster.tick(now)
         return [member for member, assembly in self._assemblies.items() if assembly.overdue(now)]
 
     def traffic(self, member: int) -> tuple[int, int]:
-        """See :class:`Keeper`."""
         rows = [post.traffic.get(member, (0, 0)) for post in self.roster.posts.values()]
         return sum(up for up, _ in rows), sum(down for _, down in rows)
 
     @property
     def past(self) -> tuple[int, int]:
-        """See :class:`Keeper`."""
         rows = [post.past for post in self.roster.posts.values()]
         return sum(up for up, _ in rows), sum(down for _, down in rows)
 
     def shards(self) -> tuple[ShardStatus, ...]:
-        """See :class:`Keeper`."""
         return self.roster.status()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
@@ -305,10 +296,8 @@ class Fleet:
             self._failed(str(error))
 
     def settle(self, next_event: Callable[[], Event | None]) -> None:
-        """See :class:`Keeper`."""
         if not self.lost:
             self._wait(lambda: self._saving is None, next_event)
 
     def close(self, version: int | None) -> None:
-        """See :class:`Keeper`."""
         self.roster.close(version)

@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Update:
-    """One line: the update that made ``version`` + 1, at so many seconds."""
+    """One line: the update that made ``version`` + 1, at that many seconds."""
 
     version: int
     at_seconds: float
@@ -46,7 +46,6 @@ class Update:
         return cls(effect.version, at_seconds, tuple(parts))
 
     def to_json(self) -> str:
-        """The line."""
         parts = [
             [p.node, p.member, p.scale, p.weight, [[r.base, r.worker, r.step, r.samples] for r in p.rows]]
             for p in self.parts
@@ -55,7 +54,6 @@ class Update:
 
     @classmethod
     def from_json(cls, line: str) -> Update:
-        """Read a line."""
         data = json.loads(line)
         parts = tuple(
             Part(node, member, scale, weight, tuple(Row(*row) for row in rows))
@@ -144,7 +142,6 @@ class JournalWriter:
         self._whole += len(line)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -99,7 +99,6 @@ class Whole:
         self._snapshot = master.theta.clone()
 
     def read(self, message: Grad) -> Grad:
-        """See :class:`Keeper`."""
         return message if message.tensor is None else replace(message, tensor=self._end.sum(message.tensor))
 
     def heard(self, member: int, message: Message, now: float) -> Iterable[Message]:
@@ -107,7 +106,6 @@ class Whole:
         return (message,)
 
     def dress(self, member: int, message: Message) -> Message:
-        """See :class:`Keeper`."""
         if isinstance(message, Weights) and not message.same:
             tensor, delta = self._end.weights(member, self._snapshot)
             return replace(message, tensor=tensor, delta=delta)
@@ -117,20 +115,17 @@ class Whole:
         """Nothing is to be done."""
 
     def forget(self, member: int) -> None:
-        """See :class:`Keeper`."""
         self._end.forget(member)
 
     def drop(self, tensor: object) -> None:
-        """Nobody else holds it."""
+        """There is no other holder."""
 
     def apply(self, effect: Apply, show: bool, done: Done) -> None:
-        """See :class:`Keeper`."""
         if self.master.apply(effect.contributions):
             self._snapshot = self.master.theta.clone()
         done(self._snapshot if show else None)
 
     def save(self, directory: str | Path, saved: checkpoints.Saved) -> None:
-        """See :class:`Keeper`."""
         state = self.master.optimizer.state_dict()
         checkpoints.save(directory, replace(saved, theta=self.master.theta.detach(), optimizer=state))
 
@@ -143,11 +138,10 @@ class Whole:
         return ()
 
     def last(self, next_event: Callable[[], Event | None]) -> Tensor:
-        """See :class:`Keeper`."""
         return self.master.theta
 
     def settle(self, next_event: Callable[[], Event | None]) -> None:
-        """None ever is."""
+        """A checkpoint is written before ``save`` returns."""
 
     def close(self, version: int | None) -> None:
         """Nothing is to be done."""
@@ -157,5 +151,4 @@ class Whole:
         return 0, 0
 
     def shards(self) -> tuple[ShardStatus, ...]:
-        """None."""
         return ()

@@ -280,5 +280,5 @@ class Leader:
         return []
 
     def expect(self, seconds: float, now: float) -> None:
-        """A long message is on its way: the server counts as heard until so many seconds from now."""
+        """A long message is on its way: the server counts as heard until that many seconds from now."""
         self._heard = max(self._heard, now + seconds)

@@ -68,7 +68,6 @@ class Line:
         self.server.post(message)
 
     def report_due(self) -> None:
-        """See :class:`Connection`."""
         self.server.report_due()
 
     def finish(self) -> None:
@@ -148,7 +147,6 @@ class SlicedLine(Line):
         self.server.post(message)
 
     def overdue(self, now: float) -> bool:
-        """See :class:`Line`."""
         return self._assembly.overdue(now)
 
     def _came(self, message: Anything) -> None:

@@ -84,7 +84,7 @@ class Links:
             connection.close()
 
     def finish(self, seconds: float) -> None:
-        """Close all when what was posted is sent, at the latest after so many seconds."""
+        """Close all when what was posted is sent, at the latest after that many seconds."""
         for connection in self.members.values():
             connection.finish()
         join_all([*self.members.values(), *self._old], seconds, least=0.1)

@@ -35,7 +35,7 @@ class Node:
         node: number of this node.
         workers: W.
         port: for this machine's workers, on the loopback interface; 0 takes a free one.
-        leases: give up after so many leases without a server.
+        leases: give up after that many leases without a server.
 
     Raises:
         ServerLost: there is no server at that address.

@@ -12,7 +12,7 @@ from thinwire.parameter_server.settings import Settings
 
 
 class SumsOut:
-    """Packs a leader's sums. What compression leaves out is owed, across memberships too.
+    """Packs a leader's sums. What compression leaves out is kept as a residual, across memberships too.
 
     Args:
         settings: the server's.

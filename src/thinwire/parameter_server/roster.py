@@ -131,7 +131,7 @@ class Roster:
             return
         where = f"{post.host}:{post.port}" if post.host else f"port {post.port} of the server's machine"
         again = (
-            "without --checkpoint-dir they begin anew"
+            "without --checkpoint-dir they start over"
             if saved is None
             else f"with the --checkpoint-dir directories that they had they go on from version {saved}"
         )

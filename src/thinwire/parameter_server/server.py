@@ -126,7 +126,7 @@ class Server:
         return self.on(Bye(member), now)
 
     def expect(self, member: int, seconds: float, now: float) -> None:
-        """A long message of a member is on its way: it counts as heard until so many seconds from now."""
+        """A long message of a member is on its way: it counts as heard until that many seconds from now."""
         if member in self.members:
             self.members[member].heard = max(self.members[member].heard, now + seconds)
 

@@ -270,7 +270,7 @@ class Service:
         logger.warning("%s; the model holds the last weights: save them elsewhere", self.unsaved)
 
     def _reached(self, updates: int = 0, gradients: int = 0) -> bool:
-        """Whether the end is there, or will be after so many more."""
+        """Whether the end is there, or will be after that many more."""
         version, applied = self.machine.version + updates, self.machine.counters["applied"] + gradients
         enough = self._updates is not None and version >= self._updates
         return enough or (self._gradients is not None and applied >= self._gradients)
@@ -397,7 +397,7 @@ class Service:
         """What would come of another start."""
         assert self._directory is not None
         there = checkpoints.kept_in(self._directory).found()
-        start = f"goes on from version {max(there)}" if there else "begins anew"
+        start = f"goes on from version {max(there)}" if there else "starts over"
         return f"a server that is started again {start}"
 
     def status(self) -> Status:

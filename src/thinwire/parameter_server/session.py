@@ -43,7 +43,7 @@ def serve(
     journal: str | Path | None = None,
     on_status: Callable[[Status], None] | None = None,
 ) -> Status:
-    """Serve a model until so many updates or applied gradients; ``model`` then holds the last weights.
+    """Serve a model for a number of updates or applied gradients; ``model`` then holds the last weights.
 
     Args:
         settings: of a preset; by default :func:`presets.inhad`.
@@ -123,7 +123,7 @@ def run(
     (``--nnodes 1``), so that the death of one node ends no other. Local rank 0 is also the node's leader.
 
     Args:
-        batches: number -> this worker's batch of that number; or an iterable, which begins anew at its end.
+        batches: number -> this worker's batch of that number; or an iterable, which starts over at its end.
         loss: (model, batch) -> mean loss.
         server: ``host:port``.
         node_id: number of this node, different on every node; by default torchrun's, or one made of the host's name.

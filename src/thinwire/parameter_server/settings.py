@@ -52,8 +52,8 @@ class Settings:
         transfer: "pull": the leader sums, the server asks for the sum; "push": each submission goes to the server.
         pull: whom an update asks for its sum: all nodes with new work ("fresh"), or of these no more than it
             needs, the oldest work first ("stalest").
-        update_every: what makes an update. ``3``: so many gradients; ``"workers/2"``: floor(workers / 2) gradients (the
-            rule of n-softsync); ``"nodes/2"``: floor(nodes / 2) nodes with fresh work; ``"3 nodes"``: so many nodes, or
+        update_every: what makes an update. ``3``: three gradients; ``"workers/2"``: floor(workers / 2) gradients (the
+            rule of n-softsync); ``"nodes/2"``: floor(nodes / 2) nodes with fresh work; ``"3 nodes"``: three nodes, or
             all if there are fewer. ``"nodes"`` and ``"workers"`` are all of them; those alive count, and one is always
             needed.
         max_staleness: S, the bound on staleness in versions; None: no bound.
@@ -66,7 +66,7 @@ class Settings:
         local: inside a node each worker on its own ("async"), or all in step ("sync").
         buffer: most submissions a leader holds, computed and running; at least one per worker is always allowed.
         lease_seconds: a member that is silent for so long is dropped.
-        start_nodes: the first weights wait for so many nodes.
+        start_nodes: the first weights wait for that many nodes.
         grace_seconds: an update waits so long for more who have finished.
         deterministic: contributions are added in the order (node, worker, step), in fp64.
         compress_up, compress_down: "topk" (residual kept where it is sent), "int8", or None.
@@ -157,7 +157,7 @@ class Settings:
         return _every(self.update_every).nodes
 
     def needed(self, alive: int) -> int:
-        """How many make an update among so many ``alive`` (nodes where nodes are counted, else workers)."""
+        """How many make an update among that many ``alive`` (nodes where nodes are counted, else workers)."""
         nodes, number, divisor = _every(self.update_every)
         wanted = number if number is not None else int(alive / divisor)
         return max(1, min(wanted, alive) if nodes else wanted)

@@ -42,7 +42,7 @@ class Shard:
         read_outer: makes it, where ``outer`` is not given, of the text that the server publishes (``outer_text``).
         checkpoint_dir: for checkpoints; needed where the server has one.
         port: where leaders find this shard; 0 takes a free one.
-        leases: give up after so many leases without a server.
+        leases: give up after that many leases without a server.
 
     Raises:
         ValueError: this is no address, or no directory.
@@ -96,7 +96,6 @@ class Shard:
             self.close()
 
     def close(self) -> None:
-        """Let everything go."""
         self._over.set()
         self._listener.close()
         if self._line is not None:

@@ -106,7 +106,7 @@ class SliceKeeper:
         if message.tensor is not None:
             if self._directory is not None and checkpoints.kept_in(self._directory, self._index).found():
                 raise ValueError(
-                    f"{self._directory} has checkpoints of shard {self._index} and the server begins anew: give an "
+                    f"{self._directory} has checkpoints of shard {self._index} and the server starts over: give an "
                     "empty directory, or give the server the --checkpoint-dir that it had"
                 )
             theta = message.tensor.view(self.layout.dtype)

@@ -13,7 +13,7 @@ def slices(numel: int, shards: int) -> tuple[slice, ...]:
         shards: k.
 
     Raises:
-        ValueError: there cannot be so many.
+        ValueError: there cannot be that many.
 
     Example:
         >>> slices(7, 2)

@@ -69,7 +69,6 @@ class Status:
     shards: tuple[ShardStatus, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return asdict(self)
 
 

@@ -59,5 +59,4 @@ class Grace:
         return self._until is not None and now >= self._until
 
     def close(self) -> None:
-        """The update begins."""
         self._until = None

@@ -354,7 +354,7 @@ def simulate(
     evaluate: Callable[[Tensor], float] | None = None,
     evaluate_seconds: float = 1.0,
 ) -> Trace:
-    """Run server and leaders in virtual time, until so many updates, applied gradients or virtual seconds.
+    """Run server and leaders in virtual time, for a number of updates, applied gradients or virtual seconds.
 
     Args:
         nodes, workers: P leaders with W workers each.

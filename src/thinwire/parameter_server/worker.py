@@ -55,11 +55,11 @@ class Worker:
 
     Args:
         model: trained in place; at the end it holds the server's last weights.
-        batches: number -> this worker's batch of that number; or an iterable, which begins anew at its end.
+        batches: number -> this worker's batch of that number; or an iterable, which starts over at its end.
         loss: (model, batch) -> mean loss.
         leader: ``host:port`` of the node's leader.
         number: of the worker in its node.
-        slowdown: emulate a slower machine: each step takes so many times as long, by sleeping.
+        slowdown: emulate a slower machine: each step takes that many times as long, by sleeping.
         pace_seconds: emulate machines of one's own on shared cores: a step takes at least so long, times slowdown.
         on_step: called with the seconds since the start and the loss.
         check: called before each attempt to reach the leader; may raise.

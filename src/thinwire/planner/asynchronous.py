@@ -28,7 +28,7 @@ def asp_bytes(model_bytes: float, shards: int = 0) -> float:
 
 
 def pulled_bytes(model_bytes: float, gradients_per_pull: float, shards: int = 0) -> float:
-    """Up and down per gradient where a leader sums so many before the server pulls and answers.
+    """Up and down per gradient where a leader sums that many before the server pulls and answers.
 
     Args:
         shards: of the model, each with a frame for its piece; over all links.

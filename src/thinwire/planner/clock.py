@@ -26,7 +26,7 @@ def finish(
         backward_seconds: from the gradient before to this one.
         exchange_seconds: of a group's elements.
         select_seconds: of a group's elements; None: nothing is selected (dense).
-        side_stream: the selection runs beside backward and does not delay it. Without effect if dense.
+        side_stream: the selection runs alongside backward and does not delay it. Without effect if dense.
 
     Returns:
         Seconds; 0 for no tensors. The exposed part is what exceeds ``sum(backward_seconds)``.

@@ -157,7 +157,7 @@ class Costs:
         check_number("latency_seconds", latency_seconds)
         check_number("node_latency_seconds", node_latency_seconds)
         if workers < 1 or ranks_per_node < 1 or workers % ranks_per_node:
-            raise ValueError(f"{workers} workers cannot be dealt out {ranks_per_node} per node")
+            raise ValueError(f"{workers} workers cannot be placed {ranks_per_node} per node")
         outer, inner = 8 / (bits_per_second * efficiency), 8 / node_bits_per_second
         if workers == ranks_per_node:
             world = (node_latency_seconds, inner)

@@ -40,7 +40,7 @@ class Linear:
         check_provenance(self.provenance)
 
     def __call__(self, size: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds for that many bytes."""
         return self.startup_seconds + self.seconds_per_byte * size
 
     def stretched(self, startup: float, rest: float, source: str) -> Linear:
@@ -74,7 +74,7 @@ class Table:
         check_provenance(self.provenance)
 
     def __call__(self, size: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds for that many bytes."""
         points = self.points
         if size <= points[0][0] or len(points) == 1:
             return points[0][1]
@@ -117,7 +117,7 @@ class RingOrTree:
         return self.ring.source
 
     def __call__(self, size: float) -> float:
-        """Seconds for so many bytes."""
+        """Seconds for that many bytes."""
         rest = self.tree.seconds_per_byte * size
         return min(self.ring(size), (math.sqrt(self.tree.startup_seconds) + math.sqrt(rest)) ** 2)
 

@@ -107,7 +107,7 @@ def ways(topology: Topology) -> tuple[str, ...]:
 
 
 def way_seconds(way: str, message_bytes: float, costs: Costs, topology: Topology) -> float:
-    """Seconds of a sub-program for a message of so many bytes on each rank, without the method's own compute."""
+    """Seconds of a sub-program for a message of that many bytes on each rank, without the method's own compute."""
     return sum(
         costs.seconds(kind, scope, n, message_bytes * part, share)
         for kind, scope, n, part, share in _hops(way, topology)

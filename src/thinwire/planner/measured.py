@@ -28,7 +28,7 @@ class Measured:
         profile: tensors and their backward seconds.
         costs: prices.
         topology: of the ranks.
-        side_stream: methods compute beside backward, on a core or a stream of their own.
+        side_stream: methods compute alongside backward, on a core or a stream of their own.
     """
 
     profile: ModelProfile
@@ -51,7 +51,7 @@ def rule_of(method: Method) -> Any:
 
 
 def all_reduce_seconds(costs: Costs, topology: Topology) -> Callable[[float], float]:
-    """The price of one all-reduce over all ranks, of so many bytes."""
+    """The price of one all-reduce over all ranks, of that many bytes."""
     return lambda size: costs.seconds("AllReduce", Scope.WORLD, topology.world_size, round(size))
 
 
@@ -139,7 +139,7 @@ def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: M
 
 
 def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Callable[[int], float]:
-    """Seconds of the exchanges of one message of so many bytes: the kinds are those that the program yields."""
+    """Seconds of the exchanges of one message of that many bytes: the kinds are those that the program yields."""
     topology, costs = measured.topology, measured.costs
     if method.collective == "auto":
         return lambda size: min(way_seconds(way, size, costs, topology) for way in ways(topology))

@@ -74,7 +74,7 @@ def make_plan(
         late: indices that did not arrive; they come last, apart from those that did.
         backend: of the process group, for the defaults.
         measured: for the rules that need it; None: they fuse by size for the time being.
-        all_reduce: for ``fusion="auto"``: what of an all-reduce of so many bytes over all ranks backward can hide, in
+        all_reduce: for ``fusion="auto"``: what of an all-reduce of that many bytes over all ranks backward can hide, in
             seconds (:func:`~thinwire.planner.sizes.gain_of_overlap`); None: from ``measured``, and without that too,
             fixed sizes.
 
@@ -135,7 +135,7 @@ def make_plan(
 def _rule(method: Method, dense: bool, backend: str, measured: bool) -> Any:
     """The rule for one kind of tensors. Without a measurement size decides, at first."""
     rule = rule_of(method)
-    if dense:  # the few tensors beside what the method takes
+    if dense:  # the few tensors other than what the method takes
         rule = rule if isinstance(rule, (int, float)) or rule in ("none", "single") else "auto"
     if isinstance(rule, str) and rule in RULES and not measured:
         rule = method.fusion if method.fusion_rule else "auto"

@@ -79,7 +79,7 @@ def lags(
         allreduce_seconds: of a layer's elements.
         max_ratio: a layer of d elements sends at least d / max_ratio.
         exposed_seconds: what the last layer's exchange may add to the step.
-        side_stream: selection runs beside backward.
+        side_stream: selection runs alongside backward.
 
     Returns:
         Kept counts; a layer without elements sends nothing and counts as dense.

@@ -17,7 +17,7 @@ _FEW = 4  # buckets, for which one more costs more than it brings
 
 
 def balanced(sizes: Sequence[float], seconds: float) -> float:
-    """The limit of a bucket on Gloo, for plain averages of which overlap can hide so many seconds; in ``sizes``' unit.
+    """The limit of a bucket on Gloo, for plain averages of which overlap can hide ``seconds``; in ``sizes``' unit.
 
     n buckets cost n launches, and of what could be hidden 1 / n is not, or the last bucket's share if that is more: the
     sum is least at n = sqrt(seconds / launch). Layers are not cut, so that a limit of an n-th leaves up to twice as
@@ -34,7 +34,7 @@ def balanced(sizes: Sequence[float], seconds: float) -> float:
 
 
 def gain_of_overlap(all_reduce: Callable[[float], float], backward_seconds: float) -> Callable[[float], float]:
-    """Seconds that backward can hide of an all-reduce of so many bytes: no more than backward lasts.
+    """Seconds that backward can hide of an all-reduce of that many bytes: no more than backward lasts.
 
     On a slow network more buckets than that calls for bring nothing, and each of their turns waits in its queues.
     """

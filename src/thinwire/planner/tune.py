@@ -4,7 +4,7 @@ Source: the fusion tuner of DeAR (Zhang et al., arXiv 2302.12445), Bayesian opti
 
 Differences from the paper: the variable is log2 of the limit, and limits of equal plans count once; the search begins
 at the planner's optimum; seconds are normalised before the acquisition function sees them; start and challenger are
-measured anew, in turns, and the challenger has to win by more than the noise of that.
+measured again, in turns, and the challenger has to win by more than the noise of that.
 """
 
 from __future__ import annotations

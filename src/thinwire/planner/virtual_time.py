@@ -1,6 +1,6 @@
 """Virtual time: a queue of events, and links that carry one message after another. Numbers only; nothing waits.
 
-The asynchronous rooms run their state machines on it, with thousands of nodes in one process.
+The asynchronous packages run their state machines on it, with thousands of nodes in one process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class VirtualTime:
         self._made = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something so many seconds from now."""
+        """Do something that many seconds from now."""
         check_number("seconds", seconds)
         heapq.heappush(self._events, (self.now + seconds, self._made, action))
         self._made += 1

@@ -227,7 +227,7 @@ class Bucket:
         return message
 
     def padded(self, multiple: int) -> Tensor | None:
-        """``flat`` with zeros behind it up to a multiple of so many elements; None where the buffer has no room."""
+        """``flat`` with zeros behind it up to a multiple of that many elements; None where the buffer has no room."""
         flat, size = self.flat, -(-self.numel // multiple) * multiple
         if size == self.numel:
             return flat

@@ -15,7 +15,7 @@ UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, OverflowError,
 """What reading back JSON can raise where the text holds something else, infinite numbers, or is nested too deeply."""
 
 SIDE_STREAMS = 2
-"""On a card, so many consecutive buckets have streams of their own: one's numbers are made while another's travel."""
+"""On a card, that many consecutive buckets have streams of their own: one's numbers are made while another's travel."""
 
 
 @dataclass(frozen=True)

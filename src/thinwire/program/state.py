@@ -110,7 +110,7 @@ class State:
         return found
 
     def local(self, field: str, slot: Slot) -> Tensor:
-        """This rank's own tensor of a parameter beside the residual: of the same kind, zeros at the start."""
+        """This rank's own tensor of a parameter besides the residual: of the same kind, zeros at the start."""
         found = self.locals.get((field, slot.name))
         if found is None:
             found = self.locals[field, slot.name] = _zeros(slot)
@@ -160,7 +160,7 @@ class State:
     def slice_of(self, name: str) -> tuple[int, Tensor] | None:
         """A residual that was staged as a slice, and where in the flattened parameter it begins; else all of it, 1-D.
 
-        None: nothing is owed.
+        None: no residual.
         """
         found = self.residuals.get(name)
         return None if found is None else (self.offsets.get(name, 0), found.reshape(-1))

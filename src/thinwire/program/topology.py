@@ -35,7 +35,7 @@ class Topology:
         if isinstance(layout, int):
             if layout < 1 or self.world_size % layout:
                 raise ValueError(
-                    f"{self.world_size} ranks cannot be dealt out {layout} per node; give one number per node, "
+                    f"{self.world_size} ranks cannot be placed {layout} per node; give one number per node, "
                     "for example ranks_per_node=[4, 3]"
                 )
             layout = [layout] * (self.world_size // layout)

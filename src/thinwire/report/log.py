@@ -199,7 +199,6 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _run(stats: Stats) -> dict[str, Any]:
-    """Who writes."""
     import torch
 
     from thinwire import __version__

@@ -17,7 +17,7 @@ class Chart:
     Attributes:
         figure: plotly's.
         caption: stands above it.
-        share: of the width, beside others of one block.
+        share: of the width, next to others of one block.
     """
 
     figure: Any

@@ -1,4 +1,4 @@
-"""What a plan would cost on a link, beside the plain split: bytes by formulas, computation timed here."""
+"""What a plan would cost on a link, compared with the plain split: bytes by formulas, computation timed here."""
 
 from __future__ import annotations
 

@@ -42,6 +42,5 @@ class Batch:
         return Visit(lengths, self.slots.tolist(), training)
 
     def to(self, device: torch.device) -> Batch:
-        """On a device."""
         inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
         return Batch(inputs, self.labels.to(device), self.lengths, self.slots)

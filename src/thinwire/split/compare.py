@@ -46,7 +46,6 @@ class ComparisonRow:
         return mean(self.scores)
 
     def to_data(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {"score": self.score}
 
 

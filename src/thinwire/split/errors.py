@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SplitError(RuntimeError):
-    """Of this room; the command line prints it and ends with exit code 1."""
+    """Base class of this package's errors; the command line prints it and ends with exit code 1."""
 
 
 class FrameError(SplitError):

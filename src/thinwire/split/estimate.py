@@ -226,7 +226,6 @@ class Estimate:
         return None if self.compute_seconds is None else self.compute_seconds + self.link_seconds
 
     def to_data(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {"wire": self.wire, "step_seconds": self.step_seconds}
 
 

@@ -17,7 +17,7 @@ _DAMPING = 1e-6
 
 @dataclass(frozen=True)
 class Factors:
-    """``W ~ u @ s @ v`` of one dense layer, and the kept directions of the residual beside it.
+    """``W ~ u @ s @ v`` of one dense layer, and the kept directions of the residual alongside it.
 
     Attributes:
         u: ``[f, r]``, to the cloud.

@@ -28,7 +28,7 @@ class Half:
         module: the `Front` or the `Back`.
         plan: as it was cut.
         pair: a hash over both halves; the two ends compare it.
-        notes: what else was written beside it, such as the task.
+        notes: what else was written with it, such as the task.
     """
 
     role: str

@@ -57,7 +57,6 @@ class SplitReport:
     half: tuple[nn.Module, ...] = field(repr=False, default=())
 
     def to_data(self) -> dict[str, Any]:
-        """For JSON."""
         kept = {"training": self.training.to_data(), "evaluation": self.evaluation.to_data()}
         names = ("steps", "losses", "score", "baseline_score", "seconds", "tokens")
         return {name: getattr(self, name) for name in names} | kept
@@ -163,7 +162,7 @@ def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, 
 
 
 def remaining(recipe: Recipe, samples: int, steps: int) -> list[list[int]]:
-    """The batches that are left after so many steps."""
+    """The batches that are left after that many steps."""
     per_epoch = -(-samples // recipe.batch_size)
     return [b for e in range(steps // per_epoch, recipe.epochs) for b in recipe.batches(samples, e)][
         steps % per_epoch :
@@ -193,7 +192,7 @@ def evaluate(edge: EdgeEnd, data: TextData, batch_size: int) -> Tensor:
 
 
 def serve(server: CloudServer, edges: int | None, on_step: OnStep | None = None) -> SplitReport:
-    """The cloud's part: answer until so many edges have said bye, then close."""
+    """The cloud's part: answer until that many edges have said bye, then close."""
     done = 0
 
     def trained(edge: str, steps: int) -> None:

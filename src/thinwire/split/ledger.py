@@ -30,7 +30,6 @@ class ByteLedger:
         direction["header"] += header
 
     def add(self, other: ByteLedger) -> None:
-        """Count another's too."""
         for name in ("sent", "received", "messages"):
             getattr(self, name).update(getattr(other, name))
 
@@ -45,5 +44,4 @@ class ByteLedger:
         return sum(way[kind] for way in (self.sent, self.received) for kind in _NAMES.values())
 
     def to_data(self) -> dict[str, dict[str, int]]:
-        """For JSON."""
         return {name: dict(sorted(getattr(self, name).items())) for name in ("sent", "received", "messages")}

@@ -24,7 +24,7 @@ _BETWEEN_TRIES = 0.2
 class CloudClient:
     """A connection from an edge to its cloud, with requests and replies in turn.
 
-    If it is lost, the edge connects anew, says hello with the same session, and repeats the request that has no reply
+    If it is lost, the edge reconnects, says hello with the same session, and repeats the request that has no reply
     yet; the cloud answers a repeated request from what it kept. So a lost connection leaves no half-applied step.
 
     Attributes:
@@ -102,7 +102,7 @@ class CloudClient:
                 raise
 
     def _come_back(self, lost: LinkError | None, deadline: float) -> None:
-        """Connect anew after `lost`; if that fails, say both."""
+        """Reconnect after `lost`; if that fails, say both."""
         try:
             self._connect(deadline, known=True)
         except LinkError as error:

@@ -90,7 +90,7 @@ class SplitPlan:
 
     @property
     def leaves(self) -> str | None:
-        """A sentence on what of its data the edge gives away, beside activations; None: nothing."""
+        """A sentence on what of its data the edge gives away, besides activations; None: nothing."""
         if self.front_on == "cloud":
             return "front_on='cloud': the inputs (token ids) leave the edge, every step"
         return "labels='cloud': the labels leave the edge" if self.labels == "cloud" else None
@@ -101,7 +101,7 @@ class SplitPlan:
         return main + (hidden if self.residual == "keep" else self.kept_directions)
 
     def check(self, layers: int, hidden: int) -> None:
-        """Raise ``ValueError`` if a model of so many layers of this width cannot be cut so."""
+        """Raise ``ValueError`` if a model of that many layers of this width cannot be cut so."""
         if self.cut > layers:
             raise ValueError(f"cut={self.cut} is outside 1 to {layers}, the layers of this model")
         if self.kind == "lowrank" and self.rank > hidden:

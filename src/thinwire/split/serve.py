@@ -65,7 +65,7 @@ class CloudServer:
         self._door = Door(self.credentials, self.limit, self.hello_seconds)
 
     def serve(self, edges: int | None = 1, idle_seconds: float | None = None) -> None:
-        """Answer until so many edges have said bye.
+        """Answer until that many edges have said bye.
 
         Args:
             edges: how many; None: for ever.
@@ -181,7 +181,6 @@ class CloudServer:
         self.say(printable(sentence))
 
     def close(self) -> None:
-        """Stop listening."""
         self._door.close()
         if self._wire is not None:
             self._wire.close()

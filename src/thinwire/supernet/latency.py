@@ -74,7 +74,6 @@ class LatencyTable:
         return self.factor * total
 
     def to_json(self) -> str:
-        """As JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -96,7 +95,7 @@ class LatencyTable:
 
 @torch.no_grad()
 def time_call(call: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3) -> Timing:
-    """Time a call so many times after a few untimed ones."""
+    """Time a call that many times after a few untimed ones."""
     for _ in range(warmup):
         call()
     settle(device)

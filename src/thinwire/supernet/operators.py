@@ -21,7 +21,6 @@ class ElasticBatchNorm(nn.BatchNorm2d):
     """BatchNorm over the first channels: as many as the input has ``[B, c, H, W]``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise."""
         c = input.shape[1]
         assert self.running_mean is not None
         assert self.running_var is not None

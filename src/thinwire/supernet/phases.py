@@ -23,8 +23,8 @@ class Phase:
     Attributes:
         name: of the phase; part of every draw.
         space: what it draws from.
-        steps: of the optimizer. flat: the first so many of them at the full rate.
-        lr: of Adam at the start; then a half cosine to zero, or, with ``halve``, halved every so many steps.
+        steps: of the optimizer. flat: the first that many of them at the full rate.
+        lr: of Adam at the start; then a half cosine to zero, or, with ``halve``, halved every N steps.
         sub_nets: drawn per step, their gradients added.
         sort: order channels by importance first.
     """
@@ -58,7 +58,7 @@ class Phase:
 
 
 def published(epoch: int) -> tuple[Phase, ...]:
-    """The phases of the paper's Scene Flow training, for epochs of so many steps (its batch is 2 on each of 8 GPUs)."""
+    """The phases of the paper's Scene Flow training, of ``epoch`` steps each (its batch is 2 on each of 8 GPUs)."""
     whole = Space()
     kernel = Space(depths=(4,), expands=(8,), scales=(4,))
     depth = replace(kernel, depths=(2, 3, 4))

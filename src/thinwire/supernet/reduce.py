@@ -1,4 +1,4 @@
-"""ActiveReduce: any element-wise method on the active part of the gradient alone. Lossless beside the dense exchange.
+"""ActiveReduce: any element-wise method on the active part of the gradient alone. As exact as the dense exchange.
 
 Every rank knows the step's active set before backward, from the seed. A hash of eight bytes is compared over ranks
 once, before any payload whose size depends on it; then each bucket's rectangles are packed, one after the other, and
@@ -39,7 +39,7 @@ class ScheduleMismatch(RuntimeError):
 
 @dataclass(eq=False)
 class _Announced:
-    """What is in force; shared by the method and the one beside it."""
+    """What is in force; shared by the method and its dense one."""
 
     active: ActiveSet | None = None
     everyone: tuple[ActiveSet, ...] = ()

@@ -173,7 +173,7 @@ def _order(c: Candidate) -> tuple[float, float, str]:
 
 
 def _scored(nets: Sequence[SubNet], fitness: Fitness, rank: int, world: int, device: torch.device) -> Program:
-    """Each rank scores every so many-th; all get all."""
+    """Each rank scores every ``ranks``-th; all get all."""
     if not nets:
         return []
     longest = -(-len(nets) // world)

@@ -43,7 +43,6 @@ class SubNet:
 
     @property
     def scales(self) -> int:
-        """Number of scales."""
         return len(self.stages)
 
     @property
@@ -52,7 +51,6 @@ class SubNet:
         return tuple(map(len, self.stages))
 
     def to_json(self) -> str:
-        """As JSON text."""
         return json.dumps({"stages": self.stages, "refine": self.refine})
 
     @classmethod

@@ -250,7 +250,7 @@ class ElasticStereo(nn.Module):
         return ActiveSet.of(self._shapes, rects)
 
     def _aggregated(self, scales: int) -> dict[str, Rect]:
-        """Rectangles of the aggregation's parameters where so many scales are used: whole, or not used."""
+        """Rectangles of the aggregation's parameters where that many scales are used: whole, or not used."""
         if scales not in self._inside:
             with torch.device("meta"):
                 inside = {name for name, _ in self.aggregation.fresh(scales).named_parameters()}

@@ -15,7 +15,7 @@ from thinwire.methods.registry import METHODS, Preset
 DOCS = Path(__file__).parents[3] / "docs"
 SOURCE = DOCS.parent / "src" / "thinwire"
 QUOTED = re.compile(r'^\*\*"(.+)"\*\*\\$', re.MULTILINE)  # a line of its own, which ends in a hard break
-ROOMS = re.compile(r"^\.\. differences:: (\w+)$", re.MULTILINE)
+PACKAGES = re.compile(r"^\.\. differences:: (\w+)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def test_values_in_sentences_become_gaps(tmp_path):
 
 
 def test_every_paragraph_of_differences_is_gathered():
-    shown = ROOMS.findall((DOCS / "differences.md").read_text())
+    shown = PACKAGES.findall((DOCS / "differences.md").read_text())
     assert len(shown) == len(set(shown))
-    found = {room: differences.collect(room) for room in shown}
+    found = {package: differences.collect(package) for package in shown}
     in_docstrings = 0
     for path in sorted(SOURCE.rglob("*.py")):
         if "Differences from" not in path.read_text():
@@ -52,8 +52,8 @@ def test_every_paragraph_of_differences_is_gathered():
         nodes = ast.walk(ast.parse(path.read_text()))
         documented = [n for n in nodes if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
         here = sum((ast.get_docstring(n) or "").count("Differences from") for n in documented)
-        room = path.relative_to(SOURCE).parts[0]
-        assert not here or room in shown, f"{path.name} states differences, but docs/differences.md leaves out {room}"
+        package = path.relative_to(SOURCE).parts[0]
+        assert not here or package in shown, f"{path.name} states differences, docs/differences.md leaves out {package}"
         in_docstrings += here
     assert sum(map(len, found.values())) == in_docstrings > 40
 

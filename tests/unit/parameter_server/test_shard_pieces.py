@@ -284,7 +284,7 @@ def test_a_shard_goes_on_from_exactly_the_servers_version_and_drops_newer_ones(t
         (Enlisted(9, 7), 0, r"no checkpoint of shard 0 at version 9, from which the server goes on \(there: 0\)"),
         (Enlisted(0, 8), 0, "of another training"),
         (Enlisted(0, 7), 1, "no checkpoint of shard 1"),
-        (Enlisted(0, 8, as_bytes(torch.zeros(5))), 0, "the server begins anew"),
+        (Enlisted(0, 8, as_bytes(torch.zeros(5))), 0, "the server starts over"),
     ],
 )
 def test_checkpoints_that_are_not_the_servers_are_refused(tmp_path, message, index, sentence):

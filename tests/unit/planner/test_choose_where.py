@@ -121,7 +121,7 @@ def test_the_map_as_json():
     for text in ("", "{}", '{"bits_per_second": [], "workers": [], "cells": [[{"winner": "a"}]]}'):
         with pytest.raises(ValueError, match="not a thinwire map"):
             Map.from_json(text)
-    with pytest.raises(ValueError, match="dealt out"):
+    with pytest.raises(ValueError, match="cannot be placed"):
         map_of(CANDIDATES, RESNET, (1e9,), (6,), costs=prices, ranks_per_node=4)
 
 

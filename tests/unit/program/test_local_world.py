@@ -82,7 +82,7 @@ def test_topology():
     for size, layout, words in (
         (0, None, "at least 1"),
         (7, 2, "for example"),
-        (4, 0, "dealt out"),
+        (4, 0, "cannot be placed"),
         (4, [2, 1], "add up to 4"),
         (4, [4, 0], "positive"),
     ):

@@ -10,7 +10,7 @@ from thinwire.bench.models.workload import Workload
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut."""
+    """Two 3 x 3 convolutions with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -23,7 +23,6 @@ class ResidualBlock(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """One residual block."""
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         return F.relu(y + self.shortcut(x))
 

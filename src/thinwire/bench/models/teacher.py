@@ -2,7 +2,7 @@
 
 x = Q diag(s) z with z Gaussian in R^32, s from 1 down to 0.01 and Q a rotation; the teacher undoes the scales, so that
 all directions matter alike: y = W2 relu(W1 x) with W1 = N(0, 2/32) diag(1/s) Q', 48 x 32, and W2 = N(0, 2/48), 10 x 48.
-The loss is half the squared error, summed over outputs. 2,048 samples, shuffled anew for each pass over them; fp64.
+The loss is half the squared error, summed over outputs. 2,048 samples, reshuffled for each pass over them; fp64.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def half_squares(out: Tensor, y: Tensor) -> Tensor:
 
 
 def build(batch: int = 256, ranks: int = 1, lr: float = 0.1, seed: int = 0) -> Workload:
-    """The workload: ``batch`` samples per step, dealt out over ``ranks``."""
+    """The workload: ``batch`` samples per step, split over ``ranks``."""
     if ranks < 1 or batch < ranks or batch % ranks or SAMPLES % batch:
         raise ValueError(f"teacher: batch={batch} must divide {SAMPLES} and be a multiple of ranks={ranks}")
     x, y = data(seed)

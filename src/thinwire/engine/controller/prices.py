@@ -50,7 +50,7 @@ class PlanPrices:
         dense: the program of dense buckets.
         costs: of the network and of compute.
         measurement: the step as it was.
-        side_stream: methods compute beside backward, on a core or a stream of their own.
+        side_stream: methods compute alongside backward, on a core or a stream of their own.
     """
 
     backend: str

@@ -16,7 +16,7 @@ _SHORT_SECONDS = 0.05
 
 
 def all_reduce_rate(lane: Lane, device: torch.device) -> Callable[[float], float]:
-    """Measure; all ranks call it and get the same. Returns the seconds of an all-reduce of so many bytes.
+    """Measure; all ranks call it and get the same. Returns the seconds of an all-reduce of that many bytes.
 
     A message short enough for a slow network first; where that takes next to nothing, a longer one that a token bucket
     or a start-up does not hide.

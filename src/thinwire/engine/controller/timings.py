@@ -55,7 +55,6 @@ class Timings:
         return max(0, len(self._steps) - 1)
 
     def clear(self) -> None:
-        """Forget."""
         self._steps, self._open = [], None
 
     def forward(self) -> None:

@@ -40,7 +40,6 @@ class AloneExecutor:
     def begin(
         self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
     ) -> None:
-        """Open a step."""
         self._make, self._pause, self.paused = make, pause, {}
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 *Light* programs, a copy and one exchange, do without the thread: whoever finds the bucket ready starts them, and who
 waits for the end of the step completes them. Each hand-over would cost more than the copy. Where every core has a rank,
-all programs of one exchange are run so: a thread beside backward would only take turns with it on one core.
+all programs of one exchange are run so: a thread alongside backward would only take turns with it on one core.
 
 On the decoupled schedule a step has two halves: ``begin`` to ``finish``, then ``resume``, and ``wait`` for each bucket.
 """
@@ -177,7 +177,6 @@ class ThreadExecutor:
         return self.failure
 
     def close(self) -> None:
-        """End the thread."""
         self._events.put(None)
         self._thread.join(timeout=10)
 

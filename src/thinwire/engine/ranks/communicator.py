@@ -263,13 +263,12 @@ class Alone:
         self.steps = ProgramSteps(AloneExecutor(), lambda failure, step, names: str(failure.error))
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """There is nobody to differ."""
+        """There is no other rank."""
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """There is nobody to send to."""
+        """There is no other rank."""
 
     def gather(self, message: bytes) -> list[bytes]:
-        """This rank's message."""
         return [message]
 
     def spare_cores(self) -> bool:
@@ -281,7 +280,6 @@ class Alone:
         return x.view(1, -1)
 
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """The same."""
         return lambda: x.view(1, -1)
 
     def start(self) -> None:
@@ -295,7 +293,7 @@ class Alone:
         return run_alone(program)
 
     def watch_order(self) -> None:
-        """There is nobody to differ."""
+        """There is no other rank."""
 
     def check_order(self, step: int) -> None:
         """The same."""

@@ -67,7 +67,6 @@ class Coupled(Schedule):
         self.accumulated = False
 
     def check(self, index: int, grad: Tensor | None) -> None:
-        """See :class:`Schedule`."""
         if self._delivered.added_to(index, grad):
             raise RuntimeError(
                 "a second backward on top of averaged gradients: wrap all but the last in `with sync.no_sync():`, "
@@ -75,17 +74,14 @@ class Coupled(Schedule):
             )
 
     def accumulate(self, index: int, grad: Tensor | None) -> None:
-        """See :class:`Schedule`."""
         self.accumulated = True
         if grad is not None and self._delivered.added_to(index, grad):
             self._delivered.note(index, grad)  # as it is now: the next exchange would send the average again
 
     def used(self, indices: Sequence[int]) -> None:
-        """See :class:`Schedule`."""
         self._delivered.forget(indices)
 
     def untouched(self) -> set[str]:
-        """See :class:`Schedule`."""
         managed = self._buckets.parameters.managed
         return {m.name for m in managed if self._delivered.holds(m.index, m.parameter.grad)}
 
@@ -159,5 +155,4 @@ class Coupled(Schedule):
             )  # fmt: skip
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """See :class:`Schedule`."""
         return clip.whole(self._buckets, max_norm, norm_type, error_if_nonfinite)

@@ -113,11 +113,9 @@ class Decoupled(Schedule):
 
     @property
     def readers(self) -> list[nn.Module]:
-        """See :class:`Schedule`."""
         return [] if self._whole else self._forwards.modules
 
     def before_forward(self, module: nn.Module) -> None:
-        """See :class:`Schedule`."""
         outside = current_task() == -1
         if outside:
             self._stale.clear()
@@ -262,7 +260,6 @@ class Decoupled(Schedule):
 
     @property
     def pending(self) -> list[int]:
-        """See :class:`Schedule`."""
         return sorted(i for parts in self._pending.values() for part in parts for i in part.indices)
 
     def complete(self) -> None:
@@ -341,7 +338,6 @@ class Decoupled(Schedule):
                 change(gradients)
 
     def close(self, *, broken: bool) -> None:
-        """See :class:`Schedule`."""
         try:
             if not broken:
                 self.complete()

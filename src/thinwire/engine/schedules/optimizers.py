@@ -17,7 +17,7 @@ class OptimizerSnapshot:
     """An optimizer as it is when ``step()`` is called; ``update`` does what that step would do to some parameters.
 
     It is bound to the optimizer's own ``state``, so that checkpoints are what they would be. A plain ``copy.copy`` goes
-    through ``__getstate__``, which drops what an optimizer keeps beside state and groups.
+    through ``__getstate__``, which drops what an optimizer keeps besides state and groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -52,7 +52,6 @@ class ParamGroupLock:
         raise RuntimeError("add_param_group: call close() on the GradientSync first, and attach again afterwards")
 
     def remove(self) -> None:
-        """Let it."""
         self._optimizer.__dict__.pop("add_param_group", None)
 
 

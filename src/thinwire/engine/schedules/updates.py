@@ -32,7 +32,6 @@ class DeferredUpdates:
     received: set[int] = field(default_factory=set)
 
     def bucket(self, index: int) -> Bucket:
-        """One of them."""
         made = self.memories[index].made
         assert made is not None
         return made
@@ -47,5 +46,4 @@ class DeferredUpdate:
 
     @property
     def indices(self) -> list[int]:
-        """All of them."""
         return [i for group in self.groups.values() for i in group]

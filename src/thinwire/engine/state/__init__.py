@@ -1,1 +1,1 @@
-"""What a training remembers beside its weights: residuals, loss scale, checkpoints."""
+"""What a training remembers besides its weights: residuals, loss scale, checkpoints."""

@@ -85,10 +85,10 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
     if saved["method"] != method.name and owes(saved):
         raise ValueError(
             f"the state was saved by {saved['method']!r} but the method here is {method.name!r}: use the same method, "
-            "or start without this state (what was owed to the model is then lost)"
+            "or start without this state (the residuals are then lost)"
         )
     if saved.get("scaled") and session.loss_scale.scaler is None and owes(saved) and size > 1:
-        raise ValueError(  # what is owed cannot be added to the next gradients, which carry an unknown scale
+        raise ValueError(  # residuals cannot be added to the next gradients, which carry an unknown scale
             "the state was saved with a GradScaler in use, which must be known before the next backward: hand it over "
             "as scaler="
         )
@@ -128,7 +128,7 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
     shared = {f: {n: x for n, x in named.items() if x.any()} for f, named in split(saved, "shared/").items()}
     options, before = json.loads(_options(method)), saved_options(saved["options"], method)
     if any(shared.values()) and any(options.get(k) != before.get(k) for k in {*options, *before} - {"fusion"}):
-        log.warning("thinwire: the method's options changed; factors are drawn anew, residuals are kept")
+        log.warning("thinwire: the method's options changed; factors are drawn again, residuals are kept")
         shared = {}
     return {
         "step": saved["step"],
@@ -233,7 +233,7 @@ def reshard(residuals: Sequence[Tensor], old_size: int) -> Tensor:
 
 
 def to_state_dict(sync: GradientSync) -> dict[str, Any]:
-    """The state of this rank, with the plan in force and what belongs to the training beside it."""
+    """The state of this rank, with the plan in force and what belongs to the training besides it."""
     flat = to_flat(sync._session, _blanks_of(sync), None) | {"plan": sync.plan.to_json()}
     for name, companion in sync.services.companions.items():
         flat |= {f"companion/{name}/{key}": value for key, value in companion.state_dict().items()}
@@ -309,7 +309,7 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
         if saved := {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}:
             companions[name] = saved
         else:
-            log.warning("thinwire: the state was saved without %s, which begins anew", name)
+            log.warning("thinwire: the state was saved without %s, which starts over", name)
     before = saved_options(state["options"], session.named)
     same = state["method"] == session.named.name and before == json.loads(_options(session.named))
     stands_in, plan = session.named is not session.method, None

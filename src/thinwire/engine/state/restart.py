@@ -1,4 +1,4 @@
-"""torchrun's restarts: a job that begins anew without its residuals says so."""
+"""torchrun's restarts: a job that starts over without its residuals says so."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """When gradients have been used: every optimizer that owns some of a model's parameters is watched.
 
-A method with residuals holds a part of each gradient back. If the gradient is used, that part is owed; if it is dropped
-(``zero_grad`` without a step: a GAN's pass through the other network, a skipped batch, a probe of a line search), so is
-the part. So what a backward leaves is pending until an optimizer steps, and forgotten if another backward comes first.
+A method with residuals holds a part of each gradient back. If the gradient is used, that part stays in the residual;
+if it is dropped (``zero_grad`` without a step: a GAN's pass through the other network, a skipped batch, a probe of a
+line search), so is the part. So what a backward leaves is pending until an optimizer steps, and forgotten if another
+backward comes first.
 """
 
 from __future__ import annotations
@@ -104,7 +105,6 @@ class StepWatch:
         return {names[id(p)] for p in owned if p.requires_grad and p.grad is not None}
 
     def close(self) -> None:
-        """Watch no longer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

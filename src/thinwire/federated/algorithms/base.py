@@ -114,7 +114,6 @@ class Algorithm(abc.ABC):
         """One client's work."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The server's tensors."""
         return {name: getattr(self, name) for name in self.server_state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -4,7 +4,7 @@ Paper: Shi, Chu, Cheung, See: Understanding Top-k sparsification in distributed 
 algorithm 1.
 
 Differences from the paper: exactly k entries, by the band rule; the moment is taken about zero, since |x| is compared;
-the count is taken anew after every change; one more count gives the band its missing end.
+the count is taken again after every change; one more count gives the band its missing end.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def mstopk(
 
 
 def search(field: Magnitudes, samplings: int = 30, base: str = "auto") -> Band:
-    """The band around the k-th magnitude after so many counts."""
+    """The band around the k-th magnitude after that many counts."""
     k, band = field.k, Band(field, field.k)
     mean, top = field.mean_and_top()
     bottom: Number = field.number(0.0)

@@ -27,7 +27,7 @@ def collect_facts(lab: str = "loopback", lab_reason: str = "", lab_congestion_co
     """Look around.
 
     Args:
-        lab: by which right the lab emulates links; this floor cannot ask it.
+        lab: by which right the lab emulates links; this layer cannot ask it.
         lab_reason: why not by a better one.
         lab_congestion_control: what TCP has on those links.
     """

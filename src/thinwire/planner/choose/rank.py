@@ -43,7 +43,6 @@ class SimulatedMethod:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
         return self.timeline.step_seconds
 
 

@@ -78,7 +78,6 @@ class Ranking:
 
     @property
     def lossy(self) -> tuple[Entry, ...]:
-        """The others."""
         return tuple(entry for entry in self.entries if not entry.exact)
 
     @property

@@ -14,7 +14,7 @@ from thinwire.planner.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Even
 from thinwire.program import Scope, Topology
 
 UNCERTAINTY: Mapping[Provenance, float] = {"measured here": 0.10, "measured elsewhere": 0.25, "assumed": 0.40}
-"""By how much a price may be off, by where it comes from: house numbers, no confidence interval."""
+"""By how much a price may be off, by where it comes from: rules of thumb, no confidence interval."""
 
 
 def spread_costs(costs: Costs, topology: Topology, sign: int) -> Costs:

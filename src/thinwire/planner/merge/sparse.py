@@ -6,7 +6,7 @@ Paper: Shi et al.: Communication-efficient distributed deep learning with merged
 Differences from the paper: this is the exact optimum under the paper's own cost model, which its greedy rule
 (``greedy_omgs``) misses; that rule decides on the pair of layers that backward yields first too, which the authors'
 code never parts; costs are measured at start for any number of workers; a message is values and indices together;
-selection runs beside backward where a core or a stream is free.
+selection runs alongside backward where a core or a stream is free.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def optimal_sparse(
         backward_seconds: from the gradient before to this one.
         select_seconds: of a group's elements.
         exchange_seconds: of a group's elements (the callable knows density, message format and workers).
-        side_stream: selection runs beside backward (this library's engine); False: it delays the rest of backward
+        side_stream: selection runs alongside backward (this library's engine); False: it delays the rest of backward
             (the model of the papers).
         breaks: indices that must open a group.
         max_elements: a group holds no more, unless it is one tensor.

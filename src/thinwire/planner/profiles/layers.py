@@ -40,7 +40,7 @@ class FlopsEstimate:
 
 
 def linear(name: str, inputs: int, outputs: int, positions: int = 1) -> Layer:
-    """A fully connected layer with bias, applied at so many positions of a sample."""
+    """A fully connected layer with bias, applied at that many positions of a sample."""
     parameters = (("weight", (outputs, inputs)), ("bias", (outputs,)))
     return Layer(name, 2.0 * inputs * outputs * positions, parameters)
 

@@ -52,7 +52,7 @@ class Machine:
         deferred: parts left over from the step before; all of them start at once.
         current: parts of this step; each starts when its task is done.
         shared: the worker has no core of its own: while it works, the compute stream stands still.
-        streams: on so many side streams programs run by turns (NCCL); None: each when it is ready.
+        streams: on that many side streams programs run by turns (NCCL); None: each when it is ready.
     """
 
     def __init__(

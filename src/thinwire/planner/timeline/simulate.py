@@ -51,7 +51,7 @@ def simulate(
             False: they have a core or a stream of their own.
         optimizer_seconds: of the whole update; a deferred bucket's share comes before its first layer's forward.
         slowdown: factor on all compute, or one per rank, of which the largest counts.
-        steps: the last of so many is reported (with phases: of so many rounds); 1: before it nothing was deferred.
+        steps: the last of that many is reported (with phases: of that many rounds); 1: before it nothing was deferred.
 
     Returns:
         The timeline.

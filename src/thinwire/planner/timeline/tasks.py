@@ -1,4 +1,4 @@
-"""What the compute stream does in one step: updates owed, forward by module, backward by tensor, the optimizer."""
+"""What the compute stream does in one step: pending updates, forward by module, backward by tensor, the optimizer."""
 
 from __future__ import annotations
 

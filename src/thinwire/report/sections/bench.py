@@ -27,7 +27,7 @@ _EDGES = 70  # pixels of height for the axis
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """The section."""
+    """None if nothing was measured."""
     if not inputs.benches:
         return None
     blocks = tuple(_block(bench, colours) for bench in inputs.benches)

@@ -20,7 +20,7 @@ _READING = (
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """The section."""
+    """None without a timeline that tells bytes."""
     traces = [trace for trace in inputs.traces if trace.bytes_by_bucket]
     if not traces:
         return None

@@ -15,13 +15,13 @@ from thinwire.report.words import duration, hover, megabytes, short
 _READING = (
     "Each bar is the predicted time of one training step; shorter is better. The hatched end is exposed "
     "communication: time in which the network works and nothing is computed. The thin line is the band in which the "
-    "step should lie. Beside it stands what bounds the step, that is, what to improve next. Exact methods change "
+    "step should lie. Next to it stands what bounds the step, that is, what to improve next. Exact methods change "
     "nothing in the result; lossy ones send less and may need more steps."
 )
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """The section."""
+    """None without a ranking."""
     rankings = [ranking for ranking in inputs.rankings if ranking.entries]
     if not rankings:
         return None

@@ -34,7 +34,7 @@ _MOST_LANES = 10
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """The section."""
+    """None without a timeline."""
     traces = [trace for trace in inputs.traces if trace.events]
     if not traces:
         return None

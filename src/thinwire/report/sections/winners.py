@@ -13,7 +13,7 @@ from thinwire.report.section import Block, Chart, Section
 from thinwire.report.words import bits, duration, factor, hover
 
 _READING = (
-    "Each cell is a cluster: so many workers, joined by links of such a rate. Its colour is the method that the "
+    "Each cell is a cluster: a number of workers, joined by links of one rate. Its colour is the method that the "
     "planner recommends there; the number (where there is room) says how many times shorter its step is than with the "
     "fastest dense method (one that sends the whole gradient). Where the number is near 1, nothing is to be gained. "
     "Point at a cell for the reason."
@@ -22,7 +22,7 @@ _TEXT_COLUMNS = 16  # above, cells are too narrow for a number
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """The section."""
+    """None without a map."""
     maps = [found for found in inputs.maps if found.known]
     if not maps:
         return None

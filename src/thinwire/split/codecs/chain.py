@@ -116,11 +116,9 @@ class Chain:
         return [lead + 1, lead] if isinstance(self.values, Quantised) else [lead + 1]
 
     def state(self) -> dict[str, Any]:
-        """For checkpoints."""
         return self.values.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """From a checkpoint."""
         self.values.load_state(state)
 
 

@@ -27,7 +27,6 @@ class Quantised(Codec):
         return list(quantise(rows, self.bits))
 
     def decode(self, parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-        """The levels."""
         check_parts(self.name, parts, [(torch.uint8, (packed_bytes(width, self.bits),)), (torch.bfloat16, ())])
         return dequantise(parts[0], parts[1], width, self.bits, dtype)
 

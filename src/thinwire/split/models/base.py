@@ -97,7 +97,6 @@ class View(ABC):
         return made  # type: ignore[no-any-return]
 
     def run(self, layer: nn.Module, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """One whole layer."""
         out: Tensor = layer(hidden, attention_mask=mask)
         return out
 

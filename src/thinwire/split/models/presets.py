@@ -82,7 +82,7 @@ def preset(
 
 
 def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
-    """A pre-trained encoder from a directory (``config.json``, ``model.safetensors``), with a head for so many classes.
+    """A pre-trained encoder from a directory (``config.json``, ``model.safetensors``), with a head for ``classes``.
 
     Nothing is downloaded; no code of the directory is run; weights are read from safetensors alone.
 
@@ -109,7 +109,7 @@ def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
                         num_labels=classes,
                         local_files_only=True,
                         use_safetensors=True,
-                        ignore_mismatched_sizes=True,  # a head for other classes begins anew
+                        ignore_mismatched_sizes=True,  # a head for other classes starts over
                     )
             except (OSError, ValueError, RuntimeError) as error:
                 raise ValueError(f"{directory} cannot be loaded as {view.classes[0]}: {error}") from error
