@@ -18,7 +18,7 @@ FREE = Costs.of_link(1e15, 0.0, 2, node_bits_per_second=1e15, node_latency_secon
 def _train(rank, method, options, costs, steps=14, **attach):
     net = cases.model(width=64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    sync = tw.attach(net, optimizer, method, detect_desync=True, _costs=costs, **attach, **options)
+    sync = tw.attach(net, optimizer, method, detect_desync=True, costs=costs, **attach, **options)
     first = sync.plan.hash
     for step in range(steps):
         cases.loss_of(net, rank, step, width=64).backward()

@@ -22,7 +22,7 @@ def _train(rank, method, *, steps=None, seconds=None, plan=None):
     """Until the tuner is done, or so many steps; with ``seconds`` of (rank, buckets) on a clock of that."""
     net = cases.model(width=16, depth=6)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    sync = tw.attach(net, optimizer, method, detect_desync=seconds is None, plan=plan, _costs=SLOW)
+    sync = tw.attach(net, optimizer, method, detect_desync=seconds is None, plan=plan, costs=SLOW)
     try:
         return net, sync, _loop(rank, net, sync, optimizer, steps, seconds)
     except ValueError:

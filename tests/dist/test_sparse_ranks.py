@@ -214,7 +214,7 @@ def _decided(rank, size):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     slow = Costs.of_link(1e6, 1e-6, size)
     sync = tw.attach(
-        net, optimizer, "topk", density=0.1, exchange="auto", fusion="optimal", detect_desync=True, _costs=slow
+        net, optimizer, "topk", density=0.1, exchange="auto", fusion="optimal", detect_desync=True, costs=slow
     )
     first = [b.exchange for b in sync.plan.phases[0]]
     for step in range(14):

@@ -161,7 +161,7 @@ def _auto(rank, size, costs):
     net = cases.model(width=64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     sync = tw.attach(
-        net, optimizer, "ssgd", collective="auto", fusion="none", topology=Topology(4, 2), _costs=Costs.from_json(costs)
+        net, optimizer, "ssgd", collective="auto", fusion="none", topology=Topology(4, 2), costs=Costs.from_json(costs)
     )
     before = [b.collective for b in sync.plan.phases[0]]
     for step in range(14):

@@ -30,7 +30,7 @@ from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats, Stats
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Bucket, Method, Program, Slot, State, Topology
-from thinwire.program.trace import Step as Exchanged
+from thinwire.program.trace import TracedExchange
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -91,7 +91,7 @@ class DDPSync:
         self._ordinals = Ordinals()
         self._kept: dict[str, bool] = {}
         self._buffers: dict[tuple[str, ...], Tensor] = {}
-        self._traces: dict[tuple[tuple[str, ...], bool], list[list[Exchanged]]] = {}
+        self._traces: dict[tuple[tuple[str, ...], bool], list[list[TracedExchange]]] = {}
         self._step = _Step(False)
         self._layouts: list[Layout] = []
         self._lock = threading.Lock()

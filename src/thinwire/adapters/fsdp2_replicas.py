@@ -22,8 +22,8 @@ from thinwire.adapters.ddp_layout import into_values, joined
 from thinwire.adapters.fsdp2_groups import Group, ParameterRows
 from thinwire.adapters.traced import traced
 from thinwire.engine.backward_end import BackwardEnd
+from thinwire.engine.executors.issuer import Failure
 from thinwire.engine.executors.streams import read_here
-from thinwire.engine.executors.wire import Failure
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats, Stats
@@ -175,7 +175,7 @@ class ReplicaSync:
         self._reduced.clear()
         session, device = self._session, self._groups[0].device
         # A method that keeps something must know of a bad value in any shard, not in its own alone.
-        if not session.method.light and dist.get_world_size(self.shards) > 1:
+        if not session.method.cheap_pack and dist.get_world_size(self.shards) > 1:
             flag = session.state.accepted()
             agreed = torch.ones((), dtype=torch.int32, device=device) if flag is None else flag.to(torch.int32)
             dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.shards)

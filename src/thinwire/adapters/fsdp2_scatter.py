@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.adapters.fsdp2_groups import Group
 from thinwire.adapters.released import released
-from thinwire.engine.executors.wire import Failure
+from thinwire.engine.executors.issuer import Failure
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.stats import Stats
 from thinwire.methods import linear8

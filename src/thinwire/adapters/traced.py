@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.program import Method, Topology
-from thinwire.program.trace import Step, steady_step, trace, with_rare_rounds
+from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 
 
 def traced(
@@ -17,7 +17,7 @@ def traced(
     *,
     rank: int,
     dtype: torch.dtype = torch.float32,
-) -> list[list[Step]]:
+) -> list[list[TracedExchange]]:
     """The collectives of every phase, first those of a step late in training, then those of the first steps.
 
     All ranks open lanes from it at the same point, so that no program has to make one on the way.

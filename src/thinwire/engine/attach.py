@@ -17,9 +17,8 @@ from thinwire.engine.controller.pilot import Pilot, wanted
 from thinwire.engine.controller.tuner import Tuner
 from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
 from thinwire.engine.ranks.communicator import Alone, Communicator
-from thinwire.engine.settings import Settings, capped, check_scaler, check_topology, checked_timeout
+from thinwire.engine.settings import AttachSettings, capped, check_scaler, check_topology, checked_timeout
 from thinwire.engine.sync import GradientSync, attached_to
-from thinwire.methods.base import check_count
 from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
@@ -48,7 +47,7 @@ def attach(
     timeout: timedelta | float | None = None,
     detect_desync: bool = False,
     lossy: bool = False,
-    _costs: Costs | None = None,
+    costs: Costs | None = None,
     **options: Any,
 ) -> GradientSync:
     """Average the model's gradients over all ranks during backward. In place: no wrapper, no other optimizer.
@@ -80,6 +79,8 @@ def attach(
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         detect_desync: compare the sequence of issued collectives over ranks at every step (debugging).
         lossy: "auto" may choose a method that is not exact.
+        costs: of the network and of compute, where a plan needs them: ``Costs.from_json`` of what ``thinwire
+            probe --out`` has written. None: measured (5 s).
 
     Returns:
         The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...
@@ -88,14 +89,8 @@ def attach(
         ValueError: bad options, ranks that differ (the message names what), an optimizer of another model.
         RuntimeError: the model is attached already, or a rank did not come within ``timeout`` (the message names it).
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"attach takes a torch.nn.Module first, not {type(model).__name__}")
-    optimizers: list[torch.optim.Optimizer] = []
-    if optimizer is not None:
-        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
-    for o in optimizers:
-        if not isinstance(o, torch.optim.Optimizer):
-            raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
+    _check_model(model)
+    optimizers = _listed(optimizer)
     auto = isinstance(method, str) and method.lower() == "auto"
     if bucket_cap_mb is not None:
         options = capped(method, options, bucket_cap_mb)
@@ -104,20 +99,6 @@ def attach(
     if lossy and not auto:
         raise ValueError('lossy=True is for attach(..., "auto"); the method named here is what runs')
     chosen = resolve("ssgd" if auto else method, **options)
-    if attached_to(model) is not None:
-        raise RuntimeError("this model is attached already; call close() on its GradientSync first")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            "the model is wrapped in DistributedDataParallel: attach to the bare model, or keep DDP and use "
-            "model.register_comm_hook(*thinwire.ddp_hook(...))"
-        )
-    for name, flag in (
-        ("find_unused_parameters", find_unused_parameters),
-        ("gradient_as_bucket_view", gradient_as_bucket_view),
-        ("broadcast_buffers", broadcast_buffers),
-    ):
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name}={flag!r} must be True or False")
     if not optimizers and deferring(chosen) is not None:
         raise ValueError(
             f"{chosen.name} updates weights during the next forward, so it must know the optimizer: name it, or take a "
@@ -126,59 +107,45 @@ def attach(
     adaptive = plan == "adaptive"
     if not (plan is None or adaptive or isinstance(plan, Plan)):
         raise ValueError(f'plan must be a thinwire.Plan, "adaptive" or None, not {plan!r}')
-    pinned = plan if isinstance(plan, Plan) else None
-    if auto and pinned is not None:
+    if auto and isinstance(plan, Plan):
         raise ValueError('a pinned plan and "auto" exclude each other: name the method that the plan was made for')
-    limit = checked_timeout(timeout)
     check_scaler(scaler)
     check_topology(topology)
-    world = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
-    if world < 1:
-        raise ValueError("this rank is not in the process group that was given to attach")
-    alone = world == 1
-    note, named = "", None
-    if alone:
-        if not chosen.exact:
-            note = f"one rank only: nothing is sent, so nothing is compressed; {chosen.name} runs as ssgd{chosen.alone}"
-            if chosen.alone:
-                logger.warning("thinwire: %s", note)
-        named, chosen = chosen, SSGD(fusion=chosen.fusion, **schedule(chosen))
-        if named.collective == "auto":
-            named = replace(named, collective="flat")  # type: ignore[type-var]  # as below
-    managed = managed_parameters(model, chosen, keep_dense)
-    check_optimizers(managed, optimizers)
-    for o in optimizers:
-        chosen.check_optimizer(o)
-    topology = topology or topology_of(world)
-    if chosen.collective == "auto" and (topology.nodes == 1 or max(topology.layout) == 1):
-        chosen = replace(chosen, collective="flat")  # type: ignore[type-var]  # nothing to choose from, nor to measure
-    if topology.world_size != world:
-        raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
-    communicator: Communicator | Alone | None = None
-    if not alone:
-        communicator = Communicator(process_group, topology, managed[0].parameter.device, limit)
-    elif deferring(chosen) is not None:
-        communicator = Alone(managed[0].parameter.device)
-    if start_compression_step is not None:
-        check_count("start_compression_step", start_compression_step)
-    settings = Settings(
+    settings = AttachSettings(
         start_compression_step=start_compression_step,
         find_unused_parameters=find_unused_parameters,
         gradient_as_bucket_view=gradient_as_bucket_view,
         broadcast_buffers=broadcast_buffers,
-        pinned=pinned,
-        timeout=limit,
+        pinned=plan if isinstance(plan, Plan) else None,
+        timeout=checked_timeout(timeout),
         detect_desync=detect_desync,
-        note=note,
         keep_dense=keep_dense,
-        named=named,
     )
+    world = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
+    if world < 1:
+        raise ValueError("this rank is not in the process group that was given to attach")
+    topology = topology or topology_of(world)
+    if topology.world_size != world:
+        raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
+    if world == 1:
+        chosen, settings = _on_one_rank(chosen, settings)
+    if chosen.collective == "auto" and (topology.nodes == 1 or max(topology.layout) == 1):
+        chosen = replace(chosen, collective="flat")  # type: ignore[type-var]  # nothing to choose from, nor to measure
+    managed = managed_parameters(model, chosen, keep_dense)
+    check_optimizers(managed, optimizers)
+    for o in optimizers:
+        chosen.check_optimizer(o)
+    communicator: Communicator | Alone | None = None
     pilot = None
-    if isinstance(communicator, Communicator) and wanted(chosen, pinned, adaptive, auto):
-        pilot = (Tuner if rule_of(chosen) == "tune" else Pilot)(
-            communicator, lambda m: managed_parameters(model, m, keep_dense),
-            auto=auto, lossy=lossy, adaptive=adaptive, costs=_costs,
-        )  # fmt: skip
+    if world > 1:
+        communicator = Communicator(process_group, topology, managed[0].parameter.device, settings.timeout)
+        if wanted(chosen, settings.pinned, adaptive, auto):
+            pilot = (Tuner if rule_of(chosen) == "tune" else Pilot)(
+                communicator, lambda m: managed_parameters(model, m, keep_dense),
+                auto=auto, lossy=lossy, adaptive=adaptive, costs=costs,
+            )  # fmt: skip
+    elif deferring(chosen) is not None:
+        communicator = Alone(managed[0].parameter.device)
     try:
         sync = GradientSync(model, optimizers, chosen, managed, communicator, topology, scaler, settings, pilot)
     except BaseException as error:
@@ -191,3 +158,37 @@ def attach(
         sync.close()
         raise
     return sync
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach takes a torch.nn.Module first, not {type(model).__name__}")
+    if attached_to(model) is not None:
+        raise RuntimeError("this model is attached already; call close() on its GradientSync first")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "the model is wrapped in DistributedDataParallel: attach to the bare model, or keep DDP and use "
+            "model.register_comm_hook(*thinwire.ddp_hook(...))"
+        )
+
+
+def _listed(optimizer: Any) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for o in optimizers:
+        if not isinstance(o, torch.optim.Optimizer):
+            raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
+    return optimizers
+
+
+def _on_one_rank(method: Method, settings: AttachSettings) -> tuple[Method, AttachSettings]:
+    """S-SGD in a method's stead, where nothing is sent, and the settings that say so."""
+    note = ""
+    if not method.exact:
+        why = method.single_rank_note
+        note = f"one rank only: nothing is sent, so nothing is compressed; {method.name} runs as ssgd{why}"
+        if why:
+            logger.warning("thinwire: %s", note)
+    named = replace(method, collective="flat") if method.collective == "auto" else method  # type: ignore[type-var]
+    return SSGD(fusion=method.fusion, **schedule(method)), replace(settings, note=note, named=named)

@@ -11,8 +11,7 @@ from thinwire.engine.parameters import Managed
 from thinwire.engine.session import Session
 from thinwire.engine.stats import BucketStats
 from thinwire.program import Method, Plan, PlanBucket, Program
-from thinwire.program.trace import Step as Exchanged
-from thinwire.program.trace import with_rare_rounds
+from thinwire.program.trace import TracedExchange, with_rare_rounds
 
 
 class Parameters:
@@ -66,7 +65,7 @@ class Buckets:
         self.views, self.pauses = views, pauses
         self.inline = False  # programs of one exchange run in the thread of backward
         self.step: Step | None = None
-        self._traced: list[list[list[Exchanged]]] = []
+        self._traced: list[list[list[TracedExchange]]] = []
         self._where: list[list[int]] = []
         self._memory: dict[tuple[int, int], Memory] = {}
 
@@ -110,10 +109,10 @@ class Buckets:
         assert step is not None
         assert comm is not None
         # A program of one exchange in backward needs nobody who sees to a second.
-        light = self.method_of(index).light
+        cheap = self.method_of(index).cheap_pack
         once = self.pauses or len(self._traced[step.phase][index]) <= 1
-        started = comm.steps.executor.ready(index, light=once and (light or self.inline))
-        if started and light and once and self.views and (memory := self.memory(index)).filled:
+        started = comm.steps.executor.ready(index, inline=once and (cheap or self.inline))
+        if started and cheap and once and self.views and (memory := self.memory(index)).filled:
             memory.hand_over(shown=not self.pauses)
 
     def program(self, index: int) -> Program:
@@ -125,7 +124,7 @@ class Buckets:
             entry = step.entries[index]
             parameters = [self.parameters.by_name[name].parameter for name in entry.names]
             ranks = self.session.state.size if self.pauses else 1
-            self._memory[key] = Memory(entry, parameters, light=method.light, ranks=ranks)
+            self._memory[key] = Memory(entry, parameters, cheap_pack=method.cheap_pack, ranks=ranks)
         return method.reduce(self._memory[key].bucket(index, self.session.loss_scale.now), self.session.state)
 
     def memory(self, index: int) -> Memory:

@@ -15,8 +15,8 @@ import torch
 from thinwire.collectives.lanes import Lanes
 from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import Pending
-from thinwire.engine.executors.steps import Steps, executor_for
-from thinwire.engine.executors.wire import MakeProgram, Wire
+from thinwire.engine.executors.issuer import MakeProgram, OpIssuer
+from thinwire.engine.executors.steps import ProgramSteps, executor_for
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.session import Session
 from thinwire.program import Collective, Scope, Topology
@@ -54,8 +54,9 @@ class Channel:
                 for round_ in range(1 if communicator.backend == "nccl" else depth[scope]):
                     lanes.get(purpose, scope, round_)
             self._lanes = lanes
-            wire = _Purposed(lanes, self.ledger, purpose)
-            self._steps = Steps(executor_for(communicator.backend, wire, communicator.device), communicator.sentence)
+            issuer = _Purposed(lanes, self.ledger, purpose)
+            executor = executor_for(communicator.backend, issuer, communicator.device)
+            self._steps = ProgramSteps(executor, communicator.sentence)
 
     @property
     def under_way(self) -> bool:
@@ -76,7 +77,7 @@ class Channel:
 
     def ready(self, index: int) -> None:
         """The data of a program are there. In any order; exchanges are issued in that of the numbers."""
-        self._steps.executor.ready(index, light=True)
+        self._steps.executor.ready(index, inline=True)
 
     def wait(self) -> float:
         """Block until the round has ended. Returns the seconds that this took.
@@ -102,8 +103,8 @@ class Channel:
             self._lanes = None
 
 
-class _Purposed(Wire):
-    """A wire whose ops all go to lanes of one purpose."""
+class _Purposed(OpIssuer):
+    """An issuer whose ops all go to lanes of one purpose."""
 
     def __init__(self, lanes: Lanes, ledger: Ledger, purpose: str) -> None:
         super().__init__(lanes, ledger, lambda *_: None)

@@ -10,7 +10,7 @@ from thinwire.program import Bucket, PlanBucket, Slot
 
 
 class Memory:
-    """A bucket's slots, and for a light program one buffer, cut up.
+    """A bucket's slots, and for a method with ``cheap_pack`` one buffer, cut up.
 
     Attributes:
         gradients: the cuts that become ``.grad``: with version counters of their own.
@@ -19,7 +19,7 @@ class Memory:
         made: the bucket, once there was a step.
     """
 
-    def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, light: bool, ranks: int = 1) -> None:
+    def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, cheap_pack: bool, ranks: int = 1) -> None:
         """``ranks``: the buffer has room for zeros up to a multiple of so many elements."""
         self.parameters, self.kept = parameters, entry.kept
         self.slots = [Slot(n, p.shape, None, p.dtype, p.device, p) for n, p in zip(entry.names, parameters)]
@@ -29,7 +29,7 @@ class Memory:
         self.used = [False] * len(parameters)
         self.handed_over = False
         self.made: Bucket | None = None
-        if light:
+        if cheap_pack:
             first, sizes = self.slots[0], [s.numel for s in self.slots]
             room = -(-sum(sizes) // ranks) * ranks
             self.buffer = torch.empty(room, dtype=first.dtype, device=first.device)

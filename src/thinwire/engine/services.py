@@ -18,7 +18,7 @@ from thinwire.program import Method, Program, Scope, State, Topology
 
 if TYPE_CHECKING:
     from thinwire.engine.controller.controller import Controller
-    from thinwire.engine.source import Source
+    from thinwire.engine.source import GradientSource
 
 
 class Services:
@@ -43,7 +43,7 @@ class Services:
         optimizers: Sequence[torch.optim.Optimizer],
         device: torch.device,
         session: Session,
-        source: Source | None,
+        source: GradientSource | None,
         controller: Controller | None,
     ) -> None:
         self.model, self.optimizers, self.device = model, tuple(optimizers), device

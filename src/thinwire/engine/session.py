@@ -44,9 +44,11 @@ class Counters:
         self.dense_bytes += 2 * (ranks - 1) * nbytes / ranks
 
 
-def beside(method: Method) -> Method:
+def dense_method(method: Method) -> Method:
     """The method of what another leaves dense, and of the steps before it begins."""
-    return method.beside() or SSGD(deterministic=method.deterministic, collective=method.collective, **schedule(method))
+    return method.dense_method() or SSGD(
+        deterministic=method.deterministic, collective=method.collective, **schedule(method)
+    )
 
 
 class Session:
@@ -84,7 +86,7 @@ class Session:
         before_step: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         self.named, self.comm, self.state = named or method, comm, state
-        self.dense = beside(method)
+        self.dense = dense_method(method)
         self.run_as(method, start)
         self.exact = self.running = False
         self.broken: str | None = None

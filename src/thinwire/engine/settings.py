@@ -9,14 +9,16 @@ from datetime import timedelta
 from typing import Any
 
 from thinwire.engine.parameters import DenseRule
+from thinwire.methods.base import check_count
 from thinwire.program import Method, Plan, Topology
 
 
 @dataclass(frozen=True)
-class Settings:
+class AttachSettings:
     """The options of ``attach`` that are not the method's.
 
     Attributes:
+        note: what a single rank does without.
         named: the method in whose stead S-SGD runs on a single rank, and whose state is kept; None: the one that runs.
     """
 
@@ -27,9 +29,16 @@ class Settings:
     pinned: Plan | None = None
     timeout: timedelta | None = None
     detect_desync: bool = False
-    note: str = ""
     keep_dense: DenseRule = "auto"
+    note: str = ""
     named: Method | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
+            if not isinstance(flag := getattr(self, name), bool):
+                raise ValueError(f"{name}={flag!r} must be True or False")
+        if self.start_compression_step is not None:
+            check_count("start_compression_step", self.start_compression_step)
 
 
 def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The gradients of an attached model: hooks on its parameters say when buckets are ready, and when backward has ended.
 
-hooks -> Source -> Buckets -> executor       a gradient arrives; its bucket's program runs while backward goes on
-         Source -> Session.finish -> Schedule.deliver -> Session.commit                     the end of backward
+hooks -> GradientSource -> Buckets -> executor      a gradient arrives; its bucket's program runs while backward goes on
+         GradientSource -> Session.finish -> Schedule.deliver -> Session.commit                    the end of backward
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from thinwire.engine.backward_end import BackwardEnd
 from thinwire.engine.buckets import Buckets
 from thinwire.engine.buffers import Buffers
-from thinwire.engine.controller.controller import Controller, StepReport
+from thinwire.engine.controller.controller import Controller
 from thinwire.engine.controller.pilot import Decision
 from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.engine.hooks import ModuleHook
@@ -26,10 +26,10 @@ from thinwire.engine.parameters import managed_parameters
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.schedules.schedule import Schedule
 from thinwire.engine.session import INTERRUPTED
-from thinwire.engine.settings import Settings
+from thinwire.engine.settings import AttachSettings
 
 
-class Source:
+class GradientSource:
     """Of one attached model.
 
     Args:
@@ -51,7 +51,7 @@ class Source:
         buckets: Buckets,
         schedule: Schedule,
         controller: Controller,
-        settings: Settings,
+        settings: AttachSettings,
         handle: object,
     ) -> None:
         self._model, self._buckets, self._schedule, self._controller = model, buckets, schedule, controller
@@ -206,8 +206,7 @@ class Source:
         self._schedule.deliver()
         self.expected = None
         session.counters.sent(buckets.parameters.nbytes, session.state.size)
-        report = StepReport(step if observed else None, backward_seconds)
-        if (decision := self._controller.after_step(report)) is not None:
+        if (decision := self._controller.after_step(step if observed else None, backward_seconds)) is not None:
             self.follow(decision)
 
     def follow(self, decision: Decision) -> None:

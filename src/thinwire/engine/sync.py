@@ -28,15 +28,15 @@ from thinwire.engine.schedules.decoupled import Decoupled
 from thinwire.engine.schedules.schedule import Schedule
 from thinwire.engine.services import Services
 from thinwire.engine.session import Session
-from thinwire.engine.settings import Settings
-from thinwire.engine.source import Source
+from thinwire.engine.settings import AttachSettings
+from thinwire.engine.source import GradientSource
 from thinwire.engine.state import persistence
 from thinwire.engine.stats import Stats
 from thinwire.methods.decoupling import deferring
 from thinwire.planner.timeline import write_trace
 from thinwire.program import Method, Plan, State, Topology
 
-__all__ = ["GradientSync", "Settings", "attached_to"]
+__all__ = ["AttachSettings", "GradientSync", "attached_to"]
 
 _attached: weakref.WeakValueDictionary[int, GradientSync] = weakref.WeakValueDictionary()
 
@@ -65,7 +65,7 @@ class GradientSync:
         comm: Communicator | Alone | None,
         topology: Topology,
         scaler: Any,
-        settings: Settings,
+        settings: AttachSettings,
         pilot: Pilot | None = None,
     ) -> None:
         self._settings = settings
@@ -82,7 +82,7 @@ class GradientSync:
         self._buckets = Buckets(session, parameters, first, views=views, pauses=pauses)
         self._schedule: Schedule | None = None
         self._controller: Controller | None = None
-        self._source: Source | None = None
+        self._source: GradientSource | None = None
         if comm is not None:
             self._start(model, comm, first)
             if options is None:
@@ -91,7 +91,7 @@ class GradientSync:
                 self._schedule = Decoupled(model, self._buckets, optimizers, options, find_unused=find_unused)
             pinned = settings.pinned is not None
             self._controller = Controller(self._buckets, self._schedule, pilot, pinned=pinned)
-            self._source = Source(model, self._buckets, self._schedule, self._controller, settings, self)
+            self._source = GradientSource(model, self._buckets, self._schedule, self._controller, settings, self)
             self._source.install()
         self.services = Services(model, optimizers, managed[0].device, session, self._source, self._controller)
         _attached[id(model)] = self

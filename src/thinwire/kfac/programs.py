@@ -39,7 +39,7 @@ class FactorExchange(Method):
 
     name: ClassVar[str] = "factors"
     exact: ClassVar[bool] = True
-    light: ClassVar[bool] = True
+    cheap_pack: ClassVar[bool] = True
 
     decay: Decay | None = None
     wire: torch.dtype | None = None
@@ -83,7 +83,7 @@ class FromOwner(Method):
 
     name: ClassVar[str] = "from_owner"
     exact: ClassVar[bool] = True
-    light: ClassVar[bool] = True
+    cheap_pack: ClassVar[bool] = True
 
     owner: int = 0
     group: Scope = Scope.WORLD
@@ -111,7 +111,7 @@ class FromAll(Method):
 
     name: ClassVar[str] = "from_all"
     exact: ClassVar[bool] = True
-    light: ClassVar[bool] = True
+    cheap_pack: ClassVar[bool] = True
 
     owners: tuple[int, ...] = ()
     group: Scope = Scope.WORLD

@@ -51,7 +51,7 @@ class Cast(Decoupling, Method):
     """
 
     name: ClassVar[str] = "cast"
-    light: ClassVar[bool] = True
+    cheap_pack: ClassVar[bool] = True
     loss: ClassVar[str] = "rounded to 16 bits"
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"dtype": "bf16"},)
     auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (1, {"dtype": "bf16"})
@@ -82,7 +82,7 @@ class Cast(Decoupling, Method):
             if self.decoupled or self.collective != "flat":
                 raise ValueError("int8 has two steps of its own: leave out decoupled=True and collective=")
             object.__setattr__(self, "has_residual", True)
-            object.__setattr__(self, "light", False)
+            object.__setattr__(self, "cheap_pack", False)
         check_collective(self.collective, deterministic=self.deterministic)
         check_decoupling(self, collective=self.collective)
 

@@ -70,10 +70,13 @@ class DGC(Method):
     has_residual: ClassVar[bool] = True
     selects: ClassVar[bool] = True
     unfit: ClassVar[Mapping[str, str]] = {
+        "local": "its momentum is of gradients, and the inner optimizer has one; use topk",
         "fsdp2": "the optimizer's momentum",
         "federated": "it corrects an optimizer's momentum, and a client's change has none; use topk",
     }
-    alone: ClassVar[str] = ", without its momentum and weight decay, which the optimizer may have on one rank"
+    single_rank_note: ClassVar[str] = (
+        ", without its momentum and weight decay, which the optimizer may have on one rank"
+    )
 
     density: float = 0.001
     momentum: float = 0.9
@@ -104,7 +107,7 @@ class DGC(Method):
         """Vectors and embeddings stay dense: they are small, or sparse already."""
         return stays_dense(shape, embedding)
 
-    def beside(self) -> Method:
+    def dense_method(self) -> Method:
         """The same at density 1: momentum on the average."""
         return dataclasses.replace(self, density=1.0)
 

@@ -33,7 +33,7 @@ class SSGD(Decoupling, Method):
     """
 
     name: ClassVar[str] = "ssgd"
-    light: ClassVar[bool] = True
+    cheap_pack: ClassVar[bool] = True
     exact: ClassVar[bool] = True
     unfit: ClassVar[Mapping[str, str]] = {"federated": "it does not compress"}
     fusion: Any = "auto"

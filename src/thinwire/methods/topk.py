@@ -110,7 +110,7 @@ class TopK(Method):
             return self.exchange
         return assumed_cheapest(d, k, ranks, self.value_dtype, self.capacity)
 
-    def settle(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Costs) -> str:
+    def plan_exchange(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Costs) -> str:
         """For "auto": the cheapest exchange of a bucket by measured costs."""
         size = elements(shapes)
         if self.exchange != "auto" or not size or topology.world_size == 1:

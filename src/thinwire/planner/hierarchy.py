@@ -17,7 +17,7 @@ from thinwire.planner.costs import Costs
 from thinwire.program.ops import Scope
 from thinwire.program.plan import UNREADABLE
 from thinwire.program.topology import Topology
-from thinwire.program.trace import Step
+from thinwire.program.trace import TracedExchange
 
 WAYS = ("flat", "three_phase", "torus")
 """The sub-programs of ``methods.exchanges``."""
@@ -132,7 +132,7 @@ def _hops(way: str, topology: Topology) -> list[tuple[str, Scope, int, float, fl
     ]
 
 
-def crossing_shares(steps: Sequence[Step], beside: Sequence[Step], ranks: int) -> list[float]:
+def crossing_shares(steps: Sequence[TracedExchange], beside: Sequence[TracedExchange], ranks: int) -> list[float]:
     """Per step of a node's first rank, the share of its ranks that issue it: all, or the first alone.
 
     Args:

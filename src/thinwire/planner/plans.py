@@ -52,7 +52,7 @@ def default_fusion(method: Method, backend: str) -> Any:
 
 def follows_network(method: Method, backend: str) -> bool:
     """Whether ``fusion="auto"`` of a method follows the network: plain averages on Gloo, coupled, flat."""
-    plain = method.light and method.collective == "flat" and not method.deterministic
+    plain = method.cheap_pack and method.collective == "flat" and not method.deterministic
     return plain and backend == "gloo" and not method.decoupled and rule_of(method) == "auto"
 
 
@@ -124,7 +124,7 @@ def make_plan(
                 way = ""
                 if measured is not None and not dense:
                     shapes = [entries[i].shape for i in part.indices]
-                    way = method.settle(shapes, part.kept, measured.topology, measured.costs)
+                    way = method.plan_exchange(shapes, part.kept, measured.topology, measured.costs)
                 sent = entries[0].itemsize * sum(payload[i] for i in part.indices)
                 bucket = PlanBucket(names, dense, part.kept, table.choice(sent) if table else "", way)
                 buckets.append((max(place[indices[i]] for i in part.indices), bucket))

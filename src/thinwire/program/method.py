@@ -31,16 +31,16 @@ class Method(abc.ABC):
         has_residual: whether something is held back for a later step.
         exact: whether the result is the plain average.
         exact_start: exact steps that a training begins with by default, before residuals and bases say anything.
-        light: whether what comes before the first exchange costs no more than a copy.
+        cheap_pack: whether what comes before the first exchange costs no more than a copy.
         shards: whether its residual is of a part of the bucket, a slice of each parameter (``State.stage_slice``).
-        alone: what a single rank, which runs S-SGD instead, has to do without; a clause for people.
+        single_rank_note: what a single rank, which runs S-SGD instead, has to do without; a clause for people.
         loss: what becomes of the average where nothing is held back, in a word: "noisy", "rounded to 16 bits", ...
         selects: whether its compute before the exchange is a selection, which a measured plan weighs against messages.
         fusion_rule: the rule of measured plans by which its buckets are cut, whatever ``merge`` says; "": as that says.
         bucket_unit: what ``fusion="auto"`` counts where nothing is measured: "gradient", MiB of it, or "payload".
         candidates: options under which ``thinwire plan`` prices it when no method is named.
         auto: its place among what ``attach("auto", lossy=True)`` prices, and the options there; None: it does not.
-        unfit: where it cannot be used and why: "fsdp2", what it needs; "federated", a clause.
+        unfit: where it cannot be used and why: "fsdp2", what it needs; "federated" and "local", a clause.
         merge: the fusion rule.
         ordered: whether sums are made in rank order.
         collective: how sums go over nodes and ranks.
@@ -53,9 +53,9 @@ class Method(abc.ABC):
     has_residual: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     exact_start: ClassVar[int] = 0
-    light: ClassVar[bool] = False
+    cheap_pack: ClassVar[bool] = False
     shards: ClassVar[bool] = False
-    alone: ClassVar[str] = ""
+    single_rank_note: ClassVar[str] = ""
     loss: ClassVar[str] = "lossy"
     selects: ClassVar[bool] = False
     fusion_rule: ClassVar[str] = ""
@@ -86,11 +86,11 @@ class Method(abc.ABC):
         """Whether a tensor of this shape arrives as the plain sum of what ranks bring, so that -0.0 stays -0.0."""
         return False
 
-    def beside(self) -> Method | None:
+    def dense_method(self) -> Method | None:
         """The program of the parameters that stay dense; None: S-SGD."""
         return None
 
-    def settle(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Any) -> str:
+    def plan_exchange(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Any) -> str:
         """What a measured plan should note as a bucket's ``exchange``; "": nothing is left to the plan."""
         return ""
 

@@ -18,7 +18,7 @@ from thinwire.program.volume import sent_bytes
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedExchange:
     """One yield: the op's kind, its scope (None for NextForward), bytes of this rank's message, bytes it sends."""
 
     kind: str
@@ -41,16 +41,16 @@ def trace(
     step: int = 0,
     dtype: torch.dtype = torch.float32,
     kept: int = 0,
-) -> list[Step]:
+) -> list[TracedExchange]:
     """The collectives that ``method`` issues for one bucket of (name, shape) pairs; ``kept``: see :class:`Bucket`."""
     state = State(rank, topology)
     state.step = step
     return _run(method, shapes, state, dtype, kept)
 
 
-def with_rare_rounds(method: Method, programs: Sequence[Sequence[Step]]) -> list[list[Step]]:
+def with_rare_rounds(method: Method, programs: Sequence[Sequence[TracedExchange]]) -> list[list[TracedExchange]]:
     """Programs, and the round that they end with now and then: low-rank methods compare bases (no trace sees it)."""
-    rare = [Step("AllGather", Scope.WORLD, 0, 0)] if method.verify_every else []
+    rare = [TracedExchange("AllGather", Scope.WORLD, 0, 0)] if method.verify_every else []
     return [[*one, *rare] for one in programs]
 
 
@@ -68,21 +68,21 @@ def memory(
 
 def _run(
     method: Method, shapes: Sequence[tuple[str, Sequence[int]]], state: State, dtype: torch.dtype, kept: int = 0
-) -> list[Step]:
+) -> list[TracedExchange]:
     meta = torch.device("meta")
     slots = [
         Slot(name, shape, torch.empty(tuple(shape), dtype=dtype, device=meta), dtype, meta) for name, shape in shapes
     ]
     program = method.reduce(Bucket(0, slots, kept=kept), state)
-    steps: list[Step] = []
+    steps: list[TracedExchange] = []
 
     def answer(op: Op) -> Tensor | None:
         if isinstance(op, NextForward):
-            steps.append(Step("NextForward", None, 0, 0))
+            steps.append(TracedExchange("NextForward", None, 0, 0))
             return None
         members = len(state.topology.members(op.group, state.rank))
         size = op.tensor.numel() * op.tensor.element_size()
-        steps.append(Step(type(op).__name__, op.group, size, sent_bytes(op, members)))
+        steps.append(TracedExchange(type(op).__name__, op.group, size, sent_bytes(op, members)))
         return result_like(op, members)
 
     drive(program, answer)

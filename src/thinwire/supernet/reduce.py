@@ -131,9 +131,9 @@ class ActiveReduce(Method):
         """As the inner method."""
         return self.inner.dense(name, shape, embedding)
 
-    def beside(self) -> Method:
+    def dense_method(self) -> Method:
         """Parameters that the inner method does not compress are packed too."""
-        plain = self.inner.beside() or SSGD(deterministic=self.inner.deterministic)
+        plain = self.inner.dense_method() or SSGD(deterministic=self.inner.deterministic)
         return ActiveReduce(plain, announced=self.announced)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:

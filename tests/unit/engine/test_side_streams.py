@@ -32,12 +32,12 @@ def side(monkeypatch):
     return OnCard.noted
 
 
-@pytest.mark.parametrize("light", [True, False])
-def test_gradients_that_a_program_reads(side, light):
+@pytest.mark.parametrize("cheap_pack", [True, False])
+def test_gradients_that_a_program_reads(side, cheap_pack):
     weights = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(2))]
     for p in weights[:2]:
         p.grad = torch.ones_like(p).as_subclass(OnCard)
-    memory = Memory(PlanBucket(("a", "b", "c")), weights, light=light)
+    memory = Memory(PlanBucket(("a", "b", "c")), weights, cheap_pack=cheap_pack)
     memory.bucket(0, None)
     assert side == [(p.grad.data_ptr(), "side") for p in weights[:2]]
 

@@ -142,7 +142,7 @@ def test_a_loss_scale_changes_nothing():
 
 
 def test_dense_buckets_get_momentum_too():
-    beside = DGC(0.01, momentum=0.8, nesterov=True).beside()
+    beside = DGC(0.01, momentum=0.8, nesterov=True).dense_method()
     assert (beside.density, beside.momentum, beside.nesterov) == (1.0, 0.8, True)
 
 

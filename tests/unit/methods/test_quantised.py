@@ -300,7 +300,7 @@ def test_too_many_ranks_for_int8_sums():
 
 def test_what_is_kept():
     assert Cast("int8").has_residual
-    assert not Cast("int8").light
+    assert not Cast("int8").cheap_pack
     assert not Cast().has_residual
     assert not any(method.has_residual for method in UNBIASED)
     assert OneBit().has_residual

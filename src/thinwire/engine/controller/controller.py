@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from thinwire.engine.buckets import Buckets, Step
 from thinwire.engine.controller.pilot import Decision, Pilot
 from thinwire.engine.controller.rebuild import rebuild
 from thinwire.engine.schedules.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a step has shown.
-
-    Attributes:
-        step: that has ended; None: its order of arrival says nothing.
-        backward_seconds: from its first gradient to its last bucket.
-    """
-
-    step: Step | None
-    backward_seconds: float
 
 
 class Controller:
@@ -49,12 +34,17 @@ class Controller:
         """Whether the plan in force is the one that measured times led to, or none was to be measured."""
         return self.rebuilt and self.waiting is None and (self.pilot is None or self.pilot.predicted is not None)
 
-    def after_step(self, report: StepReport) -> Decision | None:
-        """What is to be done before the next step. Called on all ranks alike; now and then it is a collective."""
+    def after_step(self, step: Step | None, backward_seconds: float) -> Decision | None:
+        """What is to be done before the next step. Called on all ranks alike; now and then it is a collective.
+
+        Args:
+            step: that has ended; None: its order of arrival says nothing.
+            backward_seconds: from its first gradient to its last bucket.
+        """
         if self.pilot is not None:
             self.pilot.timings.ended()
-        if not self.rebuilt and report.step is not None:
-            return self._rebuild(report.step, report.backward_seconds)
+        if not self.rebuilt and step is not None:
+            return self._rebuild(step, backward_seconds)
         if self.pilot is None:
             return None
         session = self._buckets.session

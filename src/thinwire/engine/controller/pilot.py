@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.engine.controller.prices import Prices
-from thinwire.engine.controller.timings import Measurement, Timings
+from thinwire.engine.controller.prices import PlanPrices
+from thinwire.engine.controller.timings import AgreedTimes, Timings
 from thinwire.engine.parameters import Managed
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.methods.registry import method as named
@@ -111,7 +111,7 @@ class Pilot:
             )
         self._restart(WATCH_STEPS if self._adaptive else None, profiling=False)
 
-    def _decide(self, measurement: Measurement, method: Method, dense: Method) -> Decision:
+    def _decide(self, measurement: AgreedTimes, method: Method, dense: Method) -> Decision:
         self._probe()
         text = b""
         if self._comm.rank == 0:
@@ -124,10 +124,10 @@ class Pilot:
         other = named(chosen["method"], **chosen["options"]) if chosen["method"] else None
         return Decision(Plan.from_json(chosen["plan"]), chosen["seconds"], other, tuple(chosen["why"]))
 
-    def _prices(self, measurement: Measurement, dense: Method) -> Prices:
+    def _prices(self, measurement: AgreedTimes, dense: Method) -> PlanPrices:
         assert self.costs is not None
         side_stream = self._comm.backend != "gloo" or self._comm.spare_cores()
-        return Prices(
+        return PlanPrices(
             self._comm.backend, self._comm.members.topology, self._manage, dense, self.costs, measurement, side_stream
         )
 

@@ -9,7 +9,7 @@ from thinwire.planner import plans
 from thinwire.planner.measured import Measured
 from thinwire.planner.timeline import simulate
 from thinwire.program import Method, Plan, Topology
-from thinwire.program.trace import Step, trace
+from thinwire.program.trace import TracedExchange, trace
 
 __all__ = ["make_plan", "measured_plan", "price_plan", "trace_plan"]
 
@@ -63,7 +63,7 @@ def price_plan(
 
 def trace_plan(
     plan: Plan, method: Method, dense: Method, managed: Sequence[Managed], topology: Topology, rank: int
-) -> list[list[list[Step]]]:
+) -> list[list[list[TracedExchange]]]:
     """The collectives of every bucket of every phase, found by running the programs on shapes alone."""
     by_name = {m.name: m for m in managed}
     result = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.engine.controller.planning import measured_plan, price_plan
-from thinwire.engine.controller.timings import Measurement
+from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
 from thinwire.methods.registry import lossy_candidates
 from thinwire.methods.registry import method as named
@@ -40,7 +40,7 @@ class _Offer:
 
 
 @dataclass(frozen=True)
-class Prices:
+class PlanPrices:
     """Prices plans for one measurement.
 
     Attributes:
@@ -58,7 +58,7 @@ class Prices:
     manage: Callable[[Method], list[Managed]]
     dense: Method
     costs: Costs
-    measurement: Measurement
+    measurement: AgreedTimes
     side_stream: bool
 
     def planned(self, method: Method) -> dict[str, Any]:

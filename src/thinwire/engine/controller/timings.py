@@ -28,7 +28,7 @@ class _Marks:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class AgreedTimes:
     """What the ranks agree on: of each figure the slowest rank's.
 
     Attributes:
@@ -79,7 +79,7 @@ class Timings:
         self._stopwatch.settle()
         return [self._stopwatch.between(a.start, b.start) for a, b in pairwise(self._steps)]
 
-    def agreed(self, managed: Sequence[Managed], lane: Lane, device: torch.device) -> Measurement:
+    def agreed(self, managed: Sequence[Managed], lane: Lane, device: torch.device) -> AgreedTimes:
         """The medians, of each the slowest rank's. All ranks call it."""
         mine = self._medians(len(managed))
         rows = [json.loads(raw) for raw in gather_bytes(json.dumps(mine).encode(), lane, device)]
@@ -92,7 +92,7 @@ class Timings:
         tensors += [TensorTime(m.name, m.shape, 0.0) for m in reversed(managed) if offsets[m.index] < 0]
         itemsize = managed[0].parameter.element_size()
         profile = ModelProfile("model", tuple(tensors), forward, (), itemsize, "measured here", f"{len(self)} steps")
-        return Measurement(profile, outside, step)
+        return AgreedTimes(profile, outside, step)
 
     def _medians(self, count: int) -> list[float]:
         """Forward, outside, step, and per parameter the time after the first gradient; -1 where none came."""

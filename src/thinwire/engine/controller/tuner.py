@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from thinwire.engine.controller.pilot import WATCH_STEPS, Decision, Pilot
-from thinwire.engine.controller.timings import Measurement
+from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
 from thinwire.planner.tune import FusionTuner, distinct, grid
 from thinwire.program import Method, Plan
@@ -49,7 +49,7 @@ class Tuner(Pilot):
             return None
         return self._take(seconds)
 
-    def _decide(self, measurement: Measurement, method: Method, dense: Method) -> Decision:
+    def _decide(self, measurement: AgreedTimes, method: Method, dense: Method) -> Decision:
         """The planner's optimum, where the search begins."""
         decision = super()._decide(measurement, method, dense)
         if self._comm.rank == 0:

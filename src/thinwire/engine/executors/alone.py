@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.engine.executors.issuer import Failure, MakeProgram
 from thinwire.engine.executors.recorder import Recorder
-from thinwire.engine.executors.wire import Failure, MakeProgram
 from thinwire.program.drive import Paused, drive
 from thinwire.program.ops import AllGather, NextForward, Op, Program
 
@@ -44,7 +44,7 @@ class AloneExecutor:
         self._make, self._pause, self.paused = make, pause, {}
 
     @torch.no_grad()
-    def ready(self, bucket: int, last: bool = False, light: bool = False) -> bool:
+    def ready(self, bucket: int, last: bool = False, inline: bool = False) -> bool:
         """The bucket's gradients are complete."""
         assert self._make is not None
         found = drive(self._make(bucket), result_alone, pause=self._pause)
@@ -53,7 +53,7 @@ class AloneExecutor:
         return True
 
     @torch.no_grad()
-    def resume(self, order: Sequence[int], light: Sequence[int]) -> None:
+    def resume(self, order: Sequence[int], inline: Sequence[int]) -> None:
         """Run the rest of these buckets' programs."""
         for bucket in order:
             run_alone(self.paused[bucket].program)

@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 import torch
 
 from thinwire.engine.executors.alone import AloneExecutor
+from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
 from thinwire.engine.executors.streams import StreamExecutor
 from thinwire.engine.executors.threads import ThreadExecutor
-from thinwire.engine.executors.wire import Failure, MakeProgram, Wire
 
 Executor = ThreadExecutor | StreamExecutor | AloneExecutor
 Names = Sequence[Sequence[str]]
 """Of a step's buckets, the names of what is inside."""
 
 
-def executor_for(backend: str, wire: Wire, device: torch.device) -> Executor:
+def executor_for(backend: str, issuer: OpIssuer, device: torch.device) -> Executor:
     """Who runs programs on tensors of this device, which ``backend`` carries: threads, or side streams for NCCL."""
-    return StreamExecutor(wire, device) if backend == "nccl" else ThreadExecutor(wire)
+    return StreamExecutor(issuer, device) if backend == "nccl" else ThreadExecutor(issuer)
 
 
-class Steps:
+class ProgramSteps:
     """One step after another.
 
     Args:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.executors import ranges
+from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
 from thinwire.engine.executors.recorder import Recorder
-from thinwire.engine.executors.wire import Failure, MakeProgram, Wire
 from thinwire.program.drive import Paused, drive
 from thinwire.program.ops import NextForward, Op, Program
 from thinwire.program.plan import SIDE_STREAMS
@@ -43,8 +43,8 @@ class _Segments:
 class StreamExecutor:
     """The host issues each program whole, in plan order, on side streams by turns, and never blocks (NCCL)."""
 
-    def __init__(self, wire: Wire, device: torch.device) -> None:
-        self._wire, self._device = wire, device
+    def __init__(self, issuer: OpIssuer, device: torch.device) -> None:
+        self._issuer, self._device = issuer, device
         self._streams = [torch.cuda.Stream(device) for _ in range(SIDE_STREAMS)] if device.type == "cuda" else []
         self._arrived: dict[int, dict[Any, None]] = {}  # by bucket, the streams that its gradients were made on
         self._ready: dict[int, list[Any]] = {}
@@ -78,7 +78,7 @@ class StreamExecutor:
         if self._streams:
             self._arrived.setdefault(bucket, {})[self._current()] = None
 
-    def ready(self, bucket: int, last: bool = False, light: bool = False) -> bool:
+    def ready(self, bucket: int, last: bool = False, inline: bool = False) -> bool:
         """All are there, those of which nobody was told in the current stream's order: run whose turn has come.
 
         Returns whether this one's had.
@@ -97,7 +97,7 @@ class StreamExecutor:
         """The programs that wait for the next forward, by bucket."""
         return self._paused
 
-    def resume(self, order: Sequence[int], light: Sequence[int]) -> None:
+    def resume(self, order: Sequence[int], inline: Sequence[int]) -> None:
         """Run the rest of these buckets' programs, in this order."""
         self._over = {}
         # What has read the shards since, and where their memory goes, is on the current stream.
@@ -134,7 +134,7 @@ class StreamExecutor:
             where = f"{type(op).__name__} on lane {op.group.value}/0"
             start = self.recorder.now() if self.recorder else 0.0
             with ranges.span(type(op).__name__, bucket):
-                value = self._wire.issue(op, op.group, 0, bucket).wait()
+                value = self._issuer.issue(op, op.group, 0, bucket).wait()
             if self.recorder:
                 self.recorder.exchange(type(op).__name__, op.group, start, bucket, 0)
             return value

@@ -20,9 +20,9 @@ import torch
 
 from thinwire.collectives.transport import Pending
 from thinwire.engine.executors import ranges
+from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
 from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.executors.runner import Runner
-from thinwire.engine.executors.wire import Failure, MakeProgram, Wire
 from thinwire.program.drive import Paused
 from thinwire.program.ops import Collective, Scope
 
@@ -38,7 +38,7 @@ class _Step:
     failed: Callable[[], None] | None
     more: bool
     runner: Runner
-    light: set[int] = field(default_factory=set)
+    inline: set[int] = field(default_factory=set)
     to_complete: queue.SimpleQueue[_Event | None] = field(default_factory=queue.SimpleQueue)  # by finish(); None: over
     bucket: int | None = None
     where: str = "start"
@@ -70,10 +70,10 @@ def _no_grad() -> AbstractContextManager[Any]:
 
 
 class ThreadExecutor:
-    """Runs each step's programs under one lock, in the communicator thread or, if light, in the caller's."""
+    """Runs each step's programs under one lock, in the communicator thread or, if inline, in the caller's."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, issuer: OpIssuer) -> None:
+        self._issuer = issuer
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # over the current step and its runner
         self._step: _Step | None = None  # under way
@@ -97,18 +97,18 @@ class ThreadExecutor:
             step = _Step(make, failed, size is None, runner)
             self._step = self._begun = step
 
-    def ready(self, bucket: int, last: bool = False, light: bool = False) -> bool:
+    def ready(self, bucket: int, last: bool = False, inline: bool = False) -> bool:
         """The bucket's gradients are complete.
 
-        ``light``: its program has one exchange, and is to be run by who calls this and ``finish``. Returns whether the
+        ``inline``: its program has one exchange, and is to be run by who calls this and ``finish``. Returns whether the
         program has begun, here.
         """
         step = self._step
         if step is None:  # it has failed; finish() says so
             return False
         event = _Event(step, bucket, None, last)
-        if light and self._lock.acquire(blocking=False):
-            step.light.add(bucket)
+        if inline and self._lock.acquire(blocking=False):
+            step.inline.add(bucket)
             try:
                 with _no_grad():
                     self._advance([event], alone=True)
@@ -126,7 +126,7 @@ class ThreadExecutor:
         return self.failure
 
     def _complete(self, step: _Step, place: int | None = None) -> None:
-        """Complete light programs until the step is over, or until one of its buckets is."""
+        """Complete inline programs until the step is over, or until one of its buckets is."""
         while (event := step.to_complete.get()) is not None:
             assert event.pending is not None
             error: BaseException | None = None
@@ -148,17 +148,17 @@ class ThreadExecutor:
         assert self._begun is not None
         return self._begun.runner.paused
 
-    def resume(self, order: Sequence[int], light: Sequence[int]) -> None:
+    def resume(self, order: Sequence[int], inline: Sequence[int]) -> None:
         """Let the paused programs of these buckets go on, all at once; their next ops are issued in this order.
 
-        Those that are ``light`` send once more, and are completed by who waits for them.
+        Those that are ``inline`` send once more, and are completed by who waits for them.
         """
         assert self._begun is not None
         with self._lock:
             ended = {place: threading.Event() for place in range(len(order))}
             runner = Runner.resume([self.paused[b] for b in order], self._issue, lambda place: ended[place].set())
             step = _Step(self._begun.make, None, False, runner, order=tuple(order), over=ended)
-            step.light.update(place for place, bucket in enumerate(order) if bucket in light)
+            step.inline.update(place for place, bucket in enumerate(order) if bucket in inline)
             self._second = step
             self._step = step if order else None
             if order:
@@ -171,7 +171,7 @@ class ThreadExecutor:
         assert step is not None
         assert step.order is not None
         place = step.order.index(bucket)
-        if place in step.light and not step.over[place].is_set():
+        if place in step.inline and not step.over[place].is_set():
             self._complete(step, place)
         step.over[place].wait()
         return self.failure
@@ -265,14 +265,14 @@ class ThreadExecutor:
         assert bucket is not None
         step.bucket, step.where = bucket, where
         recorder, over = self.recorder, ranges.exchange(type(op).__name__, bucket)
-        start, before = (recorder.now(), self._wire.ledger.total) if recorder else (0.0, 0)
-        pending = self._wire.issue(op, scope, round_, bucket)
+        start, before = (recorder.now(), self._issuer.ledger.total) if recorder else (0.0, 0)
+        pending = self._issuer.issue(op, scope, round_, bucket)
         event = _Event(step, place, pending, where=where)
-        queue_ = step.to_complete if place in step.light else self._events
-        if recorder is None and over is None and place in step.light:
+        queue_ = step.to_complete if place in step.inline else self._events
+        if recorder is None and over is None and place in step.inline:
             queue_.put(event)
             return
-        sent = self._wire.ledger.total - before
+        sent = self._issuer.ledger.total - before
 
         def done() -> None:
             if recorder is not None:

@@ -20,8 +20,8 @@ from thinwire.collectives.lanes import Lane, Lanes
 from thinwire.collectives.ledger import Ledger
 from thinwire.collectives.transport import Pending, all_gather_flat, issue, pairwise
 from thinwire.engine.executors.alone import AloneExecutor, run_alone
-from thinwire.engine.executors.steps import Names, Steps, executor_for
-from thinwire.engine.executors.wire import Failure, Wire
+from thinwire.engine.executors.issuer import Failure, OpIssuer
+from thinwire.engine.executors.steps import Names, ProgramSteps, executor_for
 from thinwire.engine.ranks.agreement import agree, broadcast_tensors, gather_bytes
 from thinwire.engine.ranks.late_ranks import LateRanks
 from thinwire.engine.ranks.order import OrderWatch
@@ -29,7 +29,7 @@ from thinwire.measure.cores import place, spare_places
 from thinwire.program import NextForward, Program, Scope, Topology
 from thinwire.program.drive import drive
 from thinwire.program.ops import AllGather, Broadcast, Collective, Op
-from thinwire.program.trace import Step
+from thinwire.program.trace import TracedExchange
 
 _numbers = itertools.count()
 
@@ -88,9 +88,9 @@ class Communicator:
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self.ledger = Ledger()
         self.order: OrderWatch | None = None
-        self._wire = Wire(self._lanes, self.ledger, self._note)
+        self._issuer = OpIssuer(self._lanes, self.ledger, self._note)
         self._spare: bool | None = None
-        self.steps: Steps
+        self.steps: ProgramSteps
 
     @property
     def rank(self) -> int:
@@ -157,9 +157,9 @@ class Communicator:
 
     def start(self) -> None:
         """Start the executor; after everything at ``attach`` that can fail."""
-        self.steps = Steps(executor_for(self.backend, self._wire, self.device), self.sentence)
+        self.steps = ProgramSteps(executor_for(self.backend, self._issuer, self.device), self.sentence)
 
-    def open_lanes(self, programs: Iterable[Sequence[Step]]) -> None:
+    def open_lanes(self, programs: Iterable[Sequence[TracedExchange]]) -> None:
         """Make the process groups that a plan's programs need, in the same order on all ranks."""
         deepest: dict[Scope, int] = {}
         paired: set[int] = set()  # rounds of the world in which ranks send to one another
@@ -223,7 +223,7 @@ class Communicator:
                 return None
             round_ = 0 if self.backend == "nccl" else rounds.get(op.group, 0)
             rounds[op.group] = round_ + 1
-            return self._wire.issue(op, op.group, round_, 0, purpose).wait()
+            return self._issuer.issue(op, op.group, round_, 0, purpose).wait()
 
         return drive(program, answer)
 
@@ -260,7 +260,7 @@ class Alone:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ledger = Ledger()
-        self.steps = Steps(AloneExecutor(), lambda failure, step, names: str(failure.error))
+        self.steps = ProgramSteps(AloneExecutor(), lambda failure, step, names: str(failure.error))
 
     def agree(self, facts: dict[str, Any]) -> None:
         """There is nobody to differ."""
@@ -287,7 +287,7 @@ class Alone:
     def start(self) -> None:
         """Nothing to start."""
 
-    def open_lanes(self, programs: Iterable[Sequence[Step]]) -> None:
+    def open_lanes(self, programs: Iterable[Sequence[TracedExchange]]) -> None:
         """No lanes."""
 
     def run(self, program: Program, purpose: str) -> Any:

@@ -216,9 +216,9 @@ class Decoupled(Schedule):
             for place, name in enumerate(entry.names):
                 where[by_name[name].index] = b, place
         count = range(len(step.entries))
-        light = [b for b in count if buckets.method_of(b).light or buckets.inline]
+        inline = [b for b in count if buckets.method_of(b).cheap_pack or buckets.inline]
         memories, sums = [buckets.memory(b) for b in count], [buckets.method_of(b).sums for b in count]
-        return DeferredUpdates(memories, comm.steps.executor.paused, light, where, sums)
+        return DeferredUpdates(memories, comm.steps.executor.paused, inline, where, sums)
 
     def order(self) -> list[int] | None:
         """The reverse of the order in which they are needed, known after the first forward; None: it was not learnt."""
@@ -256,7 +256,7 @@ class Decoupled(Schedule):
         comm = self._buckets.session.comm
         assert comm is not None
         shards.gathering = True
-        comm.steps.executor.resume(sorted(shards.paused, reverse=True), shards.light)
+        comm.steps.executor.resume(sorted(shards.paused, reverse=True), shards.inline)
 
     # --- updates ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from thinwire.methods.base import all_finite
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardVerdict:
     """Equal on all ranks.
 
     Attributes:
@@ -30,7 +30,7 @@ class Verdict:
 
 def exchange(
     communicator: Communicator | Alone, shards: Iterable[Tensor], used: Sequence[bool] | None = None
-) -> Verdict:
+) -> GuardVerdict:
     """Gather a flag, and one bit per parameter if ``used`` is given. All ranks call it.
 
     Nobody waits for the flags but who asks for them: all-gathers need not begin after them.
@@ -52,4 +52,4 @@ def exchange(
     if used is not None:
         rows = np.unpackbits(answer()[:, 1:].cpu().numpy(), axis=1, count=len(used))
         anywhere = [bool(x) for x in np.any(rows, axis=0).tolist()]
-    return Verdict(lambda: (answer()[:, 0] == 0).all(), anywhere)
+    return GuardVerdict(lambda: (answer()[:, 0] == 0).all(), anywhere)

@@ -18,14 +18,14 @@ class DeferredUpdates:
     Attributes:
         memories: of the step's buckets.
         paused: their programs, by bucket.
-        light: which of them only receive and copy.
+        inline: which of them only receive and copy.
         where: per parameter its bucket, and its place there.
         sums: per bucket, ``Method.sums`` of its method.
     """
 
     memories: list[Memory]
     paused: Mapping[int, Paused]
-    light: list[int]
+    inline: list[int]
     where: list[tuple[int, int]]
     sums: Sequence[Callable[[Sequence[int]], bool]]
     gathering: bool = False

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.parameters import managed_parameters
-from thinwire.engine.session import Session, beside
+from thinwire.engine.session import Session, dense_method
 from thinwire.program import Method, Plan, Topology, working_dtype
 from thinwire.program.state import extend
 from thinwire.program.trace import memory
@@ -247,7 +247,7 @@ def _blanks_of(sync: GradientSync) -> dict[str, Any]:
     managed, dense = parameters.managed, session.dense
     if method is not session.method:
         managed = managed_parameters(sync.services.model, method, sync._settings.keep_dense)
-        dense = beside(method)
+        dense = dense_method(method)
     compressed = [(m.name, m.parameter) for m in managed if not m.dense]
     flat: dict[str, Any] = {}
     if not method.shards:

@@ -13,7 +13,7 @@ from thinwire.planner.costs import Costs
 from thinwire.planner.hierarchy import crossing_shares
 from thinwire.planner.profiles import ModelProfile
 from thinwire.program import Bucket, Method, Plan, Program, Scope, State, Topology
-from thinwire.program.trace import Step, steady_step, trace
+from thinwire.program.trace import TracedExchange, steady_step, trace
 
 Shapes = tuple[tuple[int, ...], ...]
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -86,7 +86,7 @@ class Place:
 
 def _traced(
     method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None, kept: int
-) -> list[tuple[Step, float]]:
+) -> list[tuple[TracedExchange, float]]:
     """The exchanges of a bucket, and the share of the node's ranks that issue each.
 
     A method knows shapes, not names, so equal shapes are one trace.
@@ -101,11 +101,11 @@ def _traced(
 @lru_cache(maxsize=4096)
 def _steps(
     method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None, kept: int
-) -> list[tuple[Step, float]]:
+) -> list[tuple[TracedExchange, float]]:
     named = [(str(i), shape) for i, shape in enumerate(shapes)]
     program = method if yields is None else _Short(method, yields)
 
-    def of(program: Method, rank: int) -> list[Step]:
+    def of(program: Method, rank: int) -> list[TracedExchange]:
         step = steady_step(method, phase)
         return trace(program, named, place.topology, rank=rank, step=step, dtype=DTYPES[itemsize], kept=kept)
 
@@ -123,7 +123,7 @@ def parts_of(
     if profile.dtype_bytes not in DTYPES:
         raise ValueError(f"gradients of {profile.dtype_bytes} bytes cannot be simulated, only of 2, 4 or 8")
     shape_of = {tensor.name: tensor.shape for tensor in profile.tensors}
-    known: dict[tuple[bool, Shapes, int, str, str], tuple[list[float], list[tuple[Step, float]]]] = {}
+    known: dict[tuple[bool, Shapes, int, str, str], tuple[list[float], list[tuple[TracedExchange, float]]]] = {}
     parts = []
     for index, bucket in enumerate(plan.phases[phase]):
         key = (
@@ -145,7 +145,7 @@ def parts_of(
 
 
 def _split(
-    bucket: int, seconds: list[float], steps: list[tuple[Step, float]], place: Place, costs: Costs
+    bucket: int, seconds: list[float], steps: list[tuple[TracedExchange, float]], place: Place, costs: Costs
 ) -> tuple[ProgramPart, ProgramPart | None]:
     """Cut a program at its first pause; a second one stands for nothing."""
     segments: list[list[float]] = [[seconds[0]]]

@@ -23,7 +23,7 @@ class Failure:
     where: str
 
 
-class Wire:
+class OpIssuer:
     """Lanes and ledger together: issues ops and notes them."""
 
     def __init__(self, lanes: Lanes, ledger: Ledger, note: Callable[[Collective, Scope, int, int], None]) -> None:

@@ -1,0 +1,317 @@
+"""Local steps against plain arithmetic, torch's own averagers, and what no step of the algorithm may change."""
+
+import itertools
+
+import pytest
+import torch
+from local_ranks import Ranks
+
+from thinwire.local import Local, Nesterov
+from thinwire.methods.acp import ACP
+from thinwire.methods.cast import Cast
+from thinwire.methods.dgc import DGC
+from thinwire.methods.hitopk import HiTopK
+from thinwire.methods.powersgd import PowerSGD
+from thinwire.methods.qsgd import QSGD
+from thinwire.methods.sign import SignSGD
+from thinwire.methods.ssgd import SSGD
+from thinwire.methods.topk import TopK
+from thinwire.program import Topology
+
+SHAPES = {"a": (12, 9), "b": (5,), "conv": (6, 4, 2, 2), "s": (), "row": (1, 8)}
+CODECS = [
+    SSGD(),
+    Cast("int8", block=16),
+    ACP(rank=2, min_rate=1.0),
+    PowerSGD(rank=2, min_rate=1.0),
+    TopK(0.1),
+    TopK(0.1, exchange="gtopk"),
+    TopK(0.2, exchange="oktopk"),
+    HiTopK(0.2),
+    SignSGD(),
+]
+
+
+def drawn(seed, ranks=1, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+        for _ in range(ranks)
+    ]
+
+
+def equal(count, seed=0, dtype=torch.float64):
+    """The same weights on all ranks."""
+    return [{name: x.clone() for name, x in drawn(seed, dtype=dtype)[0].items()} for _ in range(count)]
+
+
+def walk(world, steps, first=0, scale=0.01):
+    """Changes that do not depend on the weights: ``scale`` times a draw of each rank and step."""
+    for step in range(first, first + steps):
+        for own, change in zip(world.weights, drawn(1000 + step, len(world.weights)), strict=True):
+            for name, x in own.items():
+                x.sub_(scale * change[name])
+        world.step()
+
+
+def mean_walk(ranks, steps, scale=0.01, seed=0):
+    """Where plain data-parallel training is after the same steps."""
+    at = equal(1, seed)[0]
+    for step in range(steps):
+        for change in drawn(1000 + step, ranks):
+            for name, x in at.items():
+                x.sub_(scale / ranks * change[name])
+    return at
+
+
+def virtual(world):
+    """mean x - mean e + (phi - mean s - A over what travels), which only the inner optimizer may move."""
+    found = {}
+    size = len(world.weights)
+    for index in range(len(world.rounds[0].fragments)):
+        group = [rounds.fragments[index] for rounds in world.rounds]
+        for place, name in enumerate(group[0].parameters):
+            at = sum(f.parameters[name] for f in group) / size
+            for f in group:
+                if name in f.state.residuals:
+                    at = at - f.state.extended(name, f.parameters[name].shape) / size
+            if group[0].due is not None:
+                flying = [f.snapshot() for f in group]
+                gone = group[0].anchors[place] - sum(one["sent"][place] for one in flying) / size
+                came = flying[0]["mean"][place]
+                at = at + gone - (group[0].anchors[place] - came if world.settings.averages else came)
+            found[name] = at
+    return found
+
+
+def close(a, b, tolerance=1e-12):
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
+
+
+SCHEDULES = [(1, 0, 1), (4, 0, 1), (4, 3, 1), (8, 7, 4), (5, 2, 3), (3, 1, 5)]
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS], ids=lambda c: "none" if c is None else c.name)
+@pytest.mark.parametrize(("every", "delay", "fragments"), SCHEDULES)
+def test_no_round_moves_the_virtual_iterate(codec, every, delay, fragments):
+    settings = Local(every, codec, fragments=fragments, fragment_sync_delay=delay)
+    world = Ranks(settings, equal(3), topology=Topology(3))
+    for step in range(2 * every + 5):
+        walk(world, 1, first=step)
+        close(virtual(world), mean_walk(3, step + 1))
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS], ids=lambda c: "none" if c is None else c.name)
+def test_outer_weights_are_equal_on_all_ranks_and_so_are_weights_where_the_exchange_is_waited_for(codec):
+    world = Ranks(Local(3, codec, outer=Nesterov(0.7, 0.5)), equal(4), topology=Topology(4, 2))
+    for _ in range(3):
+        walk(world, 3)
+        for rank, name in itertools.product(range(4), SHAPES):
+            assert torch.equal(world.outer(rank)[name], world.outer(0)[name])
+            assert torch.equal(world.weights[rank][name], world.weights[0][name])
+
+
+@pytest.mark.parametrize("codec", [ACP(rank=2, min_rate=1.0), TopK(0.1), Cast("int8", block=16)], ids=lambda c: c.name)
+def test_what_the_outer_weights_lack_is_owed(codec):
+    """phi_0 - phi_T + lr mean e(T) = lr sum of the mean changes, where every round starts from phi."""
+    world, changes = Ranks(Local(2, codec, outer=Nesterov(0.5, 0.0)), equal(3)), {}
+    start = {name: x.clone() for name, x in world.outer().items()}
+    for round_ in range(6):
+        before = {name: x.clone() for name, x in world.outer().items()}
+        for step in range(2):
+            for own, change in zip(world.weights, drawn(round_ * 2 + step, 3)):
+                for name, x in own.items():
+                    x.sub_(0.1 * change[name])
+            if step:
+                for name in SHAPES:
+                    mean = sum(before[name] - own[name] for own in world.weights) / 3
+                    changes[name] = changes.get(name, 0) + mean
+            world.step()
+    for name in SHAPES:
+        owed = sum(r.fragments[0].state.residuals.get(name, torch.zeros(SHAPES[name])) for r in world.rounds) / 3
+        torch.testing.assert_close(
+            start[name] - world.outer()[name] + 0.5 * owed, 0.5 * changes[name], rtol=1e-12, atol=1e-12
+        )
+
+
+def test_every_step_with_plain_sgd_is_ssgd():
+    world = Ranks(Local(1), equal(3))
+    walk(world, 7)
+    close(world.weights[1], mean_walk(3, 7))
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_averaging_is_bit_for_bit_torchs_on_two_ranks(fragments):
+    """``PeriodicModelAverager`` divides and sums, which two ranks do exactly."""
+    world = Ranks(Local(4, fragments=fragments), equal(2, dtype=torch.float32))
+    theirs = equal(2, dtype=torch.float32)
+    for step in range(12):
+        for own, other, change in zip(world.weights, theirs, drawn(step, 2, torch.float32)):
+            for name in SHAPES:
+                own[name].sub_(0.1 * change[name])
+                other[name].sub_(0.1 * change[name])
+        world.step()
+        for fragment in world.rounds[0].fragments:
+            if (step + 1) % 4 == (fragment.index + 1) * 4 // fragments % 4:
+                for name in fragment.parameters:
+                    average = theirs[0][name] / 2 + theirs[1][name] / 2
+                    theirs[0][name].copy_(average)
+                    theirs[1][name].copy_(average)
+        for name, rank in itertools.product(SHAPES, range(2)):
+            assert torch.equal(world.weights[rank][name], theirs[rank][name])
+
+
+def test_the_outer_optimizer_is_torchs():
+    world = Ranks(Local(2, outer=Nesterov(0.7, 0.9)), equal(2))
+    phi = [x.clone().requires_grad_() for x in world.outer().values()]
+    oracle = torch.optim.SGD(phi, lr=0.7, momentum=0.9, nesterov=True)
+    for round_ in range(5):
+        before = [x.clone() for x in world.outer().values()]
+        for step in range(2):
+            for own, change in zip(world.weights, drawn(round_ * 2 + step, 2)):
+                for name, x in own.items():
+                    x.sub_(0.1 * change[name])
+            if step:
+                for p, start, name in zip(phi, before, SHAPES):
+                    p.grad = sum(start - own[name] for own in world.weights) / 2
+            world.step()
+        oracle.step()
+        for p, anchor in zip(phi, world.outer().values()):
+            torch.testing.assert_close(anchor, p.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_rate_acts_once_and_a_ramp_begins_without_momentum():
+    moved = {}
+    for lr, codec, ramp in ((1.0, None, 4), (0.5, None, 4), (0.5, SSGD(), 4), (0.5, None, 0)):
+        world = Ranks(Local(2, codec, outer=Nesterov(lr, 0.9, ramp_rounds=ramp)), equal(2))
+        walk(world, 2)
+        moved[lr, codec, ramp] = equal(1)[0]["a"] - world.outer()["a"]
+    torch.testing.assert_close(moved[0.5, None, 4], 0.5 * moved[1.0, None, 4], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(moved[0.5, SSGD(), 4], 0.5 * moved[1.0, None, 4], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(moved[0.5, None, 0], 0.95 * moved[1.0, None, 4], rtol=1e-12, atol=1e-14)
+    assert [Nesterov(momentum=0.8, ramp_rounds=4).momentum_at(n) for n in (0, 1, 2, 4, 9)] == [0, 0.2, 0.4, 0.8, 0.8]
+
+
+@pytest.mark.parametrize("codec", [PowerSGD(rank=64, min_rate=0.0), TopK(1.0)], ids=lambda c: c.name)
+def test_a_lossless_codec_is_no_codec(codec):
+    lossless, plain = Ranks(Local(3, codec), equal(2)), Ranks(Local(3), equal(2))
+    walk(lossless, 9)
+    walk(plain, 9)
+    close(lossless.weights[0], plain.weights[0], 1e-10)
+
+
+@pytest.mark.parametrize(("every", "fragments"), [(8, 4), (5, 3), (3, 5), (4, 1), (7, 2)])
+def test_fragments_cover_every_parameter_once_in_a_period(every, fragments):
+    world = Ranks(Local(every, fragments=fragments), equal(2))
+    for period in range(3):
+        seen = []
+        for _ in range(every):
+            walk(world, 1)
+            seen += [name for f in world.rounds[0].leaving() for name in f.parameters]
+        assert sorted(seen) == sorted(SHAPES), period
+
+
+def test_bytes_are_the_fragments_own():
+    world = Ranks(Local(4, fragments=2), equal(3, dtype=torch.float32))
+    elements = [sum(x.numel() for x in f.parameters.values()) for f in world.rounds[0].fragments]
+    before, peaks = 0, []
+    for _ in range(8):
+        walk_float(world)
+        peaks.append(world.sent[0] - before)
+        before = world.sent[0]
+    each = [2 * 2 * 4 * n / 3 for n in elements]
+    assert sum(peaks) == pytest.approx(2 * sum(each), rel=0.02)
+    assert max(peaks) <= max(each) * 1.05
+    assert [n for n, peak in enumerate(peaks, 1) if peak] == [2, 4, 6, 8]
+
+
+def walk_float(world):
+    for own in world.weights:
+        for x in own.values():
+            x.sub_(0.01)
+    world.step()
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS], ids=lambda c: "none" if c is None else c.name)
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_change_that_is_not_finite_is_rejected_by_all_ranks(codec, delay):
+    world = Ranks(Local(3, codec, outer=Nesterov(0.7, 0.5), fragment_sync_delay=delay), equal(3))
+    walk(world, 12 + delay)
+    fragments = [rounds.fragments[0] for rounds in world.rounds]
+    before = [f.snapshot() for f in fragments]
+    world.weights[1]["a"][2, 3] = torch.nan
+    walk(world, 3 - delay, first=50)
+    while any(f.due is not None for f in fragments):
+        walk(world, 1, first=90)
+    for fragment, old in zip(fragments, before):
+        now = fragment.snapshot()
+        assert fragment.rejected == 1
+        for kind in ("anchors", "momenta"):
+            assert all(torch.equal(a, b) for a, b in zip(now[kind], old[kind]))
+        assert set(now["codec"]["residual"]) == set(old["codec"]["residual"])
+        for name, residual in old["codec"]["residual"].items():
+            assert torch.equal(now["codec"]["residual"][name], residual)
+    assert torch.equal(world.weights[1]["a"], world.outer()["a"])
+    assert all(x.isfinite().all() for own in world.weights for x in own.values())
+    walk(world, 6, first=70)
+    assert fragments[0].rejected == 1
+
+
+@pytest.mark.parametrize("codec", [None, ACP(rank=2, min_rate=1.0), TopK(0.1), QSGD()], ids=str)
+@pytest.mark.parametrize("stop", [4, 5, 6, 7])
+def test_training_goes_on_bit_for_bit_from_any_moment(codec, stop):
+    settings = Local(4, codec, outer=Nesterov(0.7, 0.9, ramp_rounds=3), fragments=2, fragment_sync_delay=3)
+    through = Ranks(settings, equal(2))
+    walk(through, stop)
+    saved = [rounds.snapshot() for rounds in through.rounds]
+    weights = [{name: x.clone() for name, x in own.items()} for own in through.weights]
+    walk(through, 9, first=stop)
+    again = Ranks(settings, weights)
+    for rounds, one in zip(again.rounds, saved):
+        rounds.restore(one)
+    walk(again, 9, first=stop)
+    for a, b in zip(through.weights, again.weights):
+        assert all(torch.equal(a[name], b[name]) for name in SHAPES)
+
+
+def test_outer_weights_are_lent_to_the_model():
+    world = Ranks(Local(4), equal(2))
+    walk(world, 6)
+    own = {name: x.clone() for name, x in world.weights[0].items()}
+    with world.rounds[0].outer_weights():
+        assert all(torch.equal(world.weights[0][name], x) for name, x in world.outer().items())
+    assert all(torch.equal(world.weights[0][name], own[name]) for name in SHAPES)
+    assert not torch.equal(own["a"], world.outer()["a"])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"sync_every": 0}, "sync_every=0 must be a whole number of at least 1"),
+        ({"sync_every": 4, "fragment_sync_delay": 4}, "must be below sync_every=4"),
+        ({"fragments": 0}, "fragments=0"),
+        ({"fragment_update_alpha": 1.5}, "from 0 to 1"),
+        ({"codec": "zip"}, "codec='zip' must be a method"),
+        ({"codec": DGC(0.1)}, "dgc cannot be a codec of local steps: "),
+        ({"codec": ACP(decoupled=True)}, "acp is decoupled"),
+    ],
+)
+def test_bad_settings(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Local(**options)
+
+
+def test_more_fragments_than_parameters():
+    with pytest.raises(ValueError, match="fragments=6: the model has only 5 trainable parameters"):
+        Ranks(Local(fragments=6), equal(2))
+
+
+@pytest.mark.parametrize(("alpha", "kept"), [(0.0, 0.0), (0.25, 0.25), (1.0, 1.0)])
+def test_a_share_of_the_own_weights_is_kept(alpha, kept):
+    world = Ranks(Local(2, fragment_sync_delay=1, fragment_update_alpha=alpha), equal(2))
+    walk(world, 2)
+    before = {name: x.clone() for name, x in world.weights[0].items()}
+    world.step()
+    for name, x in world.weights[0].items():
+        torch.testing.assert_close(x, kept * before[name] + (1 - kept) * world.outer()[name], rtol=1e-12, atol=1e-12)
