@@ -10,7 +10,6 @@ PACKAGE = Path(thinwire.__file__).parent
 
 NAMED_BY_FRAMEWORKS = {"ThinwireCallback"}  # Lightning's and the Trainer's, as users look for either
 PARAMETER_SERVER = {"Buffers", "Codec", "Link", "Recipe", "Row", "Send", "Update"}
-LOCAL_STEPS = {"Local"}
 
 
 def public_classes():
@@ -23,4 +22,4 @@ def public_classes():
 def test_a_public_class_name_is_given_once():
     counts = Counter(public_classes())
     assert len(counts) > 300
-    assert {name for name, count in counts.items() if count > 1} == NAMED_BY_FRAMEWORKS | PARAMETER_SERVER | LOCAL_STEPS
+    assert {name for name, count in counts.items() if count > 1} == NAMED_BY_FRAMEWORKS | PARAMETER_SERVER

@@ -23,7 +23,7 @@ from thinwire.program import Collective, Scope, Topology
 
 
 class Channel:
-    """Made by :meth:`thinwire.GradientSync.channel`; all ranks must use it alike.
+    """Made by :meth:`thinwire.engine.services.Services.channel`; all ranks must use it alike.
 
     Args:
         communicator: of the GradientSync; None: one rank, whose programs run at once.

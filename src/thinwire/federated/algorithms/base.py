@@ -20,7 +20,7 @@ Adjust = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalResult:
     """What local SGD has come to.
 
     Attributes:
@@ -140,7 +140,7 @@ class Algorithm(abc.ABC):
         """The local rate of a round."""
         return self.lr * self.lr_decay**round
 
-    def local_sgd(self, context: ClientContext, theta: Tensor, adjust: Adjust | None = None) -> Local:
+    def local_sgd(self, context: ClientContext, theta: Tensor, adjust: Adjust | None = None) -> LocalResult:
         """Plain SGD, with momentum and decay if asked for, from ``theta`` on the client's samples.
 
         Args:
@@ -162,7 +162,7 @@ class Algorithm(abc.ABC):
                     adjust(g, x)
                 x.add_(g if velocity is None else velocity.mul_(self.momentum).add_(g), alpha=-lr)
             steps += 1
-        return Local(x, steps, lr)
+        return LocalResult(x, steps, lr)
 
 
 def proximal(mu: float, theta: Tensor) -> Adjust | None:
