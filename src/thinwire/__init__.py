@@ -12,8 +12,11 @@ __version__ = "0.1.0"
 
 _HOME = {
     "GradientSync": "engine.sync",
+    "Local": "local.settings",
+    "LocalSync": "engine.local_sync",
     "LocalWorld": "program.local_world",
     "Method": "program.method",
+    "Nesterov": "local.settings",
     "Plan": "program.plan",
     "Stats": "engine.stats",
     "StepLog": "report.log",
@@ -23,7 +26,7 @@ _HOME = {
     "ddp_hook": "adapters.ddp",
     "method": "methods.registry",
 }
-_ROOMS = (
+_PACKAGES = (
     "adapters",
     "bench",
     "checkpoint",
@@ -46,8 +49,10 @@ _ROOMS = (
 if TYPE_CHECKING:
     from thinwire.adapters.ddp import ddp_hook
     from thinwire.engine.attach import attach
+    from thinwire.engine.local_sync import LocalSync
     from thinwire.engine.stats import Stats
     from thinwire.engine.sync import GradientSync
+    from thinwire.local.settings import Local, Nesterov
     from thinwire.methods.acp import ACP
     from thinwire.methods.cast import Cast
     from thinwire.methods.chain import chain
@@ -84,8 +89,11 @@ __all__ = [
     "GTopK",
     "GradientSync",
     "HiTopK",
+    "Local",
+    "LocalSync",
     "LocalWorld",
     "Method",
+    "Nesterov",
     "OkTopk",
     "OneBit",
     "Plan",
@@ -106,7 +114,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(f"thinwire.{_HOME[name]}"), name)
-    elif name in _ROOMS:
+    elif name in _PACKAGES:
         value = importlib.import_module(f"thinwire.{name}")
     elif name in (methods := _methods()):
         value = importlib.import_module("thinwire.methods.registry").class_of(methods[name])
@@ -117,7 +125,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS, *_methods()})
+    return sorted({*globals(), *__all__, *_PACKAGES, *_methods()})
 
 
 def _methods() -> dict[str, str]:

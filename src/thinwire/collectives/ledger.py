@@ -28,6 +28,11 @@ class Ledger:
         self.bytes[kind] += size
         return size
 
+    def add(self, other: Ledger) -> None:
+        """Count what another has."""
+        self.issued.update(other.issued)
+        self.bytes.update(other.bytes)
+
     @property
     def total(self) -> int:
         """All bytes sent."""

@@ -6,19 +6,22 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from thinwire.collectives.topology import topology_of
+from thinwire.engine.attached import attached_to
 from thinwire.engine.controller.pilot import Pilot, wanted
 from thinwire.engine.controller.tuner import Tuner
-from thinwire.engine.parameters import DenseRule, check_optimizers, managed_parameters
+from thinwire.engine.local_sync import LocalSync
+from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, managed_parameters
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.settings import AttachSettings, capped, check_scaler, check_topology, checked_timeout
-from thinwire.engine.sync import GradientSync, attached_to
+from thinwire.engine.sync import GradientSync
+from thinwire.local.settings import PRESETS, Local, local_settings
 from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
@@ -29,10 +32,28 @@ from thinwire.program import Method, Plan, Topology
 logger = logging.getLogger("thinwire")
 
 
+@overload
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    method: Local | Literal["local", "diloco"],
+    **options: Any,
+) -> LocalSync: ...
+
+
+@overload
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     method: Method | str = "ssgd",
+    **options: Any,
+) -> GradientSync: ...
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    method: Method | Local | str = "ssgd",
     *,
     plan: Plan | str | None = None,
     bucket_cap_mb: float | None = None,
@@ -49,7 +70,7 @@ def attach(
     lossy: bool = False,
     costs: Costs | None = None,
     **options: Any,
-) -> GradientSync:
+) -> GradientSync | LocalSync:
     """Average the model's gradients over all ranks during backward. In place: no wrapper, no other optimizer.
 
     All ranks must call it. Parameters and buffers are taken over from rank 0.
@@ -91,6 +112,13 @@ def attach(
     """
     _check_model(model)
     optimizers = _listed(optimizer)
+    if isinstance(method, Local) or (isinstance(method, str) and method.lower() in PRESETS):
+        local = local_settings(method, options)
+        if not (plan is None and bucket_cap_mb is None and costs is None and not lossy):
+            raise ValueError("local steps send no gradients: leave out plan, bucket_cap_mb, costs and lossy")
+        method, options = local.codec or SSGD(), {}
+    else:
+        local = None
     auto = isinstance(method, str) and method.lower() == "auto"
     if bucket_cap_mb is not None:
         options = capped(method, options, bucket_cap_mb)
@@ -133,6 +161,8 @@ def attach(
         chosen = replace(chosen, collective="flat")  # type: ignore[type-var]  # nothing to choose from, nor to measure
     managed = managed_parameters(model, chosen, keep_dense)
     check_optimizers(managed, optimizers)
+    if local is not None:
+        return _attach_local(model, optimizers, local, managed, process_group, topology, settings)
     for o in optimizers:
         chosen.check_optimizer(o)
     communicator: Communicator | Alone | None = None
@@ -158,6 +188,28 @@ def attach(
         sync.close()
         raise
     return sync
+
+
+def _attach_local(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    local: Local,
+    managed: list[Managed],
+    group: dist.ProcessGroup | None,
+    topology: Topology,
+    settings: AttachSettings,
+) -> LocalSync:
+    if not optimizers:
+        raise ValueError("local steps are counted by the optimizer's: name it")
+    comm = None
+    if topology.world_size > 1:
+        comm = Communicator(group, topology, managed[0].parameter.device, settings.timeout)
+    try:
+        return LocalSync(model, optimizers, local, managed, comm, topology, settings)
+    except BaseException as error:
+        if comm is not None:
+            comm.close(broken=not isinstance(error, (ValueError, TypeError)))
+        raise
 
 
 def _check_model(model: Any) -> None:

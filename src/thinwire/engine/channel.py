@@ -75,9 +75,12 @@ class Channel:
         if names:
             self._steps.begin(0 if self._session is None else self._session.state.step, names, make)
 
-    def ready(self, index: int) -> None:
-        """The data of a program are there. In any order; exchanges are issued in that of the numbers."""
-        self._steps.executor.ready(index, inline=True)
+    def ready(self, index: int, *, inline: bool = True) -> None:
+        """The data of a program are there. In any order; exchanges are issued in that of the numbers.
+
+        ``inline``: it has one exchange, and may be run by who calls this and ``wait``.
+        """
+        self._steps.executor.ready(index, inline=inline)
 
     def wait(self) -> float:
         """Block until the round has ended. Returns the seconds that this took.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +37,17 @@ class Managed:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.parameter.shape)
+
+
+def model_facts(model: nn.Module, managed: Iterable[Managed]) -> dict[str, Any]:
+    """What ranks must have alike of a model."""
+    kinds = {m.name: m.description for m in managed}
+    return {
+        "parameters": kinds,
+        "parameters in order": list(kinds),
+        "frozen": [f"{n} {list(p.shape)}" for n, p in model.named_parameters() if not p.requires_grad],
+        "buffers": [f"{n} {list(b.shape)}" for n, b in model.named_buffers()],
+    }
 
 
 DenseRule = str | Callable[[str, nn.Parameter], bool]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.engine.attached import forget, remember
 from thinwire.engine.buckets import Buckets, Parameters
 from thinwire.engine.controller.controller import Controller
 from thinwire.engine.controller.pilot import Pilot
 from thinwire.engine.controller.planning import make_plan
 from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.memory import prime_allocator
-from thinwire.engine.parameters import Managed
+from thinwire.engine.parameters import Managed, model_facts
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.ranks.late_ranks import in_words
 from thinwire.engine.schedules.clip import check_norm_type
@@ -35,15 +35,6 @@ from thinwire.engine.stats import Stats
 from thinwire.methods.decoupling import deferring
 from thinwire.planner.timeline import write_trace
 from thinwire.program import Method, Plan, State, Topology
-
-__all__ = ["AttachSettings", "GradientSync", "attached_to"]
-
-_attached: weakref.WeakValueDictionary[int, GradientSync] = weakref.WeakValueDictionary()
-
-
-def attached_to(model: nn.Module) -> GradientSync | None:
-    """The GradientSync of a model, or None. A copy of the model has none."""
-    return _attached.get(id(model))
 
 
 class GradientSync:
@@ -94,21 +85,17 @@ class GradientSync:
             self._source = GradientSource(model, self._buckets, self._schedule, self._controller, settings, self)
             self._source.install()
         self.services = Services(model, optimizers, managed[0].device, session, self._source, self._controller)
-        _attached[id(model)] = self
+        remember(model, self)
 
     def _start(self, model: nn.Module, comm: Communicator | Alone, plan: Plan) -> None:
         """All that ranks agree on, and rank 0's weights."""
         session, settings, managed = self._session, self._settings, self._buckets.parameters.managed
-        kinds = {m.name: m.description for m in managed}
         if settings.detect_desync:
             comm.watch_order()
         comm.agree(
             session.facts()
+            | model_facts(model, managed)
             | {
-                "parameters": kinds,
-                "parameters in order": list(kinds),
-                "frozen": [f"{n} {list(p.shape)}" for n, p in model.named_parameters() if not p.requires_grad],
-                "buffers": [f"{n} {list(b.shape)}" for n, b in model.named_buffers()],
                 "topology": list(session.topology.layout),
                 "find_unused_parameters": settings.find_unused_parameters,
                 "broadcast_buffers": settings.broadcast_buffers,
@@ -257,8 +244,7 @@ class GradientSync:
                 self._source.close()
             self.services.close()
             session.close()
-            if attached_to(self.services.model) is self:
-                del _attached[id(self.services.model)]
+            forget(self.services.model, self)
 
     def __enter__(self) -> GradientSync:
         return self

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from thinwire.local.settings import Local
 from thinwire.methods.ssgd import SSGD
-from thinwire.program import Bucket, Method, Program, Slot, State, Topology, working_dtype
+from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
+from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 
 
 class Rounds:
@@ -34,6 +35,7 @@ class Rounds:
         dense: names of those whose change travels outside the codec.
         rank: this one.
         topology: of all.
+        start: rounds that are exact before the codec begins; None: as it says itself.
 
     Attributes:
         count: optimizer steps so far.
@@ -41,7 +43,14 @@ class Rounds:
     """
 
     def __init__(
-        self, settings: Local, parameters: Mapping[str, Tensor], dense: Sequence[str], rank: int, topology: Topology
+        self,
+        settings: Local,
+        parameters: Mapping[str, Tensor],
+        dense: Sequence[str],
+        rank: int,
+        topology: Topology,
+        *,
+        start: int | None = None,
     ) -> None:
         if len(parameters) < settings.fragments:
             raise ValueError(
@@ -52,6 +61,17 @@ class Rounds:
             Fragment(settings, index, part, set(dense), State(rank, topology))
             for index, part in enumerate(_cut(parameters, settings.fragments))
         ]
+        if start is not None:
+            for fragment in self.fragments:
+                fragment.state.start = start
+
+    def most_travelling(self) -> int:
+        """How many fragments are on their way at a time, at most."""
+        settings, most = self.settings, 1
+        for count in range(settings.sync_every):
+            window = range(count - settings.fragment_sync_delay + 1, count + 1)
+            most = max(most, sum(settings.leaves(c, f.index) for c in window for f in self.fragments))
+        return most
 
     def stepped(self) -> None:
         """The optimizer has stepped, or was kept from it."""
@@ -60,6 +80,10 @@ class Rounds:
     def arriving(self) -> list[Fragment]:
         """What is to be merged now."""
         return [f for f in self.fragments if f.due is not None and f.due <= self.count]
+
+    def travelling(self) -> list[Fragment]:
+        """What was sent and is not merged."""
+        return [f for f in self.fragments if f.due is not None]
 
     def leaving(self) -> list[Fragment]:
         """What is to be sent now."""
@@ -105,6 +129,7 @@ class Fragment:
         anchors: the outer weights, in the order of ``parameters``.
         momenta: of the outer optimizer, likewise.
         due: the optimizer step after which it is merged; None: it does not travel.
+        received: what travelled has come, and waits for its step.
         rejected: rounds of which nothing was kept, as something was not finite.
     """
 
@@ -121,9 +146,16 @@ class Fragment:
         self._mean: list[Tensor] | None = None  # has been received, and is to be merged; None: it was rejected
         self._buckets = self._bucketed()
         self.due: int | None = None
+        self.received = self._last = False
         self.rejected = 0
-        if settings.codec is not None:
-            state.start = settings.codec.exact_start
+        self._codec = settings.codec or SSGD()
+        self._exact = self._codec.dense_method() or SSGD(deterministic=self._codec.deterministic)
+        state.start = self._codec.exact_start
+
+    @torch.no_grad()
+    def anchor(self) -> None:
+        """The weights as they are now are the outer weights."""
+        torch._foreach_copy_(self.anchors, [x.detach() for x in self.parameters.values()])
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self._settings.averages else working_dtype(dtype)
@@ -141,30 +173,40 @@ class Fragment:
         """Of what the programs of a round carry, in their order."""
         return [[slot.name for slot in bucket.slots] for _, bucket in self._buckets]
 
-    def method_of(self, dense: bool) -> Method:
-        """Which runs in this round."""
-        codec = self._settings.codec
-        if codec is None:
-            return SSGD()
-        exact = codec.dense_method() or SSGD(deterministic=codec.deterministic)
-        return exact if dense or self.state.step < self.state.start else codec
+    def traced(self) -> Iterator[list[TracedExchange]]:
+        """The exchanges of every program that a round may run."""
+        topology, rank = self.state.topology, self.state.rank
+        for dense, bucket in self._buckets:
+            shapes = [(slot.name, slot.shape) for slot in bucket.slots]
+            for method in {self._exact, self._exact if dense else self._codec}:
+                for phase in range(method.phases):
+                    step = steady_step(method, phase)
+                    one = trace(method, shapes, topology, rank=rank, step=step, dtype=bucket.dtype)
+                    yield from with_rare_rounds(method, [one])
 
     @torch.no_grad()
-    def send(self, count: int) -> list[Program]:
-        """Begin a round after the optimizer step of this number: one program a bucket, which no longer read weights."""
-        self.due, self._mean = count + self._settings.fragment_sync_delay, None
+    def send(self, count: int, *, last: bool = False) -> list[Program]:
+        """Begin a round after the optimizer step of this number: one program a bucket, which no longer read weights.
+
+        ``last``: an exact one, with all that is owed, after which the weights are the outer weights.
+        """
+        self.due, self._mean = count + (0 if last else self._settings.fragment_sync_delay), None
+        self.received, self._last = False, last
         torch._foreach_copy_(self._sent, [x.detach() for x in self.parameters.values()])
         if self._settings.averages:
             changes = [x.clone() for x in self._sent]
         else:
             changes = list(torch._foreach_sub(self.anchors, self._sent))
         given = dict(zip(self.parameters, changes))
+        for name in self.state.residuals if last else ():
+            given[name].add_(self.state.extended(name, given[name].shape))
         programs = []
         for dense, bucket in self._buckets:
             for slot in bucket.slots:
                 slot.value, slot.result = given[slot.name], None
             bucket.renew(None)
-            programs.append(self.method_of(dense).reduce(bucket, self.state))
+            exact = last or dense or self.state.step < self.state.start
+            programs.append((self._exact if exact else self._codec).reduce(bucket, self.state))
         return programs
 
     @torch.no_grad()
@@ -177,6 +219,10 @@ class Fragment:
         self.state.verdict(torch.stack([x.isfinite().all() for x in ordered]).all())
         accepted = self.state.end_step()
         self._mean = ordered if accepted else None
+        self.received = True
+        if accepted and self._last:
+            self.state.residuals.clear()
+            self.state.offsets.clear()
         self.rejected += not accepted
         return accepted
 
@@ -195,7 +241,9 @@ class Fragment:
         else:
             torch._foreach_sub_(self.anchors, self._outer_step(mean))
         alpha = self._settings.fragment_update_alpha
-        if alpha is None and self._settings.fragment_sync_delay:
+        if self._last:
+            torch._foreach_copy_(weights, self.anchors)
+        elif alpha is None and self._settings.fragment_sync_delay:
             made = list(torch._foreach_sub(weights, self._sent))
             torch._foreach_copy_(weights, torch._foreach_add(made, self.anchors))
         elif alpha:
@@ -235,6 +283,7 @@ class Fragment:
         """Take over a snapshot of a fragment with the same parameters."""
         self.state.restore(saved["codec"])
         self.rejected, self.due = saved["rejected"], saved["due"]
+        self.received, self._last = self.due is not None, False
         for own, value in zip([*self.anchors, *self.momenta], [*saved["anchors"], *saved["momenta"]], strict=True):
             own.copy_(value)
         for own, value in zip(self._sent, saved["sent"]):

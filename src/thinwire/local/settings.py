@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from thinwire.methods.base import check_count
+from thinwire.methods.cast import Cast
+from thinwire.methods.registry import resolve
 from thinwire.program import Method
 
 
@@ -51,6 +55,7 @@ class Local:
     Args:
         sync_every: H, optimizer steps between two exchanges of a parameter.
         codec: the method that carries the mean change, with its residual; None: weights are averaged as they are.
+            ``attach`` takes "int8", "bf16", "fp16" or a method's name too.
         outer: what is made of the mean change; None: it is applied.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
@@ -96,3 +101,27 @@ class Local:
     def leaves(self, count: int, fragment: int) -> bool:
         """Whether a fragment is sent after the optimizer step of this number, from 1."""
         return count % self.sync_every == (fragment + 1) * self.sync_every // self.fragments % self.sync_every
+
+
+_DTYPES = ("fp16", "bf16", "int8")
+PRESETS: Mapping[str, Mapping[str, Any]] = {"local": {}, "diloco": {"sync_every": 64, "outer": Nesterov()}}
+
+
+def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
+    """The settings that a preset's name and its options stand for, or Local(...) itself.
+
+    Raises:
+        ValueError: an unknown option or codec, or one out of its range.
+    """
+    if isinstance(method, Local):
+        if options:
+            raise ValueError(f"Local(...) carries its own options: write {', '.join(options)} into it")
+        return method
+    name = method.lower()
+    known = [field.name for field in fields(Local)]
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
+    chosen = {**PRESETS[name], **options}
+    if isinstance(codec := chosen.get("codec"), str):
+        chosen["codec"] = Cast(codec) if codec in _DTYPES else resolve(codec)
+    return Local(**chosen)

@@ -58,6 +58,7 @@ def save(
             checkpoint, those before it are whole, and training can go on.
         ValueError: ``step`` or ``keep`` is not a whole number of at least 0.
     """
+    _check_handle(sync)
     step, keep = _count("step", step), _count("keep", keep)
     directory = _directory(checkpoint_dir, keep)
     partial = directory.partial(step)
@@ -106,6 +107,7 @@ def load(
         ValueError: it does not fit this model or method, or all are damaged; ``step``'s, if it was asked for. Model,
             optimizer and ``sync`` are then as they were.
     """
+    _check_handle(sync)
     if step is not None:
         step = _count("step", step)
     wanted = _agreed(Path(checkpoint_dir), sync, step)
@@ -145,6 +147,14 @@ def complete(checkpoint_dir: str | Path) -> list[Path]:
         NotADirectoryError: it is something else.
     """
     return list(_found(_directory(checkpoint_dir)).values())
+
+
+def _check_handle(sync: Any) -> None:
+    if not isinstance(sync, GradientSync):
+        raise TypeError(
+            "a checkpoint holds one model, equal on all ranks, but under local steps each rank has its own: save "
+            "model, optimizer and sync.state_dict() on every rank, or the model inside `with sync.outer_weights():`"
+        )
 
 
 def _directory(checkpoint_dir: str | Path, keep: int = 0) -> CheckpointDirectory:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -119,3 +122,40 @@ def refuse_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
             f"{name}.step() on gradients that still carry the loss scale would take norms that are wrong by it: call "
             "scaler.step(optimizer), or scaler.unscale_(optimizer) before"
         )
+
+
+class SkippedSteps:
+    """Tells of each call of ``step`` of any ``GradScaler``: it may have kept its optimizer from stepping.
+
+    No hook of torch says so, so ``GradScaler.step`` is wrapped while somebody listens.
+
+    Args:
+        listener: a bound method, called after each call with the optimizer.
+    """
+
+    _listeners: ClassVar[list[weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]]] = []
+    _original: ClassVar[Any] = None
+
+    def __init__(self, listener: Callable[[torch.optim.Optimizer], None]) -> None:
+        cls, self._mine = SkippedSteps, weakref.WeakMethod(listener)
+        cls._listeners.append(self._mine)
+        if cls._original is None:
+            cls._original = original = torch.amp.GradScaler.step
+
+            @functools.wraps(original)
+            def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+                result = original(scaler, optimizer, *args, **kwargs)
+                for reference in list(cls._listeners):
+                    if (found := reference()) is not None:
+                        found(optimizer)
+                return result
+
+            torch.amp.GradScaler.step = step  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Listen no longer. Idempotent."""
+        cls = SkippedSteps
+        cls._listeners[:] = [x for x in cls._listeners if x is not self._mine]
+        if not cls._listeners and cls._original is not None:
+            torch.amp.GradScaler.step = cls._original  # type: ignore[method-assign]
+            cls._original = None

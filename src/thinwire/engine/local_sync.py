@@ -1,0 +1,283 @@
+"""LocalSync: what ``attach`` returns for local steps. Rounds hang on the optimizer's step; gradients are left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.collectives.ledger import Ledger
+from thinwire.engine.attached import forget, remember
+from thinwire.engine.late_parameters import LateParameters
+from thinwire.engine.parameters import Managed, model_facts
+from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.services import Services
+from thinwire.engine.session import Session
+from thinwire.engine.settings import AttachSettings
+from thinwire.engine.state.scaler import SkippedSteps
+from thinwire.engine.stats import Stats
+from thinwire.local.buffers import BufferAverages
+from thinwire.local.rounds import Fragment, Rounds
+from thinwire.local.settings import Local
+from thinwire.methods.ssgd import SSGD
+from thinwire.program import Program, Scope, State, Topology
+
+
+class LocalSync:
+    """Averages what a model has learnt on several ranks, now and then. Made by :func:`thinwire.attach`.
+
+    Attributes:
+        services: what other packages use of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        local: Local,
+        managed: list[Managed],
+        comm: Communicator | None,
+        topology: Topology,
+        settings: AttachSettings,
+    ) -> None:
+        state = State(0 if comm is None else comm.rank, topology)
+        self._session = Session(local.codec or SSGD(), comm, state, None, dict, start=0)
+        self._parameters = {id(m.parameter): m for m in managed}
+        self._late, self._desync = LateParameters(model), settings.detect_desync
+        self.services = Services(model, optimizers, managed[0].device, self._session, None, None)
+        self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
+        self._called = False  # an optimizer's step hooks were, since its scaler was asked to step it
+        self._handles: list[Any] = []
+        weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
+        self._rounds = Rounds(local, weights, dense, state.rank, topology, start=settings.start_compression_step)
+        self._travel: Travel | None = None
+        if comm is not None:
+            options = {"start_compression_step": settings.start_compression_step, "local steps": repr(local)}
+            shared = {"topology": list(topology.layout), "broadcast_buffers": settings.broadcast_buffers}
+            comm.agree(options | shared | model_facts(model, managed))
+            comm.broadcast([*model.parameters(), *model.buffers()])
+            for fragment in self._rounds.fragments:
+                fragment.anchor()
+            buffers = BufferAverages(model.buffers() if settings.broadcast_buffers else (), topology.world_size)
+            self._travel = Travel(self.services, self._rounds, buffers)
+            for optimizer in optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+                self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self._handles.append(SkippedSteps(self._scaler_stepped))
+        remember(model, self)
+
+    # --- hooks ---------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._session.check_usable()
+        self._late.check(optimizer, self._parameters)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._called = True
+        self._count(optimizer)
+
+    def _scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """A GradScaler was asked to step an optimizer: if it has not, the others count the step all the same."""
+        if not self._called and optimizer in self.services.optimizers:
+            self._count(optimizer)
+        self._called = False
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        everyone = {id(o) for o in self.services.optimizers}
+        self._waiting = (self._waiting or everyone) - {id(optimizer)}
+        if self._waiting:
+            return
+        rounds, travel, session = self._rounds, self._travel, self._session
+        assert travel is not None
+        rounds.stepped()
+        session.state.step = rounds.count
+        session.counters.sent(sum(m.parameter.nbytes for m in self._parameters.values()), session.state.size)
+        for fragment in rounds.arriving():
+            travel.merge(fragment)
+        leaving = rounds.leaving()
+        if leaving and self._desync:
+            self.services.agree_on({"optimizer steps": rounds.count})
+        for fragment in leaving:
+            travel.send(fragment, fragment.send(rounds.count))
+        for fragment in rounds.arriving():
+            travel.merge(fragment)
+
+    # --- what users call -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: no backward is exchanged. For scripts that accumulate gradients under other methods too."""
+        yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_``: gradients are this rank's own."""
+        parameters = [m.parameter for m in self._parameters.values()]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """Put the outer weights, which are equal on all ranks, into the model: for evaluation and for saving.
+
+        Afterwards the model has this rank's own again, from which training goes on.
+        """
+        if self._travel is None:
+            yield
+            return
+        with self._rounds.outer_weights():
+            yield
+
+    def finish(self) -> None:
+        """Merge what is under way, and average once more, exactly: then all ranks have the same weights.
+
+        All ranks must call it, after the last step.
+        """
+        travel = self._travel
+        if travel is None:
+            return
+        self._session.check_usable()
+        for fragment in sorted(self._rounds.travelling(), key=lambda f: f.due or 0):
+            travel.merge(fragment)
+        for fragment in self._rounds.fragments:
+            travel.send(fragment, fragment.send(self._rounds.count, last=True))
+            travel.merge(fragment)
+
+    def stats(self) -> Stats:
+        """Counters since ``attach``; ``steps`` are the optimizer's."""
+        travel, local = self._travel, self._rounds.settings
+        if travel is None:
+            return dataclasses.replace(
+                self._session.stats("one rank only: nothing is sent"), method="local", steps=self._rounds.count
+            )
+        ledger = travel.ledger()
+        rounds = sum(fragment.state.step for fragment in self._rounds.fragments)
+        found = self._session.stats(f"{rounds} rounds, every {local.sync_every} steps, by {self._session.method.name}")
+        return dataclasses.replace(
+            found,
+            method="local",
+            rejected_steps=sum(fragment.rejected for fragment in self._rounds.fragments),
+            bytes_sent=found.bytes_sent + ledger.total,
+            exposed_seconds=travel.seconds,
+            collectives=dict(Counter(found.collectives) + Counter(ledger.issued)),
+            bytes_by_kind=dict(Counter(found.bytes_by_kind) + Counter(ledger.bytes)),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state beside its model and its optimizer, which are its own too: save all three on every rank.
+
+        Waits for what is under way; not a collective.
+        """
+        for fragment in self._rounds.travelling():
+            if self._travel is not None:
+                self._travel.receive(fragment)
+        return {
+            "version": 1,
+            "method": "local",
+            "local": repr(self._rounds.settings),
+            "world_size": self._session.state.size,
+            "rank": self._session.rank,
+            "rounds": self._rounds.snapshot(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a ``state_dict`` of this rank: training goes on bit for bit.
+
+        Raises:
+            ValueError: it was saved by another rank, number of ranks, or under other settings; nothing has changed.
+        """
+        if state.get("method") != "local" or state.get("version") != 1:
+            raise ValueError(f"this is no state of local steps: it says {state.get('method')!r}")
+        for key, here in (
+            ("local", repr(self._rounds.settings)),
+            ("world_size", self._session.state.size),
+            ("rank", self._session.rank),
+        ):
+            if state[key] != here:
+                raise ValueError(
+                    f"the state was saved with {key}={state[key]}, but here it is {here}; to go on otherwise, call "
+                    "finish() before saving, and begin from the saved weights"
+                )
+        self._rounds.restore(state["rounds"])
+        self._session.state.step = self._rounds.count
+
+    def close(self) -> None:
+        """Take the hooks out and give the process groups back. Local, idempotent; what is under way is dropped."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._rounds.travelling() and self._session.broken is None and self._travel is not None:
+            for fragment in self._rounds.travelling():
+                self._travel.receive(fragment)
+        self.services.close()
+        self._session.close()
+        forget(self.services.model, self)
+
+    def __enter__(self) -> LocalSync:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class Travel:
+    """Fragments on their way: as many channels as there are under way at once, by turns.
+
+    Args:
+        services: of the handle.
+        rounds: of this rank.
+        buffers: travel with the last fragment.
+
+    Attributes:
+        seconds: that training waited for it.
+    """
+
+    def __init__(self, services: Services, rounds: Rounds, buffers: BufferAverages) -> None:
+        self._buffers, self._last = buffers, rounds.fragments[-1]
+        depth: Counter[Scope] = Counter({Scope.WORLD: buffers.exchanges})
+        for fragment in rounds.fragments:
+            for exchanges in fragment.traced():
+                counts = Counter(x.scope for x in exchanges if x.scope is not None)
+                depth |= counts
+        rows = services.gather(bytes(depth[scope] for scope in Scope))  # a machine's first rank has more to do
+        most = {scope: max(row[i] for row in rows) for i, scope in enumerate(Scope)}
+        wanted = {scope: count for scope, count in most.items() if count}
+        self._channels = [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
+        self._next = 0
+        self._under_way: dict[int, int] = {}
+        self.seconds = 0.0
+
+    def send(self, fragment: Fragment, programs: list[Program]) -> None:
+        """Let a fragment's programs run."""
+        names = fragment.names()
+        if fragment is self._last and self._buffers:
+            programs, names = [*programs, self._buffers.send()], [*names, ["buffers"]]
+        number, self._next = self._next, (self._next + 1) % len(self._channels)
+        self._under_way[fragment.index] = number
+        channel = self._channels[number]
+        channel.begin(names, programs.__getitem__)
+        for index in range(len(programs)):
+            channel.ready(index, inline=False)
+
+    def receive(self, fragment: Fragment) -> None:
+        """Wait for a fragment, if it has not come."""
+        if not fragment.received:
+            self.seconds += self._channels[self._under_way.pop(fragment.index)].wait()
+            fragment.receive()
+
+    def merge(self, fragment: Fragment) -> None:
+        """Wait for it, and take it over."""
+        self.receive(fragment)
+        fragment.merge()
+        if fragment is self._last:
+            self._buffers.merge()
+
+    def ledger(self) -> Ledger:
+        """What was sent."""
+        total = Ledger()
+        for channel in self._channels:
+            total.add(channel.ledger)
+        return total

@@ -1,0 +1,267 @@
+"""Local steps on real ranks: torch's and Accelerate's own averagers, overlap, scalers, buffers, resume, refusals."""
+
+import contextlib
+import copy
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+import thinwire as tw
+from spawned import run
+from thinwire.local import Local, Nesterov
+
+pytestmark = pytest.mark.dist
+
+
+def _train(net, optimizer, rank, steps, first=0, every=None):
+    for step in range(first, first + steps):
+        cases.loss_of(net, rank, step).backward()
+        optimizer.step()
+        if every is not None:
+            every(step)
+        optimizer.zero_grad()
+
+
+def _adamw(net):
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def _averagers(rank, size):
+    """torch's PeriodicModelAverager, which averages after steps 0, H, 2 H: so ours begins one step earlier."""
+    ours, theirs = cases.model(), cases.model()
+    sync = tw.attach(ours, first := _adamw(ours), "local", sync_every=4)
+    _train(ours, first, rank, 12)
+    averager, second = PeriodicModelAverager(period=4, warmup_steps=0), _adamw(theirs)
+    averager.step = 1
+    _train(theirs, second, rank, 12, every=lambda _: averager.average_parameters(list(theirs.parameters())))
+    stats = sync.stats()
+    sync.close()
+    return cases.weights(ours), cases.weights(theirs), stats.as_dict()
+
+
+def test_averaging_is_bit_for_bit_torchs():
+    for ours, theirs, stats in run(_averagers, 2, seconds=120):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert stats["method"] == "local"
+        assert stats["steps"] == 12
+        assert stats["rejected_steps"] == 0
+
+
+CODECS = [None, "int8", "bf16", tw.ACP(rank=2, min_rate=1.0), tw.TopK(0.1), tw.PowerSGD(rank=2, min_rate=1.0)]
+
+
+def _overlapped(rank, size):
+    rows = []
+    for codec in CODECS:
+        for delay, fragments in ((0, 1), (3, 1), (3, 3)):
+            net = cases.model()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+            settings = Local(4, codec and _method(codec), fragments=fragments, fragment_sync_delay=delay)
+            with tw.attach(net, optimizer, settings, detect_desync=True) as sync:
+                _train(net, optimizer, rank, 14)
+                with sync.outer_weights():
+                    outer = cases.weights(net)
+                apart = cases.weights(net)
+                sync.finish()
+                rows.append((str(codec), delay, fragments, outer, apart, cases.weights(net), sync.stats().as_dict()))
+    return rows
+
+
+def _method(codec):
+    return tw.Cast(codec) if isinstance(codec, str) else codec
+
+
+def test_outer_weights_are_equal_and_finish_makes_weights_equal():
+    for rows in zip(*run(_overlapped, 3, seconds=240), strict=True):
+        for (codec, delay, fragments, outer, apart, ended, stats), rank in zip(rows, range(3)):
+            label = f"{codec}, delay {delay}, {fragments} fragments, rank {rank}"
+            assert all(torch.equal(a, b) for a, b in zip(outer, rows[0][3])), label
+            assert all(torch.equal(a, b) for a, b in zip(ended, rows[0][5])), label
+            assert rank == 0 or not all(torch.equal(a, b) for a, b in zip(apart, rows[0][4])), label
+            assert stats["bytes_sent"] > 0, label
+
+
+def _lockstep_twin(rank, size):
+    """What the engine does on ranks against the same rounds without any engine, in one process."""
+    net = cases.model().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    settings = Local(4, tw.TopK(0.1), outer=Nesterov(0.7, 0.9), fragments=2, fragment_sync_delay=2)
+    sync = tw.attach(net, optimizer, settings, keep_dense="none")
+    start = {n: p.detach().clone() for n, p in net.named_parameters()}
+    for step in range(13):
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                p.sub_(0.01 * _drawn(name, p.shape, step, rank))
+        optimizer.step()
+    state = sync.state_dict()["rounds"]
+    sync.close()
+    return start, {n: p.detach().clone() for n, p in net.named_parameters()}, state["count"]
+
+
+def _drawn(name, shape, step, rank):
+    generator = torch.Generator().manual_seed(hash((len(name), step, rank)) % 2**31)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def test_the_engine_does_what_the_rounds_say():
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "local"))
+    from local_ranks import Ranks
+
+    found = run(_lockstep_twin, 2, seconds=120)
+    settings = Local(4, tw.TopK(0.1), outer=Nesterov(0.7, 0.9), fragments=2, fragment_sync_delay=2)
+    world = Ranks(settings, [{n: x.clone() for n, x in found[0][0].items()} for _ in range(2)])
+    for step in range(13):
+        for rank, own in enumerate(world.weights):
+            for name, x in own.items():
+                x.sub_(0.01 * _drawn(name, x.shape, step, rank))
+        world.step()
+    for rank, (_, weights, count) in enumerate(found):
+        assert count == 13
+        for name, x in weights.items():
+            torch.testing.assert_close(x, world.weights[rank][name], rtol=1e-12, atol=1e-12)
+
+
+def _scaled(rank, size):
+    """Rank 1's gradient overflows in one step: its scaler keeps the optimizer from stepping."""
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    sync = tw.attach(net, optimizer, "local", sync_every=2, detect_desync=True)
+    for step in range(8):
+        loss = cases.loss_of(net, rank, step)
+        if rank == 1 and step in (0, 3):
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    steps = sync.stats().steps
+    sync.close()
+    return cases.weights(net), steps, torch.amp.GradScaler.step.__module__
+
+
+def test_a_step_that_a_scaler_skips_is_counted():
+    (first, *one), (second, *other) = run(_scaled, 2, seconds=120)
+    assert one == other == [8, "torch.amp.grad_scaler"]
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert all(x.isfinite().all() for x in first)
+
+
+def _buffers(rank, size):
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    sync = tw.attach(net, optimizer, "local", sync_every=2)
+    for step in range(4):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank)) + rank
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sync.close()
+    return [b.clone() for b in net.buffers()]
+
+
+def test_statistics_are_averaged():
+    first, second = run(_buffers, 2, seconds=120)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert first[2] == 4
+
+
+def _resumed(rank, size):
+    rows = []
+    for codec, stop in ((None, 5), (tw.ACP(rank=2, min_rate=1.0), 6), (tw.TopK(0.1), 8)):
+        settings = Local(4, codec, outer=Nesterov(0.7, 0.5), fragments=2, fragment_sync_delay=3)
+        net = cases.model()
+        optimizer = _adamw(net)
+        with tw.attach(net, optimizer, settings) as sync:
+            _train(net, optimizer, rank, stop)
+            saved = sync.state_dict(), copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+            _train(net, optimizer, rank, 9, first=stop)
+            through = cases.weights(net)
+        again = cases.model()
+        other = _adamw(again)
+        with tw.attach(again, other, settings) as sync:
+            again.load_state_dict(saved[1])
+            other.load_state_dict(saved[2])
+            sync.load_state_dict(saved[0])
+            _train(again, other, rank, 9, first=stop)
+            rows.append((through, cases.weights(again)))
+    return rows
+
+
+def test_training_goes_on_bit_for_bit():
+    for rows in run(_resumed, 2, seconds=120):
+        for through, again in rows:
+            assert all(torch.equal(a, b) for a, b in zip(through, again, strict=True))
+
+
+def _refusals(rank, size):
+    said = []
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for arguments, options in (
+        ((net, None, "local"), {}),
+        ((net, optimizer, "local"), {"sync_every": 0}),
+        ((net, optimizer, "local"), {"period": 4}),
+        ((net, optimizer, "local"), {"codec": "zip"}),
+        ((net, optimizer, "local"), {"codec": "dgc"}),
+        ((net, optimizer, "local"), {"lossy": True}),
+        ((net, optimizer, Local(4)), {"sync_every": 8}),
+        ((net, optimizer, "local"), {"sync_every": 4 + rank}),
+    ):
+        with pytest.raises(ValueError, match="") as error:
+            tw.attach(*arguments, **options)
+        said.append(str(error.value))
+    sync = tw.attach(net, optimizer, "diloco", sync_every=3)
+    with pytest.raises(ValueError, match="sync_every") as error:
+        sync.load_state_dict(sync.state_dict() | {"local": "Local(sync_every=9)"})
+    with pytest.raises(TypeError, match="each rank has its own"):
+        tw.checkpoint.save("nowhere", net, optimizer, sync, 0)
+    net.add_module("late", nn.Linear(2, 2))
+    optimizer.add_param_group({"params": net.late.parameters()})
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match="late") as late:
+        optimizer.step()
+    said.append(str(late.value))
+    sync.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        sync.finish()
+    dist.barrier()
+    return said
+
+
+WORDS = (
+    "name it", "sync_every=0", "no option 'period'", "zip", "dgc cannot be a codec", "lossy", "carries its own",
+    "sync_every", "late",
+)  # fmt: skip
+
+
+def test_what_cannot_be_is_refused():
+    for said in run(_refusals, 2, seconds=120):
+        for sentence, words in zip(
+            said,
+            WORDS,
+            strict=True,
+        ):
+            assert words in sentence
+
+
+def test_one_rank_is_plain_training():
+    weights = []
+    for attached in (False, True):
+        net = cases.model()
+        optimizer = _adamw(net)
+        sync = tw.attach(net, optimizer, "diloco", sync_every=2, codec="int8") if attached else contextlib.nullcontext()
+        with sync:
+            _train(net, optimizer, 0, 7)
+            if attached:
+                sync.finish()
+        weights.append(cases.weights(net))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
