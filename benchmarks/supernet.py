@@ -26,18 +26,18 @@ from torch import nn
 
 import thinwire as tw
 from thinwire import lab
-from thinwire.supernet import (
+from thinwire.supernet import Space
+from thinwire.supernet.stereo import (
     ElasticStereo,
     Phase,
     RandomDots,
-    Space,
     SupernetTrainer,
     batches,
     measure_net,
     published,
     pyramid_loss,
 )
-from thinwire.supernet.step import adam
+from thinwire.supernet.stereo.step import adam
 
 RESULTS = Path(__file__).parent / "results" / "supernet.json"
 SIZE = (48, 96)

@@ -22,7 +22,7 @@ from thinwire.cli.supernet_inputs import (
 )
 
 if TYPE_CHECKING:
-    from thinwire.supernet import ElasticStereo, LatencyTable
+    from thinwire.supernet.stereo import ElasticStereo, LatencyTable
 
 app = typer.Typer(
     help="EASNet: one stereo network whose kernels, depth, width and scales can be cut.", no_args_is_help=True
@@ -71,9 +71,9 @@ def train(
     from rich.progress import Progress
 
     from thinwire.cli.errors import RunFailed
-    from thinwire.supernet import batches, save_net, shrink
-    from thinwire.supernet.fitness import Calibrated, constant_guess
-    from thinwire.supernet.phases import total
+    from thinwire.supernet.stereo import batches, save_net, shrink
+    from thinwire.supernet.stereo.fitness import Calibrated, constant_guess
+    from thinwire.supernet.stereo.phases import total
 
     shape = parse_size(size)
     torch.set_num_threads(threads)
@@ -165,7 +165,7 @@ def table(
     import torch
     from rich.console import Console
 
-    from thinwire.supernet import load_net
+    from thinwire.supernet.stereo import load_net
 
     torch.set_num_threads(threads)
     made = load_net(net) if net is not None else make_net(config, None, elastic_refinement)
@@ -197,7 +197,7 @@ def _measure(net: ElasticStereo, size: str, repeats: int) -> LatencyTable:
     from rich.console import Console
     from rich.progress import Progress
 
-    from thinwire.supernet import build_table
+    from thinwire.supernet.stereo import build_table
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring parts", total=None)
@@ -237,10 +237,11 @@ def search(
     from rich.progress import Progress
 
     from thinwire.engine.attach import attach
-    from thinwire.supernet import Evolution, LatencyTable, batches, load_net, measure_net, save_net
-    from thinwire.supernet.fitness import Calibrated
-    from thinwire.supernet.pictures import draw_pareto
+    from thinwire.supernet import Evolution
     from thinwire.supernet.search import search as program
+    from thinwire.supernet.stereo import LatencyTable, batches, load_net, measure_net, save_net
+    from thinwire.supernet.stereo.fitness import Calibrated
+    from thinwire.supernet.stereo.pictures import draw_pareto
 
     torch.set_num_threads(threads)
     if not (limit_ms > 0 and math.isfinite(limit_ms)):
@@ -313,7 +314,7 @@ def _shared(timings: LatencyTable, sync: Any) -> LatencyTable:
     import torch
 
     from thinwire.program import Broadcast, Program
-    from thinwire.supernet import LatencyTable
+    from thinwire.supernet.stereo import LatencyTable
 
     def program() -> Program:
         mine = timings.to_json().encode()
@@ -337,8 +338,8 @@ def export(
 ) -> None:
     """Write one sub-network as a file that runs without thinwire, and compare the two."""
     from thinwire.cli.errors import RunFailed
-    from thinwire.supernet import export as export_net
-    from thinwire.supernet import load_net
+    from thinwire.supernet.stereo import export as export_net
+    from thinwire.supernet.stereo import load_net
 
     made = load_net(net)
     chosen = parse_sub_net(sub_net, made)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire.program import Method
-    from thinwire.supernet import ElasticStereo, Pairs, Phase, SubNet
+    from thinwire.supernet import SubNet
+    from thinwire.supernet.stereo import ElasticStereo, Pairs, Phase
 
 MADE_UP = ("dots", "planes", "scenes")
 _KINDS = {"dots": "pieces", "planes": "plane", "scenes": "scene"}
@@ -35,7 +36,7 @@ def parse_pairs(data: str, size: tuple[int, int], max_disparity: float, count: i
     Raises:
         ValueError: neither a known kind nor a file.
     """
-    from thinwire.supernet import RandomDots, StereoFiles
+    from thinwire.supernet.stereo import RandomDots, StereoFiles
 
     if data in MADE_UP:
         return RandomDots(count, *size, max_disparity, _KINDS[data], seed)
@@ -61,7 +62,8 @@ def make_net(config: str, deformable: int | None, elastic_refinement: bool) -> E
     """
     from dataclasses import replace
 
-    from thinwire.supernet import ElasticStereo, Space
+    from thinwire.supernet import Space
+    from thinwire.supernet.stereo import ElasticStereo
 
     if config == "tiny":
         if elastic_refinement:
@@ -81,7 +83,7 @@ def make_phases(net: ElasticStereo, config: str, steps: str, epoch: int | None, 
     Raises:
         ValueError: ``steps`` is not two numbers.
     """
-    from thinwire.supernet import published, short
+    from thinwire.supernet.stereo import published, short
 
     if epoch is not None:
         if config != "published" or net.space.refine_widths:

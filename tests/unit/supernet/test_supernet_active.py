@@ -11,7 +11,8 @@ from supernet_nets import shaken, some, tiny, views
 
 import thinwire as tw
 from thinwire.optim import LARS
-from thinwire.supernet import ActiveReduce, ActiveSet, ElasticStereo, InactiveWeights
+from thinwire.supernet import ActiveReduce, ActiveSet, InactiveWeights
+from thinwire.supernet.stereo import ElasticStereo
 
 
 @pytest.fixture(scope="module")

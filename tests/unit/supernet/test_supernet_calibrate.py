@@ -6,9 +6,9 @@ from torch import nn
 from thinwire.engine.executors.alone import run_alone
 from thinwire.program import Topology
 from thinwire.program.lockstep import run_lockstep
-from thinwire.supernet import calibrate, evaluate
-from thinwire.supernet.calibrate import active_norms
-from thinwire.supernet.fitness import Calibrated, constant_guess
+from thinwire.supernet.stereo import calibrate, evaluate
+from thinwire.supernet.stereo.calibrate import active_norms
+from thinwire.supernet.stereo.fitness import Calibrated, constant_guess
 
 
 def statistics(net):

@@ -8,12 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.supernet import RandomDots, StereoFiles, batches, measure, pad, random_dot_pair
-from thinwire.supernet.box_match import box_match
-from thinwire.supernet.files import coloured
-from thinwire.supernet.pairs import Shuffled, normalise
-from thinwire.supernet.readers import middlebury_motorcycle, read_disparity, read_list, read_pfm, write_pfm
-from thinwire.supernet.refinement import warp
+from thinwire.supernet.stereo import RandomDots, StereoFiles, batches, measure, pad, random_dot_pair
+from thinwire.supernet.stereo.box_match import box_match
+from thinwire.supernet.stereo.files import coloured
+from thinwire.supernet.stereo.pairs import Shuffled, normalise
+from thinwire.supernet.stereo.readers import (
+    middlebury_motorcycle,
+    read_disparity,
+    read_list,
+    read_pfm,
+    write_pfm,
+)
+from thinwire.supernet.stereo.refinement import warp
 
 Image = pytest.importorskip("PIL.Image")
 

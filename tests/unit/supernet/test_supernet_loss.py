@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from thinwire.supernet import Metrics, measure, pyramid_loss
-from thinwire.supernet.loss import weights
+from thinwire.supernet.stereo import Metrics, measure, pyramid_loss
+from thinwire.supernet.stereo.loss import weights
 
 
 def test_weights_are_those_of_the_coarsest_maps():

@@ -12,8 +12,9 @@ from supernet_nets import tiny
 from thinwire.engine.executors.alone import run_alone
 from thinwire.program import Topology
 from thinwire.program.lockstep import run_lockstep
-from thinwire.supernet import Evolution, Infeasible, LatencyTable, Space, SubNet, build_table, measure_net, search
+from thinwire.supernet import Evolution, Infeasible, Space, SubNet, search
 from thinwire.supernet.search import crossed, mutated
+from thinwire.supernet.stereo import LatencyTable, build_table, measure_net
 
 SMALL = Space(kernels=(3, 5), depths=(1, 2), expands=(2,), scales=(2,))
 

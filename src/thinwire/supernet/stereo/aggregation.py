@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.supernet.deform import DeformConv
+from thinwire.supernet.stereo.deform import DeformConv
 
 SLOPE = 0.2  # of LeakyReLU
 

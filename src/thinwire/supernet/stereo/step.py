@@ -16,15 +16,15 @@ from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import AllReduce, Method, Plan, Program
 from thinwire.supernet.active import ActiveSet
-from thinwire.supernet.deform import DeformConv
-from thinwire.supernet.loss import pyramid_loss, valid
 from thinwire.supernet.operators import ElasticDepthwise
-from thinwire.supernet.pairs import StereoBatch
-from thinwire.supernet.phases import Phase
 from thinwire.supernet.reduce import ActiveReduce
 from thinwire.supernet.semantics import InactiveWeights
 from thinwire.supernet.space import SubNet
-from thinwire.supernet.stereo import ElasticStereo
+from thinwire.supernet.stereo.deform import DeformConv
+from thinwire.supernet.stereo.loss import pyramid_loss, valid
+from thinwire.supernet.stereo.network import ElasticStereo
+from thinwire.supernet.stereo.pairs import StereoBatch
+from thinwire.supernet.stereo.phases import Phase
 
 SAMPLING = ("shared", "per-rank")
 LOSS_OVER = ("rank", "world")

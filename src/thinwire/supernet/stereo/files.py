@@ -8,18 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thinwire.supernet.pairs import digest, normalise, pad
-from thinwire.supernet.readers import read_disparity, read_list, read_picture
+from thinwire.supernet.stereo.pairs import digest, normalise, pad
+from thinwire.supernet.stereo.readers import read_disparity, read_list, read_picture
 
 
 class StereoFiles:
-    """The pairs of a list. See :class:`~thinwire.supernet.pairs.Pairs`.
+    """The pairs of a list. See :class:`~thinwire.supernet.stereo.pairs.Pairs`.
 
     Args:
-        path: of the list, see :func:`~thinwire.supernet.readers.read_list`; every line needs a disparity.
+        path: of the list, see :func:`~thinwire.supernet.stereo.readers.read_list`; every line needs a disparity.
         crop: (height, width) of a random window, the same for a sample whenever it is asked for; None: the whole
             picture, padded at the top and right to ``multiple``.
-        kind: of the disparities, see :func:`~thinwire.supernet.readers.read_disparity`.
+        kind: of the disparities, see :func:`~thinwire.supernet.stereo.readers.read_disparity`.
         augment: change the colours of both views alike, and flip half of the samples upside down.
         seed: of crops and colours. multiple: of the padding.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from thinwire.durable import read_file, write_whole
-from thinwire.supernet.stereo import ElasticStereo
+from thinwire.supernet.stereo.network import ElasticStereo
 
 _FORMAT = "thinwire supernet 1"
 _READABLE = (_FORMAT, "thinwire elastic 1")

@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from thinwire.supernet.pairs import digest
 from thinwire.supernet.space import Space, SubNet
+from thinwire.supernet.stereo.pairs import digest
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.executors.alone import run_alone
-from thinwire.supernet.calibrate import calibrate, evaluate
-from thinwire.supernet.metrics import Metrics
-from thinwire.supernet.pairs import StereoBatch
 from thinwire.supernet.space import SubNet
-from thinwire.supernet.stereo import ElasticStereo
+from thinwire.supernet.stereo.calibrate import calibrate, evaluate
+from thinwire.supernet.stereo.metrics import Metrics
+from thinwire.supernet.stereo.network import ElasticStereo
+from thinwire.supernet.stereo.pairs import StereoBatch
 
 
 class Calibrated:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from thinwire.supernet.loss import valid
+from thinwire.supernet.stereo.loss import valid
 
 
 @dataclass(frozen=True)

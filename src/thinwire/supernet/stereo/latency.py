@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from thinwire.measure.timing import settle
 from thinwire.program.plan import UNREADABLE
-from thinwire.supernet.cost_volume import correlation, soft_argmax
 from thinwire.supernet.space import SubNet
-from thinwire.supernet.stereo import ElasticStereo, check_size
+from thinwire.supernet.stereo.cost_volume import correlation, soft_argmax
+from thinwire.supernet.stereo.network import ElasticStereo, check_size
 
 Progress = Callable[[int, int], None]
 

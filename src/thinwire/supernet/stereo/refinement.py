@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.supernet.aggregation import SLOPE
 from thinwire.supernet.operators import ElasticBatchNorm, Rect
+from thinwire.supernet.stereo.aggregation import SLOPE
 
 
 def warp(image: Tensor, disparity: Tensor) -> Tensor:

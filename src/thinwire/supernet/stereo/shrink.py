@@ -15,10 +15,10 @@ from typing import Any
 
 from thinwire.engine.state import checkpoint
 from thinwire.program import Method
-from thinwire.supernet.pairs import Pairs, Shuffled, collate
-from thinwire.supernet.phases import Phase
-from thinwire.supernet.step import SupernetStepReport, SupernetTrainer, adam
-from thinwire.supernet.stereo import ElasticStereo
+from thinwire.supernet.stereo.network import ElasticStereo
+from thinwire.supernet.stereo.pairs import Pairs, Shuffled, collate
+from thinwire.supernet.stereo.phases import Phase
+from thinwire.supernet.stereo.step import SupernetStepReport, SupernetTrainer, adam
 
 Progress = Callable[[Phase, int, SupernetStepReport], None]
 
@@ -82,10 +82,10 @@ def shrink(
     Args:
         net: trained in place.
         data: training pairs; every rank sees all of them and takes its share of each step's.
-        phases: :func:`~thinwire.supernet.phases.published` or :func:`~thinwire.supernet.phases.short`, or others.
+        phases: ``published(...)``, ``short(...)`` or others, see :mod:`~thinwire.supernet.stereo.phases`.
         batch: pairs per rank and step.
         method, sampling, divisor, semantics, loss_over, seed, overlap: see
-            :class:`~thinwire.supernet.step.SupernetTrainer`.
+            :class:`~thinwire.supernet.stereo.step.SupernetTrainer`.
         weight_decay: L2 on weights, not on BatchNorm or biases.
         checkpoint_dir: on a file system that all ranks share; None: no checkpoints.
         checkpoint_every: steps between them; there is always one at the end of a phase.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thinwire.supernet.stereo import Stereo
+from thinwire.supernet.stereo.network import Stereo
 
 
 class Finest(nn.Module):

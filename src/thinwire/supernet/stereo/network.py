@@ -4,9 +4,9 @@ Paper: Wang et al., EASNet: Searching Elastic and Accurate Network Architecture 
 (arXiv 2207.09796). Two views go through one feature pyramid; at every scale the features are correlated; the volumes
 are aggregated; the finest disparity is refined twice.
 
-Differences from the published code: the warp is corrected (:mod:`~thinwire.supernet.refinement`); channels are sorted
-over their whole range, not inside segments (``segmented=True`` does that); offset convolutions do start at zero; an
-extracted network drops the last convolutions of scales that it has not.
+Differences from the published code: the warp is corrected (:mod:`~thinwire.supernet.stereo.refinement`); channels are
+sorted over their whole range, not inside segments (``segmented=True`` does that); offset convolutions do start at zero;
+an extracted network drops the last convolutions of scales that it has not.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.supernet.active import ActiveSet
-from thinwire.supernet.aggregation import Aggregation
 from thinwire.supernet.blocks import ElasticMBConv
-from thinwire.supernet.cost_volume import correlation, soft_argmax
-from thinwire.supernet.initial import initialise, sort_block
 from thinwire.supernet.operators import Rect
-from thinwire.supernet.refinement import Refinement
 from thinwire.supernet.space import Space, SubNet
+from thinwire.supernet.stereo.aggregation import Aggregation
+from thinwire.supernet.stereo.cost_volume import correlation, soft_argmax
+from thinwire.supernet.stereo.initial import initialise, sort_block
+from thinwire.supernet.stereo.refinement import Refinement
 
 STRIDES = (3, 2, 2, 2)  # of the first block of each stage; the later ones 2
 Pyramid = Callable[[Tensor], list[Tensor]]

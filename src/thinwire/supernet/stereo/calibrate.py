@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.program import AllReduce, Program
-from thinwire.supernet.metrics import Metrics, measure
-from thinwire.supernet.pairs import StereoBatch
 from thinwire.supernet.space import SubNet
-from thinwire.supernet.stereo import ElasticStereo
+from thinwire.supernet.stereo.metrics import Metrics, measure
+from thinwire.supernet.stereo.network import ElasticStereo
+from thinwire.supernet.stereo.pairs import StereoBatch
 
 
 def active_norms(net: ElasticStereo, sub_net: SubNet) -> list[tuple[nn.BatchNorm2d, int]]:

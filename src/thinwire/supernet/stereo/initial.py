@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.supernet.blocks import ElasticMBConv
-from thinwire.supernet.deform import DeformConv
 from thinwire.supernet.operators import ElasticDepthwise
-from thinwire.supernet.refinement import Refinement
 from thinwire.supernet.space import round8
+from thinwire.supernet.stereo.deform import DeformConv
+from thinwire.supernet.stereo.refinement import Refinement
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinwire.supernet.pairs import digest, normalise
+from thinwire.supernet.stereo.pairs import digest, normalise
 
 KINDS = ("pieces", "plane", "zero", "scene")
 
