@@ -64,7 +64,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or dist.get_backend(group) != "gloo":
         return None
     server, secret = listen(2 * len(ranks)), secrets.token_bytes(_SECRET_BYTES)
-    cards = _exchange(card_of(server, secret), group, len(ranks))
+    cards = exchange_cards(card_of(server, secret), group, len(ranks))
     with server or contextlib.nullcontext():
         sockets = meet(server, secret, cards, rank) if server is not None and all(cards) else None
     everyone = torch.tensor([sockets is not None], dtype=torch.int32)
@@ -114,7 +114,8 @@ def card_of(server: socket.socket | None, secret: bytes) -> bytes:
     return secret + f"{host}:{port}".encode()
 
 
-def _exchange(card: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
+def exchange_cards(card: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
+    """Every rank's card, in rank order."""
     mine = torch.frombuffer(bytearray(card.ljust(_CARD_BYTES, b"\0")), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group=group)
