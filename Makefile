@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
+# Where it is set, each of the tests' processes would compile all that it imports, and pytest every test file.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all gpu lint bench docs clean package test-versions
 
 $(STAMP): pyproject.toml constraints.txt

@@ -15,8 +15,8 @@ import time
 import traceback
 
 _spawn = multiprocessing.get_context("spawn")  # each with a hash seed of its own, as on machines of their own
-_fork = multiprocessing.get_context("forkserver")
-_fork.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.checkpoint", "thinwire.checkpoint"])
+fork = multiprocessing.get_context("forkserver")
+fork.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.checkpoint", "thinwire.checkpoint"])
 _kept = []
 
 
@@ -99,7 +99,7 @@ def run(function, size, *args, seconds=150.0, init=True, expect_exit=None, fresh
     """
     expect_exit = expect_exit or {}
     fresh = fresh or bool(expect_exit)
-    ranks = [_Rank(_fork) if fresh else _kept.pop() if _kept else _Rank() for _ in range(size)]
+    ranks = [_Rank(fork) if fresh else _kept.pop() if _kept else _Rank() for _ in range(size)]
     port = free_port()
     for r, rank in enumerate(ranks):
         rank.answer = None

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.dist
 
 
 def _lanes(rank, size):
-    lanes_module._meshes.clear()
-    lanes_module._unreachable.clear()
+    lanes_module.meshes.clear()
+    lanes_module.unreachable.clear()
     return Lanes(tuple(range(size)), Topology(size), rank, None)
 
 
@@ -120,7 +120,7 @@ def _without_a_way(rank, size):
         return lane.mesh is None and lane.back is not None and again.mesh is None, found
     finally:
         mesh_module.listen = real
-        lanes_module._unreachable.clear()
+        lanes_module.unreachable.clear()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -131,7 +131,7 @@ def test_one_rank_that_cannot_be_reached_leaves_all_to_gloo(size):
 
 
 def _among_strangers(rank, size):
-    real, callers = mesh_module._exchange, []
+    real, callers = mesh_module.exchange_endpoints, []
 
     def exchange(card, group, count):
         cards = real(card, group, count)
@@ -144,7 +144,7 @@ def _among_strangers(rank, size):
             callers.append(caller)
         return cards
 
-    mesh_module._exchange = exchange if rank == 1 else real
+    mesh_module.exchange_endpoints = exchange if rank == 1 else real
     try:
         held = _lanes(rank, size)
         lane = held.get("mesh-test", Scope.WORLD, 0, bidirectional=True)
@@ -152,7 +152,7 @@ def _among_strangers(rank, size):
         held.release()
         return lane.mesh is not None, found
     finally:
-        mesh_module._exchange = real
+        mesh_module.exchange_endpoints = real
         for caller in callers:
             caller.close()
 

@@ -8,13 +8,13 @@ import threading
 import pytest
 import torch
 from parameter_cluster import Cluster, flat, free_port, gradient_of, model, sgd
-from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.ps_work import run_node
 from thinwire.parameter_server import Journal, Layout, Service, replay
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.presets import bsp, inhad
+from verbs import CliRunner
 
 resource = pytest.importorskip("resource")
 

@@ -1,24 +1,17 @@
 """kill -9 of a worker, a leader at each point of the protocol, the server: training goes on, nothing counts twice."""
 
-import multiprocessing
 import os
 import random
 import signal
-import socket
 import time
 from itertools import pairwise
 
 import pytest
 
+from spawned import fork, free_port
+
 pytestmark = pytest.mark.dist
-context = multiprocessing.get_context("spawn")
 LEASE = 2.0
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def settings(**options):
@@ -97,7 +90,7 @@ def lead_apart(port, number, folder):
     while not node.wait(0.05):
         for k in range(2):
             if k not in workers or not workers[k].is_alive():
-                workers[k] = context.Process(target=work, args=(node.address, number, k), daemon=True)
+                workers[k] = fork.Process(target=work, args=(node.address, number, k), daemon=True)
                 workers[k].start()
                 with open(f"{folder}/workers", "a") as file:
                     file.write(f"{workers[k].pid}\n")
@@ -120,7 +113,7 @@ class Processes:
         self.all = []
 
     def start(self, target, *args):
-        process = context.Process(target=target, args=args)
+        process = fork.Process(target=target, args=args)
         process.start()
         self.all.append(process)
         return process

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from spawned import run
 from thinwire.cli.main import app
 from thinwire.measure import ProbeResult, probe
 from thinwire.planner.formulas import KINDS
 from thinwire.program import Topology
+from verbs import CliRunner
 
 pytestmark = pytest.mark.dist
 QUICK = {"largest_bytes": 16 << 10, "seconds": 3.0}

@@ -63,9 +63,9 @@ class Trial:
         port = spawned.free_port()
         self.ranks = []
         for rank in range(self.size):
-            here, there = spawned._fork.Pipe(duplex=False)
+            here, there = spawned.fork.Pipe(duplex=False)
             arguments = (there, rank, self.size, port, self.method, self.options, self.victim, how, self.moment)
-            process = spawned._fork.Process(target=_rank, args=arguments)
+            process = spawned.fork.Process(target=_rank, args=arguments)
             process.start()
             there.close()
             self.ranks.append((process, here))

@@ -22,15 +22,15 @@ def _attach(rank, size, other):
     if rank == other:
         with torch.no_grad():
             net[3].weight[5, 6] += 1  # in the second chunk
-    sent, plain = [], agreement._broadcast_chunk
+    sent, plain = [], agreement.broadcast_chunk
 
     def counted(chunk, lane, source):
         sent.append(sum(x.nbytes for x in chunk))
         plain(chunk, lane, source)
 
-    agreement._broadcast_chunk = counted
+    agreement.broadcast_chunk = counted
     with tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "ssgd"):
-        agreement._broadcast_chunk = plain
+        agreement.broadcast_chunk = plain
         mine = [x.clone() for x in net.state_dict().values()]
     wanted = _net()
     if other == 0:

@@ -23,9 +23,9 @@ CASES = [("i32", 31, 11), ("i32", 20, 10), ("i64", 31, 11)]  # of the size; bits
 
 
 def compiled(target, size, shift, bits):
-    constants = {"SHIFT": shift, "BITS": bits, "BLOCK": select._BLOCK, "TURNS": select._TURNS}
+    constants = {"SHIFT": shift, "BITS": bits, "BLOCK": select.BLOCK_ELEMENTS, "TURNS": select.BLOCK_TURNS}
     signature = {**KEYS, "size": size, **dict.fromkeys(constants, "constexpr")}
-    return triton.compile(ASTSource(fn=select._digits, signature=signature, constexprs=constants), target=target)
+    return triton.compile(ASTSource(fn=select.digits_kernel, signature=signature, constexprs=constants), target=target)
 
 
 def spilled(kernel):

@@ -4,10 +4,10 @@ import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire import lab
 from thinwire.cli.main import app
+from verbs import CliRunner
 
 pytestmark = pytest.mark.net
 PAYLOAD = 4 * (256 * 256 * 2 + 256 * 2 + 256 * 10 + 10)  # of the model below; two ranks each send it once

@@ -102,7 +102,7 @@ def test_clean_spares_the_living_unless_told(mode, running, monkeypatch):
     assert not set(before) & set(lab.clean())
     assert namespaces(process.pid) == before
     # Not those of other people's runs on this machine.
-    monkeypatch.setattr(cleanup, "_NAME", re.compile(rf"tw({process.pid})-(\d+)-\d+-\w+"))
+    monkeypatch.setattr(cleanup, "NAME", re.compile(rf"tw({process.pid})-(\d+)-\d+-\w+"))
     assert sorted(lab.clean(all=True)) == sorted(before)
     assert process.wait(timeout=30) != 0
     assert not any(map(runs, pids))
@@ -118,7 +118,7 @@ def test_a_failure_while_building_leaves_nothing(mode, monkeypatch):
     def fail(self):
         raise lab.LabError("broken")
 
-    monkeypatch.setattr(Network, "_counters", fail)
+    monkeypatch.setattr(Network, "counters", fail)
     with pytest.raises(lab.LabError, match="broken"):
         lab.run(lab.Cluster(2), ["true"])
     assert namespaces(os.getpid()) == []
@@ -129,7 +129,7 @@ def test_ctrl_c_while_building_starts_nothing(mode, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         return [(0, 0)] * 2
 
-    monkeypatch.setattr(Network, "_counters", interrupt)
+    monkeypatch.setattr(Network, "counters", interrupt)
     lines = []
     with pytest.raises(KeyboardInterrupt):
         lab.run(lab.Cluster(2), ["echo", "started"], on_line=lambda *line: lines.append(line))

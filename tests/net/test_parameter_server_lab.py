@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire.cli.main import app
+from verbs import CliRunner
 
 pytestmark = [pytest.mark.net, pytest.mark.slow]
 

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 from wires import collect
 
 from thinwire import lab
 from thinwire.cli.main import app as cli
 from thinwire.lab.shell import tool
+from verbs import CliRunner
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
 

@@ -608,5 +608,5 @@ class Card:
         finally:
             for one in reversed(patches):
                 one.stop()
-            for kept in (regions, seeding._on_card, _device_constructors):  # what this package and torch keep of it
+            for kept in (regions, seeding.on_card, _device_constructors):  # what this package and torch keep of it
                 kept.cache_clear()

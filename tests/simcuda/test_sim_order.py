@@ -64,6 +64,8 @@ def test_one_bucket_computes_while_another_is_on_the_wire():
 
 ISSUING = [name for name in METHODS if "select=" not in name]
 """Selections issue nothing."""
+OTHER_NUMBERS = ("dtype=", "bits=", "levels=", "nesterov=")
+"""What changes numbers or their coding issues what the same method without it does, which is a case of its own."""
 
 
 def logs(method, *, unused, **options):
@@ -81,7 +83,13 @@ def logs(method, *, unused, **options):
     return result
 
 
-@pytest.mark.parametrize("name", ISSUING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if any(word in name for word in OTHER_NUMBERS) else name
+        for name in ISSUING
+    ],
+)
 def test_ranks_agree_on_the_order_of_everything(name):
     """Also where one of them has not used a layer."""
     method, options = METHODS[name].args[0], METHODS[name].keywords

@@ -242,5 +242,5 @@ def _histogram(card: Card) -> Iterator[None]:
 
             return launch
 
-    with patch.object(select, "_digits", Kernel()):
+    with patch.object(select, "digits_kernel", Kernel()):
         yield

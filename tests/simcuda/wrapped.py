@@ -123,7 +123,7 @@ def ddp(method: Any, rank: int = 0, card: Card | None = None, **options: Any) ->
     with (
         card.in_place(),
         Nccl(card, rank, RANKS).in_place(),
-        patch.object(ddp_sync, "_promise", lambda device: Promise(card, device)),
+        patch.object(ddp_sync, "promise_on", lambda device: Promise(card, device)),
     ):
         torch.manual_seed(0)
         with DEVICE:

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from loops import LOSSY, WAYS, Trail, Wire, assert_equal, assert_ranks_equal, assert_trains, both
-from sklearn.datasets import load_digits
 from torch import nn
 
 from spawned import run
@@ -52,6 +51,8 @@ def _train(rank, way, method="ssgd", *, held=False, steps=STEPS, **how):
         held: whether the pass over real images stays on its rank until the one over made images.
     """
     torch.manual_seed(999)
+    from sklearn.datasets import load_digits  # a second of imports, which only the process of this file needs
+
     images = torch.tensor(load_digits().images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
     made_by, judged_by = _generator().apply(_weights_init), _discriminator().apply(_weights_init)
     of_g = torch.optim.Adam(made_by.parameters(), lr=1e-3, betas=(0.5, 0.999))

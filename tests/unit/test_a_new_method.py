@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import thinwire as tw
 from thinwire.adapters.fsdp2 import works
@@ -16,6 +15,7 @@ from thinwire.bench.rows import parse_rows
 from thinwire.cli.main import app
 from thinwire.methods.registry import METHODS, lossy_candidates
 from thinwire.program import LocalWorld
+from verbs import CliRunner
 
 ROOT = Path(__file__).parents[2]
 SOURCE = '''"""Halved: the average of gradients that are rounded to bf16 and sent as such; no paper."""

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire import lab
 from thinwire.cli.lab import app
 from thinwire.lab.environment import rank_environment
+from verbs import CliRunner
 
 
 @pytest.fixture(autouse=True)

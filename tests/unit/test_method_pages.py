@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.methods.registry import METHODS
+from verbs import CliRunner
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "methods"

@@ -170,7 +170,7 @@ class DDPSync:
         self._ordinals.of(bucket.parameters(), bucket.is_last(), self.state)
         if bucket.is_last():
             self.state.step += 1
-        done: torch.futures.Future[Tensor] = _promise(buffer.device)
+        done: torch.futures.Future[Tensor] = promise_on(buffer.device)
         done.set_result(buffer)
         return done
 
@@ -178,7 +178,7 @@ class DDPSync:
         parameters, last, step = bucket.parameters(), bucket.is_last(), self._step
         names = self._ordinals.of(parameters, last, self.state)
         views = gradient_views(buffer, parameters)
-        job = _Job(buffer, _promise(buffer.device))
+        job = _Job(buffer, promise_on(buffer.device))
         kept = [self.session.exact or self._dense(name, p) for name, p in zip(names, parameters)]
         programs: list[int] = []
         for dense in (False, True):
@@ -372,5 +372,6 @@ def _has_joined() -> bool:
     return False
 
 
-def _promise(device: torch.device) -> torch.futures.Future[Any]:
+def promise_on(device: torch.device) -> torch.futures.Future[Any]:
+    """A future for tensors of this device."""
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)

@@ -24,8 +24,8 @@ from thinwire.program.topology import Topology
 
 _STORE_SECONDS = 2.0
 _pool: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
-_meshes: dict[tuple[Any, ...], list[Mesh]] = {}
-_unreachable: set[tuple[Any, ...]] = set()  # whose ranks found no way to one another: asked once, not per lane
+meshes: dict[tuple[Any, ...], list[Mesh]] = {}
+unreachable: set[tuple[Any, ...]] = set()  # whose ranks found no way to one another: asked once, not per lane
 _pool_owner: weakref.ref[Any] | None = None
 
 
@@ -35,10 +35,10 @@ def _fresh_pool() -> None:
     world = dist.group.WORLD
     if _pool_owner is None or _pool_owner() is not world:
         _pool.clear()
-        for mesh in (mesh for free in _meshes.values() for mesh in free):
+        for mesh in (mesh for free in meshes.values() for mesh in free):
             mesh.close()
-        _meshes.clear()
-        _unreachable.clear()
+        meshes.clear()
+        unreachable.clear()
         _pool_owner = weakref.ref(world) if world is not None else None
 
 
@@ -136,15 +136,15 @@ class Lanes:
     def _lease_mesh(self, group: dist.ProcessGroup, ranks: tuple[int, ...], place: int) -> Mesh | None:
         _fresh_pool()
         key = (ranks, self._timeout)
-        free = _meshes.setdefault(key, [])
+        free = meshes.setdefault(key, [])
         if free:
             mesh: Mesh | None = free.pop(0)
-        elif key in _unreachable:
+        elif key in unreachable:
             return None
         else:
             mesh = open_mesh(group, ranks, place, self._timeout)
         if mesh is None:
-            _unreachable.add(key)
+            unreachable.add(key)
         else:
             self._leased_meshes.append((key, mesh))
         return mesh
@@ -176,7 +176,7 @@ class Lanes:
             if broken:
                 mesh.close()
             else:
-                _meshes.setdefault(key, []).append(mesh)
+                meshes.setdefault(key, []).append(mesh)
         if not broken:
             for key, group in self._leases:
                 _pool.setdefault(key, []).append(group)

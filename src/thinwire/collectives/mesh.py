@@ -64,7 +64,7 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or dist.get_backend(group) != "gloo":
         return None
     server, token = listen(2 * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)
-    endpoints = _exchange(endpoint_of(server, token), group, len(ranks))
+    endpoints = exchange_endpoints(endpoint_of(server, token), group, len(ranks))
     with server or contextlib.nullcontext():
         sockets = meet(server, token, endpoints, rank) if server is not None and all(endpoints) else None
     everyone = torch.tensor([sockets is not None], dtype=torch.int32)
@@ -114,7 +114,8 @@ def endpoint_of(server: socket.socket | None, token: bytes) -> bytes:
     return token + f"{host}:{port}".encode()
 
 
-def _exchange(endpoint: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
+def exchange_endpoints(endpoint: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
+    """Every rank's endpoint, in rank order."""
     mine = torch.frombuffer(bytearray(endpoint.ljust(_ENDPOINT_BYTES, b"\0")), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group=group)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 _CHECK_SECONDS = 0.01  # without the lock, so that whoever waits for it has it
 _QUIET_CHECKS = 4  # one that has been woken may be called asleep until it has a core
-_MOST_SECONDS = 2.0
+MOST_SECONDS = 2.0
 
 
-def _states_of_gloo() -> list[str]:
+def states_of_gloo() -> list[str]:
     """What the kernel says of each of its threads: ``S`` asleep, ``R`` running or waiting for a core."""
     states = []
     for task in Path("/proc/self/task").glob("*"):
@@ -28,8 +28,9 @@ def _states_of_gloo() -> list[str]:
 
 
 @atexit.register
-def _rest() -> None:
-    deadline, quiet = time.monotonic() + _MOST_SECONDS, 0
-    while quiet < _QUIET_CHECKS and time.monotonic() < deadline and (states := _states_of_gloo()):
+def wait_until_quiet() -> None:
+    """Wait until all of Gloo's threads sleep, or long enough."""
+    deadline, quiet = time.monotonic() + MOST_SECONDS, 0
+    while quiet < _QUIET_CHECKS and time.monotonic() < deadline and (states := states_of_gloo()):
         quiet = quiet + 1 if set(states) == {"S"} else 0
         time.sleep(_CHECK_SECONDS)

@@ -52,12 +52,12 @@ def noise(n: int, *words: object, device: torch.device) -> Tensor:
 def fill_noise(parts: Sequence[Tensor], words: Sequence[Sequence[object]]) -> None:
     """Fill int16 tensors, of multiples of 4 elements, each with the ``noise`` of its words."""
     device = parts[0].device
-    draw = _on_card(device) if device.type == "cuda" else torch.Generator(device)
+    draw = on_card(device) if device.type == "cuda" else torch.Generator(device)
     for part, said in zip(parts, words):
         part.view(torch.int64).random_(-(2**63), None, generator=draw.manual_seed(seed_of(*said)))
 
 
 @cache
-def _on_card(device: torch.device) -> torch.Generator:
+def on_card(device: torch.device) -> torch.Generator:
     """One for all draws of a card: what is launched has taken its seed, so the next may be set."""
     return torch.Generator(device)

@@ -14,7 +14,7 @@ from thinwire.lab.errors import LabError
 from thinwire.lab.shell import Shell
 
 _FOLDER = Path("/run/netns")
-_NAME = re.compile(r"tw(\d+)-(\d+)-\d+-\w+")
+NAME = re.compile(r"tw(\d+)-(\d+)-\d+-\w+")
 _serial = itertools.count()
 
 
@@ -49,7 +49,7 @@ def clean(*, all: bool = False) -> list[str]:
     names = sorted(path.name for path in _FOLDER.iterdir()) if _FOLDER.is_dir() else []
     removed = []
     for name in names:
-        match = _NAME.fullmatch(name)
+        match = NAME.fullmatch(name)
         if match and (all or _start_ticks(int(match[1])) != int(match[2])):
             try:
                 remove(Shell(), name)

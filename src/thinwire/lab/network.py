@@ -53,7 +53,7 @@ class Network:
         try:
             self._build()
             self.congestion_control = self._ask_congestion_control()
-            self._at_start = self._counters()
+            self._at_start = self.counters()
         except BaseException:
             self.close()
             raise
@@ -127,7 +127,8 @@ class Network:
         ask = (sys.executable, "-I", "-S", "-c", _ASK, self.address(1))
         return self.shell.run("ip", "netns", "exec", self.nodes[0], *ask).strip()
 
-    def _counters(self) -> list[tuple[int, int]]:
+    def counters(self) -> list[tuple[int, int]]:
+        """Bytes that each node has sent and received."""
         found = []
         for name in self.nodes:
             answer = json.loads(self.shell.run("ip", "-n", name, "-s", "-j", "link", "show", "dev", INTERFACE))
@@ -137,7 +138,7 @@ class Network:
 
     def traffic(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes that each node's interface sent, and received, since the network was built."""
-        pairs = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(self._counters(), self._at_start)]
+        pairs = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(self.counters(), self._at_start)]
         return tuple(sent for sent, _ in pairs), tuple(received for _, received in pairs)
 
     def close(self) -> None:

@@ -24,12 +24,12 @@ KERNELS = ("select", "orthogonalise", "memory", "multiply", "thin")
 DENSITY = 0.01
 RANK, THIN = 16, 4  # products of more columns take as long as their FLOPs; of few, as the large matrix
 
-_POOL = 1 << 25  # elements: 128 MiB
-_RANDOM = 1 << 22
-_SELECT = tuple(1 << n for n in range(12, 25, 2))
-_MEMORY = tuple(1 << n for n in range(12, 23, 2))
-_SQUARES = (64, 256, 1024, 2048, 4096)
-_TALL = ((64, 4), (256, 4), (1024, 4), (4096, 4), (4096, 16), (4096, 32))
+POOL = 1 << 25  # elements: 128 MiB
+RANDOM = 1 << 22
+SELECT = tuple(1 << n for n in range(12, 25, 2))
+MEMORY = tuple(1 << n for n in range(12, 23, 2))
+SQUARES = (64, 256, 1024, 2048, 4096)
+TALL = ((64, 4), (256, 4), (1024, 4), (4096, 4), (4096, 16), (4096, 32))
 
 
 def orthogonalise_flops(rows: int, columns: int) -> int:
@@ -63,7 +63,7 @@ def kernel_points(
 ) -> dict[str, list[Point]]:
     """(amount, seconds) by curve; the amounts are the same on all ranks."""
     generator = torch.Generator(device).manual_seed(0)
-    pool = torch.randn(_RANDOM, device=device, generator=generator).repeat(_POOL // _RANDOM)
+    pool = torch.randn(RANDOM, device=device, generator=generator).repeat(POOL // RANDOM)
     whole = {
         "select": _select,
         "orthogonalise": _orthogonalise,
@@ -71,7 +71,7 @@ def kernel_points(
         "multiply": _multiply,
         "thin": _thin,
     }
-    share = seconds / sum(map(len, (_SELECT, _TALL, _MEMORY, _SQUARES, _SQUARES)))
+    share = seconds / sum(map(len, (SELECT, TALL, MEMORY, SQUARES, SQUARES)))
     found: dict[str, list[Point]] = {}
     with torch.no_grad():
         for name in KERNELS:
@@ -95,13 +95,13 @@ def _pieces(pool: Tensor, size: int) -> Callable[[], Tensor]:
 
 
 def _select(pool: Tensor) -> Iterator[Case]:
-    for size in _SELECT:
+    for size in SELECT:
         piece, k = _pieces(pool, size), keep_count(size, DENSITY)
         yield size, 1, lambda piece=piece, k=k: top_k(piece(), k)  # type: ignore[misc]
 
 
 def _orthogonalise(pool: Tensor) -> Iterator[Case]:
-    for rows, columns in _TALL:
+    for rows, columns in TALL:
         piece = _pieces(pool, rows * columns)
         yield (
             orthogonalise_flops(rows, columns),
@@ -112,20 +112,20 @@ def _orthogonalise(pool: Tensor) -> Iterator[Case]:
 
 def _memory(pool: Tensor) -> Iterator[Case]:
     """A sum of two pieces into a third: 3 passes, all over memory that is not in a cache."""
-    for size in _MEMORY:
+    for size in MEMORY:
         piece = _pieces(pool, size)
         yield 3 * 4 * size, 1, lambda piece=piece: torch.add(piece(), piece(), out=piece())  # type: ignore[misc]
 
 
 def _multiply(pool: Tensor) -> Iterator[Case]:
     """A projection and a reconstruction, as in ``kernels.lowrank``."""
-    for side in _SQUARES:
+    for side in SQUARES:
         yield multiply_flops(side, side, RANK), 2, _products(pool, side, RANK)
 
 
 def _thin(pool: Tensor) -> Iterator[Case]:
     """The same with few columns, by the elements of the large matrix."""
-    for side in _SQUARES:
+    for side in SQUARES:
         yield side * side, 2, _products(pool, side, THIN)
 
 

@@ -83,7 +83,7 @@ class Roster:
 
     def enlist(self, pair: Pair, host: str, message: Enlist, answer: Callable[[int], Enlisted]) -> None:
         """A shard has come: take it in with an answer of its index, or say why not."""
-        reason = self._objection(message)
+        reason = self.objection(message)
         if reason:
             with contextlib.suppress(PairError):
                 pair.send_frame(encode(Refused(message.index, reason)))
@@ -102,7 +102,8 @@ class Roster:
         self.posts[message.index] = post
         connection.start().post(answer(message.index))
 
-    def _objection(self, message: Enlist) -> int:
+    def objection(self, message: Enlist) -> int:
+        """Why this shard is not taken in; 0 where it is."""
         if message.protocol != PROTOCOL:
             return SHARD_PROTOCOL
         if not 0 <= message.index < self.count:

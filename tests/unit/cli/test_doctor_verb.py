@@ -3,11 +3,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire.cli.doctor import report
 from thinwire.cli.main import app
 from thinwire.measure.doctor import Facts, Interface, Name, judge
+from verbs import CliRunner
 
 runner = CliRunner()
 DEBIAN = Facts(

@@ -2,11 +2,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.kfac import KFACPlan
 from thinwire.planner.costs import Costs
+from verbs import CliRunner
 
 runner = CliRunner()
 

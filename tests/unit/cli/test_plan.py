@@ -3,14 +3,15 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.plan_inputs import read_methods
+from thinwire.methods import registry
 from thinwire.planner.choose import Map
 from thinwire.planner.costs import Costs, Linear
 from thinwire.planner.profiles import ModelProfile, builtin
 from thinwire.program import Plan
+from verbs import CliRunner
 
 runner = CliRunner()
 CANDIDATES = {
@@ -87,7 +88,7 @@ def test_methods():
 
 
 def test_a_registered_method_that_needs_no_option_is_a_candidate(monkeypatch):
-    monkeypatch.setitem(__import__("thinwire.cli.plan_inputs").methods.registry.METHODS, "plain", "thinwire:SSGD")
+    monkeypatch.setitem(registry.METHODS, "plain", "thinwire.methods.ssgd:SSGD")
     assert "plain" in [label for label, _ in read_methods(None)[0]]
 
 

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire.adapters.ddp_buckets import bucket_arguments, has_bucket_list
 from thinwire.cli.main import app
 from thinwire.cli.plan_ddp import ddp_sentence
 from thinwire.planner.profiles import builtin
 from thinwire.program import Plan
+from verbs import CliRunner
 
 runner = CliRunner()
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.ps_work import read_outer
+from verbs import CliRunner
 
 
 def call(*words):

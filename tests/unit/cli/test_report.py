@@ -3,9 +3,9 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire.cli.main import app
+from verbs import CliRunner
 
 runner = CliRunner()
 RANKING = {

@@ -32,7 +32,7 @@ METHODS = [
 def ranks(request, monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=1, world_size=request.param)
-    monkeypatch.setattr(communicator, "_backend", lambda group, device: "nccl")
+    monkeypatch.setattr(communicator, "backend_of", lambda group, device: "nccl")
     yield request.param
     dist.destroy_process_group()
 
@@ -57,7 +57,7 @@ def test_at_most_three_and_all_made_at_attach(ranks, per_node, method, monkeypat
     assert 1 <= made <= 3
     assert len(set(map(id, used_at_once))) == made  # NCCL connects, all ranks at once, when a group is used first
     monkeypatch.undo()
-    monkeypatch.setattr(communicator, "_backend", lambda group, device: "nccl")
+    monkeypatch.setattr(communicator, "backend_of", lambda group, device: "nccl")
     comm.gather_tensor(torch.zeros(1))
     comm.run(_one(torch.zeros(1)), "run something")
     comm.broadcast_later(torch.zeros(1))()

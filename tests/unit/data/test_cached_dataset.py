@@ -1,6 +1,5 @@
 """CachedDataset: the same samples as without it, found again only while nothing changed, counted exactly."""
 
-import multiprocessing
 import os
 import random
 import time
@@ -11,6 +10,7 @@ from cache_sources import Digits, Jpegs, bytes_for, cached, decode, same, scale,
 from processes import kill_after
 from torch.utils.data import DataLoader
 
+from spawned import fork
 from thinwire.data import CacheStats
 from thinwire.data.keys import fingerprint_of
 from thinwire.data.policy import fill_once_hit_rate, lru_hit_rate
@@ -97,9 +97,8 @@ def test_another_process_of_the_node_finds_what_this_one_put(tmp_path):
     dataset = cached(Digits(), directory=tmp_path)
     for i in range(25):
         dataset[i]
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    other = context.Process(target=rank_of_a_node, args=(tmp_path, queue))
+    queue = fork.SimpleQueue()
+    other = fork.Process(target=rank_of_a_node, args=(tmp_path, queue))
     other.start()
     assert queue.get() == (True, 25, 35, 35)
     other.join()

@@ -7,10 +7,10 @@ from pathlib import Path
 import differences
 import pytest
 import sentences
-from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.methods.registry import METHODS, Preset
+from verbs import CliRunner
 
 DOCS = Path(__file__).parents[3] / "docs"
 SOURCE = DOCS.parent / "src" / "thinwire"

@@ -4,9 +4,6 @@ import json
 import logging
 import os
 import shutil
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from spawned import fork
 from thinwire.engine.state.restart import warn_if_state_missing
 from thinwire.kfac import KFAC
 from thinwire.program import State
@@ -198,21 +196,17 @@ def test_steps_are_sorted_as_numbers(tmp_path):
     assert tw.checkpoint.load(tmp_path, net, optimizer, sync) == 1_000_000_000
 
 
-OTHER_JOB = """
-import sys, torch, thinwire as tw
-net = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-sync = tw.attach(net, optimizer)
-try:
-    tw.checkpoint.save(sys.argv[1], net, optimizer, sync, 1)
-    print("saved", flush=True)
-except OSError as error:
-    print(error, flush=True)
-sys.stdin.readline()
-sync.close()
-print("detached", flush=True)
-sys.stdin.readline()
-"""
+def _as_other_job(pipe, folder):
+    """Saves once, and then goes on by a word at a time."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    sync = tw.attach(net, optimizer)
+    try:
+        tw.checkpoint.save(folder, net, optimizer, sync, 1)
+        pipe.send("saved")
+    except OSError as error:
+        pipe.send(str(error))
+    pipe.recv()
 
 
 @pytest.fixture
@@ -220,14 +214,18 @@ def other_job():
     started = []
 
     def start(folder):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen([sys.executable, "-c", OTHER_JOB, str(folder)], **pipes))
-        return started[-1], started[-1].stdout.readline().strip()
+        here, there = fork.Pipe()
+        process = fork.Process(target=_as_other_job, args=(there, folder))
+        process.start()
+        started.append((process, here, there))
+        return process, here.recv()
 
     yield start
-    for job in started:
-        job.kill()
-        job.communicate()
+    for process, *ends in started:
+        process.kill()
+        process.join()
+        for end in ends:
+            end.close()
 
 
 def test_a_second_job_in_one_directory_is_refused_until_the_first_is_dead(tmp_path, other_job):
@@ -238,8 +236,8 @@ def test_a_second_job_in_one_directory_is_refused_until_the_first_is_dead(tmp_pa
         tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
     assert f"process {other.pid} on " in str(error.value)
     assert [path.name for path in tw.checkpoint.complete(tmp_path)] == ["step-000000001"]
-    other.send_signal(signal.SIGKILL)
-    other.wait()
+    other.kill()
+    other.join()
     tw.checkpoint.save(tmp_path, net, optimizer, sync, 2)
     _, said = other_job(tmp_path)  # a third: this process has it now
     assert f"process {os.getpid()} on " in said

@@ -19,9 +19,9 @@ def group():
 
 
 def test_gloo_is_for_tensors_of_cpus(group):
-    assert communicator._backend(None, torch.device("cpu")) == "gloo"
+    assert communicator.backend_of(None, torch.device("cpu")) == "gloo"
     with pytest.raises(ValueError, match=r"on cuda:1, but the process group's backend .* gloo") as error:
-        communicator._backend(None, torch.device("cuda", 1))
+        communicator.backend_of(None, torch.device("cuda", 1))
     assert "\n" not in str(error.value)
 
 
@@ -43,7 +43,7 @@ def test_a_part_of_the_ranks_beside_a_bound_device(monkeypatch):
     dist.init_process_group("fake", store=store, rank=0, world_size=4)
     try:
         half = dist.new_group([0, 1])
-        monkeypatch.setattr(communicator, "_backend", lambda group, device: "nccl")
+        monkeypatch.setattr(communicator, "backend_of", lambda group, device: "nccl")
         Communicator(half, Topology(2), torch.device("cpu"), None).close(broken=False)
         monkeypatch.setattr(type(dist.group.WORLD), "bound_device_id", torch.device("cuda", 0))
         with pytest.raises(ValueError, match="leave device_id out"):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from thinwire.bench.federations import ALGORITHMS, build_algorithm
 from thinwire.cli.main import app
 from thinwire.federated import Compressed, FedAvg, FedOpt, History, Scaffold, files
+from verbs import CliRunner
 
 PAGE = Path(__file__).parents[3] / "docs" / "federated.md"
 NAMED = re.compile(r"^thinwire (federated run digits --algorithm (\S+).*)$", re.MULTILINE)

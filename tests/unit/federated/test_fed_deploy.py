@@ -6,11 +6,11 @@ import ssl
 import threading
 
 import pytest
-from typer.testing import CliRunner
 
 from thinwire.adapters.flower_app import write_app
 from thinwire.adapters.flower_certificates import CA, CERTIFICATE, KEY, ensure_certificates
 from thinwire.cli.main import app
+from verbs import CliRunner
 
 
 def handshake(folder, authority, name):

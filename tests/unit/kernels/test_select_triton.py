@@ -41,9 +41,9 @@ def test_kernels_are_taken_for_cuda_tensors_alone(monkeypatch):
 
     x = torch.ones(3)
     assert not triton.serves(x)
-    monkeypatch.setattr(triton, "_installed", lambda: True)
+    monkeypatch.setattr(triton, "triton_installed", lambda: True)
     assert triton.serves(x.as_subclass(OnCard))
-    monkeypatch.setattr(triton, "_installed", lambda: False)
+    monkeypatch.setattr(triton, "triton_installed", lambda: False)
     assert not triton.serves(x.as_subclass(OnCard))
 
 

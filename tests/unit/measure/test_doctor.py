@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.measure.doctor import Facts, Interface, Name, collect_facts, gloo_choice, judge, nccl_choice, network
-from thinwire.measure.doctor.collect_facts import _quota
+from thinwire.measure.doctor.collect_facts import cpu_quota
 
 LO = Interface("lo", kind="loopback", addresses=("127.0.0.1", "::1"), mtu=65536)
 ETH = Interface("eth0", addresses=("192.0.2.7", "fe80::1"), mbits=10_000, mtu=9000, packets=1_000_000)
@@ -340,4 +340,4 @@ def test_cores_of_a_container(tmp_path, files, cores):
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert _quota(tmp_path) == cores
+    assert cpu_quota(tmp_path) == cores

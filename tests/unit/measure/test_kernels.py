@@ -9,8 +9,8 @@ from thinwire.planner.costs import assumed_compute
 
 def small(monkeypatch):
     for name, value in {
-        "_POOL": 1 << 14, "_RANDOM": 1 << 12, "_SELECT": (256, 4096), "_MEMORY": (256, 4096),
-        "_SQUARES": (8, 64), "_TALL": ((16, 2), (64, 4)),
+        "POOL": 1 << 14, "RANDOM": 1 << 12, "SELECT": (256, 4096), "MEMORY": (256, 4096),
+        "SQUARES": (8, 64), "TALL": ((16, 2), (64, 4)),
     }.items():  # fmt: skip
         monkeypatch.setattr(kernels, name, value)
 

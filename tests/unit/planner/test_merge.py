@@ -208,7 +208,7 @@ def test_too_narrow_a_frontier_is_admitted(monkeypatch):
     from thinwire.planner.merge import sparse
 
     n, price = resnet50(0.12), gather(GOLDEN["sparse"]["rows"][0])
-    monkeypatch.setattr(sparse, "_WIDEST", 3)
+    monkeypatch.setattr(sparse, "WIDEST", 3)
     assert not optimal_sparse(n.sizes, n.seconds, sort_seconds, price).exact
 
 

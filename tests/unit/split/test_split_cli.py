@@ -2,7 +2,6 @@ import json
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.split_inputs import read_rows
@@ -11,6 +10,7 @@ from thinwire.split.compare import ComparisonRow
 from thinwire.split.files import read_facts
 from thinwire.split.tasks import TextData
 from thinwire.split.tasks.base import Task
+from verbs import CliRunner
 
 runner = CliRunner()
 SMALL = ["--model", "bert:layers=2:hidden=32:heads=2", "--lines", "60", "--length", "16", "--batch", "16"]

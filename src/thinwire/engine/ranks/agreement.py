@@ -86,7 +86,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], lane: Lane, source: int = 0) ->
         cuts = range(0, len(mine), _DIGEST_BYTES)
         chunks = [c for c, k in zip(chunks, cuts) if len({row[k : k + _DIGEST_BYTES] for row in everyone}) > 1]
     for chunk in chunks:
-        _broadcast_chunk(chunk, lane, source)
+        broadcast_chunk(chunk, lane, source)
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -112,7 +112,8 @@ def _digest(chunk: Sequence[Tensor]) -> bytes:
     return found.digest()
 
 
-def _broadcast_chunk(chunk: Sequence[Tensor], lane: Lane, source: int) -> None:
+def broadcast_chunk(chunk: Sequence[Tensor], lane: Lane, source: int) -> None:
+    """Send the tensors of a chunk from one rank to all."""
     with torch.no_grad():  # as bytes: Gloo does not know every dtype
         flat = torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8) for x in chunk])
         dist.broadcast(flat, lane.ranks[source], group=lane.group)

@@ -77,7 +77,7 @@ class Communicator:
         self, group: dist.ProcessGroup | None, topology: Topology, device: torch.device, timeout: timedelta | None
     ) -> None:
         ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-        rank, backend = dist.get_rank(group), _backend(group, device)
+        rank, backend = dist.get_rank(group), backend_of(group, device)
         if backend == "nccl":
             _check_whole(group)
         self.members = Members(group, ranks, rank, topology, backend, device, timeout or _timeout_of(group, device))
@@ -319,7 +319,7 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timede
     return found if isinstance(found, timedelta) else None
 
 
-def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Which backend serves this device's tensors."""
     name = str(dist.get_backend(group))
     if ":" in name:  # "cpu:gloo,cuda:nccl"

@@ -21,7 +21,7 @@ Number = Any
 """A Python number (CPU) or a 0-dim tensor on the vector's device."""
 
 PIECE = 1 << 18
-_FEW = 4  # entries in question are set apart once they are at most a quarter of all
+FEW = 4  # entries in question are set apart once they are at most a quarter of all
 
 
 def on_host(x: Tensor) -> bool:
@@ -97,7 +97,7 @@ class Magnitudes:
         if threshold == math.inf:
             return 0
         c = sum(a.numel() - int(torch.count_nonzero(a < threshold)) for a in self.pieces(threshold))
-        if threshold < self._floor and self.k <= c <= self.size // _FEW:
+        if threshold < self._floor and self.k <= c <= self.size // FEW:
             self.keep_from(threshold)
         return c
 
@@ -105,7 +105,7 @@ class Magnitudes:
         """CPU: set apart the entries of at least the threshold, if they are few; elsewhere nothing."""
         if not self.host or threshold >= self._floor:
             return
-        few = at_least(self.x, threshold, self.size // _FEW)
+        few = at_least(self.x, threshold, self.size // FEW)
         if few is not None:
             self._few, self._few_values, self._floor = few, self.x[few], threshold
 

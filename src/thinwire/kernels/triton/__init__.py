@@ -12,13 +12,14 @@ from torch import Tensor
 
 
 @cache
-def _installed() -> bool:
+def triton_installed() -> bool:
+    """Whether Triton can be imported."""
     return find_spec("triton") is not None
 
 
 def serves(x: Tensor) -> bool:
     """Whether the kernels are to be taken for a tensor, where nobody has asked for them or against."""
-    return x.is_cuda and _installed()
+    return x.is_cuda and triton_installed()
 
 
 def require() -> None:

@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
-_TURNS = 8  # blocks that one program of the histogram counts before it adds to memory
+BLOCK_ELEMENTS = 2048
+BLOCK_TURNS = 8  # blocks that one program of the histogram counts before it adds to memory
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _digits(  # type: ignore[no-untyped-def]
+def digits_kernel(  # type: ignore[no-untyped-def]
     keys, prefix, counts, size, SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr
 ):
+    """Count the digits of the keys that begin with the prefix."""
     BINS: tl.constexpr = 1 << BITS
     wanted = tl.load(prefix).to(tl.int32)
     first = tl.program_id(0).to(tl.int64) * (BLOCK * TURNS)
@@ -38,7 +39,9 @@ def _digits(  # type: ignore[no-untyped-def]
 def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
     """Twin of ``kernels.select.histogram.digits`` for int32 keys, contiguous."""
     counts = torch.zeros(1 << bits, dtype=torch.int64, device=keys.device)
-    grid = (triton.cdiv(keys.numel(), _BLOCK * _TURNS),)
+    grid = (triton.cdiv(keys.numel(), BLOCK_ELEMENTS * BLOCK_TURNS),)
     with torch.cuda.device(keys.device) if keys.is_cuda else nullcontext():  # Triton launches on the current device
-        _digits[grid](keys, prefix, counts, keys.numel(), SHIFT=shift, BITS=bits, BLOCK=_BLOCK, TURNS=_TURNS)
+        digits_kernel[grid](
+            keys, prefix, counts, keys.numel(), SHIFT=shift, BITS=bits, BLOCK=BLOCK_ELEMENTS, TURNS=BLOCK_TURNS
+        )
     return counts

@@ -51,7 +51,7 @@ def collect_facts(lab: str = "loopback", lab_reason: str = "", lab_congestion_co
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
         gpu_driver=any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd")),
         cores=usable_cores(),
-        quota=_quota(),
+        quota=cpu_quota(),
         threads=torch.get_num_threads(),
         memory_bytes=_memory(),
         interfaces=network.interfaces(),
@@ -108,7 +108,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _quota(folder: Path = Path("/sys/fs/cgroup")) -> float | None:
+def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Cores that the control group grants, in its second or first version."""
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:

@@ -26,7 +26,7 @@ EXACT_UP_TO = 512
 """With more tensors than this, the smallest neighbours are joined first, until JOINED_TO are left."""
 JOINED_TO = 256
 _SCOUT = 24  # states per border in the first sweep, which only finds a good plan
-_WIDEST = 4096  # states per border in the second; reached only by costs that no network has
+WIDEST = 4096  # states per border in the second; reached only by costs that no network has
 _SLACK = 1e-9  # relative; keeps rounding from pruning the plan that set the bound
 
 _Floats = NDArray[np.float64]
@@ -75,7 +75,7 @@ def optimal_sparse(
     table = cuts(sizes, seconds, borders, max_elements, JOINED_TO if joined else None)
     problem = _Problem.of(table, select_seconds, exchange_seconds, side_stream)
     scouted, plan, _ = problem.sweep(np.inf, _SCOUT)
-    _, plan, complete = problem.sweep(scouted * (1 + _SLACK), _WIDEST)
+    _, plan, complete = problem.sweep(scouted * (1 + _SLACK), WIDEST)
     groups = table.groups(plan)
     ends = finish(groups, sizes, seconds, exchange_seconds, select_seconds, side_stream=side_stream)
     return Merge(groups, ends, "optimal", complete and not joined)
