@@ -81,6 +81,7 @@ def attach(
             script updates the weights by itself; not for decoupled methods.
         method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" begins as
             S-SGD, measures the first dozen steps and the network (5 s), and takes what it predicts to be fastest.
+            "local" and "diloco", or a ``Local``: no gradient is exchanged, but weights now and then.
         bucket_cap_mb: MiB of gradients in a bucket, DDP's word: the same as the ``fusion=`` of a named method.
         plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
             method's fusion rule from measured times. "adaptive": measured, and made again where steps take 15 % more
@@ -104,7 +105,7 @@ def attach(
             probe --out`` has written. None: measured (5 s).
 
     Returns:
-        The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...
+        The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...; of local steps a ``LocalSync``.
 
     Raises:
         ValueError: bad options, ranks that differ (the message names what), an optimizer of another model.

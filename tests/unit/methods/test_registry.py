@@ -37,7 +37,7 @@ def test_what_a_method_declares_holds_for_its_options(name):
             assert method(name, **options).exact == cls.exact
     assert cls.bucket_unit in ("gradient", "payload")
     assert cls.fusion_rule in ("", *RULES)
-    assert set(cls.unfit) <= {"fsdp2", "federated"}
+    assert set(cls.unfit) <= {"fsdp2", "federated", "local"}
 
 
 def test_what_is_priced_unasked():
