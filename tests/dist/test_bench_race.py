@@ -42,7 +42,7 @@ def broken(workload, group):
 
 def _race(rank, size, target):
     own = (Row("by hand", "test_bench_race:by_hand"), Row("broken", "test_bench_race:broken"))
-    rows = (*parse_rows("ddp,ssgd"), *own)
+    rows = (*parse_rows("ddp,ssgd,local:sync_every=2"), *own)
     record = worker.run(BenchSpec(MODEL, rows, size, target=target, every=3, steps=60, rounds=2, operation_seconds=20))
     return {row.label: row for row in record.rows}
 
@@ -67,3 +67,8 @@ def test_rows_stop_at_the_loss_and_equal_training_takes_equal_steps():
         assert ssgd.curve[1].step == 4  # its first step decides the buckets: it is not timed by itself, but counts
         assert ssgd.untimed_seconds > 0 == ddp.untimed_seconds
         assert ssgd.curve[-1].seconds == pytest.approx(sum(ssgd.step_seconds) + ssgd.untimed_seconds)
+        local = next(row for label, row in rows.items() if label.startswith("local"))
+        assert local.curve[-1].validation <= target
+        assert [p.step for p in local.curve] == list(range(0, len(local.losses) + 1, 4))  # whole periods
+        assert local.step_seconds[::2] == local.step_seconds[1::2]  # a step counts as its period's mean
+        assert local.curve[-1].seconds == pytest.approx(sum(local.step_seconds) + local.untimed_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,11 @@ class StepTime:
 
 
 class Contender:
-    """Builds a row and runs its steps."""
+    """Builds a row and runs its steps.
+
+    Attributes:
+        period: steps after which what it sends repeats itself.
+    """
 
     def __init__(self, row: Row, model: str, seed: int, group: Any) -> None:
         self.row = row
@@ -41,7 +46,9 @@ class Contender:
         self.module: nn.Module = self.workload.model
         self.sync: Any = None
         self.steps = 0
+        self.period = 1
         self._close: Callable[[], None] = lambda: None
+        self._evaluated: Callable[[], AbstractContextManager[None]] = nullcontext
         if row.is_custom:
             trainer = build_trainer(row, self.workload, group)
             self.module, self.optimizer, self._close = trainer.module, trainer.optimizer, trainer.close
@@ -89,7 +96,8 @@ class Contender:
         """Loss on this rank's held-out data."""
         if self.workload.evaluate is None:
             return None
-        return self.workload.evaluate(self.workload.model, 0, rank).item()
+        with self._evaluated():
+            return self.workload.evaluate(self.workload.model, 0, rank).item()
 
     def close(self) -> None:
         """Let go of hooks and groups."""
@@ -102,8 +110,9 @@ class Contender:
             lossy = bool(self.row.options.get("lossy", False))
             self.sync = thinwire.attach(self.workload.model, optimizer, "auto", lossy=lossy)
         else:
-            method = thinwire.method(self.row.kind, **self.row.options)
-            self.sync = thinwire.attach(self.workload.model, optimizer, method)
+            self.sync = thinwire.attach(self.workload.model, optimizer, self.row.kind, **self.row.options)
+            if isinstance(self.sync, thinwire.LocalSync):
+                self.period, self._evaluated = self.sync.settings.sync_every, self.sync.outer_weights
         self._close = self.sync.close
 
     def _wrap(self, group: Any) -> None:

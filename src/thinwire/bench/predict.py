@@ -48,10 +48,11 @@ class Predictor:
         from thinwire.engine.controller.planning import price_plan
         from thinwire.engine.parameters import managed_parameters
         from thinwire.measure.cores import spare_cores
+        from thinwire.methods.registry import METHODS
         from thinwire.methods.registry import method as named
         from thinwire.planner.measured import Measured
 
-        if not row.is_thinwire or row.kind == "auto" or not compute.step_seconds:
+        if row.kind not in METHODS or not compute.step_seconds:
             return None
         method = named(row.kind, **row.options)
         side_stream = spare_cores(self._topology.world_size)  # the bench's nodes are all this machine

@@ -63,10 +63,15 @@ class RoundRobin:
         row_run.contender = self.guarded(row_run, lambda: Contender(row, spec.model, spec.seed, group))
 
     def run(self, row_run: RowRun, steps: int, untimed: int = 0) -> None:
-        """``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end."""
+        """``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end.
+
+        A row that exchanges now and then runs whole periods.
+        """
         contender, label = row_run.contender, row_run.record.label
         if contender is None:
             return
+        period = contender.period
+        untimed, steps = -(-untimed // period) * period, -(-steps // period) * period
 
         def some(number: int) -> list[StepTime] | None:
             found: list[StepTime] | None = self.guarded(
@@ -102,7 +107,9 @@ class RoundRobin:
 
     def _keep(self, row_run: RowRun, early: list[StepTime], times: list[StepTime], sent: float | None) -> None:
         record = row_run.record
-        seconds = [[t.seconds, t.forward_seconds, t.host_seconds] for t in (*early, *times)]
+        assert row_run.contender is not None
+        period = row_run.contender.period
+        seconds = [*_by_period(early, period), *_by_period(times, period)]
         slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, self.control)
         leaders = float(wire.is_node_leader()) if self.interface else 1.0
@@ -135,6 +142,15 @@ class RoundRobin:
         everyone = [torch.empty_like(mine) for _ in range(self.workers)]
         dist.all_gather(everyone, mine, group=self.control)
         return [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in everyone]
+
+
+def _by_period(times: list[StepTime], period: int) -> list[list[float]]:
+    """Seconds of each step: in all, of the forward pass, of the CPU. Those of a period each count as its mean."""
+    rows = [[t.seconds, t.forward_seconds, t.host_seconds] for t in times]
+    if period == 1:
+        return rows
+    parts = [rows[i : i + period] for i in range(0, len(rows), period)]
+    return [[sum(column) / len(part) for column in zip(*part)] for part in parts for _ in part]
 
 
 def say(rank: int, **fields: Any) -> None:

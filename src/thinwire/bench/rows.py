@@ -100,20 +100,25 @@ def _variants(options: dict[str, Value]) -> list[Row]:
 
 
 def _is_method(name: str) -> bool:
+    from thinwire.local.settings import PRESETS
     from thinwire.methods.registry import METHODS
 
-    return name == "auto" or name in METHODS
+    return name == "auto" or name in METHODS or name in PRESETS
 
 
 def _check_method(name: str, options: dict[str, Value]) -> None:
+    from thinwire.local.settings import PRESETS, local_settings
     from thinwire.methods.registry import METHODS, method
 
+    if name in PRESETS:
+        local_settings(name, options)
+        return
     if name == "auto":
         if set(options) - {"lossy"}:
             raise ValueError("'auto' has the option lossy=true alone: it chooses the others itself")
         return
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; {nearest(name, [*TORCH_ROWS, *METHODS])}")
+        raise ValueError(f"unknown method {name!r}; {nearest(name, [*TORCH_ROWS, *METHODS, *PRESETS])}")
     try:
         method(name, **options)
     except TypeError as error:

@@ -33,6 +33,7 @@ class LocalSync:
 
     Attributes:
         services: what other packages use of it.
+        settings: what was asked for.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class LocalSync:
         state = State(0 if comm is None else comm.rank, topology)
         self._session = Session(local.codec or SSGD(), comm, state, None, dict, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
-        self._late, self._desync = LateParameters(model), settings.detect_desync
+        self._late, self._desync, self.settings = LateParameters(model), settings.detect_desync, local
         self.services = Services(model, optimizers, managed[0].device, self._session, None, None)
         self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
         self._called = False  # an optimizer's step hooks were, since its scaler was asked to step it
@@ -148,7 +149,7 @@ class LocalSync:
 
     def stats(self) -> Stats:
         """Counters since ``attach``; ``steps`` are the optimizer's."""
-        travel, local = self._travel, self._rounds.settings
+        travel, local = self._travel, self.settings
         if travel is None:
             return dataclasses.replace(
                 self._session.stats("one rank only: nothing is sent"), method="local", steps=self._rounds.count
@@ -177,7 +178,7 @@ class LocalSync:
         return {
             "version": 1,
             "method": "local",
-            "local": repr(self._rounds.settings),
+            "local": repr(self.settings),
             "world_size": self._session.state.size,
             "rank": self._session.rank,
             "rounds": self._rounds.snapshot(),
@@ -192,7 +193,7 @@ class LocalSync:
         if state.get("method") != "local" or state.get("version") != 1:
             raise ValueError(f"this is no state of local steps: it says {state.get('method')!r}")
         for key, here in (
-            ("local", repr(self._rounds.settings)),
+            ("local", repr(self.settings)),
             ("world_size", self._session.state.size),
             ("rank", self._session.rank),
         ):

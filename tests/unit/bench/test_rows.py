@@ -6,7 +6,9 @@ from thinwire.bench.trainer import build_trainer
 
 
 def test_rows_options_and_variants():
-    rows = parse_rows("ddp, ddp-best:buckets=1/4, thinwire acp:rank=4,topk:density=0.01,ssgd")
+    rows = parse_rows(
+        "ddp, ddp-best:buckets=1/4, thinwire acp:rank=4,topk:density=0.01,ssgd,local:sync_every=4:codec=int8"
+    )
     assert rows == (
         Row("ddp", "ddp"),
         Row("ddp-best (1 MB)", "ddp", {"bucket": 1.0}, "ddp-best"),
@@ -14,8 +16,9 @@ def test_rows_options_and_variants():
         Row("acp rank=4", "acp", {"rank": 4}),
         Row("topk density=0.01", "topk", {"density": 0.01}),
         Row("ssgd", "ssgd"),
+        Row("local sync_every=4 codec=int8", "local", {"sync_every": 4, "codec": "int8"}),
     )
-    assert [row.is_thinwire for row in rows] == [False, False, False, True, True, True]
+    assert [row.is_thinwire for row in rows] == [False, False, False, True, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,8 @@ def test_rows_options_and_variants():
         ("acp:rnak=3", "rank"),
         ("acp:rank=0", "rank"),
         ("acp:rank", "unknown method"),
+        ("local:sync_every=0", "sync_every=0"),
+        ("diloco:period=3", "no option 'period'"),
         ("ddp,ddp", "twice"),
         ("ddp-best:buckets=a/b", "sizes in MB"),
         ("ddp-best:buckets=0", "sizes in MB"),
