@@ -265,3 +265,26 @@ def test_one_rank_is_plain_training():
                 sync.finish()
         weights.append(cases.weights(net))
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def _one_leaves(rank, size, delay):
+    """Rank 1's own code fails before a round that rank 0 waits for."""
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    said = ""
+    try:
+        with tw.attach(net, optimizer, "local", sync_every=3, fragment_sync_delay=delay, timeout=20):
+            for step in range(9):
+                if rank == 1 and step == 5:
+                    raise KeyError("a batch that is not there")
+                _train(net, optimizer, rank, 1, first=step)
+    except (RuntimeError, KeyError) as error:
+        said = str(error)
+    return said
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_who_has_left_is_named(delay):
+    waited, left = run(_one_leaves, 2, delay, fresh=True, seconds=90)
+    assert "a batch that is not there" in left
+    assert "Rank 1 has left at step 5 with KeyError" in waited

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -206,16 +207,26 @@ class LocalSync:
         self._session.state.step = self._rounds.count
 
     def close(self) -> None:
-        """Take the hooks out and give the process groups back. Local, idempotent; what is under way is dropped."""
+        """Take the hooks out and give the process groups back. Idempotent; what is under way is waited for and dropped.
+
+        In an exception it waits for nothing.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        if self._rounds.travelling() and self._session.broken is None and self._travel is not None:
-            for fragment in self._rounds.travelling():
+        session, error = self._session, sys.exc_info()[1]
+        travelling = self._rounds.travelling() if self._travel is not None and session.broken is None else []
+        try:
+            if error is not None:
+                session.running = bool(travelling)
+                session.leave(error)
+            for fragment in travelling if error is None else ():
+                assert self._travel is not None
                 self._travel.receive(fragment)
-        self.services.close()
-        self._session.close()
-        forget(self.services.model, self)
+        finally:
+            self.services.close()
+            session.close()
+            forget(self.services.model, self)
 
     def __enter__(self) -> LocalSync:
         return self

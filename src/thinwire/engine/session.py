@@ -19,6 +19,7 @@ import torch
 
 from thinwire.collectives.ledger import Ledger
 from thinwire.engine.ranks.communicator import Alone, Communicator
+from thinwire.engine.ranks.late_ranks import in_words
 from thinwire.engine.state.restart import warn_if_state_missing
 from thinwire.engine.state.scaler import LossScale
 from thinwire.engine.state.step_watch import StepWatch, owned
@@ -209,6 +210,13 @@ class Session:
             bytes_by_kind=dict(ledger.bytes),
             buckets=tuple(buckets),
         )
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the others, if they come to ask, that this rank closes in the middle of a step, or after an error."""
+        if self.running and self.broken is None:
+            self.broken = "it was closed in the middle of an exchange"
+        if isinstance(self.comm, Communicator) and (self.running or error is not None):
+            self.comm.leave(f"has left at step {self.state.step}" + (f" with {in_words(error)}" if error else ""))
 
     def close(self) -> None:
         """Give the process groups back and watch optimizers no longer. Idempotent."""

@@ -21,7 +21,6 @@ from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.memory import prime_allocator
 from thinwire.engine.parameters import Managed, model_facts
 from thinwire.engine.ranks.communicator import Alone, Communicator
-from thinwire.engine.ranks.late_ranks import in_words
 from thinwire.engine.schedules.clip import check_norm_type
 from thinwire.engine.schedules.coupled import Coupled
 from thinwire.engine.schedules.decoupled import Decoupled
@@ -231,11 +230,8 @@ class GradientSync:
 
     def close(self) -> None:
         """Take the hooks out, end the communicator thread, give the process groups back. Idempotent, local."""
-        error, session = sys.exc_info()[1], self._session
-        if session.running and session.broken is None:
-            session.broken = "it was closed in the middle of an exchange"
-        if isinstance(session.comm, Communicator) and (session.running or error is not None):
-            session.comm.leave(f"has left at step {session.state.step}" + (f" with {in_words(error)}" if error else ""))
+        session = self._session
+        session.leave(sys.exc_info()[1])
         try:
             if self._schedule is not None:
                 self._schedule.close(broken=session.broken is not None)
