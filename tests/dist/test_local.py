@@ -223,6 +223,12 @@ def _refusals(rank, size):
         sync.load_state_dict(sync.state_dict() | {"local": "Local(sync_every=9)"})
     with pytest.raises(TypeError, match="each rank has its own"):
         tw.checkpoint.save("nowhere", net, optimizer, sync, 0)
+    with sync.outer_weights(), pytest.raises(RuntimeError, match="step outside"):
+        optimizer.step()
+    if rank:
+        next(net.parameters()).data[0] = torch.nan
+    with pytest.raises(RuntimeError, match="some rank's weights are not finite"):
+        sync.finish()
     net.add_module("late", nn.Linear(2, 2))
     optimizer.add_param_group({"params": net.late.parameters()})
     for p in net.parameters():

@@ -53,7 +53,7 @@ class LocalSync:
         self._late, self._desync, self.settings = LateParameters(model), settings.detect_desync, local
         self.services = Services(model, optimizers, managed[0].device, self._session, None, None)
         self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
-        self._called = False  # an optimizer's step hooks were, since its scaler was asked to step it
+        self._lent = self._called = False  # an optimizer's step hooks were, since its scaler was asked to step it
         self._handles: list[Any] = []
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
         self._rounds = Rounds(local, weights, dense, state.rank, topology, start=settings.start_compression_step)
@@ -77,6 +77,8 @@ class LocalSync:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._session.check_usable()
+        if self._lent:
+            raise RuntimeError("optimizer.step() inside outer_weights() would train what is only lent: step outside")
         self._late.check(optimizer, self._parameters)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -130,13 +132,20 @@ class LocalSync:
         if self._travel is None:
             yield
             return
-        with self._rounds.outer_weights():
-            yield
+        self._lent = True
+        try:
+            with self._rounds.outer_weights():
+                yield
+        finally:
+            self._lent = False
 
     def finish(self) -> None:
         """Merge what is under way, and average once more, exactly: then all ranks have the same weights.
 
         All ranks must call it, after the last step.
+
+        Raises:
+            RuntimeError: on all ranks, if some rank's weights are not finite.
         """
         travel = self._travel
         if travel is None:
@@ -145,8 +154,11 @@ class LocalSync:
         for fragment in sorted(self._rounds.travelling(), key=lambda f: f.due or 0):
             travel.merge(fragment)
         for fragment in self._rounds.fragments:
+            rejected = fragment.rejected
             travel.send(fragment, fragment.send(self._rounds.count, last=True))
             travel.merge(fragment)
+            if fragment.rejected > rejected:
+                raise RuntimeError("finish() has averaged nothing: some rank's weights are not finite")
 
     def stats(self) -> Stats:
         """Counters since ``attach``; ``steps`` are the optimizer's."""
