@@ -280,14 +280,14 @@ def _two_in_one_backward(rank, size, method):
     nets = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))) for _ in range(2)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
     syncs = [tw.attach(n, o, method) for n, o in zip(nets, optimizers)]
-    at_attach = [len(sync._session.comm._lanes._held) for sync in syncs]
+    at_attach = [len(sync.services.session.comm._lanes._held) for sync in syncs]
     for step in range(6):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
         sum(net(x).square().mean() for net in nets).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    made = [len(sync._session.comm._lanes._held) - before for sync, before in zip(syncs, at_attach)]
+    made = [len(sync.services.session.comm._lanes._held) - before for sync, before in zip(syncs, at_attach)]
     weights = [p.detach() for net in nets for p in net.parameters()]
     for sync in syncs:
         sync.close()

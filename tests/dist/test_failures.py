@@ -87,7 +87,7 @@ def _gone_before_an_answer(rank, size):
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         for _ in range(100):  # what the other still sends before it ends
-            sync._session.comm.gather_tensor(torch.zeros(1))
+            sync.services.session.comm.gather_tensor(torch.zeros(1))
     except RuntimeError as error:
         return str(error)
     return "nothing was raised"
@@ -271,7 +271,7 @@ def _fails_after_the_exchange(rank, size, what):
     net = torch.nn.Sequential(cases.model(), torch.nn.BatchNorm1d(5))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     sync = tw.attach(net, optimizer, "acp", start_compression_step=0, timeout=15, find_unused_parameters=True)
-    comm, source = sync._session.comm, sync._source
+    comm, source = sync.services.session.comm, sync.services.source
     objects = {"check_order": comm, "gather": comm, "receive": source._buffers}
     net(cases.batch(rank, 0)[0]).mean().backward()
     optimizer.step()
@@ -287,7 +287,7 @@ def _fails_after_the_exchange(rank, size, what):
     with pytest.raises(RuntimeError, match=f"unusable after an earlier failure: {what} failed, say"):
         net(cases.batch(rank, 1)[0]).mean().backward()
     sync.close()
-    assert not sync._session.running
+    assert not sync.services.session.running
 
 
 @pytest.mark.parametrize("what", ["check_order", "gather", "receive"])

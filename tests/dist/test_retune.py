@@ -33,7 +33,7 @@ def _train(rank, method, *, steps=None, seconds=None, plan=None):
 def _loop(rank, net, sync, optimizer, steps, seconds):
     now, hashes, step = [0.0], [], 0
     if seconds is not None:
-        sync._controller.pilot.timings._stopwatch = Stopwatch(torch.device("cpu"), lambda: now[0])
+        sync.services.controller.pilot.timings._stopwatch = Stopwatch(torch.device("cpu"), lambda: now[0])
     while step < steps if steps else not sync.stats().settled:
         buckets = len(sync.plan.phases[0])
         cases.loss_of(net, rank, step, width=16).backward()
@@ -174,11 +174,11 @@ def _adaptive(rank, size):
         net, sync, _ = _train(rank, tw.SSGD(fusion="tune"), seconds=_few, plan="adaptive")
     finally:
         tuner.WATCH_STEPS = before
-    settled = sync.stats().settled, sync._controller.pilot.decisions
+    settled = sync.stats().settled, sync.services.controller.pilot.decisions
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     _loop(rank, net, sync, optimizer, 6 + 8, None)
     sync.close()
-    return settled, (sync.stats().settled, sync._controller.pilot.decisions)
+    return settled, (sync.stats().settled, sync.services.controller.pilot.decisions)
 
 
 def test_adaptive_tunes_again():

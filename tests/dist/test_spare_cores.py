@@ -67,7 +67,7 @@ def test_the_thread_changes_no_bit(size):
 def _ask(rank, size):
     net = cases.model()
     with tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "topk", density=0.1) as sync:
-        return sync._session.comm.spare_cores()
+        return sync.services.session.comm.spare_cores()
 
 
 def test_ranks_on_one_machine_count_its_cores():

@@ -33,7 +33,7 @@ def test_gradients_of_one_bucket_from_several_streams(method):
                         hook(parameter)
             for stream in streams:
                 main.wait_stream(stream)
-            run.sync._source.finish()
+            run.sync.services.source.finish()
             run.optimizer.step()
             run.optimizer.zero_grad()
             run.sync.synchronize()

@@ -33,6 +33,7 @@ class Services:
         controller: of its plans; None likewise.
 
     Attributes:
+        session, source, controller: as above.
         companions: what is saved and loaded with the GradientSync, by name.
         handles: removed when it is closed.
     """
@@ -47,7 +48,7 @@ class Services:
         controller: Controller | None,
     ) -> None:
         self.model, self.optimizers, self.device = model, tuple(optimizers), device
-        self._session, self._source, self._controller = session, source, controller
+        self.session, self.source, self.controller = session, source, controller
         self.companions: dict[str, Stateful] = {}
         self.handles: list[Any] = []
         self._channels: list[Channel] = []
@@ -55,37 +56,37 @@ class Services:
     @property
     def method(self) -> Method:
         """The one that runs."""
-        return self._session.method
+        return self.session.method
 
     @property
     def state(self) -> State:
-        return self._session.state
+        return self.session.state
 
     @property
     def topology(self) -> Topology:
         """Which rank sits on which machine."""
-        return self._session.topology
+        return self.session.topology
 
     @property
     def rank(self) -> int:
-        return self._session.rank
+        return self.session.rank
 
     @property
     def scaler(self) -> Any:
         """The GradScaler in use, or None."""
-        return self._session.loss_scale.scaler
+        return self.session.loss_scale.scaler
 
     @property
     def synchronizing(self) -> bool:
         """Whether the next backward will be exchanged: False inside ``no_sync``."""
-        return self._source is None or self._source.enabled
+        return self.source is None or self.source.enabled
 
     def run(self, program: Program, *, lane: str = "control") -> Any:
         """Run a program on tensors that are not parameters, now, in the calling thread, on lanes of its own.
 
         All ranks must call it at the same point with programs that issue the same ops. Returns the program's value.
         """
-        comm = self._session.comm
+        comm = self.session.comm
         return run_alone(program) if comm is None else comm.run(program, lane)
 
     def channel(self, purpose: str, depth: Mapping[Scope, int], topology: Topology | None = None) -> Channel:
@@ -98,8 +99,8 @@ class Services:
             depth: exchanges that one program issues within each scope, at most.
             topology: groups the ranks otherwise than the machines do.
         """
-        comm = self._session.comm if isinstance(self._session.comm, Communicator) else None
-        made = Channel(comm, topology or self.topology, purpose, depth, self._session)
+        comm = self.session.comm if isinstance(self.session.comm, Communicator) else None
+        made = Channel(comm, topology or self.topology, purpose, depth, self.session)
         self._channels.append(made)
         return made
 
@@ -108,7 +109,7 @@ class Services:
 
         All ranks must call it.
         """
-        pilot, comm = None if self._controller is None else self._controller.pilot, self._session.comm
+        pilot, comm = None if self.controller is None else self.controller.pilot, self.session.comm
         if pilot is not None and pilot.costs is not None:
             return pilot.costs
         if not isinstance(comm, Communicator):
@@ -128,8 +129,8 @@ class Services:
         Raises:
             ValueError: an unknown name, or a decoupled method, which follows the order of the forward.
         """
-        if self._source is not None:
-            self._source.expect(names)
+        if self.source is not None:
+            self.source.expect(names)
 
     def bind(self, optimizers: Iterable[torch.optim.Optimizer], sync: Any, scaler: Any) -> None:
         """Tell optimizers that want to know (``attached(sync, scaler)``) whom they work with, until the end."""
@@ -139,7 +140,7 @@ class Services:
 
     def gather(self, message: bytes) -> list[bytes]:
         """Every rank's message, in rank order."""
-        comm = self._session.comm
+        comm = self.session.comm
         return [message] if comm is None else comm.gather(message)
 
     def agree(self, flag: bool) -> bool:
@@ -148,8 +149,8 @@ class Services:
 
     def agree_on(self, facts: dict[str, Any]) -> None:
         """Raise ``ValueError`` on all ranks, naming the difference, unless all bring the same facts (plain data)."""
-        if self._session.comm is not None:
-            self._session.comm.agree(facts)
+        if self.session.comm is not None:
+            self.session.comm.agree(facts)
 
     def close(self) -> None:
         """End what others have begun."""
@@ -160,5 +161,5 @@ class Services:
             companion.close()
         self.companions.clear()
         for channel in self._channels:
-            channel.close(broken=self._session.broken is not None)
+            channel.close(broken=self.session.broken is not None)
         self._channels.clear()
