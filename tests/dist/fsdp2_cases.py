@@ -85,7 +85,7 @@ class Oracle:
 
     def gradients(self, weights, step):
         """{name: averaged gradient} that FSDP2 should hold after this backward, whole."""
-        ranks = [_plain(weights, rank, step) for rank in range(self.replicas * self.shards)]
+        ranks = [plain(weights, rank, step) for rank in range(self.replicas * self.shards)]
         found = {}
         for shard, world in enumerate(self.worlds):
             means = []
@@ -108,7 +108,7 @@ class Oracle:
         return self.worlds[shard].residuals()[replica]
 
 
-def _plain(weights, rank, step):
+def plain(weights, rank, step):
     net = Net()
     with torch.no_grad():
         for n, p in net.named_parameters():

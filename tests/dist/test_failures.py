@@ -272,7 +272,7 @@ def _fails_after_the_exchange(rank, size, what):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     sync = tw.attach(net, optimizer, "acp", start_compression_step=0, timeout=15, find_unused_parameters=True)
     comm, source = sync.services.session.comm, sync.services.source
-    objects = {"check_order": comm, "gather": comm, "receive": source._buffers}
+    objects = {"check_order": comm, "gather": comm, "receive": source.buffers}
     net(cases.batch(rank, 0)[0]).mean().backward()
     optimizer.step()
     optimizer.zero_grad()

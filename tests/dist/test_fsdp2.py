@@ -223,7 +223,7 @@ def _scattered(rank, mesh):
         weights = whole(net)
         cases.loss_of(net, rank, 0, WIDTH).backward()
         got = {n: p.grad.full_tensor() for n, p in net.named_parameters() if p.grad is not None}
-        ranks = [two_by_two._plain(weights, r, 0) for r in range(4)]
+        ranks = [two_by_two.plain(weights, r, 0) for r in range(4)]
         wanted = {}
         for shard in range(2):
             for names in GROUPS:

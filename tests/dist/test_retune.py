@@ -33,7 +33,7 @@ def _train(rank, method, *, steps=None, seconds=None, plan=None):
 def _loop(rank, net, sync, optimizer, steps, seconds):
     now, hashes, step = [0.0], [], 0
     if seconds is not None:
-        sync.services.controller.pilot.timings._stopwatch = Stopwatch(torch.device("cpu"), lambda: now[0])
+        sync.services.controller.pilot.timings.stopwatch = Stopwatch(torch.device("cpu"), lambda: now[0])
     while step < steps if steps else not sync.stats().settled:
         buckets = len(sync.plan.phases[0])
         cases.loss_of(net, rank, step, width=16).backward()

@@ -23,13 +23,13 @@ class SocketLoop:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._streams: dict[int, Stream] = {}
-        self._gone: set[int] = set()  # since the last look: their numbers may be somebody else's already
+        self.streams: dict[int, Stream] = {}
+        self.gone: set[int] = set()  # since the last look: their numbers may be somebody else's already
         threading.Thread(target=self._loop, name="thinwire-sockets", daemon=True).start()
 
     def add(self, stream: Stream) -> None:
         """A new stream, which waits for nothing yet."""
-        self._streams[stream.number] = stream
+        self.streams[stream.number] = stream
         self._epoll.register(stream.number, 0)
 
     def watch(self, stream: Stream, events: int) -> None:
@@ -38,8 +38,8 @@ class SocketLoop:
 
     def remove(self, stream: Stream) -> None:
         """The stream is about to be closed."""
-        if self._streams.pop(stream.number, None) is not None:
-            self._gone.add(stream.number)
+        if self.streams.pop(stream.number, None) is not None:
+            self.gone.add(stream.number)
             with contextlib.suppress(OSError):
                 self._epoll.unregister(stream.number)
 
@@ -47,10 +47,10 @@ class SocketLoop:
         checked = time.monotonic()
         with torch.no_grad():
             while True:
-                self._gone.clear()
+                self.gone.clear()
                 for number, happened in self._epoll.poll(_CHECK_SECONDS):
-                    stream = self._streams.get(number)
-                    if stream is None or number in self._gone:
+                    stream = self.streams.get(number)
+                    if stream is None or number in self.gone:
                         continue
                     try:
                         self._serve(stream, happened)
@@ -58,7 +58,7 @@ class SocketLoop:
                         stream.fail(error)
                 if (now := time.monotonic()) - checked >= _CHECK_SECONDS:
                     checked = now
-                    for stream in list(self._streams.values()):
+                    for stream in list(self.streams.values()):
                         stream.check(now)
 
     @staticmethod

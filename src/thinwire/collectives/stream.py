@@ -53,7 +53,7 @@ class Stream:
     def __init__(self, connection: socket.socket, peer: str, timeout: float, loop: SocketLoop) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket, self._peer, self._timeout, self._socket_loop = connection, peer, timeout, loop
+        self.socket, self._peer, self._timeout, self._socket_loop = connection, peer, timeout, loop
         self._out, self._in = _Way(), _Way()
         self._lock = threading.RLock()
         self._error: RuntimeError | None = None
@@ -89,12 +89,12 @@ class Stream:
 
     def on_room(self) -> None:
         """Send what the kernel takes."""
-        self._move(self._out, self._socket.send)
+        self._move(self._out, self.socket.send)
 
     def on_data(self) -> None:
         """Take in the next message, or what of it has arrived; the loop calls again if there is more."""
         self._listening = bool(self._in.waiting)
-        self._move(self._in, self._socket.recv_into, most=1)
+        self._move(self._in, self.socket.recv_into, most=1)
 
     def _move(self, way: _Way, transfer: Callable[[memoryview], int], most: int | None = None) -> None:
         ended: list[CountdownWork] = []
@@ -132,7 +132,7 @@ class Stream:
 
     def hung_up(self) -> None:
         """The other side is gone. What has arrived before counts."""
-        self._move(self._in, self._socket.recv_into)
+        self._move(self._in, self.socket.recv_into)
         self._lost(ConnectionResetError(_CLOSED))
 
     def fail(self, error: Exception) -> None:
@@ -153,7 +153,7 @@ class Stream:
             self._error = error
             self._socket_loop.remove(self)
             with contextlib.suppress(OSError):
-                self._socket.close()
+                self.socket.close()
             waiting = [work for way in (self._in, self._out) for _, work in way.waiting]
             self._in.waiting.clear()
             self._out.waiting.clear()
@@ -172,7 +172,7 @@ class Stream:
             enough = min(len(self._in.waiting[0][0]), _WAKE_BYTES)
             if enough != self._woken_at:
                 self._woken_at = enough
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
         wanted = (select.EPOLLIN if self._listening else 0) | (select.EPOLLOUT if self._out.waiting else 0)
         if wanted != self._asked:
             self._asked = wanted

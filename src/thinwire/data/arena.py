@@ -48,12 +48,12 @@ class Arena:
         self._file, header = open_file(path, slots)
         self.slots = header.slots
         self._end = table_bytes(self.slots)
-        self._table = mmap.mmap(self._file, self._end)
-        self._data = self._table  # grows later
+        self.table = mmap.mmap(self._file, self._end)
+        self._data = self.table  # grows later
         self._checked = bytearray(self.slots)
         self._mutex = threading.Lock()  # threads of one process share its file locks
         self.users = 0
-        self.counters = CacheCounters(self._file, self._table, HEADER)
+        self.counters = CacheCounters(self._file, self.table, HEADER)
 
     @classmethod
     def open(cls, path: Path, slots: int, limit: int) -> Arena:
@@ -79,7 +79,7 @@ class Arena:
             if self.users == 0:
                 del _arenas[self.path]
                 self._data.close()
-                self._table.close()
+                self.table.close()
                 os.close(self._file)
 
     def get(self, key: bytes, *, always: bool = False) -> bytes | None:
@@ -137,26 +137,26 @@ class Arena:
     def held(self) -> tuple[int, int]:
         """(number of values, their bytes)."""
         kind = np.dtype([("key", "V16"), ("offset", "<u8"), ("length", "<u8"), ("crc", "<u4"), ("state", "<u4")])
-        slots = np.frombuffer(self._table[SLOTS_AT : self._end], dtype=kind, count=self.slots)
+        slots = np.frombuffer(self.table[SLOTS_AT : self._end], dtype=kind, count=self.slots)
         ready = slots["state"] == READY
         return int(ready.sum()), int(slots["length"][ready].sum())
 
     def _fill(self, index: int, key: bytes, offset: int, value: bytes, crc: int) -> None:
         """The order of these stores is the promise: a kill between any two leaves EMPTY or FILLING."""
         at = SLOTS_AT + index * SLOT.size
-        self._table[at : at + _OFFSET_AT] = key
-        store(self._table, at + _OFFSET_AT, offset, 8)  # before the length: a place is never taken for a longer one
-        store(self._table, at + _LENGTH_AT, len(value), 8)
-        store(self._table, at + _STATE_AT, FILLING, 4)
+        self.table[at : at + _OFFSET_AT] = key
+        store(self.table, at + _OFFSET_AT, offset, 8)  # before the length: a place is never taken for a longer one
+        store(self.table, at + _LENGTH_AT, len(value), 8)
+        store(self.table, at + _STATE_AT, FILLING, 4)
         self._cover(offset + len(value))
         self._data[offset : offset + len(value)] = value
-        store(self._table, at + _CRC_AT, crc, 4)
-        store(self._table, at + _STATE_AT, READY, 4)
+        store(self.table, at + _CRC_AT, crc, 4)
+        store(self.table, at + _STATE_AT, READY, 4)
 
     def _reserve(self, length: int) -> int | None:
         """Space for a value, or None. A process killed right after it leaks that space, once."""
         with self._locked(-1):
-            header = Header.read(self._table)
+            header = Header.read(self.table)
             start, end = header.used, header.used + -(-length // 64) * 64
             if end > self.limit:
                 return None
@@ -170,8 +170,8 @@ class Arena:
                     if error.errno in _NO_SPACE:
                         return None
                     raise
-                Header.store_allocated(self._table, wanted)
-            Header.store_used(self._table, end)
+                Header.store_allocated(self.table, wanted)
+            Header.store_used(self.table, end)
             return start
 
     def _recheck(self, index: int) -> bytes | None:
@@ -181,7 +181,7 @@ class Arena:
             value = self._read(offset, length)
             if state == READY and zlib.crc32(value) == crc:
                 return value
-            store(self._table, SLOTS_AT + index * SLOT.size + _STATE_AT, FILLING, 4)
+            store(self.table, SLOTS_AT + index * SLOT.size + _STATE_AT, FILLING, 4)
             return None
 
     def _probe(self, key: bytes) -> Iterator[int]:
@@ -190,7 +190,7 @@ class Arena:
             yield (start + step) % self.slots
 
     def _slot(self, index: int) -> tuple[bytes, int, int, int, int]:
-        slot: tuple[bytes, int, int, int, int] = SLOT.unpack_from(self._table, SLOTS_AT + index * SLOT.size)
+        slot: tuple[bytes, int, int, int, int] = SLOT.unpack_from(self.table, SLOTS_AT + index * SLOT.size)
         return slot
 
     def _read(self, offset: int, length: int) -> bytes:
@@ -200,7 +200,7 @@ class Arena:
     def _cover(self, end: int) -> None:
         """Map the file's data up to ``end``, if the file is that long."""
         if end > len(self._data):
-            allocated = Header.read(self._table).allocated
+            allocated = Header.read(self.table).allocated
             if end <= allocated:
                 self._data = mmap.mmap(self._file, allocated)  # the old map goes with its last reader
 

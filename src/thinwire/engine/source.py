@@ -61,7 +61,7 @@ class GradientSource:
         self._end = BackwardEnd(self.finish)
         self._late = LateParameters(model)
         comm, sends = buckets.session.comm, settings.broadcast_buffers
-        self._buffers = Buffers(model, comm) if sends and isinstance(comm, Communicator) else None
+        self.buffers = Buffers(model, comm) if sends and isinstance(comm, Communicator) else None
         self._hooks: list[Any] = []
 
     def install(self) -> None:
@@ -173,8 +173,8 @@ class GradientSource:
         assert session.comm is not None
         names = [entry.names for entry in step.entries]
         session.comm.steps.begin(session.state.step, names, buckets.program, pause=buckets.pauses)
-        if self._buffers is not None:
-            self._buffers.send()
+        if self.buffers is not None:
+            self.buffers.send()
         for index, left in enumerate(step.left):
             if not left:  # nothing of it is expected: what earlier passes left there is all
                 buckets.ready(index)
@@ -208,8 +208,8 @@ class GradientSource:
         backward_seconds = time.perf_counter() - step.began
         session.finish()
         comm.check_order(session.state.step)
-        if self._buffers is not None:
-            self._buffers.receive()
+        if self.buffers is not None:
+            self.buffers.receive()
         self._schedule.deliver()
         self.expected = None
         session.counters.sent(buckets.parameters.nbytes, session.state.size)

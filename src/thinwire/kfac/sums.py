@@ -28,7 +28,7 @@ class LayerSums:
         self.clear()
 
     def clear(self) -> None:
-        self._moments: list[Tensor | None] = [None, None]
+        self.moments: list[Tensor | None] = [None, None]
         self._rows = [0, 0]
         self._examples = self._batch = 0
         self._sampled = False
@@ -62,17 +62,17 @@ class LayerSums:
     def _add(self, side: int, rows: Tensor, *, ones: bool) -> None:
         if not len(rows):
             return
-        moment, before = second_moment(rows, ones=ones), self._moments[side]
-        self._moments[side] = moment if before is None else before.add_(moment)
+        moment, before = second_moment(rows, ones=ones), self.moments[side]
+        self.moments[side] = moment if before is None else before.add_(moment)
         self._rows[side] += rows.shape[0]
 
     def seen(self, side: int) -> bool:
         """Whether anything was added to A (0) or G (1)."""
-        return self._moments[side] is not None
+        return self.moments[side] is not None
 
     def statistic(self, side: int) -> Tensor:
         """A (0) or G (1) of what was added, packed, and a one behind it: zeros if nothing was. Frees the sum."""
-        moment, self._moments[side] = self._moments[side], None
+        moment, self.moments[side] = self.moments[side], None
         shape, weight = self._layer.shape, self._layer.weight
         if moment is None:
             size = packed_size((shape.d_a, shape.d_g)[side]) + 1

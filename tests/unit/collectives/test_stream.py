@@ -133,7 +133,7 @@ def test_one_who_is_slow_but_moves_is_not_given_up():
         out, work = torch.zeros(8), CountdownWork(1)
         streams[1].receive(out, work)
         for i in range(8):  # 2.4 s in all
-            streams[0]._socket.send(torch.tensor(float(i)).numpy().tobytes())
+            streams[0].socket.send(torch.tensor(float(i)).numpy().tobytes())
             time.sleep(0.3)
         work.wait()
         assert out.tolist() == list(range(8))
@@ -165,7 +165,7 @@ def test_a_number_used_again_is_not_taken_for_the_old_stream():
     streams = _pair(other_loop=mine)
     number = streams[1].number
     streams[1].close()
-    assert number in mine._gone or number not in mine._streams
+    assert number in mine.gone or number not in mine.streams
     streams[0].close()
 
 

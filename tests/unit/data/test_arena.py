@@ -27,7 +27,7 @@ def value_of(number, size):
 
 
 def states(arena):
-    return [SLOT.unpack_from(arena._table, SLOTS_AT + i * SLOT.size)[4] for i in range(arena.slots)]
+    return [SLOT.unpack_from(arena.table, SLOTS_AT + i * SLOT.size)[4] for i in range(arena.slots)]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_it_is_a_dictionary_that_stops_growing(tmp_path_factory, puts, slots, ro
     for number in range(31):
         assert arena.get(digest(number)) == expected.get(number)
     assert arena.held() == (len(expected), sum(map(len, expected.values())))
-    assert Header.read(arena._table).used <= arena.limit
+    assert Header.read(arena.table).used <= arena.limit
     assert os.path.getsize(path) <= arena.limit + 4096
     arena.close()
 
@@ -169,7 +169,7 @@ def test_threads_and_rows_of_ended_processes(opened):
 def test_a_damaged_value_is_not_served_and_written_again(opened, tmp_path):
     arena = opened()
     arena.put(b"k" * 16, b"good" * 100)
-    offset = SLOT.unpack_from(arena._table, SLOTS_AT + int.from_bytes(b"k" * 8, "little") % 64 * SLOT.size)[1]
+    offset = SLOT.unpack_from(arena.table, SLOTS_AT + int.from_bytes(b"k" * 8, "little") % 64 * SLOT.size)[1]
     with open(tmp_path / "a.arena", "r+b") as file:
         file.seek(offset)
         file.write(b"bad")

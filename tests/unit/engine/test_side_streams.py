@@ -46,7 +46,7 @@ def test_sums_of_kfac(side):
     net = nn.Sequential(nn.Linear(3, 2))
     sums = LayerSums(find_layers(net)[0][0], "reference", "expand")
     sums.add_input(torch.ones(4, 3))
-    sums._moments[0] = sums._moments[0].as_subclass(OnCard)
-    where = sums._moments[0].data_ptr()
+    sums.moments[0] = sums.moments[0].as_subclass(OnCard)
+    where = sums.moments[0].data_ptr()
     sums.statistic(0)
     assert side == [(where, "side")]

@@ -99,7 +99,7 @@ def test_looking_leaves_no_trace():
 
 
 def test_an_unknown_layout_warns_once(caplog, monkeypatch):
-    monkeypatch.setattr(engine_scaler, "_warned", False)
+    monkeypatch.setattr(engine_scaler, "warned", False)
 
     class Other(torch.amp.GradScaler):
         """A GradScaler whose record of stages is kept elsewhere."""

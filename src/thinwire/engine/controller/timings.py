@@ -46,7 +46,7 @@ class Timings:
     """Marks of the last steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stopwatch = Stopwatch(device)
+        self.stopwatch = Stopwatch(device)
         self._steps: list[_Marks] = []
         self._open: _Marks | None = None
 
@@ -59,24 +59,24 @@ class Timings:
 
     def forward(self) -> None:
         """The model's forward begins."""
-        self._open = _Marks(self._stopwatch.mark(), {})
+        self._open = _Marks(self.stopwatch.mark(), {})
 
     def arrived(self, index: int) -> None:
         """A gradient is complete."""
         if self._open is not None:
-            self._open.arrivals[index] = self._stopwatch.mark()
+            self._open.arrivals[index] = self.stopwatch.mark()
 
     def ended(self) -> None:
         """Backward and exchange have ended."""
         if self._open is not None and self._open.arrivals:
-            self._open.end = self._stopwatch.mark()
+            self._open.end = self.stopwatch.mark()
             self._steps.append(self._open)
         self._open = None
 
     def intervals(self) -> list[float]:
         """Seconds from forward to forward, of the whole steps noted so far, on this rank."""
-        self._stopwatch.settle()
-        return [self._stopwatch.between(a.start, b.start) for a, b in pairwise(self._steps)]
+        self.stopwatch.settle()
+        return [self.stopwatch.between(a.start, b.start) for a, b in pairwise(self._steps)]
 
     def agreed(self, managed: Sequence[Managed], lane: Lane, device: torch.device) -> AgreedTimes:
         """The medians, of each the slowest rank's. All ranks call it."""
@@ -95,8 +95,8 @@ class Timings:
 
     def _medians(self, count: int) -> list[float]:
         """Forward, outside, step, and per parameter the time after the first gradient; -1 where none came."""
-        self._stopwatch.settle()
-        between, steps = self._stopwatch.between, self._steps
+        self.stopwatch.settle()
+        between, steps = self.stopwatch.between, self._steps
         first = [next(iter(s.arrivals.values())) for s in steps]
         forward = statistics.median(between(s.start, f) for s, f in zip(steps, first))
         outside = statistics.median(between(a.end, b.start) for a, b in pairwise(steps))

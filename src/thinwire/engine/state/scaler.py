@@ -16,7 +16,7 @@ from thinwire.program import State
 
 logger = logging.getLogger("thinwire")
 
-_warned = False
+warned = False
 _FRAMES = 16  # between a hook and the script, with a wrapper or two
 
 
@@ -93,7 +93,7 @@ def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
         scaler: a ``torch.amp.GradScaler`` or None.
         optimizer: the one whose ``step()`` is about to run.
     """
-    global _warned
+    global warned
     if scaler is None or not scaler.is_enabled():
         return False
     try:
@@ -103,8 +103,8 @@ def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
         stage = scaler._per_optimizer_states.get(id(optimizer), {"stage": None})["stage"]
         return stage is None or str(stage.name) == "READY"
     except (AttributeError, KeyError, TypeError):
-        if not _warned:
-            _warned = True
+        if not warned:
+            warned = True
             logger.warning(
                 "thinwire: this torch's GradScaler keeps its stages in another way, so step() on scaled gradients is "
                 "not noticed; call scaler.step(optimizer)"
