@@ -89,6 +89,9 @@ class GPT2View(View):
         from transformers.masking_utils import create_causal_mask
 
         made: Any = create_causal_mask(
-            config=self.config, inputs_embeds=hidden, attention_mask=valid_tokens(hidden, lengths), past_key_values=None
+            self.config,
+            hidden,
+            valid_tokens(hidden, lengths),
+            None,  # no cache, whose keyword changed its name in 5.24
         )
         return made  # type: ignore[no-any-return]
