@@ -16,6 +16,7 @@ from thinwire.collectives.ledger import Ledger
 from thinwire.engine.attached import forget, remember
 from thinwire.engine.late_parameters import LateParameters
 from thinwire.engine.parameters import Managed, model_facts
+from thinwire.engine.ranks.agreement import deepest_of_all
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Services
 from thinwire.engine.session import Session
@@ -27,6 +28,7 @@ from thinwire.local.rounds import Fragment, Rounds
 from thinwire.local.settings import Local
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Program, Scope, State, Topology
+from thinwire.program.trace import depths
 
 
 class LocalSync:
@@ -56,15 +58,14 @@ class LocalSync:
         self._lent = self._called = False  # an optimizer's step hooks were, since its scaler was asked to step it
         self._handles: list[Any] = []
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
-        self._rounds = Rounds(local, weights, dense, state.rank, topology, start=settings.start_compression_step)
         self._travel: Travel | None = None
         if comm is not None:
             options = {"start_compression_step": settings.start_compression_step, "local steps": repr(local)}
             shared = {"topology": list(topology.layout), "broadcast_buffers": settings.broadcast_buffers}
             comm.agree(options | shared | model_facts(model, managed))
             comm.broadcast([*model.parameters(), *model.buffers()])
-            for fragment in self._rounds.fragments:
-                fragment.anchor()
+        self._rounds = Rounds(local, weights, dense, state.rank, topology, start=settings.start_compression_step)
+        if comm is not None:
             buffers = BufferAverages(model.buffers() if settings.broadcast_buffers else (), topology.world_size)
             self._travel = Travel(self.services, self._rounds, buffers)
             for optimizer in optimizers:
@@ -261,14 +262,9 @@ class Travel:
 
     def __init__(self, services: Services, rounds: Rounds, buffers: BufferAverages) -> None:
         self._buffers, self._last = buffers, rounds.fragments[-1]
-        depth: Counter[Scope] = Counter({Scope.WORLD: buffers.exchanges})
-        for fragment in rounds.fragments:
-            for exchanges in fragment.traced():
-                counts = Counter(x.scope for x in exchanges if x.scope is not None)
-                depth |= counts
-        rows = services.gather(bytes(depth[scope] for scope in Scope))  # a machine's first rank has more to do
-        most = {scope: max(row[i] for row in rows) for i, scope in enumerate(Scope)}
-        wanted = {scope: count for scope, count in most.items() if count}
+        depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
+        depth |= Counter({Scope.WORLD: buffers.exchanges})
+        wanted = deepest_of_all(depth, services.gather)
         self._channels = [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
         self._next = 0
         self._under_way: dict[int, int] = {}

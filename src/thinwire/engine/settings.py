@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from thinwire.engine.parameters import DenseRule
-from thinwire.methods.base import check_count
+from thinwire.methods.base import check_count, check_flag
 from thinwire.program import Method, Plan, Topology
 
 
@@ -35,8 +35,7 @@ class AttachSettings:
 
     def __post_init__(self) -> None:
         for name in ("find_unused_parameters", "gradient_as_bucket_view", "broadcast_buffers"):
-            if not isinstance(flag := getattr(self, name), bool):
-                raise ValueError(f"{name}={flag!r} must be True or False")
+            check_flag(name, getattr(self, name))
         if self.start_compression_step is not None:
             check_count("start_compression_step", self.start_compression_step)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from thinwire.methods.base import all_finite
 from thinwire.program import AllReduce, Broadcast, Program, working_dtype
 
 
@@ -52,7 +53,7 @@ class BufferAverages:
     def merge(self) -> None:
         """Take over what has come, unless it is not finite."""
         for dtype, received in self._received.items():
-            if not dtype.is_floating_point or bool(received.isfinite().all()):
+            if not dtype.is_floating_point or bool(all_finite(received)):
                 some = self._by_dtype[dtype]
                 for x, part in zip(some, received.split([x.numel() for x in some])):
                     x.copy_(part.view(x.shape))

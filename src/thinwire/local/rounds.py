@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.local.settings import Local
+from thinwire.methods.base import all_finite
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
 from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
@@ -57,9 +58,11 @@ class Rounds:
                 f"fragments={settings.fragments}: the model has only {len(parameters)} trainable parameters"
             )
         self.settings, self.count = settings, 0
+        named = list(parameters.items())
+        parts = cut([x.numel() for _, x in named], settings.fragments)
         self.fragments = [
-            Fragment(settings, index, part, set(dense), State(rank, topology))
-            for index, part in enumerate(_cut(parameters, settings.fragments))
+            Fragment(settings, index, dict(named[places.start : places.stop]), set(dense), State(rank, topology))
+            for index, places in enumerate(parts)
         ]
         if start is not None:
             for fragment in self.fragments:
@@ -137,14 +140,14 @@ class Fragment:
         self, settings: Local, index: int, parameters: Mapping[str, Tensor], dense: Container[str], state: State
     ) -> None:
         self.index, self.parameters, self.state = index, dict(parameters), state
-        self._settings, self._dense = settings, dense
+        self._settings = settings
         tensors = self.parameters.values()
         self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]
         momentum = settings.outer is not None
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if momentum else []
         self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as they were sent
         self._mean: list[Tensor] | None = None  # has been received, and is to be merged; None: it was rejected
-        self._buckets = self._bucketed()
+        self._buckets = self._bucketed(dense)
         self.due: int | None = None
         self.received = self._last = False
         self.rejected = 0
@@ -152,19 +155,14 @@ class Fragment:
         self._exact = self._codec.dense_method() or SSGD(deterministic=self._codec.deterministic)
         state.start = self._codec.exact_start
 
-    @torch.no_grad()
-    def anchor(self) -> None:
-        """The weights as they are now are the outer weights."""
-        torch._foreach_copy_(self.anchors, [x.detach() for x in self.parameters.values()])
-
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self._settings.averages else working_dtype(dtype)
 
-    def _bucketed(self) -> list[tuple[bool, Bucket]]:
+    def _bucketed(self, outside: Container[str]) -> list[tuple[bool, Bucket]]:
         """One bucket for each dtype, and one more for what stays outside the codec; with the answer to which it is."""
         slots: dict[tuple[bool, torch.dtype], list[Slot]] = {}
         for name, anchor in zip(self.parameters, self.anchors):
-            dense = self._settings.codec is None or name in self._dense
+            dense = self._settings.codec is None or name in outside
             slot = Slot(name, anchor.shape, None, anchor.dtype, anchor.device)
             slots.setdefault((dense, anchor.dtype), []).append(slot)
         return [(dense, Bucket(index, some)) for index, ((dense, _), some) in enumerate(slots.items())]
@@ -216,7 +214,7 @@ class Fragment:
             slot.name: slot.raw() if slot.result is None else slot.result for _, b in self._buckets for slot in b.slots
         }
         ordered = [means[name] for name in self.parameters]
-        self.state.verdict(torch.stack([x.isfinite().all() for x in ordered]).all())
+        self.state.verdict(torch.stack([all_finite(x) for x in ordered]).all())
         accepted = self.state.end_step()
         self._mean = ordered if accepted else None
         self.received = True
@@ -232,7 +230,7 @@ class Fragment:
         self.due = None
         weights = [x.detach() for x in self.parameters.values()]
         if self._mean is None:
-            if not all(bool(x.isfinite().all()) for x in self._sent):
+            if not all(bool(all_finite(x)) for x in self._sent):
                 torch._foreach_copy_(weights, self.anchors)
             return
         mean, self._mean = self._mean, None
@@ -295,15 +293,14 @@ def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach().clone() for x in tensors]
 
 
-def _cut(parameters: Mapping[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """Runs of parameters, cut where the sum passes the next count-th of all elements; none is empty."""
-    total, seen, made, part = sum(x.numel() for x in parameters.values()), 0, 0, {}
-    for place, (name, x) in enumerate(parameters.items()):
-        part[name] = x
-        seen += x.numel()
-        left = len(parameters) - place - 1
+def cut(sizes: Sequence[int], count: int) -> Iterator[range]:
+    """Runs of consecutive places, cut where the sum passes the next count-th of all elements; none is empty."""
+    total, seen, made, begin = sum(sizes), 0, 0, 0
+    for place, size in enumerate(sizes):
+        seen += size
+        left = len(sizes) - place - 1
         full = seen * count >= total * (made + 1) or left == count - made - 1
         if full and made < count - 1:
-            yield part
-            part, made = {}, made + 1
-    yield part
+            yield range(begin, place + 1)
+            begin, made = place + 1, made + 1
+    yield range(begin, len(sizes))

@@ -5,12 +5,12 @@ On nodes of equal speed this form sends what the preset sends, spread over all l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.local.rounds import cut
 from thinwire.parameter_server.outer import Outer
 from thinwire.program import WORLD, AllReduce, Program
 
@@ -85,7 +85,7 @@ class DiLoCo:
         if not 0 <= fragment_update_alpha <= 1:
             raise ValueError(f"fragment_update_alpha={fragment_update_alpha!r} must be from 0 to 1")
         self._every, self._delay, self._alpha, self._count = every, fragment_sync_delay, fragment_update_alpha, 0
-        self._parts = list(_parts(parameters, fragments))
+        self._parts = [parameters[p.start : p.stop] for p in cut([x.numel() for x in parameters], fragments)]
         self._anchors = [torch.cat([p.detach().reshape(-1) for p in part]).clone() for part in self._parts]
         self._outers = [outer([anchor]) for anchor in self._anchors]
         self._rounds: Channel | None = None
@@ -151,18 +151,3 @@ class DiLoCo:
         anchor.grad = None
         for p, piece in zip(parameters, anchor.split([p.numel() for p in parameters])):
             p.copy_(piece.view(p.shape)) if self._alpha == 0 else p.lerp_(piece.view(p.shape), 1 - self._alpha)
-
-
-def _parts(parameters: list[nn.Parameter], count: int) -> Iterator[list[nn.Parameter]]:
-    """Runs of parameters, cut where the sum passes the next count-th of all elements; none is empty."""
-    total, seen, part = sum(p.numel() for p in parameters), 0, []
-    made = 0
-    for place, p in enumerate(parameters):
-        part.append(p)
-        seen += p.numel()
-        left = len(parameters) - place - 1
-        full = seen * count >= total * (made + 1) or left == count - made - 1
-        if full and made < count - 1:
-            yield part
-            part, made = [], made + 1
-    yield part

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,14 @@ def with_rare_rounds(method: Method, programs: Sequence[Sequence[TracedExchange]
     """Programs, and the round that they end with now and then: low-rank methods compare bases (no trace sees it)."""
     rare = [TracedExchange("AllGather", Scope.WORLD, 0, 0)] if method.verify_every else []
     return [[*one, *rare] for one in programs]
+
+
+def depths(programs: Iterable[Sequence[TracedExchange]]) -> Counter[Scope]:
+    """How many exchanges the deepest of these programs has within each scope."""
+    deepest: Counter[Scope] = Counter()
+    for exchanges in programs:
+        deepest |= Counter(x.scope for x in exchanges if x.scope is not None)
+    return deepest
 
 
 def memory(

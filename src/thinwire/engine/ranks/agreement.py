@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from thinwire.collectives.lanes import Lane
 from thinwire.collectives.stream import memory_of
 from thinwire.collectives.transport import all_gather_flat
+from thinwire.program import Scope
 
 _CHUNK_BYTES = 16 << 20
 _COMPARED_BYTES = 1 << 20  # less is sent sooner than it is compared
@@ -36,6 +37,13 @@ def gather_bytes(message: bytes, lane: Lane, device: torch.device) -> list[bytes
     all_gather_flat(everyone, mine.to(device), group=lane.group)
     rows = everyone.cpu().view(lane.size, longest)
     return [bytes(rows[r, : counts[r]].tolist()) for r in range(lane.size)]
+
+
+def deepest_of_all(depth: Mapping[Scope, int], gather: Callable[[bytes], list[bytes]]) -> dict[Scope, int]:
+    """The most exchanges within each scope that any rank's program has: a machine's first rank has more to do."""
+    rows = gather(bytes(depth.get(scope, 0) for scope in Scope))
+    most = {scope: max(row[i] for row in rows) for i, scope in enumerate(Scope)}
+    return {scope: count for scope, count in most.items() if count}
 
 
 def agree(facts: dict[str, Any], lane: Lane, device: torch.device) -> None:

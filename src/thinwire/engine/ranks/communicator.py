@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,14 +21,14 @@ from thinwire.collectives.transport import Pending, all_gather_flat, issue, pair
 from thinwire.engine.executors.alone import AloneExecutor, run_alone
 from thinwire.engine.executors.issuer import Failure, OpIssuer
 from thinwire.engine.executors.steps import Names, ProgramSteps, executor_for
-from thinwire.engine.ranks.agreement import agree, broadcast_tensors, gather_bytes
+from thinwire.engine.ranks.agreement import agree, broadcast_tensors, deepest_of_all, gather_bytes
 from thinwire.engine.ranks.late_ranks import LateRanks
 from thinwire.engine.ranks.order import OrderWatch
 from thinwire.measure.cores import place, spare_places
 from thinwire.program import NextForward, Program, Scope, Topology
 from thinwire.program.drive import drive
 from thinwire.program.ops import AllGather, Broadcast, Collective, Op
-from thinwire.program.trace import TracedExchange
+from thinwire.program.trace import TracedExchange, depths
 
 _numbers = itertools.count()
 
@@ -161,20 +160,17 @@ class Communicator:
 
     def open_lanes(self, programs: Iterable[Sequence[TracedExchange]]) -> None:
         """Make the process groups that a plan's programs need, in the same order on all ranks."""
-        deepest: dict[Scope, int] = {}
+        programs = list(programs)
         paired: set[int] = set()  # rounds of the world in which ranks send to one another
-        for steps in programs:
+        for steps in programs if self.backend != "nccl" else ():
             kinds = [step.kind for step in steps if step.scope is Scope.WORLD]
-            if self.backend != "nccl":
-                paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(self.members.topology))
-            counts = Counter(step.scope for step in steps if step.scope is not None)
-            for scope, count in counts.items():
-                deepest[scope] = max(deepest.get(scope, 0), 1 if self.backend == "nccl" else count)
+            paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(self.members.topology))
+        deepest: Mapping[Scope, int] = depths(programs)
+        if self.backend == "nccl":
+            deepest = dict.fromkeys(deepest, 1)
         if self.members.topology.two_levels:
             # A leader's program has more exchanges, but torch names groups by how many a rank has.
-            rows = self.gather(bytes(deepest.get(scope, 0) for scope in Scope))
-            most = {scope: max(row[i] for row in rows) for i, scope in enumerate(Scope)}
-            deepest = {scope: count for scope, count in most.items() if count}
+            deepest = deepest_of_all(deepest, self.gather)
         with self._meeting("connecting"):
             for scope in sorted(deepest, key=lambda s: s.value):
                 for round_ in range(deepest[scope]):
