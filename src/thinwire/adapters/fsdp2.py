@@ -11,6 +11,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -116,9 +117,10 @@ def attach_reduce_scatter(
         ValueError: bad options.
     """
     chosen = resolve(method, **options)
-    if not isinstance(chosen, Cast) or chosen.decoupled:
+    if not isinstance(chosen, Cast) or chosen.decoupled or not isinstance(chosen.dtype, torch.dtype):
         raise NotImplementedError(
-            f"{chosen.name} cannot reduce-scatter: what works is cast, with dtype='bf16', 'fp16' or 'int8'. "
+            f"{chosen.name} cannot reduce-scatter: what works is cast, with dtype='bf16', 'fp16' or 'int8', as no "
+            "residual is kept. "
             "Between replicas (HSDP) more methods work, see thinwire.adapters.fsdp2.attach"
         )
     groups = groups_of(model)

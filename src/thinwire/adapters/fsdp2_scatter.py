@@ -19,7 +19,7 @@ from thinwire.adapters.released import released
 from thinwire.engine.executors.issuer import Failure
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.stats import Stats
-from thinwire.methods import linear8
+from thinwire.methods import two_step
 from thinwire.program import Method, ReduceScatter, working_dtype
 
 
@@ -36,11 +36,10 @@ def scatter_mean(x: Tensor, ranks: int, dtype: torch.dtype, block: int) -> Gener
     if dtype != torch.int8:
         shard = yield ReduceScatter((wide / ranks).to(dtype))
         return shard.to(wide.dtype)
-    blocks = -(-k // block)
-    size = -(-k // blocks)
-    padded = wide.new_zeros(ranks, blocks * size)
+    code = two_step.Code.of(8, block, x.numel(), ranks)
+    padded = wide.new_zeros(ranks, code.chunk)
     padded[:, :k] = wide.view(ranks, k)
-    total = yield from linear8.scatter(padded.view(-1), ranks, size)
+    total = yield from two_step.scatter(padded.view(-1), code)
     return total[:k].div_(ranks)
 
 

@@ -55,7 +55,7 @@ class Local:
     Args:
         sync_every: H, optimizer steps between two exchanges of a parameter.
         codec: the method that carries the mean change, with its residual; None: weights are averaged as they are.
-            ``attach`` takes "int8", "bf16", "fp16" or a method's name too.
+            ``attach`` takes "int8", "int4", "int2", "bf16", "fp16" or a method's name too.
         outer: what is made of the mean change; None: it is applied.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
@@ -103,7 +103,7 @@ class Local:
         return count % self.sync_every == (fragment + 1) * self.sync_every // self.fragments % self.sync_every
 
 
-_DTYPES = ("fp16", "bf16", "int8")
+_DTYPES = ("fp16", "bf16", "int8", "int4", "int2")
 PRESETS: Mapping[str, Mapping[str, Any]] = {"local": {}, "diloco": {"sync_every": 64, "outer": Nesterov()}}
 
 

@@ -1,4 +1,4 @@
-"""Cast: the average on a 16-bit wire, half the bytes of S-SGD, no state; or on an 8-bit one, a quarter.
+"""Cast: the average on a 16-bit wire, half the bytes of S-SGD, no state; or in 8, 4 or 2 bits.
 
 Code that does the same: torch's ``fp16_compress_hook`` and ``bf16_compress_hook``.
 
@@ -6,8 +6,9 @@ Differences from these hooks: the gradient is divided by the world size in fp32 
 cannot overflow where the mean does not. No residual: it works in the units it finds, and scaled fp16 gradients sit
 where fp16 is accurate.
 
-``Cast("int8")`` is 8-bit linear quantisation, and another program (``linear8.py``): blocks of A = M + E with the
-scale max|a| / 127, all-to-all of codes, sum in fp32, encoded again, all-gather. Its traffic does not grow with the
+``Cast("int8")`` is 8-bit linear quantisation, and another program (``two_step.py``): blocks of A = M + E with the
+scale max|a| / 127, all-to-all of codes, sum in fp32, encoded again, all-gather. ``"int4"`` and ``"int2"`` are the same
+program with 16 and 4 bins around 0, whose means travel with the codes. Its traffic does not grow with the
 number of ranks, where torch's 8-bit hooks gather everybody's codes; and it keeps the error of both steps in a
 residual, where those drop it. Chunks follow the bucket, so that values depend on the plan; the state does not.
 """
@@ -20,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from thinwire.methods import linear8
+from thinwire.methods import two_step
 from thinwire.methods.base import all_reduce as sum_over_ranks
 from thinwire.methods.base import check_count, check_flag, check_fusion
 from thinwire.methods.decoupling import Decoupling, check_decoupling, decoupled_sum
@@ -36,17 +37,18 @@ _DTYPES = {
     "float16": torch.float16,
     "int8": torch.int8,
 }
+_BITS: Mapping[torch.dtype | str, int] = {torch.int8: 8, "int4": 4, "int2": 2}
 
 
 @dataclass(frozen=True)
 class Cast(Decoupling, Method):
-    """Average in 16 or 8 bits.
+    """Average in 16, 8, 4 or 2 bits.
 
     Args:
-        dtype: ``torch.bfloat16`` or ``torch.float16``, or "bf16" or "fp16"; or ``torch.int8``, "int8".
-        block: elements that share a scale, with int8.
+        dtype: ``torch.bfloat16`` or ``torch.float16``, or "bf16" or "fp16"; ``torch.int8``, "int8", "int4", "int2".
+        block: elements that share a scale, below 16 bits.
         fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
-        deterministic: sum in rank order: equal bits under any plan; not with int8.
+        deterministic: sum in rank order: equal bits under any plan; not below 16 bits.
         collective, decoupled, check_finite, update_in_step, poison_stale: as of :class:`~thinwire.methods.ssgd.SSGD`.
     """
 
@@ -63,10 +65,11 @@ class Cast(Decoupling, Method):
     collective: str = "flat"
 
     def __post_init__(self) -> None:
-        dtype = _DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
-        if dtype not in _DTYPES.values():
+        dtype = _DTYPES.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
+        if dtype not in (*_DTYPES.values(), *_BITS):
             raise ValueError(
-                f"dtype={self.dtype!r} is unknown; use torch.bfloat16 ('bf16'), torch.float16 ('fp16') or torch.int8"
+                f"dtype={self.dtype!r} is unknown; use torch.bfloat16 ('bf16'), torch.float16 ('fp16'), torch.int8 "
+                "('int8'), 'int4' or 'int2'"
             )
         object.__setattr__(self, "dtype", dtype)
         check_fusion(self.fusion)
@@ -74,26 +77,28 @@ class Cast(Decoupling, Method):
         check_count("block", self.block, 8)
         if self.block % 8:
             raise ValueError(f"block={self.block!r} must be a multiple of 8")
-        if dtype == torch.int8:
+        if dtype in _BITS:
+            name = f"int{_BITS[dtype]}"
             if self.deterministic:
                 raise ValueError(
-                    "deterministic=True cannot hold with int8, whose blocks follow the bucket; leave it out"
+                    f"deterministic=True cannot hold with {name}, whose blocks follow the bucket; leave it out"
                 )
             if self.decoupled or self.collective != "flat":
-                raise ValueError("int8 has two steps of its own: leave out decoupled=True and collective=")
+                raise ValueError(f"{name} has two steps of its own: leave out decoupled=True and collective=")
             object.__setattr__(self, "has_residual", True)
             object.__setattr__(self, "cheap_pack", False)
         check_collective(self.collective, deterministic=self.deterministic)
         check_decoupling(self, collective=self.collective)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Half an fp32 element per element; with int8 a quarter, and the scales."""
+        """Half an fp32 element per element; below 16 bits its bits, and the scales."""
         sizes = super().payload(shapes, phase)
-        return linear8.payload(sizes, self.block) if self.dtype == torch.int8 else [-(-size // 2) for size in sizes]
+        bits = _BITS.get(self.dtype)
+        return two_step.payload(sizes, bits, self.block) if bits else [-(-size // 2) for size in sizes]
 
     def sums(self, shape: Sequence[int]) -> bool:
         """In 16 bits."""
-        return self.dtype != torch.int8
+        return self.dtype not in _BITS
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
@@ -102,8 +107,8 @@ class Cast(Decoupling, Method):
         size, prices = elements(shapes), Prices(costs, topology.world_size, topology)
         if not size:
             return [0.0]
-        if self.dtype == torch.int8:
-            return linear8.seconds(size, topology.world_size, prices)
+        if self.dtype in _BITS:
+            return two_step.seconds(size, topology.world_size, _BITS[self.dtype], prices)
         cast = 1.5  # one side has half the bytes
         before, after = prices.passes(COPY + IN_PLACE + cast, size), prices.passes(cast, size)
         if self.decoupled:
@@ -113,13 +118,13 @@ class Cast(Decoupling, Method):
         )
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-reduce of 16-bit elements; with int8 an all-to-all and an all-gather."""
-        assert isinstance(self.dtype, torch.dtype)
+        """One all-reduce of 16-bit elements; below 16 bits an all-to-all and an all-gather."""
         if bucket.numel == 0:
             return
-        if self.dtype == torch.int8:
-            yield from linear8.two_step(bucket, state, self.block)
+        if bits := _BITS.get(self.dtype):
+            yield from two_step.two_step(bucket, state, bits, self.block)
             return
+        assert isinstance(self.dtype, torch.dtype)
         flat = bucket.flat if bucket.flat.element_size() >= 4 else bucket.flat.float()
         message = bucket.mark_used(flat.div_(state.size).to(self.dtype))
         if self.decoupled:

@@ -20,6 +20,7 @@ FINITE = READ  # one aminmax
 LINE_PASSES = 16.0  # a scattered element moves a cache line of 64 bytes
 # By the text of kernels.quantise, where a byte is a quarter of an element.
 ENCODE, TERNARY, DECODE = 16.0, 15.0, 7.0
+MEANS = 40.0  # of what falls into each bin: measured on a CPU, where torch.bincount takes most of it
 DRAW = 8.0  # a quarter of a 64-bit draw: as long as that many passes, on a CPU
 
 

@@ -5,6 +5,7 @@ import torch
 from thinwire.kernels.quantise import (
     add_decoded,
     encode,
+    encode_means,
     levels,
     magnitudes,
     pack_codes,
@@ -168,3 +169,40 @@ def test_noise_depends_on_the_words_and_is_uniform():
         assert counts.numel() == 64
         expected = counts.sum() / 64
         assert ((counts - expected) ** 2 / expected).sum() < 120  # chi-square, 63 degrees: p = 1e-5
+
+
+@pytest.mark.parametrize("draw", ["gaussian", "heavy tails", "one sign", "mostly zero", "one block of two vanishes"])
+@pytest.mark.parametrize(("bits", "error"), [(2, 0.119), (4, 0.0117)])
+def test_means_leave_what_is_orthogonal_to_them(bits, error, draw):
+    """A projection: the error is orthogonal to what is decoded, so neither is ever longer than ``a``."""
+    n, block, parts = 1 << 15, 64, 2
+    a = normal(n)
+    if draw == "heavy tails":
+        a = a / normal(n, 1).abs().clamp(0.05)
+    elif draw == "one sign":
+        a = a.abs() + 1
+    elif draw == "mostly zero":
+        a = a * (normal(n, 2) > 2)
+    elif draw == "one block of two vanishes":
+        a = a * (torch.arange(n) // block % 2)
+    codes, scales, means = encode_means(a, bits, block, parts)
+    assert (codes.shape, scales.shape, means.shape) == ((n * bits // 8,), (n // block,), (parts, 2**bits))
+    decoded, apart = torch.zeros_like(a), torch.zeros(n // parts, dtype=a.dtype)
+    add_decoded(decoded, codes[None], scales[None], bits, block, means[None])
+    add_decoded(apart, codes.view(parts, -1), scales.view(parts, -1), bits, block, means[:, None])
+    torch.testing.assert_close(apart, decoded.view(parts, -1).sum(0))
+    left = a - decoded
+    assert abs(float(left @ decoded)) <= 1e-9 * float(a @ a)
+    assert float(left @ left) <= float(a @ a)
+    if draw == "gaussian":
+        assert float(left @ left) <= error * float(a @ a)
+    if draw == "one block of two vanishes":
+        assert not decoded.view(-1, 2, block)[:, 0].any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_scale_of_means_says_what_is_not_finite(bad):
+    a = normal(128)
+    a[70] = bad
+    _, scales, _ = encode_means(a, 2, 64)
+    assert scales.isfinite().tolist() == [True, False]

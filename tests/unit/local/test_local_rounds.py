@@ -22,6 +22,8 @@ SHAPES = {"a": (12, 9), "b": (5,), "conv": (6, 4, 2, 2), "s": (), "row": (1, 8)}
 CODECS = [
     SSGD(),
     Cast("int8", block=16),
+    Cast("int4", block=16),
+    Cast("int2", block=16),
     ACP(rank=2, min_rate=1.0),
     PowerSGD(rank=2, min_rate=1.0),
     TopK(0.1),

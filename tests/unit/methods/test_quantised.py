@@ -1,4 +1,4 @@
-"""QSGD, TernGrad, Cast("int8") and 1-bit SGD against brute force in numpy, and the rules that all of them keep."""
+"""QSGD, TernGrad, Cast in 8, 4 and 2 bits, and 1-bit SGD against brute force in numpy, and the rules that all keep."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from thinwire.program.lockstep import run_lockstep
 from thinwire.program.trace import trace
 
 UNBIASED = [QSGD(), QSGD(bits=2, block=64, norm="l2"), QSGD(bits=8, seed=3), TernGrad(clip=None)]
-ALL = [*UNBIASED, TernGrad(), Cast("int8"), Cast("int8", block=8), OneBit()]
+ALL = [*UNBIASED, TernGrad(), Cast("int8"), Cast("int8", block=8), Cast("int4"), Cast("int2", block=16), OneBit()]
 
 
 def uniform(n, method, name, step, rank):
@@ -32,6 +32,25 @@ def linear(a, block):
         scale = np.abs(v).max() / 127
         out[start : start + block] = np.round(v / scale) * scale if scale else 0
     return out
+
+
+def binned(a, block, bits):
+    """Equal bins around 0 in units of each block's root mean square; a bin stands for its weighted mean."""
+    width, half = {2: 0.9957, 4: 0.3352}[bits], 2 ** (bits - 1)
+    v = np.pad(a, (0, -len(a) % block)).reshape(-1, block)
+    unit = np.sqrt((v**2).mean(1, keepdims=True))
+    bins = np.clip(np.floor(v / np.where(unit, unit, 1) / width) + half, 0, 2 * half - 1)
+    out = np.zeros_like(v)
+    for b in range(2 * half):
+        here = bins == b
+        squares = (here * unit**2).sum()
+        out += here * unit * ((here * v * unit).sum() / squares if squares else 0)
+    return out.reshape(-1)[: len(a)]
+
+
+def by_chunks(a, block, chunk, code):
+    return np.concatenate([code(np.pad(a[i : i + chunk], (0, max(0, i + chunk - len(a)))), block)
+                           for i in range(0, len(a), chunk)])[: len(a)]  # fmt: skip
 
 
 # --- values -------------------------------------------------------------------------------------------------------
@@ -73,29 +92,60 @@ def test_terngrad_sums_codes_of_the_shared_scale(method):
             np.testing.assert_allclose(rank["w"].numpy().reshape(-1), max(own) / 3 * sum(codes), rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("n", [1, 7, 64, 667])
-def test_int8_in_two_steps(ranks, n):
-    method, world = Cast("int8", block=16), LocalWorld(ranks)
+def test_few_bits_in_two_steps(bits, ranks, n):
+    method, world = Cast(f"int{bits}", block=16), LocalWorld(ranks)
     owed = [np.zeros(n) for _ in range(ranks)]
     chunk = -(-n // ranks)
     blocks = -(-chunk // 16)
     size = -(-chunk // blocks)  # equal blocks of at most 16
+    if bits < 8:
+        size = -(-size // 8) * 8
     chunk = blocks * size
+
+    def code(x, block):
+        return linear(x, block) if bits == 8 else binned(x, block, bits)
+
     for step in range(3):
         gradients = draw(step, {"w": (n,)}, ranks)
         a = [g["w"].numpy() + e for g, e in zip(gradients, owed)]
-        sent = [linear(x, size) for x in a]
-        total = np.zeros(n)
-        for x in sent:
-            total += x
-        again = np.concatenate([linear(total[i : i + chunk], size) for i in range(0, n, chunk)])
+        sent = [by_chunks(x, size, chunk, code) for x in a]
+        padded = [np.concatenate([code(np.pad(x[i : i + chunk], (0, max(0, i + chunk - n))), size)
+                                  for i in range(0, n, chunk)]) for x in a]  # fmt: skip
+        total = np.sum(padded, axis=0)
+        again = np.concatenate([code(total[i : i + chunk], size) for i in range(0, len(total), chunk)])
         for rank, out in enumerate(world.step(method, gradients)):
-            np.testing.assert_allclose(out["w"].numpy(), again / ranks, rtol=0, atol=1e-13)
-            mine = slice(rank * chunk, (rank + 1) * chunk)
+            np.testing.assert_allclose(out["w"].numpy(), again[:n] / ranks, rtol=0, atol=1e-13)
+            mine = slice(rank * chunk, min(n, (rank + 1) * chunk))
             owed[rank] = a[rank] - sent[rank]
-            owed[rank][mine] += (total - again)[mine]
+            owed[rank][mine] += (total[:n] - again[:n])[mine]
             np.testing.assert_allclose(world.residuals()[rank]["w"].numpy(), owed[rank], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_nothing_is_lost_but_late_in_few_bits(bits, ranks):
+    """Mean of gradients and residuals before = what is applied + mean of the residuals after, on every step."""
+    world, owed = LocalWorld(ranks), 0
+    for step in range(6):
+        gradients = draw(step, {"w": (33, 21)}, ranks)
+        applied = world.step(Cast(f"int{bits}", block=32), gradients)[0]["w"]
+        after = sum(r["w"] for r in world.residuals()) / ranks
+        torch.testing.assert_close(mean(gradients)["w"] + owed, applied + after, rtol=1e-12, atol=1e-12)
+        owed = after
+
+
+@pytest.mark.parametrize(("bits", "most", "growth"), [(4, 0.6, 1.5), (2, 5.0, 1.5)])
+def test_residuals_of_few_bits_stay_small(bits, most, growth):
+    world, gradients = LocalWorld(4), draw(0, {"w": (60, 50)}, 4)
+    norms, longest = [], max(float(g["w"].norm()) for g in gradients)
+    for _ in range(300):
+        world.step(Cast(f"int{bits}"), gradients)
+        norms.append(max(float(r["w"].norm()) for r in world.residuals()))
+    assert max(norms) <= most * longest
+    assert max(norms[100:]) <= growth * max(norms[:100])
 
 
 def test_int8_residuals_stay_small():
@@ -257,6 +307,9 @@ def test_bytes(ranks):
     blocks = {2: 7, 3: 5, 8: 2}[ranks]  # 108, 72, 27 elements a chunk, in blocks of 16, 15 and 14
     chunk = {2: 112, 3: 75, 8: 28}[ranks]
     assert sent(Cast("int8", block=16)) == 2 * others * (4 * blocks + chunk)
+    whole = 16 * blocks  # whole bytes of codes: 112, 80 and 32 elements
+    assert sent(Cast("int4", block=16)) == 2 * others * (4 * (blocks + 16) + whole // 2)
+    assert sent(Cast("int2", block=16)) == 2 * others * (4 * (blocks + 4) + whole // 4)
 
 
 def test_bytes_of_a_large_tensor_follow_the_formulas():
@@ -275,6 +328,7 @@ def test_payload():
     assert QSGD(block=64).payload(shapes, 0) == [27 + 4, 2, 2, 0]
     assert TernGrad().payload(shapes, 0) == [54, 3, 2, 0]
     assert Cast("int8", block=64).payload(shapes, 0) == [53 + 4, 3, 2, 0]
+    assert Cast("int2", block=64).payload(shapes, 0) == [14 + 4, 2, 2, 0]
     assert Cast().payload(shapes, 0) == [105, 3, 1, 0]
 
 
@@ -318,7 +372,8 @@ def test_what_is_kept():
         (lambda: TernGrad(clip=0), "clip=0 must be a number of standard deviations above 0, or None"),
         (lambda: TernGrad(clip=float("nan")), "clip=nan"),
         (lambda: TernGrad(clip=True), "clip=True"),
-        (lambda: Cast("int4"), "dtype='int4' is unknown"),
+        (lambda: Cast("int3"), "dtype='int3' is unknown"),
+        (lambda: Cast("int2", collective="torus"), "int2 has two steps of its own"),
         (lambda: Cast("int8", block=12), "block=12 must be a multiple of 8"),
         (lambda: Cast("int8", deterministic=True), "deterministic=True cannot hold with int8"),
         (lambda: Cast("int8", decoupled=True), "leave out decoupled=True"),

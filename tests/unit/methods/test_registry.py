@@ -110,7 +110,7 @@ def test_resolve():
         ("powersgd", {"compress": "all"}, "'paying', 'matrices'"),
         ("acp", {"fusion": 0}, "fusion=0"),
         ("acp", {"deterministic": "yes"}, "True or False"),
-        ("cast", {"dtype": "int4"}, "torch.bfloat16"),
+        ("cast", {"dtype": "int3"}, "torch.bfloat16"),
         ("cast", {"dtype": torch.float32}, "torch.bfloat16"),
         ("ssgd", {"rank": 2}, "unknown option of ssgd: 'rank'"),
     ],

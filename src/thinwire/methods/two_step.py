@@ -1,0 +1,125 @@
+"""The two-step program of ``Cast("int8")``, "int4" and "int2": few bits on both halves of an all-reduce, no error lost.
+
+A = M + E over the bucket, in P chunks of which rank r owns the r-th. All-to-all of the encoded chunks; the owner adds
+what it received in rank order, encodes the sum and sends it to everybody. E = A minus what was sent, decoded; the
+owner adds the error of the second encoding to its chunk, so that nothing is lost with one residual per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.quantise import add_decoded, encode, encode_means
+from thinwire.methods.base import all_finite, poison, split_message
+from thinwire.methods.feedback import accumulate_flat, stage_flat
+from thinwire.methods.prices import ACCUMULATE, COPY, DECODE, ENCODE, IN_PLACE, MEANS, WRITE, Prices
+from thinwire.program import AllGather, AllToAll, Bucket, Program, State
+
+
+@dataclass(frozen=True)
+class Code:
+    """How a rank's chunk of a bucket is written as a message: scales, then means, then codes.
+
+    Attributes:
+        bits: 8: linear, with a scale for each block. 4 and 2: bins, with a scale for each block, and for each message
+            the means of what fell into its bins.
+        blocks: of a chunk.
+        size: elements of a block, which share a scale.
+    """
+
+    bits: int
+    blocks: int
+    size: int
+
+    @classmethod
+    def of(cls, bits: int, block: int, elements: int, ranks: int) -> Code:
+        """For a bucket: blocks of one size, of at most ``block``, a multiple of 8, so that the padding stays small."""
+        chunk = -(-elements // ranks)
+        blocks = -(-chunk // block)
+        size = -(-chunk // blocks)
+        return cls(bits, blocks, size if bits == 8 else size + -size % 8)  # a block's codes are whole bytes
+
+    @property
+    def chunk(self) -> int:
+        """Elements of a message."""
+        return self.blocks * self.size
+
+    def encode(self, a: Tensor) -> Tensor:
+        """A message for each chunk of ``a``, ``[chunks, bytes]``. What they do not say is left in ``a``."""
+        means = None
+        if self.bits == 8:
+            codes, scales = encode(a, self.bits, self.size)
+        else:
+            codes, scales, means = encode_means(a, self.bits, self.size, a.numel() // self.chunk)
+        scales = scales.view(-1, self.blocks)
+        codes = codes.view(len(scales), -1)
+        self._add_chunks(a, codes, -scales, means)
+        head = scales if means is None else torch.cat([scales, means], dim=1)
+        return torch.cat([head.view(torch.uint8), codes], dim=1)
+
+    def decode(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What the messages say, chunk behind chunk; and whether all of it is finite."""
+        codes, scales, means = self._split(messages, dtype)
+        out = torch.zeros(len(messages) * self.chunk, dtype=dtype, device=messages.device)
+        self._add_chunks(out, codes, scales, means)
+        return out, all_finite(scales)
+
+    def decode_sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of what the messages say of one chunk, in their order."""
+        codes, scales, means = self._split(messages, dtype)
+        out = torch.zeros(self.chunk, dtype=dtype, device=messages.device)
+        add_decoded(out, codes, scales, self.bits, self.size, None if means is None else means[:, None])
+        return out
+
+    def _split(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        head, codes = split_message(messages, self.blocks + (0 if self.bits == 8 else 2**self.bits), dtype)
+        return codes, head[:, : self.blocks], None if self.bits == 8 else head[:, self.blocks :]
+
+    def _add_chunks(self, out: Tensor, codes: Tensor, scales: Tensor, means: Tensor | None) -> None:
+        rows = codes.reshape(1, -1), scales.reshape(1, -1)
+        add_decoded(out, *rows, self.bits, self.size, None if means is None else means[None])
+
+
+def two_step(bucket: Bucket, state: State, bits: int, block: int) -> Program:
+    """All-to-all of codes, sum, encode again, all-gather."""
+    n, ranks = bucket.numel, state.size
+    code = Code.of(bits, block, n, ranks)
+    a = accumulate_flat(bucket, state, ranks * code.chunk)
+    total = yield from scatter(a, code)
+    everyone = yield AllGather(code.encode(total).view(-1))
+    a[state.rank * code.chunk : (state.rank + 1) * code.chunk] += total
+    stage_flat(bucket, state, a[:n])
+    mean, finite = code.decode(everyone, a.dtype)
+    state.verdict(finite)
+    bucket.write_gradient(mean[:n].div_(poison(finite, ranks, a.dtype)))
+
+
+def scatter(a: Tensor, code: Code) -> Generator[Any, Tensor, Tensor]:
+    """The first step, half of an all-reduce: each rank receives the sum of its own chunk.
+
+    Args:
+        a: fp32 or fp64, a chunk for each rank; what was not sent of it is left there.
+        code: of what is sent.
+    """
+    received = yield AllToAll(code.encode(a))
+    return code.decode_sum(received, a.dtype)
+
+
+def payload(sizes: Sequence[int], bits: int, block: int) -> list[int]:
+    """The bits of each element and a scale per block, in units of fp32 elements, rounded up."""
+    return [-(-size * bits // 32) + -(-size // block) for size in sizes]
+
+
+def seconds(size: int, ranks: int, bits: int, prices: Prices) -> list[float]:
+    """Accumulate, encode, decode one's own; sum and encode a chunk; decode all."""
+    written = bits / 8  # codes of 8 bits are a quarter of a pass of fp32, written and read
+    means = 0.0 if bits == 8 else MEANS
+    before = prices.passes(ACCUMULATE + ENCODE + means + DECODE + written, size)
+    between = prices.passes(WRITE + DECODE * ranks + ENCODE + means + written / 2, size / ranks)
+    after = prices.passes(DECODE + ACCUMULATE, size / ranks) + prices.passes(WRITE + DECODE + IN_PLACE + COPY, size)
+    return [before, between, after]
