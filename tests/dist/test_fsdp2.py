@@ -279,6 +279,7 @@ def _refusals(rank, mesh):
     tell("auto", NotImplementedError, attach, net, "auto")
     tell("dgc", NotImplementedError, attach, net, "dgc")
     tell("scatter", NotImplementedError, scatter, net, "acp", rank=2)
+    tell("few bits", NotImplementedError, scatter, net, "cast", dtype="int4")
     tell("option", ValueError, attach, net, "acp", rnak=2)
     tell("plain", TypeError, attach, Net(), "ssgd")
     tell("both", ValueError, attach, net, "ssgd", replicas=mesh["replicate"])
@@ -447,6 +448,7 @@ def test_refusals_say_what_works(four):
             assert "ssgd, cast, signsgd" in told[label]
             assert "acp" in told[label]
         assert "cast, with dtype=" in told["scatter"]
+        assert "as no residual is kept" in told["few bits"]
         assert "rank" in told["option"]
         assert "fully_shard first" in told["plain"]
         assert "leave out replicas=" in told["both"]
