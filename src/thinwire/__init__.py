@@ -18,6 +18,7 @@ _HOME = {
     "Method": "program.method",
     "Nesterov": "local.settings",
     "Plan": "program.plan",
+    "QSR": "local.settings",
     "Stats": "engine.stats",
     "StepLog": "report.log",
     "Topology": "program.topology",
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from thinwire.engine.local_sync import LocalSync
     from thinwire.engine.stats import Stats
     from thinwire.engine.sync import GradientSync
-    from thinwire.local.settings import Local, Nesterov
+    from thinwire.local.settings import QSR, Local, Nesterov
     from thinwire.methods.acp import ACP
     from thinwire.methods.cast import Cast
     from thinwire.methods.chain import chain
@@ -83,6 +84,7 @@ __all__ = [
     "LAGS",
     "OMGS",
     "QSGD",
+    "QSR",
     "SSGD",
     "Cast",
     "DeAR",

@@ -33,7 +33,7 @@ def _adamw(net):
 def _averagers(rank, size):
     """torch's PeriodicModelAverager, which averages after steps 0, H, 2 H: so ours begins one step earlier."""
     ours, theirs = cases.model(), cases.model()
-    sync = tw.attach(ours, first := _adamw(ours), "local", sync_every=4)
+    sync = tw.attach(ours, first := _adamw(ours), Local(4))
     _train(ours, first, rank, 12)
     averager, second = PeriodicModelAverager(period=4, warmup_steps=0), _adamw(theirs)
     averager.step = 1
@@ -133,7 +133,7 @@ def _scaled(rank, size):
     net = cases.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    sync = tw.attach(net, optimizer, "local", sync_every=2, detect_desync=True)
+    sync = tw.attach(net, optimizer, Local(2), detect_desync=True)
     for step in range(8):
         loss = cases.loss_of(net, rank, step)
         if rank == 1 and step in (0, 3):
@@ -157,7 +157,7 @@ def test_a_step_that_a_scaler_skips_is_counted():
 def _buffers(rank, size):
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    sync = tw.attach(net, optimizer, "local", sync_every=2)
+    sync = tw.attach(net, optimizer, Local(2))
     for step in range(4):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank)) + rank
         net(x).square().mean().backward()
@@ -201,6 +201,36 @@ def test_training_goes_on_bit_for_bit():
             assert all(torch.equal(a, b) for a, b in zip(through, again, strict=True))
 
 
+def _bare(rank, size):
+    """attach(..., "local"): rounds are waited for until all ranks take the same period, then they overlap."""
+    net = cases.model()
+    optimizer = _adamw(net)
+    rows = []
+    with tw.attach(net, optimizer, "local", detect_desync=True) as sync:
+        for step in range(24):
+            _train(net, optimizer, rank, 1, first=step)
+            rows.append((sync.period, sync.stats().settled))
+        note, saved = sync.stats().note, sync.state_dict()
+        sync.finish()
+    again = cases.model()
+    with tw.attach(again, _adamw(again), "local") as sync:
+        sync.load_state_dict(saved)
+        return rows, note, sync.stats().settled, sync.period, cases.weights(net)
+
+
+def test_the_period_is_measured_once_and_equal_on_all_ranks():
+    (rows, note, settled, period, weights), *others = run(_bare, 3, seconds=120)
+    assert rows[:5] == [(2, False)] * 5
+    assert all(done for _, done in rows[5:])
+    assert len({count for count, _ in rows[7:]}) == 1
+    assert 2 <= rows[-1][0] <= 16
+    assert f"every {rows[-1][0]} steps (measured: a step takes " in note
+    assert (settled, period) == (True, rows[-1][0])
+    for other_rows, _, _, _, theirs in others:
+        assert other_rows == rows
+        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+
+
 def _refusals(rank, size):
     said = []
     net = cases.model()
@@ -214,6 +244,7 @@ def _refusals(rank, size):
         ((net, optimizer, "local"), {"lossy": True}),
         ((net, optimizer, Local(4)), {"sync_every": 8}),
         ((net, optimizer, "local"), {"sync_every": 4 + rank}),
+        ((net, optimizer, "local"), {"sync_every": 4, "fragment_sync_delay": 4}),
     ):
         with pytest.raises(ValueError, match="") as error:
             tw.attach(*arguments, **options)
@@ -245,7 +276,7 @@ def _refusals(rank, size):
 
 WORDS = (
     "name it", "sync_every=0", "no option 'period'", "zip", "dgc cannot be a codec", "lossy", "carries its own",
-    "sync_every", "late",
+    "sync_every", "below sync_every=4", "late",
 )  # fmt: skip
 
 

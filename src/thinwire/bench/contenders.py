@@ -33,11 +33,7 @@ class StepTime:
 
 
 class Contender:
-    """Builds a row and runs its steps.
-
-    Attributes:
-        period: steps after which what it sends repeats itself.
-    """
+    """Builds a row and runs its steps."""
 
     def __init__(self, row: Row, model: str, seed: int, group: Any) -> None:
         self.row = row
@@ -46,7 +42,6 @@ class Contender:
         self.module: nn.Module = self.workload.model
         self.sync: Any = None
         self.steps = 0
-        self.period = 1
         self._close: Callable[[], None] = lambda: None
         self._evaluated: Callable[[], AbstractContextManager[None]] = nullcontext
         if row.is_custom:
@@ -71,6 +66,11 @@ class Contender:
         end = time.perf_counter()
         self.steps += 1
         return StepTime(end - start, forward - start, time.thread_time() - host, loss.item())
+
+    @property
+    def period(self) -> int:
+        """Steps after which what it sends repeats itself."""
+        return getattr(self.sync, "period", 1)
 
     @property
     def settling(self) -> bool:
@@ -112,7 +112,7 @@ class Contender:
         else:
             self.sync = thinwire.attach(self.workload.model, optimizer, self.row.kind, **self.row.options)
             if isinstance(self.sync, thinwire.LocalSync):
-                self.period, self._evaluated = self.sync.settings.sync_every, self.sync.outer_weights
+                self._evaluated = self.sync.outer_weights
         self._close = self.sync.close
 
     def _wrap(self, group: Any) -> None:

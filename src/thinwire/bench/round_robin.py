@@ -70,8 +70,6 @@ class RoundRobin:
         contender, label = row_run.contender, row_run.record.label
         if contender is None:
             return
-        period = contender.period
-        untimed, steps = -(-untimed // period) * period, -(-steps // period) * period
 
         def some(number: int) -> list[StepTime] | None:
             found: list[StepTime] | None = self.guarded(
@@ -79,10 +77,11 @@ class RoundRobin:
             )
             return found
 
-        early = some(untimed)
+        early = some(_whole(untimed, contender.period))
         while early is not None and contender.settling:  # a plan is being measured: as long on all ranks
             more = some(1)
             early = None if more is None else early + more
+        steps = _whole(steps, contender.period)
         before, idle = self._sent(contender), contender.waited()
         times = some(steps) if early is not None else None
         after = self._sent(contender)
@@ -142,6 +141,11 @@ class RoundRobin:
         everyone = [torch.empty_like(mine) for _ in range(self.workers)]
         dist.all_gather(everyone, mine, group=self.control)
         return [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in everyone]
+
+
+def _whole(steps: int, period: int) -> int:
+    """At least so many, in whole periods."""
+    return -(-steps // period) * period
 
 
 def _by_period(times: list[StepTime], period: int) -> list[list[float]]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
+import struct
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +30,11 @@ from thinwire.local.buffers import BufferAverages
 from thinwire.local.rounds import Fragment, Rounds
 from thinwire.local.settings import Local
 from thinwire.methods.ssgd import SSGD
+from thinwire.planner.periods import period_of
 from thinwire.program import Program, Scope, State, Topology
 from thinwire.program.trace import depths
+
+_MEASURED = 3  # periods, of which the first opens connections and does not count
 
 
 class LocalSync:
@@ -99,18 +105,22 @@ class LocalSync:
             return
         rounds, travel, session = self._rounds, self._travel, self._session
         assert travel is not None
-        rounds.stepped()
+        travel.times.stepped()
+        rounds.stepped(self._lr)
         session.state.step = rounds.count
         session.counters.sent(sum(m.parameter.nbytes for m in self._parameters.values()), session.state.size)
         for fragment in rounds.arriving():
             travel.merge(fragment)
         leaving = rounds.leaving()
         if leaving and self._desync:
-            self.services.agree_on({"optimizer steps": rounds.count})
+            self.services.agree_on({"optimizer steps": rounds.count, "period": rounds.period})
         for fragment in leaving:
-            travel.send(fragment, fragment.send(rounds.count))
+            travel.send(fragment, rounds.send(fragment))
         for fragment in rounds.arriving():
             travel.merge(fragment)
+        travel.times.exchanged()
+        if rounds.ends and self.settings.measures(rounds.measured):
+            rounds.measured = travel.times.period(self.settings)
 
     # --- what users call -----------------------------------------------------------------------------------------
 
@@ -156,10 +166,20 @@ class LocalSync:
             travel.merge(fragment)
         for fragment in self._rounds.fragments:
             rejected = fragment.rejected
-            travel.send(fragment, fragment.send(self._rounds.count, last=True))
+            travel.send(fragment, self._rounds.send(fragment, last=True))
             travel.merge(fragment)
             if fragment.rejected > rejected:
                 raise RuntimeError("finish() has averaged nothing: some rank's weights are not finite")
+
+    @property
+    def period(self) -> int:
+        """Optimizer steps between two exchanges of a parameter, at present; 1 with one rank."""
+        rounds = self._rounds
+        return 1 if self._travel is None else rounds.period or self.settings.period_at(0, self._lr, None)
+
+    @property
+    def _lr(self) -> float:
+        return float(self.services.optimizers[0].param_groups[0]["lr"])
 
     def stats(self) -> Stats:
         """Counters since ``attach``; ``steps`` are the optimizer's."""
@@ -170,10 +190,16 @@ class LocalSync:
             )
         ledger = travel.ledger()
         rounds = sum(fragment.state.step for fragment in self._rounds.fragments)
-        found = self._session.stats(f"{rounds} rounds, every {local.sync_every} steps, by {self._session.method.name}")
+        every = (
+            f"{self.period} steps"
+            if isinstance(local.sync_every, int)
+            else (f"{self.period} steps ({travel.times.said or local.sync_every})")
+        )
+        found = self._session.stats(f"{rounds} rounds, every {every}, by {self._session.method.name}")
         return dataclasses.replace(
             found,
             method="local",
+            settled=not local.measures(self._rounds.measured),
             rejected_steps=sum(fragment.rejected for fragment in self._rounds.fragments),
             bytes_sent=found.bytes_sent + ledger.total,
             exposed_seconds=travel.seconds,
@@ -248,6 +274,49 @@ class LocalSync:
         self.close()
 
 
+class RoundTimes:
+    """How long steps take, and exchanges that are waited for: what ``sync_every="auto"`` goes by.
+
+    Args:
+        services: of the handle.
+
+    Attributes:
+        said: what was measured, in words.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services, self.said = services, ""
+        self._left: float | None = None
+        self._entered = self._exchange = 0.0
+        self._steps: list[float] = []
+        self._rounds: list[float] = []
+
+    def stepped(self) -> None:
+        """An optimizer step has ended."""
+        self._entered = time.perf_counter()
+        if self._left is not None:
+            self._steps.append(self._entered - self._left)
+
+    def exchanged(self) -> None:
+        """What was due after it has been exchanged."""
+        self._left = time.perf_counter()
+        self._exchange += self._left - self._entered
+
+    def period(self, settings: Local) -> int | None:
+        """A period has ended: what is measured of it; after enough of them what all ranks take from now on."""
+        self._rounds.append(self._exchange)
+        self._exchange = 0.0
+        if len(self._rounds) < _MEASURED:
+            return None
+        # Who comes last waits for nobody: its exchange is the exchange. The slowest rank's steps are everybody's.
+        own = statistics.median(self._steps), min(self._rounds[1:])
+        rows = [struct.unpack("<dd", row) for row in self._services.gather(struct.pack("<dd", *own))]
+        step, round_ = max(row[0] for row in rows), min(row[1] for row in rows)
+        self.said = f"measured: a step takes {step * 1e3:.3g} ms, an exchange {round_ * 1e3:.3g} ms"
+        overlapped = settings.fragment_sync_delay != 0
+        return period_of(step, round_, overlapped=overlapped, most=settings.sync_every_max)
+
+
 class Travel:
     """Fragments on their way: as many channels as there are under way at once, by turns.
 
@@ -258,17 +327,18 @@ class Travel:
 
     Attributes:
         seconds: that training waited for it.
+        times: of steps and rounds.
     """
 
     def __init__(self, services: Services, rounds: Rounds, buffers: BufferAverages) -> None:
-        self._buffers, self._last = buffers, rounds.fragments[-1]
+        self._rounds, self._buffers, self._last = rounds, buffers, rounds.fragments[-1]
         depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
         depth |= Counter({Scope.WORLD: buffers.exchanges})
         wanted = deepest_of_all(depth, services.gather)
         self._channels = [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
         self._next = 0
         self._under_way: dict[int, int] = {}
-        self.seconds = 0.0
+        self.seconds, self.times = 0.0, RoundTimes(services)
 
     def send(self, fragment: Fragment, programs: list[Program]) -> None:
         """Let a fragment's programs run."""
@@ -291,7 +361,7 @@ class Travel:
     def merge(self, fragment: Fragment) -> None:
         """Wait for it, and take it over."""
         self.receive(fragment)
-        fragment.merge()
+        fragment.merge(self._rounds.count)
         if fragment is self._last:
             self._buffers.merge()
 

@@ -4,6 +4,6 @@
 the engine and the tests' lockstep run the same text.
 """
 
-from thinwire.local.settings import Local, Nesterov
+from thinwire.local.settings import QSR, Local, Nesterov
 
-__all__ = ["Local", "Nesterov"]
+__all__ = ["QSR", "Local", "Nesterov"]

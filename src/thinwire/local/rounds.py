@@ -40,6 +40,9 @@ class Rounds:
 
     Attributes:
         count: optimizer steps so far.
+        begun: of them, those before the present period.
+        period: its steps.
+        measured: the period that "auto" has found; None: none yet.
         fragments: parts of the parameters.
     """
 
@@ -57,7 +60,9 @@ class Rounds:
             raise ValueError(
                 f"fragments={settings.fragments}: the model has only {len(parameters)} trainable parameters"
             )
-        self.settings, self.count = settings, 0
+        self.settings, self.count, self.begun = settings, 0, 0
+        self.measured: int | None = None
+        self.period = 0  # the first one begins with the first step
         named = list(parameters.items())
         parts = cut([x.numel() for _, x in named], settings.fragments)
         self.fragments = [
@@ -70,27 +75,43 @@ class Rounds:
 
     def most_travelling(self) -> int:
         """How many fragments are on their way at a time, at most."""
-        settings, most = self.settings, 1
-        for count in range(settings.sync_every):
-            window = range(count - settings.fragment_sync_delay + 1, count + 1)
-            most = max(most, sum(settings.leaves(c, f.index) for c in window for f in self.fragments))
-        return most
+        period, count = self.settings.sync_every, len(self.fragments)
+        if not isinstance(period, int) or self.settings.warmup_steps:
+            return count  # in a short period they all leave at once
+        window = self.settings.delay_in(period) + 1
+        steps = [_offset(f.index, count, period) for f in self.fragments]
+        return max(sum((at - step) % period < window for step in steps) for at in steps)
 
-    def stepped(self) -> None:
-        """The optimizer has stepped, or was kept from it."""
+    def stepped(self, lr: float = 0.0) -> None:
+        """The optimizer has stepped, or was kept from it. ``lr``: its learning rate."""
+        if self.ends:
+            self.begun, self.period = self.count, self.settings.period_at(self.count, lr, self.measured)
         self.count += 1
 
     def arriving(self) -> list[Fragment]:
-        """What is to be merged now."""
-        return [f for f in self.fragments if f.due is not None and f.due <= self.count]
+        """What is to be merged now: its time has come, or it is to be sent again."""
+        return [f for f in self.travelling() if (f.due or 0) <= self.count or (self._leaves(f) and f.left < self.count)]
 
     def travelling(self) -> list[Fragment]:
         """What was sent and is not merged."""
         return [f for f in self.fragments if f.due is not None]
 
+    @property
+    def ends(self) -> bool:
+        """Whether the period ends with the step that was counted last."""
+        return self.count - self.begun == self.period
+
     def leaving(self) -> list[Fragment]:
         """What is to be sent now."""
-        return [f for f in self.fragments if self.settings.leaves(self.count, f.index)]
+        return [f for f in self.fragments if self._leaves(f)]
+
+    def _leaves(self, fragment: Fragment) -> bool:
+        return self.count - self.begun == _offset(fragment.index, len(self.fragments), self.period)
+
+    def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
+        """As :meth:`Fragment.send`, after the optimizer step that was counted last."""
+        waited = last or self.settings.measures(self.measured)
+        return fragment.send(self.count, 0 if waited else self.settings.delay_in(self.period), last=last)
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -109,11 +130,13 @@ class Rounds:
 
     def snapshot(self) -> dict[str, Any]:
         """All that is remembered, cloned. What travels must have been received."""
-        return {"count": self.count, "fragments": [fragment.snapshot() for fragment in self.fragments]}
+        clock = {"count": self.count, "begun": self.begun, "period": self.period, "measured": self.measured}
+        return {**clock, "fragments": [fragment.snapshot() for fragment in self.fragments]}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over a snapshot of the same settings and number of ranks."""
         self.count = int(saved["count"])
+        self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
             fragment.restore(one)
 
@@ -131,7 +154,8 @@ class Fragment:
     Attributes:
         anchors: the outer weights, in the order of ``parameters``.
         momenta: of the outer optimizer, likewise.
-        due: the optimizer step after which it is merged; None: it does not travel.
+        left: the optimizer step after which it was sent.
+        due: the one after which it is merged; None: it does not travel.
         received: what travelled has come, and waits for its step.
         rejected: rounds of which nothing was kept, as something was not finite.
     """
@@ -148,6 +172,7 @@ class Fragment:
         self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as they were sent
         self._mean: list[Tensor] | None = None  # has been received, and is to be merged; None: it was rejected
         self._buckets = self._bucketed(dense)
+        self.left = 0
         self.due: int | None = None
         self.received = self._last = False
         self.rejected = 0
@@ -183,12 +208,13 @@ class Fragment:
                     yield from with_rare_rounds(method, [one])
 
     @torch.no_grad()
-    def send(self, count: int, *, last: bool = False) -> list[Program]:
+    def send(self, count: int, delay: int, *, last: bool = False) -> list[Program]:
         """Begin a round after the optimizer step of this number: one program a bucket, which no longer read weights.
 
-        ``last``: an exact one, with all that is owed, after which the weights are the outer weights.
+        What comes is merged ``delay`` steps later. ``last``: an exact round, with all that is owed, after which the
+        weights are the outer weights.
         """
-        self.due, self._mean = count + (0 if last else self._settings.fragment_sync_delay), None
+        self.left, self.due, self._mean = count, count + delay, None
         self.received, self._last = False, last
         torch._foreach_copy_(self._sent, [x.detach() for x in self.parameters.values()])
         if self._settings.averages:
@@ -225,8 +251,8 @@ class Fragment:
         return accepted
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """The outer step on what was received, and its way into the weights."""
+    def merge(self, count: int) -> None:
+        """The outer step on what was received, and its way into the weights, after the step of this number."""
         self.due = None
         weights = [x.detach() for x in self.parameters.values()]
         if self._mean is None:
@@ -241,7 +267,7 @@ class Fragment:
         alpha = self._settings.fragment_update_alpha
         if self._last:
             torch._foreach_copy_(weights, self.anchors)
-        elif alpha is None and self._settings.fragment_sync_delay:
+        elif alpha is None and self.left < count:
             made = list(torch._foreach_sub(weights, self._sent))
             torch._foreach_copy_(weights, torch._foreach_add(made, self.anchors))
         elif alpha:
@@ -271,6 +297,7 @@ class Fragment:
             "rejected": self.rejected,
             "anchors": _clones(self.anchors),
             "momenta": _clones(self.momenta),
+            "left": self.left,
             "due": self.due,
             "sent": [] if self.due is None else _clones(self._sent),
             "mean": None if self._mean is None else _clones(self._mean),
@@ -280,7 +307,7 @@ class Fragment:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over a snapshot of a fragment with the same parameters."""
         self.state.restore(saved["codec"])
-        self.rejected, self.due = saved["rejected"], saved["due"]
+        self.rejected, self.left, self.due = saved["rejected"], saved["left"], saved["due"]
         self.received, self._last = self.due is not None, False
         for own, value in zip([*self.anchors, *self.momenta], [*saved["anchors"], *saved["momenta"]], strict=True):
             own.copy_(value)
@@ -291,6 +318,11 @@ class Fragment:
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach().clone() for x in tensors]
+
+
+def _offset(fragment: int, fragments: int, period: int) -> int:
+    """After which of a period's steps, from 1, a fragment leaves."""
+    return (fragment + 1) * period // fragments or period
 
 
 def cut(sizes: Sequence[int], count: int) -> Iterator[range]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from thinwire.methods.base import check_count
+from thinwire.methods.base import check_choice, check_count
 from thinwire.methods.cast import Cast
 from thinwire.methods.registry import resolve
+from thinwire.planner.periods import LONGEST
 from thinwire.program import Method
 
 
@@ -49,17 +51,53 @@ class Nesterov:
 
 
 @dataclass(frozen=True)
+class QSR:
+    """Quadratic synchronisation rule: the lower the learning rate, the longer the period, ``(alpha / lr)`` squared.
+
+    Paper: Gu et al.: A Quadratic Synchronization Rule for Distributed Deep Learning, ICLR 2024, arXiv 2310.14423.
+
+    The rate is that of the optimizer's first group when a period begins, and must be equal on all ranks.
+
+    Args:
+        alpha: the paper takes 0.0175 to 0.03 for SGD on ImageNet and AdamW on ViT; tune it.
+        least: steps of a period, at least.
+        most: at most; None: no bound.
+    """
+
+    alpha: float
+    least: int = 2
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.alpha) or not 0 < self.alpha < math.inf:
+            raise ValueError(f"QSR: alpha={self.alpha!r} must be above 0")
+        check_count("QSR: least", self.least, least=1)
+        if self.most is not None:
+            check_count("QSR: most", self.most, least=self.least)
+
+    def period(self, lr: float) -> int:
+        """Of the round that begins with this learning rate."""
+        most = 1 << 30 if self.most is None else self.most
+        return min(most, max(self.least, math.floor((self.alpha / lr) ** 2))) if lr > 0 else most
+
+
+@dataclass(frozen=True)
 class Local:
     """Local steps: every rank trains by itself, and all average their weights, or their changes, now and then.
 
     Args:
-        sync_every: H, optimizer steps between two exchanges of a parameter.
+        sync_every: H, optimizer steps between two exchanges of a parameter. "auto": three rounds of 2 steps are
+            measured, then it is the smallest H whose steps hide the exchange, or, where the exchange is waited for, at
+            which it adds a twentieth to the mean step. Or a :class:`QSR`.
+        sync_every_max: the largest H that "auto" takes.
+        warmup_steps: at first, after each of which weights are averaged, as if H were 1.
         codec: the method that carries the mean change, with its residual; None: weights are averaged as they are.
             ``attach`` takes "int8", "int4", "int2", "bf16", "fp16" or a method's name too.
         outer: what is made of the mean change; None: it is applied.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
-        fragment_sync_delay: optimizer steps that go on while a fragment travels. 0: the exchange is waited for.
+        fragment_sync_delay: optimizer steps that go on while a fragment travels. 0: the exchange is waited for. "full":
+            one less than the period.
         fragment_update_alpha: share of its own weights that a rank keeps when a fragment comes back: 0 takes the outer
             weights, which throws away the steps made meanwhile. None: the outer weights, and those steps on top.
 
@@ -67,22 +105,30 @@ class Local:
         ValueError: an option out of its range.
     """
 
-    sync_every: int = 8
+    sync_every: int | str | QSR = 8
     codec: Method | None = None
     outer: Nesterov | None = None
     fragments: int = 1
-    fragment_sync_delay: int = 0
+    fragment_sync_delay: int | str = 0
     fragment_update_alpha: float | None = None
+    sync_every_max: int = LONGEST
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        check_count("sync_every", self.sync_every, least=1)
-        check_count("fragments", self.fragments, least=1)
-        check_count("fragment_sync_delay", self.fragment_sync_delay)
-        if self.fragment_sync_delay >= self.sync_every:
+        if isinstance(self.sync_every, int):
+            check_count("sync_every", self.sync_every, least=1)
+        elif not isinstance(self.sync_every, QSR) and self.sync_every != "auto":
             raise ValueError(
-                f"fragment_sync_delay={self.fragment_sync_delay} must be below sync_every={self.sync_every}: a "
-                "fragment must be back before it is sent again"
+                f'sync_every={self.sync_every!r} must be a whole number of at least 1, "auto" or thinwire.QSR(alpha)'
             )
+        check_count("sync_every_max", self.sync_every_max, least=2)
+        check_count("warmup_steps", self.warmup_steps)
+        check_count("fragments", self.fragments, least=1)
+        if isinstance(self.fragment_sync_delay, str):
+            check_choice("fragment_sync_delay", self.fragment_sync_delay, ("full",))
+        else:
+            check_count("fragment_sync_delay", self.fragment_sync_delay)
+            self._check_delay(self.fragment_sync_delay)
         alpha = self.fragment_update_alpha
         if alpha is not None and not (_is_number(alpha) and 0 <= alpha <= 1):
             raise ValueError(f"fragment_update_alpha={alpha!r} must be None or from 0 to 1")
@@ -98,13 +144,43 @@ class Local:
         """Whether weights themselves are averaged: the mean change, applied as it is, without its rounding."""
         return self.codec is None and self.outer is None
 
-    def leaves(self, count: int, fragment: int) -> bool:
-        """Whether a fragment is sent after the optimizer step of this number, from 1."""
-        return count % self.sync_every == (fragment + 1) * self.sync_every // self.fragments % self.sync_every
+    def _check_delay(self, delay: int) -> None:
+        if isinstance(self.sync_every, int) and delay >= self.sync_every:
+            raise ValueError(
+                f"fragment_sync_delay={delay} must be below sync_every={self.sync_every}: a fragment must be back "
+                "before it is sent again"
+            )
+
+    def measures(self, measured: int | None) -> bool:
+        """Whether rounds are waited for, as "auto" has not found a period yet."""
+        return self.sync_every == "auto" and measured is None
+
+    def period_at(self, count: int, lr: float, measured: int | None) -> int:
+        """Steps of the period that begins after this many optimizer steps.
+
+        Args:
+            count: optimizer steps so far.
+            lr: the learning rate.
+            measured: what "auto" has found, or None.
+        """
+        if count < self.warmup_steps:
+            return 1
+        if isinstance(self.sync_every, QSR):
+            return self.sync_every.period(lr)
+        return self.sync_every if isinstance(self.sync_every, int) else measured or 2
+
+    def delay_in(self, period: int) -> int:
+        """Optimizer steps that go on while a fragment of this period travels."""
+        delay = self.fragment_sync_delay
+        return period - 1 if isinstance(delay, str) else min(delay, period - 1)
 
 
 _DTYPES = ("fp16", "bf16", "int8", "int4", "int2")
-PRESETS: Mapping[str, Mapping[str, Any]] = {"local": {}, "diloco": {"sync_every": 64, "outer": Nesterov()}}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "local": {"sync_every": "auto", "codec": "int8", "fragment_sync_delay": "full"},
+    "diloco": {"sync_every": 64, "outer": Nesterov()},
+}
+"""What the names stand for; an option that a user names replaces that one alone."""
 
 
 def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:

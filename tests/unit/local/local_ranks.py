@@ -14,24 +14,23 @@ class Ranks:
         self.rounds = [Rounds(settings, own, dense, r, self.topology) for r, own in enumerate(weights)]
         self.sent = [0] * len(weights)
 
-    def step(self):
+    def step(self, lr=0.1):
         """All optimizers have stepped."""
         for rounds in self.rounds:
-            rounds.stepped()
+            rounds.stepped(lr)
         self._merge()
         for group in zip(*(rounds.leaving() for rounds in self.rounds), strict=True):
-            programs = [fragment.send(self.rounds[0].count) for fragment in group]
+            programs = [rounds.send(fragment) for rounds, fragment in zip(self.rounds, group)]
             for one in zip(*programs, strict=True):
                 sent = run_lockstep(one, self.topology)
                 self.sent = [a + b for a, b in zip(self.sent, sent)]
             assert len({fragment.receive() for fragment in group}) == 1
-        if not self.settings.fragment_sync_delay:
-            self._merge()
+        self._merge()
 
     def _merge(self):
         for rounds in self.rounds:
             for fragment in rounds.arriving():
-                fragment.merge()
+                fragment.merge(rounds.count)
 
     def outer(self, rank=0):
         """The outer weights by name."""

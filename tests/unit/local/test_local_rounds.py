@@ -6,7 +6,7 @@ import pytest
 import torch
 from local_ranks import Ranks
 
-from thinwire.local import Local, Nesterov
+from thinwire.local import QSR, Local, Nesterov
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
 from thinwire.methods.dgc import DGC
@@ -16,6 +16,7 @@ from thinwire.methods.qsgd import QSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.ssgd import SSGD
 from thinwire.methods.topk import TopK
+from thinwire.planner.periods import period_of
 from thinwire.program import Topology
 
 SHAPES = {"a": (12, 9), "b": (5,), "conv": (6, 4, 2, 2), "s": (), "row": (1, 8)}
@@ -102,6 +103,82 @@ def test_no_round_moves_the_virtual_iterate(codec, every, delay, fragments):
     for step in range(2 * every + 5):
         walk(world, 1, first=step)
         close(virtual(world), mean_walk(3, step + 1))
+
+
+@pytest.mark.parametrize(
+    "codec", [None, TopK(0.1), Cast("int2", block=16)], ids=lambda c: "none" if c is None else c.name
+)
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("delay", [0, 1, "full"])
+def test_nor_does_a_period_that_changes(codec, fragments, delay):
+    """It shrinks and grows with the rate, after a warm-up, while fragments travel."""
+    settings = Local(QSR(0.1, least=1, most=6), codec, fragments=fragments, fragment_sync_delay=delay, warmup_steps=3)
+    world, rates = Ranks(settings, equal(3)), [0.05] * 8 + [0.02] * 10 + [0.1] * 3 + [0.045] * 12
+    seen = []
+    for step, lr in enumerate(rates):
+        for own, change in zip(world.weights, drawn(1000 + step, 3), strict=True):
+            for name, x in own.items():
+                x.sub_(0.01 * change[name])
+        world.step(lr)
+        close(virtual(world), mean_walk(3, step + 1))
+        seen.append(world.rounds[0].period)
+    assert seen == [1] * 3 + [4] * 4 + [4] * 4 + [6] * 6 + [6] * 6 + [4] * 10  # as of the rate at the period's start
+
+
+def test_a_warm_up_averages_after_every_step_and_auto_waits_until_it_has_measured():
+    world = Ranks(Local(4, warmup_steps=3, fragment_sync_delay="full"), equal(2))
+    apart = []
+    for step in range(8):
+        walk(world, 1, first=step)
+        apart.append(not torch.equal(world.weights[0]["a"], world.weights[1]["a"]))
+    assert apart == [False] * 3 + [True] * 5
+    settings = Local("auto", Cast("int8", block=16), fragment_sync_delay="full")
+    world = Ranks(settings, equal(2))
+    walk(world, 2)
+    assert torch.equal(world.weights[0]["a"], world.weights[1]["a"])
+    for rounds in world.rounds:
+        rounds.measured = 3
+    walk(world, 3, first=2)
+    assert [f.due for f in world.rounds[0].fragments] == [2 + 3 + 2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Local(8, fragments=4, fragment_sync_delay=7),
+        Local(5, fragments=3),
+        Local(3, fragments=5),
+        Local(QSR(0.1, most=4), fragments=2, fragment_sync_delay="full"),
+    ],
+    ids=str,
+)
+def test_as_many_travel_as_was_said_and_no_more(settings):
+    world = Ranks(settings, equal(2))
+    most = 0
+    for step in range(24):
+        walk(world, 1, first=step)
+        rounds = world.rounds[0]
+        most = max(most, len({f.index for f in [*rounds.leaving(), *rounds.travelling()]}))
+    assert most <= rounds.most_travelling() <= len(rounds.fragments)
+    if isinstance(settings.sync_every, int):
+        assert most == rounds.most_travelling()
+
+
+@pytest.mark.parametrize(
+    ("step", "exchange", "overlapped", "period"),
+    [(0.3, 0.29, True, 2), (0.3, 0.31, True, 3), (0.3, 3.0, True, 11), (0.3, 99.0, True, 16), (0.3, 0.0, True, 2),
+     (1.0, 0.2, False, 4), (1.0, 9.0, False, 16), (0.0, 1.0, True, 16)],
+)  # fmt: skip
+def test_the_smallest_period_that_hides_the_exchange(step, exchange, overlapped, period):
+    assert period_of(step, exchange, overlapped=overlapped) == period
+    if overlapped and 2 < period < 16:
+        assert (period - 1) * step >= exchange > (period - 2) * step
+
+
+def test_a_short_notice_of_the_rule():
+    """H = max(least, floor((alpha / lr)^2)), as the authors' code has it."""
+    rule = QSR(0.0175, least=4, most=100)
+    assert [rule.period(lr) for lr in (0.01, 0.008, 0.005, 0.001, 0.0001, 0.0)] == [4, 4, 12, 100, 100, 100]
 
 
 @pytest.mark.parametrize("codec", [None, *CODECS], ids=lambda c: "none" if c is None else c.name)
@@ -292,6 +369,11 @@ def test_outer_weights_are_lent_to_the_model():
     [
         ({"sync_every": 0}, "sync_every=0 must be a whole number of at least 1"),
         ({"sync_every": 4, "fragment_sync_delay": 4}, "must be below sync_every=4"),
+        ({"sync_every": "often"}, "sync_every='often' must be a whole number of at least 1"),
+        ({"sync_every": True}, "sync_every=True must be a whole number"),
+        ({"fragment_sync_delay": "half"}, "fragment_sync_delay='half' is unknown"),
+        ({"sync_every_max": 1}, "sync_every_max=1"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"fragments": 0}, "fragments=0"),
         ({"fragment_update_alpha": 1.5}, "from 0 to 1"),
         ({"codec": "zip"}, "codec='zip' must be a method"),
@@ -302,6 +384,13 @@ def test_outer_weights_are_lent_to_the_model():
 def test_bad_settings(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         Local(**options)
+
+
+@pytest.mark.parametrize(("options", "words"), [({"alpha": 0}, "alpha=0"), ({"alpha": 0.1, "least": 0}, "least=0"),
+                                                ({"alpha": 0.1, "least": 8, "most": 4}, "most=4")])  # fmt: skip
+def test_bad_rules(options, words):
+    with pytest.raises(ValueError, match=words):
+        QSR(**options)
 
 
 def test_more_fragments_than_parameters():
