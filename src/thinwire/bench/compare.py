@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from thinwire.bench.curves import evaluate
 from thinwire.bench.record import Point
@@ -38,13 +39,17 @@ def seconds_of(row_run: RowRun) -> float:
 
 def seconds_to(curve: list[Point], target: float) -> float | None:
     """When a curve first is at or below a loss, linear between points; None if it never is."""
-    start, above = 0.0, math.nan  # of the point before: its seconds and its loss
-    for point in curve:
-        loss = point.loss if point.validation is None else point.validation
+    return reached(((p.seconds, p.loss if p.validation is None else p.validation) for p in curve), target)
+
+
+def reached(points: Iterable[tuple[float, float]], target: float) -> float | None:
+    """Where (place, loss) first is at or below a loss, linear between points; None if it never is."""
+    start, above = 0.0, math.nan  # of the point before
+    for place, loss in points:
         if loss <= target:
             share = 1.0 if math.isnan(above) else (above - target) / (above - loss)
-            return start + (point.seconds - start) * share
-        start, above = point.seconds, loss
+            return start + (place - start) * share
+        start, above = place, loss
     return None
 
 

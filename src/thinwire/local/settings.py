@@ -92,7 +92,8 @@ class Local:
         sync_every_max: the largest H that "auto" takes.
         warmup_steps: at first, after each of which weights are averaged, as if H were 1.
         codec: the method that carries the mean change, with its residual; None: weights are averaged as they are.
-            ``attach`` takes "int8", "int4", "int2", "bf16", "fp16" or a method's name too.
+            ``attach`` takes "int8", "int4", "int2", "bf16", "fp16" or a method's name too, and on a command
+            line "none".
         outer: what is made of the mean change; None: it is applied.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
@@ -199,5 +200,5 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
         raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
     chosen = {**PRESETS[name], **options}
     if isinstance(codec := chosen.get("codec"), str):
-        chosen["codec"] = Cast(codec) if codec in _DTYPES else resolve(codec)
+        chosen["codec"] = None if codec == "none" else Cast(codec) if codec in _DTYPES else resolve(codec)
     return Local(**chosen)

@@ -1,0 +1,67 @@
+"""Steps to DDP's loss, each row at the rate that serves it best: what a step of each method is worth.
+
+``python benchmarks/race.py --size 1m`` trains what is not cached yet, on ranks that nothing slows down, and writes
+``results/race.json``. Losses do not depend on the machine's speed, so other work may go on beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from thinwire import lab
+from thinwire.bench.race import StepsFactor, Track, Trajectory, trajectories, tuned
+from thinwire.bench.rows import Row, parse_rows
+
+SIZES = {
+    "1m": "chargpt:layers=4:width=144:heads=4",
+    "3m": "chargpt:layers=6:width=208:heads=4",
+    "10m": "chargpt:layers=8:width=320:heads=8",
+}
+COMPRESSED = "cast:dtype=int8,cast:dtype=int4,cast:dtype=int2,powersgd:rank=4,acp:rank=4,acp:rank=16,topk:density=0.01"
+BLOCKING = ",".join(f"local:sync_every={h}:codec=int8:fragment_sync_delay=0" for h in (2, 4, 8, 16))
+OVERLAPPED = ",".join(f"local:sync_every={h}:codec={c}" for c in ("int8", "int2") for h in (2, 4, 8))
+ROWS = ",".join(["ddp", COMPRESSED, BLOCKING, OVERLAPPED, "local:sync_every=8:codec=none:fragment_sync_delay=0"])
+RESULTS = Path(__file__).parent / "results" / "race.json"
+
+
+def factors(track: Track, rows: tuple[Row, ...], share: float, rates: list[float]) -> dict[str, StepsFactor]:
+    """Of every row."""
+    launch = functools.partial(lab.run, lab.Cluster.parse(track.workers, 1, None, None))
+
+    def run(factor: float, seed: int) -> dict[str, Trajectory]:
+        print(
+            f"... {track.model}, {track.workers} workers: rate x {factor:g}, seed {seed}", file=sys.stderr, flush=True
+        )
+        return trajectories(track, rows, factor, seed, launch)
+
+    return tuned(run, "ddp", share, rates=rates)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1m")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--share", type=float, default=0.4, help="of DDP's run, at which its loss is the target")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--methods", default=ROWS)
+    told = parser.parse_args()
+    track = Track(SIZES[told.size], told.workers, told.steps)
+    found = factors(track, parse_rows(told.methods), told.share, told.rates)
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    mine = {"track": asdict(track), "share": told.share}
+    known = [one for one in known if {key: one[key] for key in mine} != mine]
+    rows = {label: asdict(one) | {"median": one.median} for label, one in found.items()}
+    RESULTS.write_text(json.dumps([*known, mine | {"rows": rows}], indent=2) + "\n")
+    for label, one in sorted(found.items(), key=lambda pair: pair[1].median or float("inf")):
+        ends = " to ".join("never" if end is None else f"{end:.2f}" for end in one.ends)
+        print(f"{label:58} rate x {one.rate:<4g} steps {one.median or float('nan'):.2f} ({ends})")
+
+
+if __name__ == "__main__":
+    main()

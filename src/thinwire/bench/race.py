@@ -1,0 +1,207 @@
+"""Steps to a loss: what a step of each method is worth, apart from how long it takes.
+
+A synchronous method's losses do not depend on the network. So they are measured once, on ranks that nothing slows
+down, and kept: seconds per step times steps to a loss is what a user waits for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from thinwire.bench.compare import reached
+from thinwire.bench.rows import Row
+from thinwire.bench.session import Launch, Progress, run_session
+from thinwire.bench.spec import BenchSpec
+from thinwire.durable import write_whole
+
+_DECIDE = ("program", "kernels", "methods", "local", "bench/models", "bench/corpus.py")
+"""Parts of the package whose text decides losses."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The held-out losses of one row.
+
+    Attributes:
+        steps: optimizer steps at each point, from 0.
+        losses: on held-out data, there.
+        error: why the row failed; "" if it did not.
+    """
+
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    error: str = ""
+
+    def steps_to(self, target: float) -> float | None:
+        """Steps until the loss is at or below ``target``, linear between points; None: it never is."""
+        return reached(zip(map(float, self.steps), self.losses), target)
+
+    def loss_at(self, step: float) -> float:
+        """The loss after so many steps, linear between points.
+
+        Raises:
+            ValueError: the run was shorter.
+        """
+        for (first, before), (last, after) in pairwise(zip(self.steps, self.losses)):
+            if first <= step <= last:
+                return before + (after - before) * (step - first) / (last - first)
+        raise ValueError(f"the run ended before step {step:g}")
+
+
+@dataclass(frozen=True)
+class Track:
+    """What is the same for all rows of a race.
+
+    Attributes:
+        model: as the bench reads it, without a rate.
+        workers: ranks.
+        steps: of each row.
+        every: between two evaluations.
+        rate: the learning rate that factors multiply.
+    """
+
+    model: str
+    workers: int = 2
+    steps: int = 240
+    every: int = 8
+    rate: float = 1e-3
+
+    def spec(self, rows: Iterable[Row], factor: float, seed: int) -> BenchSpec:
+        """Of one run with the rate times ``factor``."""
+        model = f"{self.model}:lr={self.rate * factor:g}"
+        return BenchSpec(model=model, rows=tuple(rows), workers=self.workers, steps=self.steps, warmup=0, seed=seed,
+                         curves=True, every=self.every, timeout_seconds=36000.0)  # fmt: skip
+
+
+def cache_folder() -> Path:
+    """Where trajectories are kept: under XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire" / "race"
+
+
+def trajectories(
+    track: Track,
+    rows: Sequence[Row],
+    factor: float,
+    seed: int,
+    launch: Launch,
+    *,
+    folder: Path | None = None,
+    on_progress: Progress = lambda event: None,
+) -> dict[str, Trajectory]:
+    """The losses of every row, by label: from the cache, or trained on real ranks.
+
+    Raises:
+        BenchError: the ranks ended without a record.
+    """
+    folder = folder or cache_folder()
+    spec = track.spec(rows, factor, seed)
+    places = {row.label: folder / f"{_key(spec, row)}.json" for row in rows}
+    found = {label: _read(place) for label, place in places.items() if place.exists()}
+    missing = [row for row in rows if row.label not in found]
+    if missing:
+        record, _ = run_session(replace(spec, rows=tuple(missing)), launch, on_progress)
+        for row in (row for row in record.rows if row.label in places):  # not the one that exchanges nothing
+            points = [(p.step, p.loss if p.validation is None else p.validation) for p in row.curve]
+            made = Trajectory(tuple(step for step, _ in points), tuple(loss for _, loss in points), row.error)
+            found[row.label] = made
+            if not row.error:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_whole(places[row.label], json.dumps(asdict(made)), synced=False)
+    return {row.label: found[row.label] for row in rows}
+
+
+def _key(spec: BenchSpec, row: Row) -> str:
+    """A digest of everything that a trajectory follows from."""
+    told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
+            "row": [row.kind, row.options], "text": _text(), "python": sys.version}  # fmt: skip
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+@cache
+def _text() -> str:
+    import torch
+
+    digest = hashlib.blake2b(torch.__version__.encode(), digest_size=12)
+    root = Path(__file__).parents[1]
+    for part in _DECIDE:
+        place = root / part
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(place: Path) -> Trajectory:
+    data: dict[str, Any] = json.loads(place.read_text())
+    return Trajectory(tuple(data["steps"]), tuple(data["losses"]), data["error"])
+
+
+@dataclass(frozen=True)
+class StepsFactor:
+    """How many steps a row needs for one of DDP's.
+
+    Attributes:
+        rate: the factor on the learning rate that served it best.
+        factors: one for each seed, in order; None: it did not get there.
+    """
+
+    rate: float
+    factors: tuple[float | None, ...]
+
+    @property
+    def median(self) -> float | None:
+        """Of the seeds; None: half of them or more did not get there."""
+        middle = statistics.median(float("inf") if f is None else f for f in self.factors)
+        return None if middle == float("inf") else middle
+
+    @property
+    def ends(self) -> tuple[float | None, float | None]:
+        """The smallest and the largest."""
+        ordered = sorted(self.factors, key=lambda f: float("inf") if f is None else f)
+        return ordered[0], ordered[-1]
+
+
+def tuned(
+    run: Callable[[float, int], Mapping[str, Trajectory]],
+    base: str,
+    share: float,
+    *,
+    rates: Sequence[float] = (0.5, 1.0, 2.0, 4.0),
+    seeds: Sequence[int] = (1, 2, 3),
+) -> dict[str, StepsFactor]:
+    """Tune every row's rate alike on seed 0, and compare them on others.
+
+    Args:
+        run: (factor on the rate, seed) -> trajectories by label.
+        base: the label to whose best rate's loss, at ``share`` of its run, all have to come.
+        share: of the run, in 0 to 1.
+        rates: that are tried.
+        seeds: on which rows are compared.
+    """
+    tried = {rate: run(rate, 0) for rate in rates}
+    at = max(t.steps[-1] for t in tried[rates[0]].values()) * share
+    target = min(runs[base].loss_at(at) for runs in tried.values() if not runs[base].error)
+    best = {label: min(rates, key=lambda r, name=label: _or_never(tried[r][name].steps_to(target)))  # type: ignore[misc]
+            for label in tried[rates[0]]}  # fmt: skip
+    factors: dict[str, list[float | None]] = {label: [] for label in best}
+    for seed in seeds:
+        runs = {rate: run(rate, seed) for rate in dict.fromkeys(best.values())}
+        own = runs[best[base]][base]
+        target = own.loss_at(at)
+        for label, rate in best.items():
+            steps = runs[rate][label].steps_to(target)
+            factors[label].append(None if steps is None else steps / at)
+    return {label: StepsFactor(best[label], tuple(found)) for label, found in factors.items()}
+
+
+def _or_never(steps: float | None) -> float:
+    return float("inf") if steps is None else steps
