@@ -10,6 +10,7 @@ import argparse
 import functools
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 

@@ -171,7 +171,8 @@ class StepsFactor:
 
 
 def tuned(
-    run: Callable[[float, int], Mapping[str, Trajectory]],
+    run: Callable[[Sequence[str], float, int], Mapping[str, Trajectory]],
+    labels: Sequence[str],
     base: str,
     share: float,
     *,
@@ -181,24 +182,26 @@ def tuned(
     """Tune every row's rate alike on seed 0, and compare them on others.
 
     Args:
-        run: (factor on the rate, seed) -> trajectories by label.
+        run: (labels, factor on the rate, seed) -> their trajectories.
+        labels: of the rows.
         base: the label to whose best rate's loss, at ``share`` of its run, all have to come.
         share: of the run, in 0 to 1.
         rates: that are tried.
         seeds: on which rows are compared.
     """
-    tried = {rate: run(rate, 0) for rate in rates}
+    tried = {rate: run(labels, rate, 0) for rate in rates}
     at = max(t.steps[-1] for t in tried[rates[0]].values()) * share
     target = min(runs[base].loss_at(at) for runs in tried.values() if not runs[base].error)
     best = {label: min(rates, key=lambda r, name=label: _or_never(tried[r][name].steps_to(target)))  # type: ignore[misc]
-            for label in tried[rates[0]]}  # fmt: skip
+            for label in labels}  # fmt: skip
     factors: dict[str, list[float | None]] = {label: [] for label in best}
     for seed in seeds:
-        runs = {rate: run(rate, seed) for rate in dict.fromkeys(best.values())}
-        own = runs[best[base]][base]
-        target = own.loss_at(at)
-        for label, rate in best.items():
-            steps = runs[rate][label].steps_to(target)
+        runs: dict[str, Trajectory] = {}
+        for rate in dict.fromkeys(best.values()):
+            runs.update(run([label for label in labels if best[label] == rate], rate, seed))
+        target = runs[base].loss_at(at)
+        for label in labels:
+            steps = runs[label].steps_to(target)
             factors[label].append(None if steps is None else steps / at)
     return {label: StepsFactor(best[label], tuple(found)) for label, found in factors.items()}
 
