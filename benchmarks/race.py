@@ -34,13 +34,12 @@ def factors(track: Track, rows: tuple[Row, ...], share: float, rates: list[float
     """Of every row."""
     launch = functools.partial(lab.run, lab.Cluster.parse(track.workers, 1, None, None))
 
-    def run(factor: float, seed: int) -> dict[str, Trajectory]:
-        print(
-            f"... {track.model}, {track.workers} workers: rate x {factor:g}, seed {seed}", file=sys.stderr, flush=True
-        )
-        return trajectories(track, rows, factor, seed, launch)
+    def run(labels: Sequence[str], factor: float, seed: int) -> dict[str, Trajectory]:
+        told = f"{track.model}, {track.workers} workers: rate x {factor:g}, seed {seed}, {len(labels)} rows"
+        print(f"... {told}", file=sys.stderr, flush=True)
+        return trajectories(track, [row for row in rows if row.label in labels], factor, seed, launch)
 
-    return tuned(run, "ddp", share, rates=rates)
+    return tuned(run, [row.label for row in rows], "ddp", share, rates=rates)
 
 
 def main() -> None:
