@@ -50,6 +50,7 @@ class Timeline:
         events: of one step of each phase, one after the other.
         bytes_sent: by this rank per step; the mean over the phases, rounded.
         plan: the buckets.
+        every: steps between two exchanges; the means above are over so many.
     """
 
     step_seconds: float
@@ -57,6 +58,7 @@ class Timeline:
     events: tuple[Event, ...] = field(repr=False)
     bytes_sent: int
     plan: Plan = field(repr=False)
+    every: int = 1
 
 
 def exposed_seconds(events: Iterable[Event]) -> float:

@@ -11,6 +11,7 @@ from thinwire.planner.costs import Costs
 from thinwire.planner.measured import hidden_seconds
 from thinwire.planner.plans import PlanTensor, make_plan
 from thinwire.planner.profiles import ModelProfile
+from thinwire.planner.timeline.local_steps import Period, Periodic, simulate_period
 from thinwire.planner.timeline.machine import Machine
 from thinwire.planner.timeline.programs import Place, ProgramPart, parts_of
 from thinwire.planner.timeline.result import Event, Timeline, exposed_seconds
@@ -69,10 +70,19 @@ def simulate(
     plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
     plan.check(tensor.name for tensor in model_profile.tensors)
     place, profile, phases = Place(topology), model_profile.scaled(factor), len(plan.phases)
+    program = method.carrier if isinstance(method, Periodic) else method
     parts = [
         [(_slowed(now, factor), _slowed(later, factor) if later else None) for now, later in phase]
-        for phase in (parts_of(method, dense or SSGD(), plan, p, profile, place, costs) for p in range(phases))
+        for phase in (parts_of(program, dense or SSGD(), plan, p, profile, place, costs) for p in range(phases))
     ]
+    streams = SIDE_STREAMS if backend == "nccl" else None
+    if isinstance(method, Periodic):
+        update = optimizer_seconds * factor
+        periods = [
+            simulate_period(method, profile, [now for now, _ in phase], shared=shared_compute, streams=streams,
+                            optimizer_seconds=update) for phase in parts
+        ]  # fmt: skip
+        return _mean_of(periods, plan)
     start = exposed = 0.0
     sent = 0
     events: list[Event] = []
@@ -91,7 +101,7 @@ def simulate(
             work.deferred,
             [now for now, _ in current],
             shared=shared_compute,
-            streams=SIDE_STREAMS if backend == "nccl" else None,
+            streams=streams,
         )
         seconds = machine.run()
         exposed += exposed_seconds(machine.events)
@@ -106,11 +116,25 @@ def plan_of(
     method: Method, profile: ModelProfile, backend: str, topology: Topology | None = None, costs: Costs | None = None
 ) -> Plan:
     """The plan that ``attach`` makes for tensors that arrive in the profile's order, once it knows the network."""
+    if isinstance(method, Periodic):
+        method = method.carrier
     dense = [method.dense(t.name, t.shape, t.kind in ("Embedding", "EmbeddingBag")) for t in profile.tensors]
     itemsize = profile.dtype_bytes
     tensors = [PlanTensor(t.name, t.shape, d, f"{itemsize}", itemsize) for t, d in zip(profile.tensors, dense)]
     known = None if topology is None or costs is None else hidden_seconds(profile, costs, topology)
     return make_plan(method, tensors, range(len(tensors)), (), backend, all_reduce=known)
+
+
+def _mean_of(periods: Sequence[Period], plan: Plan) -> Timeline:
+    """Periods one after the other, as the mean of their steps."""
+    steps, start, events = sum(period.every for period in periods), 0.0, []
+    for period in periods:
+        events += [replace(event, start_seconds=event.start_seconds + start) for event in period.events]
+        start += period.seconds
+    events.sort(key=lambda event: event.start_seconds)
+    exposed = sum(period.exposed_seconds for period in periods)
+    sent = sum(period.bytes_sent for period in periods)
+    return Timeline(start / steps, exposed / steps, tuple(events), round(sent / steps), plan, periods[0].every)
 
 
 def _slowest(slowdown: float | Sequence[float], topology: Topology) -> float:
