@@ -11,6 +11,8 @@ from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
 from thinwire.methods.registry import lossy_candidates
 from thinwire.methods.registry import method as named
+from thinwire.planner.choose.rank import LOSSY_GAIN
+from thinwire.planner.choose.worth import UNKNOWN, Worth, shipped
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import Measured, needs_measurement
 from thinwire.program import Method, Plan, Topology
@@ -27,8 +29,7 @@ HIERARCHICAL: tuple[Named, ...] = (
     ("ssgd", {"collective": "auto"}),
     ("ssgd", {"collective": "auto", "fusion": "optimal"}),
 )
-_WORTH = 0.03  # by which another exact plan must be faster to be taken
-_WORTH_LOSS = 0.05  # the same for a lossy method over the best exact one
+_GAIN = 0.03  # by which another exact plan must be faster to be taken
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class _Offer:
     options: dict[str, Any]
     plan: Plan
     seconds: float
+    worth: Worth
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,22 @@ class PlanPrices:
         return {"method": "", "options": {}, "plan": plan.to_json(), "seconds": seconds, "why": [why]}
 
     def best(self, lossy: bool) -> dict[str, Any]:
-        """The fastest exact plan; with ``lossy`` the fastest of all, if it gains more than a little."""
+        """The fastest exact plan; with ``lossy`` the soonest at a loss of all, as ``planner.choose`` has it."""
         levels = self.topology.two_levels
         exact = [self._offer(*candidate) for candidate in (*EXACT, *(HIERARCHICAL if levels else ()))]
         usual, chosen = exact[0], min(exact, key=lambda offer: offer.seconds)
-        if chosen.seconds > (1 - _WORTH) * usual.seconds:
+        if chosen.seconds > (1 - _GAIN) * usual.seconds:
             chosen = usual
         others = [self._offer(*candidate) for candidate in lossy_candidates()] if lossy else []
-        for offer in others:
-            if offer.seconds < (1 - _WORTH_LOSS) * min(chosen.seconds, *(o.seconds for o in exact)):
-                chosen = offer
+        limit = (1 - LOSSY_GAIN) * min(offer.seconds for offer in exact)
+        sooner = [offer for offer in others if offer.seconds * offer.worth.high < limit]
+        chosen = min(sooner, key=lambda offer: offer.seconds * offer.worth.middle, default=chosen)
         words = "".join(f", {key}={value}" for key, value in chosen.options.items())
         allowed = "allowed" if lossy else "not asked for (lossy=True)"
+        steps = f" x {chosen.worth.middle:.2f} steps ({chosen.worth.source})" if chosen in sooner else ""
+        buckets = f"{len(chosen.plan.phases[0])} buckets"
         why = [
-            f"auto: {chosen.name}{words}: {len(chosen.plan.phases[0])} buckets, {chosen.seconds:.4g} s predicted",
+            f"auto: {chosen.name}{words}: {buckets}, {chosen.seconds:.4g} s predicted{steps}",
             f"auto: ssgd as it comes: {usual.seconds:.4g} s; {len(exact) + len(others)} plans priced on measured "
             f"times and network; lossy methods were {allowed}",
         ]
@@ -92,7 +96,9 @@ class PlanPrices:
         return {"method": chosen.name, "options": options, "plan": plan, "seconds": chosen.seconds, "why": why}
 
     def _offer(self, name: str, options: dict[str, Any]) -> _Offer:
-        return _Offer(name, options, *self._price(named(name, **options)))
+        method = named(name, **options)
+        worth = shipped()(method, self.measurement.profile.elements, self.topology.world_size)
+        return _Offer(name, options, *self._price(method), worth or UNKNOWN)
 
     def fused(self, method: Method, limit: Any) -> Plan:
         """The plan of a method at another fusion limit: MiB, or "auto"."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from thinwire.planner.choose.rank import Candidates, judge, price, without_startups
+from thinwire.planner.choose.worth import WorthOf
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import bound_by
@@ -26,6 +27,7 @@ class Cell:
         winner: label of the recommendation.
         winner_exact: the same without lossy methods.
         step_seconds: the winner's step.
+        loss_seconds: the same, times what it needs of them for one of plain averaging's.
         dense_seconds: that of the fastest dense form.
         why: the sentence of ``choose``, and what bounds dense.
     """
@@ -33,6 +35,7 @@ class Cell:
     winner: str
     winner_exact: str
     step_seconds: float
+    loss_seconds: float
     dense_seconds: float
     why: str
 
@@ -79,6 +82,7 @@ def map_of(
     backend: str = "gloo",
     shared_compute: bool = True,
     lossy: bool = True,
+    worth: WorthOf | None = None,
     on_cell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Map:
     """The recommendation of ``choose`` for every rate and number of workers.
@@ -92,7 +96,7 @@ def map_of(
         ranks_per_node: of each machine.
         backend: see ``choose``.
         shared_compute: see ``choose``.
-        lossy: see ``choose``.
+        lossy, worth: see ``choose``.
         on_cell: called after each cell with their number and all.
 
     Raises:
@@ -105,14 +109,14 @@ def map_of(
         row = []
         for topology in clusters:
             prices = costs(bits, topology)
-            points, _ = price(candidates, model_profile, topology, prices, where, lossy=lossy)
+            points, _ = price(candidates, model_profile, topology, prices, where, lossy=lossy, worth=worth)
             alone = without_startups(model_profile, topology, prices, where)
             verdict = judge(points, topology, alone, lossy=lossy)
             dense = verdict.dense
             bound = bound_by(dense.method, model_profile, topology, prices, plan=dense.timeline.plan, **where)
             why = f"{verdict.sentence}; {dense.label} is bound by {bound}"
             best, exact = verdict.best, verdict.best_exact
-            row.append(Cell(best.label, exact.label, best.seconds, dense.seconds, why))
+            row.append(Cell(best.label, exact.label, best.seconds, best.loss_seconds, dense.seconds, why))
             on_cell(i * len(clusters) + len(row), len(bits_per_second) * len(clusters))
         rows.append(tuple(row))
     return Map(tuple(map(float, bits_per_second)), tuple(workers), tuple(rows))

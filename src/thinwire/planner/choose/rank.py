@@ -1,26 +1,32 @@
-"""Simulate every candidate, rank them, and say which one to use; dense is an answer."""
+"""Simulate every candidate, rank them by time to a loss, and say which one to use; dense is an answer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.methods.cast import Cast
 from thinwire.methods.ssgd import SSGD
 from thinwire.planner.choose.result import Entry, Ranking
 from thinwire.planner.choose.spread import measured_share, spread_costs, spread_profile
+from thinwire.planner.choose.worth import Worth, WorthOf, shipped
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import Timeline, bound_by, simulate
 from thinwire.planner.timeline.bottleneck import network_free
+from thinwire.planner.timeline.local_steps import Periodic
 from thinwire.program import Method, Topology
 
 Candidates = Sequence[tuple[str, Method]]
 """(label, method) pairs."""
 
 GAIN = 0.05
-"""What a lossy method has to gain over the fastest dense form before it is recommended."""
+"""What 16 bits, or another schedule, have to gain before they are recommended."""
+
+LOSSY_GAIN = 0.10
+"""What a lossy method has to gain in time to a loss over the fastest dense form, with the most steps that were seen."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class SimulatedMethod:
     label: str
     method: Method
     timeline: Timeline
+    worth: Worth
 
     @property
     def exact(self) -> bool:
@@ -44,6 +51,16 @@ class SimulatedMethod:
     @property
     def seconds(self) -> float:
         return self.timeline.step_seconds
+
+    @property
+    def loss_seconds(self) -> float:
+        """Of the steps for one of plain averaging's; infinite where nobody has measured how many."""
+        return self.seconds * self.worth.middle
+
+    @property
+    def most_loss_seconds(self) -> float:
+        """The same, with the most steps that were seen."""
+        return self.seconds * self.worth.high
 
 
 @dataclass(frozen=True)
@@ -65,12 +82,14 @@ def choose(
     backend: str = "gloo",
     shared_compute: bool = True,
     lossy: bool = True,
+    worth: WorthOf | None = None,
 ) -> Ranking:
-    """Predict each candidate's step and recommend one.
+    """Predict each candidate's step, and its time to a loss, and recommend one.
 
-    Dense fp32 and dense 16-bit are priced whether asked for or not. A lossy method is recommended only if its step is
-    more than 5 % shorter than that of the fastest dense form, and would be if start-ups of messages cost nothing: else
-    what it leaves out buys nothing. Of the dense forms 16 bits are recommended only if they gain as much.
+    Dense fp32 and dense 16-bit are priced whether asked for or not. A lossy method is recommended only if it is more
+    than 10 % sooner at a loss than the fastest dense form, with the most steps that it has needed anywhere, and would
+    be if start-ups of messages cost nothing: else what it leaves out buys nothing. Of the dense forms 16 bits are
+    recommended only if they gain 5 %.
 
     The band: the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
     40 % if assumed. For compute the profile's provenance counts, for exchanges that of the curve at this number of
@@ -84,6 +103,7 @@ def choose(
         backend: "gloo" or "nccl", see ``simulate``.
         shared_compute: see ``simulate``.
         lossy: False: lossy candidates are left aside and never recommended.
+        worth: what a step of each is worth; None: the table that comes with the package.
 
     Returns:
         The ranking; ``left_out`` names candidates that refuse this cluster or need a price that is missing.
@@ -93,12 +113,12 @@ def choose(
         LookupError: the costs hold no exchange, or no price for dense.
     """
     where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
-    points, left_out = price(candidates, model_profile, topology, costs, where, lossy=lossy)
+    points, left_out = price(candidates, model_profile, topology, costs, where, lossy=lossy, worth=worth)
     verdict = judge(points, topology, without_startups(model_profile, topology, costs, where), lossy=lossy)
     ends = [(spread_profile(model_profile, s), spread_costs(costs, topology, s)) for s in (-1, 1)]
     reference = min(p.seconds for p in points if type(p.method) is SSGD)
     entries: dict[str, Entry] = {}
-    for point in sorted(points, key=lambda p: (not p.exact, p.seconds)):
+    for point in sorted(points, key=lambda p: (not p.exact, p.loss_seconds, p.seconds)):
         plan = point.timeline.plan
         band = [simulate(point.method, m, topology, c, plan=plan, **where).step_seconds for m, c in ends]
         entries[point.label] = Entry(
@@ -113,7 +133,11 @@ def choose(
             exposed_seconds=point.timeline.exposed_seconds,
             bytes_sent=point.timeline.bytes_sent,
             bound_by=bound_by(point.method, model_profile, topology, costs, plan=plan, **where),
-            speedup=reference / point.seconds if point.seconds else 1.0,
+            every=point.timeline.every,
+            steps=_finite(point.worth.middle),
+            most_steps=_finite(point.worth.high),
+            steps_source=point.worth.source,
+            speedup=_ratio(reference, point),
             measured_share=measured_share(point.timeline, model_profile, topology, costs),
         )
     best, best_exact = entries[verdict.best.label], entries[verdict.best_exact.label]
@@ -136,8 +160,10 @@ def price(
     where: Mapping[str, Any],
     *,
     lossy: bool,
+    worth: WorthOf | None = None,
 ) -> tuple[list[SimulatedMethod], list[tuple[str, str]]]:
     """Simulate the candidates and both dense forms; also (label, reason) of those that cannot be."""
+    worth_of = worth or shipped()
     points: list[SimulatedMethod] = []
     left_out: list[tuple[str, str]] = []
     for label, method in _complete(candidates):
@@ -145,7 +171,10 @@ def price(
         if not (lossy or dense or method.exact):
             continue
         try:
-            points.append(SimulatedMethod(label, method, simulate(method, profile, topology, costs, **where)))
+            timeline = simulate(method, profile, topology, costs, **where)
+            ran = replace(method, every=timeline.every) if isinstance(method, Periodic) else method
+            value = worth_of(ran, profile.elements, topology.world_size)
+            points.append(SimulatedMethod(label, ran, timeline, value))
         except (LookupError, ValueError) as error:
             if dense:
                 raise
@@ -180,30 +209,45 @@ def judge(
         said = alone if topology.world_size == 1 else f"{best_exact.label}: {ms(best_exact.seconds)}, lossy left aside"
         return Recommendation(best_exact, best_exact, best_exact, said)
     dense = min((p for p in points if p.exact or p.dense), key=_seconds)
-    rivals = sorted((p for p in points if not (p.exact or p.dense)), key=_seconds)
     kept = dense if dense.seconds < (1 - GAIN) * best_exact.seconds else best_exact
+    lossies = [p for p in points if not (p.exact or p.dense)]
+    rivals = sorted((p for p in lossies if p.worth.known), key=lambda p: p.loss_seconds)
     if not rivals:
-        return Recommendation(
-            kept, best_exact, dense, f"{kept.label}: {ms(kept.seconds)}, no other method was asked for"
-        )
+        other = "no other method was asked for" if not lossies else "of no other method is known what a step is worth"
+        return Recommendation(kept, best_exact, dense, f"{kept.label}: {ms(kept.seconds)}, {other}")
     first = rivals[0]
-    pair = f"{ms(dense.seconds)} against {ms(first.seconds)}"
-    if first.seconds >= dense.seconds:
-        return Recommendation(kept, best_exact, dense, f"dense is faster here: {pair} ({dense.label}, {first.label})")
-    faster = [p for p in rivals if p.seconds < (1 - GAIN) * dense.seconds]
-    if not faster:
-        said = f"dense is as fast here: {pair} ({dense.label}, {first.label}); less than {GAIN:.0%} does not pay"
+    pair = f"{ms(dense.seconds)} against {_told(first)}"
+    if first.loss_seconds >= dense.seconds:
+        return Recommendation(kept, best_exact, dense, f"dense is sooner here: {pair} ({dense.label}, {first.label})")
+    sooner = [p for p in rivals if p.most_loss_seconds < (1 - LOSSY_GAIN) * dense.seconds]
+    if not sooner:
+        said = f"dense is as soon here: {pair} ({dense.label}, {first.label}); less than {LOSSY_GAIN:.0%} does not pay"
         return Recommendation(kept, best_exact, dense, said)
-    limit = (1 - GAIN) * bytes_alone(dense)
-    rival = next((p for p in faster if bytes_alone(p) < limit), None)
+    limit = (1 - LOSSY_GAIN) * bytes_alone(dense)
+    rival = next((p for p in sooner if bytes_alone(p) < limit), None)
     if rival is None:
         said = (
             f"dense is enough here: {pair} ({dense.label}, {first.label}), which is start-ups of messages: "
             "what a lossy method leaves out buys nothing"
         )
         return Recommendation(kept, best_exact, dense, said)
-    said = f"{rival.label} is faster here: {ms(rival.seconds)} against {ms(dense.seconds)} for dense ({dense.label})"
+    said = f"{rival.label} is sooner here: {_told(rival)} against {ms(dense.seconds)} for dense ({dense.label})"
     return Recommendation(rival, best_exact, dense, said)
+
+
+def _told(point: SimulatedMethod) -> str:
+    return f"{ms(point.seconds)} x {point.worth.middle:.2f} steps"
+
+
+def _ratio(reference: float, point: SimulatedMethod) -> float | None:
+    """How many times sooner at the loss than dense fp32."""
+    if not point.worth.known:
+        return None
+    return reference / point.loss_seconds if point.loss_seconds else 1.0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _best_exact(points: Sequence[SimulatedMethod]) -> SimulatedMethod:

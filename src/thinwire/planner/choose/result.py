@@ -27,7 +27,11 @@ class Entry:
         exposed_seconds: communication while nothing is computed.
         bytes_sent: by one rank per step.
         bound_by: the resource without which the step would be shortest.
-        speedup: dense fp32's step over this one.
+        every: steps between two exchanges.
+        steps: to a loss, over those of plain averaging; None: not measured.
+        most_steps: the most that were seen; None: not measured, or some seed did not get there.
+        steps_source: where that comes from.
+        speedup: how many times sooner than dense fp32 at that loss; None: not known.
         measured_share: of the step, the part whose price was measured here.
     """
 
@@ -42,7 +46,11 @@ class Entry:
     exposed_seconds: float
     bytes_sent: int
     bound_by: Bound
-    speedup: float
+    every: int
+    steps: float | None
+    most_steps: float | None
+    steps_source: str
+    speedup: float | None
     measured_share: float
 
     def __hash__(self) -> int:
@@ -56,7 +64,8 @@ class Ranking:
     Attributes:
         model: name of the profile.
         workers: ranks in all.
-        entries: exact ones first, then lossy ones; the fastest first within each.
+        entries: exact ones first, then lossy ones; the soonest at a loss first within each, those of which that is not
+            known last.
         best: the recommendation.
         best_exact: the same without lossy methods.
         sentence: why.

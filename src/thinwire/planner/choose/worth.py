@@ -1,0 +1,139 @@
+"""How many steps a method needs for one of plain averaging's: a compressed step is worth less than an exact one.
+
+The table was measured by ``benchmarks/race.py``: each row at the learning rate that served it best, on seeds other than
+those on which that was found. What was not measured has no factor, and is never recommended.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from thinwire.planner.timeline.local_steps import Periodic
+from thinwire.program import Method
+from thinwire.program.plan import UNREADABLE
+
+TABLE = Path(__file__).with_name("worth.json")
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Steps to a loss, over those of plain averaging.
+
+    Attributes:
+        low, middle, high: the least, the median and the most over seeds; infinite where a seed did not get there.
+        source: where that comes from, in words.
+    """
+
+    low: float
+    middle: float
+    high: float
+    source: str
+
+    @property
+    def known(self) -> bool:
+        """Whether half of the seeds got there."""
+        return math.isfinite(self.middle)
+
+
+WorthOf: TypeAlias = Callable[[Method, int, int], Worth]
+"""(method, elements of the model, ranks) -> what its steps are worth; ``UNKNOWN``: nobody has measured it."""
+
+EXACT = Worth(1.0, 1.0, 1.0, "exact")
+UNKNOWN = Worth(math.inf, math.inf, math.inf, "not measured")
+
+
+@dataclass(frozen=True)
+class MeasuredWorth:
+    """One row of the table.
+
+    Attributes:
+        method: name of the method, or of the codec of local steps.
+        options: numbers are the least that the row speaks for (more is sent), words have to be equal.
+        every: steps between two exchanges; 1: each is exchanged.
+        overlapped: the exchange runs while training goes on.
+        elements, workers: of the model, and of the run.
+        factors: one for each seed; None: it did not get there.
+    """
+
+    method: str
+    options: Mapping[str, Any]
+    every: int
+    overlapped: bool
+    elements: int
+    workers: int
+    factors: tuple[float | None, ...]
+
+    def speaks_for(self, method: Method) -> bool:
+        """Whether a method sends as much as this row's, as often, or more."""
+        every, overlapped = 1, False
+        if isinstance(method, Periodic):
+            if method.every is None:
+                return False
+            every, overlapped = method.every, method.delay is None or method.delay > 0
+            method = method.codec
+        if method.name != self.method or every > self.every or (every == 1) != (self.every == 1):
+            return False
+        return overlapped == self.overlapped and all(_covers(getattr(method, k), v) for k, v in self.options.items())
+
+    def worth(self) -> Worth:
+        """As figures."""
+        ordered = sorted(math.inf if factor is None else factor for factor in self.factors)
+        source = f"measured with {self.elements / 1e6:.2g} M parameters, {self.workers} workers"
+        return Worth(ordered[0], ordered[len(ordered) // 2], ordered[-1], source)
+
+
+def _covers(value: Any, least: Any) -> bool:
+    if isinstance(least, (int, float)) and isinstance(value, (int, float)):
+        return value >= least
+    return str(value).removeprefix("torch.") == str(least)
+
+
+def worth_from(rows: tuple[MeasuredWorth, ...]) -> WorthOf:
+    """Look up the row that speaks for a method: nearest in ranks, then in size, then in what it sends."""
+
+    def worth_of(method: Method, elements: int, workers: int) -> Worth:
+        if method.exact or workers == 1:
+            return EXACT
+        if method.name == "cast" and not method.has_residual:
+            return Worth(1.0, 1.0, 1.0, "rounded to 16 bits")
+        found = [row for row in rows if row.speaks_for(method)]
+        if not found:
+            return UNKNOWN
+
+        def apart(row: MeasuredWorth) -> tuple[float, float, int, list[float]]:
+            sends = [-float(v) for v in row.options.values() if isinstance(v, (int, float))]
+            return (
+                abs(math.log(row.workers / workers)),
+                abs(math.log(row.elements / max(1, elements))),
+                row.every,
+                sends,
+            )
+
+        return min(found, key=apart).worth()
+
+    return worth_of
+
+
+def read_worth(path: Path) -> WorthOf:
+    """The table of a file that ``benchmarks/race.py`` wrote.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        return worth_from(tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in rows))
+    except UNREADABLE as error:
+        raise ValueError(f"{path}: no table of steps to a loss: {error}") from error
+
+
+@cache
+def shipped() -> WorthOf:
+    """The table that comes with the package."""
+    return read_worth(TABLE)
