@@ -247,7 +247,8 @@ def search(
                 raise ValueError(f"{latency} is for images of {timings.size[0]}x{timings.size[1]}, not {size}")
         else:
             timings = _measure(made, size, repeats)
-        timings = _shared(timings, sync)
+        # rank 0's: the limit must cut the same sub-networks everywhere
+        timings = LatencyTable.from_json(sync.services.gather(timings.to_json().encode())[0].decode())
         with progress("searching", generations + 1, quiet=rank > 0) as bar:
 
             def on_generation(number: int, best: Any) -> None:
@@ -291,25 +292,6 @@ def search(
         markup=False,
     )
     console.print(f"written: {folder / 'best.json'}, {folder / 'calibrated.pt'}", markup=False)
-
-
-def _shared(timings: LatencyTable, sync: Any) -> LatencyTable:
-    """Rank 0's table, on all ranks: the limit must cut the same sub-networks everywhere."""
-    import torch
-
-    from thinwire.program import Broadcast, Program
-    from thinwire.supernet.stereo import LatencyTable
-
-    def program() -> Program:
-        mine = timings.to_json().encode()
-        length = yield Broadcast(torch.tensor([len(mine)]))
-        text = torch.zeros(int(length), dtype=torch.uint8)
-        if sync.services.rank == 0:
-            text = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        return LatencyTable.from_json(bytes((yield Broadcast(text)).tolist()).decode())
-
-    table: LatencyTable = sync.services.run(program())
-    return table
 
 
 @app.command()
