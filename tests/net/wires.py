@@ -8,7 +8,7 @@ from pathlib import Path
 from thinwire import lab
 from thinwire.lab.shell import tool
 
-CLI = [sys.executable, "-c", "from thinwire.cli.lab import app; app()"]
+CLI = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "lab"]
 
 
 def namespaces(pid):

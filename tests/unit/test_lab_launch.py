@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from thinwire import lab
-from thinwire.cli.lab import app
+from thinwire.cli.main import app
 from thinwire.lab.environment import rank_environment
 from verbs import CliRunner
 
@@ -207,7 +207,7 @@ def test_sigint_is_raised_again_after_the_end():
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments, complaint):
-    answer = CliRunner().invoke(app, ["run", *arguments])
+    answer = CliRunner().invoke(app, ["lab", "run", *arguments])
     assert answer.exit_code == 2
     assert answer.stdout == ""
     assert re.fullmatch(r"error: [^\n]+\n", answer.stderr)
@@ -223,14 +223,14 @@ def test_python_without_a_script_is_accepted(options):
 def test_a_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        answer = CliRunner().invoke(app, ["run", "--master-port", str(port), "--", "true"])
+        answer = CliRunner().invoke(app, ["lab", "run", "--master-port", str(port), "--", "true"])
     assert answer.exit_code == 2
     assert f"error: master port {port} cannot be used" in answer.stderr
 
 
 def test_command_line_separates_json_from_output():
     answer = CliRunner().invoke(
-        app, ["run", "--workers", "2", "--json", "--", "sh", "-c", "echo line --json; exit $RANK"]
+        app, ["lab", "run", "--workers", "2", "--json", "--", "sh", "-c", "echo line --json; exit $RANK"]
     )
     assert answer.exit_code == 1
     assert json.loads(answer.stdout)["exit_codes"] == [0, 1]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.console import plain_table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -71,17 +73,14 @@ def demo(
 
 def demo_table(result: DemoResult) -> Table:
     """The demonstration's table."""
-    from rich.table import Table
     from rich.text import Text
 
     from thinwire.bench.table import megabytes, seconds
 
-    table = Table(title=f"{result.bench.describe}; {result.bench.parameters / 1e6:.1f} M parameters")
     predicted = any(row.predicted_seconds is not None for row in result.rows)
     columns = ["method", "step", "MB/step", "steps", f"loss at {result.equal_steps} steps"]
     columns += [f"loss at {result.equal_seconds:.0f} s"] + (["predicted"] if predicted else [])
-    for name in columns:
-        table.add_column(name, justify="left" if name == "method" else "right")
+    table = plain_table(f"{result.bench.describe}; {result.bench.parameters / 1e6:.1f} M parameters", columns)
     for row in result.rows:
         if row.error:
             table.add_row(row.label, Text(f"failed: {row.error}"))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json as json_module
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.cli.console import progress
 from thinwire.cli.errors import RunFailed
+from thinwire.cli.ranks import torchrun_group
 
 if TYPE_CHECKING:
-    from thinwire.federated import Federation, RoundRecord
+    from thinwire.federated import RoundRecord
 
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
 
@@ -56,7 +55,7 @@ def run(
     from thinwire.bench.federations import build_algorithm, build_federation, compressed
     from thinwire.bench.plots import check_plot
     from thinwire.cli.federated_tables import failures, in_force, outcome, rounds_table, traffic
-    from thinwire.federated import AllClientsFailed, ClientStateStore, ClientTrace, DeviceLost
+    from thinwire.federated import ClientStateStore, ClientTrace
 
     if plot is not None:
         check_plot(plot)
@@ -70,32 +69,29 @@ def run(
         made.algorithm = build_algorithm(algorithm, made.algorithm, compress)
     else:
         made.algorithm = compressed(made.algorithm, compress)
-    given = {
-        "rounds": rounds,
-        "clients_per_round": clients_per_round,
-        "seed": seed,
-        "reduction": reduction,
-        "evaluate_every": evaluate_every,
-    }
-    for name, value in given.items():
+    given = {"rounds": rounds, "clients_per_round": clients_per_round, "seed": seed, "reduction": reduction}
+    for name, value in {**given, "evaluate_every": evaluate_every}.items():
         if value is not None:
             setattr(made, name, value)
-    options: dict[str, Any] = {
-        "checkpoint_dir": checkpoint_dir,
-        "checkpoint_every": checkpoint_every,
-        "schedule": schedule,
-    }
-    options |= {"devices": devices, "trace": None if trace is None else ClientTrace.read(trace)}
+    options: dict[str, Any] = {"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every}
+    options |= {"schedule": schedule, "devices": devices}
+    options["trace"] = None if trace is None else ClientTrace.read(trace)
     if made.algorithm.stateful:
         folder = None if checkpoint_dir is None else checkpoint_dir / "states"
         options["state"] = ClientStateStore(len(made.clients), folder, state_memory)
     console = Console()
-    with _ranks() as rank, _progress(made, quiet=rank != 0) as shown:
+    with torchrun_group() as (rank, _), progress("first round", made.rounds, quiet=rank != 0) as bar:
+
+        def shown(row: RoundRecord) -> None:
+            numbers = {**row.metrics, **row.evaluation}
+            words = ", ".join(f"{name} {value:.3g}" for name, value in list(numbers.items())[:3])
+            bar(completed=row.round + 1, description=words)
+
         if rank == 0 and not json:
             console.print(in_force(made.algorithm), markup=False, highlight=False)
         try:
             history = made.simulate(on_round=shown, **options)
-        except (DeviceLost, AllClientsFailed, OverflowError, OSError) as error:
+        except (OverflowError, OSError) as error:
             raise RunFailed(str(error)) from error
     if rank != 0:
         return
@@ -152,18 +148,9 @@ def predict(
     speeds = read_speeds(devices) if devices else [Speed(0.01)] * fast + [Speed(0.04)] * slow
     draw = np.random.default_rng(seed).lognormal(math.log(mean) - spread**2 / 2, spread, size=clients)
     sizes = np.maximum(1, np.rint(draw)).astype(int)
-    found = [
-        predicted(
-            name,
-            clients,
-            lambda i: int(sizes[i]),
-            speeds,
-            rounds=rounds,
-            clients_per_round=clients_per_round,
-            seed=seed,
-        )
-        for name in ("equal", "lpt", "pull", "auto")
-    ]
+    numbers: dict[str, Any] = {"rounds": rounds, "clients_per_round": clients_per_round, "seed": seed}
+    schedules = ("equal", "lpt", "pull", "auto")
+    found = [predicted(name, clients, lambda i: int(sizes[i]), speeds, **numbers) for name in schedules]
     if json:
         typer.echo(json_module.dumps([{**asdict(one), "ratio": one.ratio} for one in found]))
         return
@@ -188,19 +175,14 @@ def serve(
     """Deploy a federation on Flower: a SuperLink with TLS here, SuperNodes here or elsewhere."""
     from rich.console import Console
 
-    from thinwire.adapters.flower_deploy import Deployment, DeploymentFailed
+    from thinwire.adapters.flower_deploy import Deployment
     from thinwire.cli.federated_tables import failures, outcome
     from thinwire.federated import History
 
     console = Console(stderr=True)
     deployment = Deployment(federation, nodes, local, host, port, certificates, out, timeout)
-    try:
-        with console.status("starting the SuperLink") as status:
-            deployment.run(lambda text: status.update(text), lambda text: console.print(text, markup=False))
-    except DeploymentFailed as error:
-        raise RunFailed(str(error)) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    with console.status("starting the SuperLink") as status:
+        deployment.run(lambda text: status.update(text), lambda text: console.print(text, markup=False))
     history = History.from_json((out / "history.json").read_text())
     if json:
         typer.echo(history.to_json())
@@ -208,36 +190,3 @@ def serve(
     typer.echo(f"{outcome(history)}, on {history.about['nodes']} nodes; written: {out}")
     for sentence in failures(history):
         console.print(sentence, style="yellow", markup=False)
-
-
-@contextmanager
-def _ranks() -> Iterator[int]:
-    """torchrun's process group, if it has started us. Gives this process's rank."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield 0
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _progress(made: Federation, *, quiet: bool) -> Iterator[Any]:
-    """A bar over the rounds, on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as bar:
-        task = bar.add_task("first round", total=made.rounds)
-
-        def shown(row: RoundRecord) -> None:
-            numbers = {**row.metrics, **row.evaluation}
-            words = ", ".join(f"{name} {value:.3g}" for name, value in list(numbers.items())[:3])
-            bar.update(task, completed=row.round + 1, description=words)
-
-        yield shown

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from thinwire.cli.console import plain_table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -42,9 +44,6 @@ def outcome(history: History) -> str:
 
 def rounds_table(history: History) -> Table:
     """What each round did; of a long run the evaluated rounds, and if these are many, one in N of them."""
-    from rich import box
-    from rich.table import Table
-
     about, rows = history.about, history.rounds
     shown = list(rows)
     if len(shown) > _MOST_ROWS:
@@ -57,12 +56,10 @@ def rounds_table(history: History) -> Table:
     devices = "1 device" if about["devices"] == 1 else f"{about['devices']} devices"
     name = f"{about['inner']['algorithm']}, compressed" if "inner" in about else about["algorithm"]
     title = f"{name}: {about['clients_per_round']} of {about['clients']} clients a round, {devices}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     failing = any(row.failed for row in rows)
     columns = ["round", "schedule", "loss", *numbers, "seconds", "busy", "MB up"]
     columns += (["clients' clock"] if traced else []) + (["failed"] if failing else [])
-    for column in columns:
-        table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
+    table = plain_table(title, columns, ("schedule",))
     for row in shown:
         cells = [str(row.round), row.schedule, _number(row.metrics.get("loss"))]
         cells += [_number(row.evaluation.get(name)) for name in numbers]
@@ -99,12 +96,7 @@ def failures(history: History, most: int = 5) -> list[str]:
 
 def schedules_table(found: Sequence[Prediction], title: str) -> Table:
     """The schedules side by side."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("schedule", "seconds a round", "to the bound", "devices busy"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    table = plain_table(title, ("schedule", "seconds a round", "to the bound", "devices busy"))
     for one in found:
         mean = sum(one.round_seconds) / len(one.round_seconds)
         table.add_row(one.schedule, f"{mean:.3g}", f"{one.ratio:.2f}", f"{one.busy_share:.0%}")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.cli.console import check_output, plain_table, progress
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -54,7 +56,7 @@ def plan(
     """Predict a step of each schedule: messages, who inverts what, seconds. No GPU and no cluster is needed."""
     from rich.console import Console
 
-    from thinwire.cli.plan_inputs import check_file, read_question
+    from thinwire.cli.plan_inputs import read_question
     from thinwire.kfac.predict import predict
     from thinwire.kfac.schedules import Choices, make_plan
     from thinwire.kfac.times import LayerTimes, layers_of
@@ -66,7 +68,7 @@ def plan(
     for name, value in (("--factor-update-steps", factor_update_steps), ("--inv-update-steps", inv_update_steps)):
         if value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
-    check_file("--out", out)
+    check_output("--out", out)
     question = read_question(
         model, link=link, latency=latency, costs=costs, workers=workers, ranks_per_node=1, methods="ssgd",
         batch_size=batch_size, device=device, flops=None, profile=None,
@@ -119,13 +121,11 @@ def calibrate(
     """Measure how long this device takes to invert and to decompose factors, by their side."""
     import torch
     from rich.console import Console
-    from rich.progress import Progress
 
-    from thinwire.cli.plan_inputs import check_file
     from thinwire.measure.inversion import KINDS, curve, inversion_points, sides
     from thinwire.planner.costs import Costs
 
-    check_file("--out", out)
+    check_output("--out", out)
     if not seconds > 0:
         raise ValueError(f"--seconds must be positive, not {seconds:g}")
     if gpu and not torch.cuda.is_available():
@@ -139,19 +139,18 @@ def calibrate(
             raise ValueError(f"{costs} cannot be read: {error.strerror}") from error
     name = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     found = {}
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=2 * len(sides(largest)))
+    with progress("", 2 * len(sides(largest))) as bar:
         for kind in KINDS:
             found[kind] = inversion_points(
                 kind, device, largest=largest, seconds=seconds,
-                on_point=lambda d, kind=kind: bar.update(task, advance=1, description=f"{kind} {d}"),  # type: ignore[misc]
+                on_point=lambda d, kind=kind: bar(bar.completed + 1, description=f"{kind} {d}"),  # type: ignore[misc]
             )  # fmt: skip
     curves = {kind: curve(points, "measured here", name) for kind, points in found.items()}
     out.write_text(replace(known, compute={**known.compute, **curves}).to_json() + "\n", encoding="utf-8")
     if json:
         typer.echo(json_module.dumps({"device": name, "seconds": found}))
     console = Console(quiet=json)
-    table = _plain(f"seconds on {name}", ("side", *KINDS))
+    table = plain_table(f"seconds on {name}", ("side", *KINDS), close=True)
     for (d, a), (_, b) in zip(found["inverse"], found["eigen"]):
         table.add_row(str(d), f"{a:.3g}", f"{b:.3g}")
     console.print(table)
@@ -165,21 +164,12 @@ def _schedules(text: str | None, world: int) -> list[str]:
     return ["dkfac", "mpd", "spd", *(["kaisa:1/2"] if world > 2 and world % 2 == 0 else [])]
 
 
-def _plain(title: str, columns: tuple[str, ...]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
 def _table(
     title: str, found: list[tuple[KFACPlan, KFACPrediction]], factor_update_steps: int, inv_update_steps: int
 ) -> Table:
-    columns = ("schedule", "A+G", "by all", "factors", "+wait", "invert", "+send", "each")
-    table = _plain(f"{title}; ms", (*columns, f"{factor_update_steps}/{inv_update_steps}", "1/1"))
+    names = ("schedule", "A+G", "by all", "factors", "+wait", "invert", "+send", "each")
+    columns = (*names, f"{factor_update_steps}/{inv_update_steps}", "1/1")
+    table = plain_table(f"{title}; ms", columns, close=True)
     for plan_, p in found:
         parts = [p.factor_compute_seconds, p.factor_wait_seconds, p.invert_seconds, p.send_seconds]
         parts.append(p.precondition_seconds + p.return_seconds)
@@ -204,9 +194,8 @@ def _ms(seconds: float) -> str:
 
 
 def _explained(plan_: KFACPlan) -> Table:
-    table = _plain(
-        f"{plan_.schedule}: messages and owners ({plan_.transport})", ("layer", "A", "in", "by", "G", "in", "by")
-    )
+    title = f"{plan_.schedule}: messages and owners ({plan_.transport})"
+    table = plain_table(title, ("layer", "A", "in", "by", "G", "in", "by"), close=True)
     where = [{i: b for b, bucket in enumerate(side) for i in bucket} for side in (plan_.a_buckets, plan_.g_buckets)]
     for i, layer in enumerate(plan_.layers):
         owners = ["all" if owner < 0 else str(owner) for owner in plan_.owners[2 * i : 2 * i + 2]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -12,11 +12,6 @@ from thinwire import lab
 app = typer.Typer(
     help="An emulated cluster on this machine: namespaces, shaped links, one process per rank.", no_args_is_help=True
 )
-
-
-def _refuse(error: lab.LabError) -> NoReturn:
-    typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(2)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -42,20 +37,15 @@ def run(
 ) -> None:
     """Run a command as the ranks of an emulated cluster; the exit code is the worst of the ranks'."""
     stream = sys.stderr if json else sys.stdout
-    try:
-        result = lab.run(
-            lab.Cluster.parse(workers, ranks_per_node, link, delay),
-            command or [],
-            on_line=lambda rank, line: print(f"[{rank}] {line}", file=stream, flush=True),
-            grace_seconds=grace,
-            timeout_seconds=timeout,
-            master_port=master_port,
-            share_cores=share_cores,
-        )
-    except lab.LabError as error:
-        _refuse(error)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    result = lab.run(
+        lab.Cluster.parse(workers, ranks_per_node, link, delay),
+        command or [],
+        on_line=lambda rank, line: print(f"[{rank}] {line}", file=stream, flush=True),
+        grace_seconds=grace,
+        timeout_seconds=timeout,
+        master_port=master_port,
+        share_cores=share_cores,
+    )
     if json:
         typer.echo(result.to_json())
     elif result.emulated:
@@ -72,10 +62,7 @@ def clean(
     """Remove what killed runs left behind."""
     from json import dumps
 
-    try:
-        removed = lab.clean(all=all)
-    except lab.LabError as error:
-        _refuse(error)
+    removed = lab.clean(all=all)
     if json:
         typer.echo(dumps({"removed": removed}))
         return

@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from thinwire import __version__
 from thinwire.cli import bench, demo, doctor, federated, kfac, lab, plan, probe, profile, ps, report, split, supernet
-from thinwire.cli.errors import RunFailed
+from thinwire.cli.errors import exit_code
 
 
 class FriendlyErrors(TyperGroup):
@@ -19,12 +19,11 @@ class FriendlyErrors(TyperGroup):
         """Run the verb."""
         try:
             return super().invoke(ctx)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
+            if (code := exit_code(error)) is None:
+                raise
             typer.echo(f"error: {error}", err=True)
-            ctx.exit(2)
-        except RunFailed as error:
-            typer.echo(f"error: {error}", err=True)
-            ctx.exit(1)
+            ctx.exit(code)
         except KeyboardInterrupt:
             ctx.exit(130)
 

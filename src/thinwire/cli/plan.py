@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.cli.console import check_output, progress
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -51,27 +53,18 @@ def plan(
     """Predict every method's step on a network and say which one to use; "dense" is an answer."""
     from rich.console import Console
 
-    from thinwire.cli.plan_inputs import check_file, read_question
+    from thinwire.cli.plan_inputs import read_question
 
     if model is None and profile is None:
         raise ValueError("give a model: a built-in name such as resnet50, or a file of thinwire profile")
     answer: dict[str, Any] = {}
     console = Console(quiet=json)
     for option, path in (("--trace", trace), ("--out", out)):
-        check_file(option, path)
+        check_output(option, path)
     question = read_question(
-        model,
-        link=link,
-        latency=latency,
-        costs=costs,
-        workers=workers,
-        ranks_per_node=ranks_per_node,
-        methods=methods,
-        batch_size=batch_size,
-        device=device,
-        flops=device_flops,
-        profile=profile,
-    )
+        model, link=link, latency=latency, costs=costs, workers=workers, ranks_per_node=ranks_per_node, methods=methods,
+        batch_size=batch_size, device=device, flops=device_flops, profile=profile,
+    )  # fmt: skip
     try:
         answer |= _answer(question, console, lossy=lossy, explain=explain, map=map, trace=trace, out=out)
     except LookupError as error:
@@ -149,27 +142,17 @@ def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str
 
 
 def _map(question: Question, console: Console, lossy: bool) -> Map:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from thinwire.cli.plan_tables import map_table
     from thinwire.planner.choose import map_of
     from thinwire.planner.choose.grid import WORKERS
 
     per_node = question.ranks_per_node
-    columns = (TextColumn("map"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("map", total=None)
+    workers = [count * per_node for count in WORKERS]
+    with progress("map") as bar:
         found = map_of(
-            question.candidates,
-            question.profile,
-            workers=[count * per_node for count in WORKERS],
-            costs=question.assumed,
-            ranks_per_node=per_node,
-            **question.where,
-            lossy=lossy,
-            on_cell=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+            question.candidates, question.profile, workers=workers, costs=question.assumed, ranks_per_node=per_node,
+            **question.where, lossy=lossy, on_cell=bar,
+        )  # fmt: skip
     console.print(map_table(question, found))
     return found
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from thinwire.bench.words import nearest, split_options
+from thinwire.cli.console import progress
 from thinwire.lab import parse_delay, parse_rate
 from thinwire.methods.registry import candidates, label_of, method
 from thinwire.planner.choose import DEVICES, DeviceSpec
@@ -211,9 +212,6 @@ def read_model(
 
 
 def _measure(model: str) -> ModelProfile:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from thinwire.bench.models.registry import FILES, build_model, check_model, loss_of
     from thinwire.measure import profile_model
 
@@ -221,21 +219,12 @@ def _measure(model: str) -> ModelProfile:
     if ":" not in name and name not in FILES:
         raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *FILES])}, a file or module:function")
     check_model(model)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"measuring {model}", total=None)
+    with progress(f"measuring {model}") as bar:
         workload = build_model(model)
         return profile_model(
-            workload.model,
-            count(),
-            loss_of(workload, 0),
-            steps=10,
-            warmup=2,
-            name=workload.name,
-            batch=workload.describe,
-            seconds=20.0,
-            on_step=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+            workload.model, count(), loss_of(workload, 0), steps=10, warmup=2, name=workload.name,
+            batch=workload.describe, seconds=20.0, on_step=bar,
+        )  # fmt: skip
 
 
 def _read(path: Path, kind: type[_Readable]) -> _Readable:
@@ -247,9 +236,3 @@ def _read(path: Path, kind: type[_Readable]) -> _Readable:
         return kind.from_json(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """Raise ``ValueError`` for a path that cannot become a file."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"{option} {path} is no file that can be written: give a file in a folder that exists")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich import box
 from rich.table import Table
 
 from thinwire.bench.words import split_options
+from thinwire.cli.console import plain_table
 from thinwire.cli.plan_inputs import Question
 from thinwire.lab import format_rate
 from thinwire.planner.choose import Entry, ExplainedBucket, Map, Ranking
@@ -19,8 +19,8 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
     title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {workers} workers"
     if question.ranks_per_node > 1:
         title += f", {question.ranks_per_node} per machine"
-    table = _table(f"{title}, {question.describe_network()}")
-    _columns(table, "method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "x\ndense")
+    columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "x\ndense")
+    table = plain_table(f"{title}, {question.describe_network()}", columns, ("bound by",), close=True)
     for name, entries in (("exact", ranking.exact), ("lossy", ranking.lossy)):
         if entries:
             table.add_section()
@@ -74,12 +74,11 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
 
 def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
     """The buckets of a plan, in launch order."""
-    table = _table(f"{label}: {len(groups)} buckets")
     phases = len({group.phase for group in groups}) > 1
     sparse = any(group.kept is not None for group in groups)
     names = (["phase"] if phases else []) + ["bucket", "tensors", "from"]
     names += ["elements", "ready\nms", "MB\n/step", "send\nms"] + (["kept", "density"] if sparse else [])
-    _columns(table, *names, left=("from",))
+    table = plain_table(f"{label}: {len(groups)} buckets", names, ("from",), close=True)
     for group in groups:
         cells = [str(group.phase)] if phases else []
         cells += [str(group.bucket), str(len(group.names)), _tail(group.names[0], 16 if sparse else 22)]
@@ -92,8 +91,8 @@ def groups_table(label: str, groups: Sequence[ExplainedBucket]) -> Table:
 
 def map_table(question: Question, found: Map) -> Table:
     """Winners, and how much faster than the fastest dense form."""
-    table = _table(f"{question.profile.name}: what to use; x: over the faster dense form; {question.device.name}")
-    _columns(table, "link", *(f"{workers}\nworkers" for workers in found.workers))
+    title = f"{question.profile.name}: what to use; x: over the faster dense form; {question.device.name}"
+    table = plain_table(title, ["link", *(f"{workers}\nworkers" for workers in found.workers)], close=True)
     for bits, row in zip(found.bits_per_second, found.cells):
         cells = []
         for cell in row:
@@ -101,15 +100,6 @@ def map_table(question: Question, found: Map) -> Table:
             cells.append(f"{_short(cell.winner)}\n" + (f"{gain:.1f} x" if gain > 1.05 else ""))
         table.add_row(format_rate(int(bits)), *cells)
     return table
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-
-
-def _columns(table: Table, *names: str, left: Sequence[str] = ()) -> None:
-    for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i == 0 or name in ("bound by", *left) else "right", no_wrap=True)
 
 
 def _short(label: str) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
 import sys
 import tempfile
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.console import check_output, plain_table
 from thinwire.cli.errors import RunFailed
+from thinwire.cli.ranks import follow, under_torchrun
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from thinwire.lab import Cluster, LabResult
     from thinwire.measure import ProbeResult
 
 _SHOWN = (64 << 10, 1 << 20, 16 << 20)
@@ -48,10 +47,9 @@ def probe(
     message_sizes(largest=max_bytes)
     if not seconds > 0:
         raise ValueError(f"--seconds must be positive, not {seconds:g}")
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out} is no file that can be written: give a file in a folder that exists")
+    check_output("--out", out)
     note = ""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if under_torchrun():
         if any(option is not None for option in (workers, ranks_per_node, link, delay)):
             raise ValueError(
                 "under torchrun the ranks and the network are given: leave out --workers, --link and so on"
@@ -114,53 +112,17 @@ def _in_lab(
         return ProbeResult.from_json(path.read_text()), launched.note
 
 
-def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:
-    """Run ranks in the lab under a progress bar, which their lines ``@@{"done": share, "text": ...}`` move.
-
-    Raises:
-        RunFailed: with the ranks' last words.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    from thinwire import lab
-
-    words: deque[str] = deque(maxlen=15)
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting ranks", total=1.0)
-
-        def on_line(rank: int, text: str) -> None:
-            if text.startswith("@@"):
-                event = json_module.loads(text[2:])
-                bar.update(task, completed=event["done"], description=event["text"])
-            elif text.strip():
-                words.append(f"[{rank}] {text.rstrip()}")
-
-        launched = lab.run(cluster, command, on_line=on_line, timeout_seconds=timeout_seconds)
-    if launched.exit_code == 124:
-        raise RunFailed(f"the ranks took longer than {timeout_seconds:g} s and were ended")
-    if launched.exit_code:
-        raise RunFailed("\n".join([f"the ranks ended with exit code {launched.exit_code}; their last words:", *words]))
-    return launched
-
-
 def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
     """One line for each operation of a group; bandwidths are those of the largest message that was measured."""
-    from rich import box
-    from rich.table import Table
-
     from thinwire.measure.verdict import duration, line_error, size
 
     costs, lines = result.costs, result.lines
     series = {key: row for key, row in result.series.items() if key[1:] == group}
     giga = any(m.algbw * 8 >= 1e9 for row in series.values() for m in row)
     unit, name = (1e9, "Gbit/s") if giga else (1e6, "Mbit/s")
-    table = Table(title="{}: groups of {}".format(*group), box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     columns = ["operation", "start-up", *map(size, _SHOWN)]
     columns += [f"algbw\n{name}", f"busbw\n{name}", "line\noff", "CPU\nper MB"]
-    for column in columns:
-        table.add_column(column, justify="left" if column == "operation" else "right", no_wrap=True)
+    table = plain_table("{}: groups of {}".format(*group), columns, close=True)
     for key, row in series.items():
         last, share = row[-1], costs.cpu_share.get(key[0])
         cells = [key[0], duration(lines[key].startup_seconds)]

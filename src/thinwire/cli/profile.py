@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.console import check_output, plain_table, progress
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -42,8 +44,7 @@ def profile(
         raise ValueError("thinwire profile starts its own processes: use --ranks, without torchrun")
     if steps < 1 or warmup < 0 or ranks < 1:
         raise ValueError(f"--steps {steps} and --ranks {ranks} must be at least 1, --warmup {warmup} not negative")
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out} is no file that can be written: give a file in a folder that exists")
+    check_output("--out", out)
     check_model(model)
     found = _here(model, steps, warmup) if ranks == 1 else _several(model, steps, warmup, ranks)
     out.write_text(found.to_json() + "\n")
@@ -59,15 +60,8 @@ def profile(
 
 
 def _here(model: str, steps: int, warmup: int) -> ModelProfile:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"building {model}", total=steps + warmup)
-        return _profile(
-            model, steps, warmup, 0, 1, lambda done, total: bar.update(task, completed=done, description=model)
-        )
+    with progress(f"building {model}", steps + warmup) as bar:
+        return _profile(model, steps, warmup, 0, 1, lambda done, total: bar(completed=done, description=model))
 
 
 def _profile(
@@ -97,7 +91,7 @@ def _profile(
 
 def _several(model: str, steps: int, warmup: int, ranks: int) -> ModelProfile:
     """The profile of the slowest of several processes that compute at once."""
-    from thinwire.cli.probe import follow
+    from thinwire.cli.ranks import follow
     from thinwire.lab import Cluster
     from thinwire.planner.profiles import ModelProfile
 
@@ -134,9 +128,6 @@ def main() -> None:
 
 def profile_table(profile: ModelProfile) -> Table:
     """The modules that compute longest, in forward order."""
-    from rich import box
-    from rich.table import Table
-
     from thinwire.measure.verdict import duration
 
     forward = {m.name: m.forward_seconds for m in profile.modules}
@@ -145,9 +136,7 @@ def profile_table(profile: ModelProfile) -> Table:
         backward[tensor.module] = backward.get(tensor.module, 0.0) + tensor.backward_seconds
         elements[tensor.module] = elements.get(tensor.module, 0) + tensor.size
     longest = sorted(backward, key=lambda name: -(backward[name] + forward.get(name, 0.0)))[:_ROWS]
-    table = Table(title=f"{profile.name}: {profile.source}", box=box.SIMPLE_HEAD)
-    for name in ("module", "elements", "forward", "backward"):
-        table.add_column(name, justify="left" if name == "module" else "right")
+    table = plain_table(f"{profile.name}: {profile.source}", ("module", "elements", "forward", "backward"))
     for name in backward:
         if name in longest:
             cells = [f"{elements[name]:,}" if name in elements else "-", duration(forward.get(name, 0.0))]

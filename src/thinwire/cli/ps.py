@@ -46,9 +46,8 @@ def server(
     json: Json = False,
 ) -> None:
     """Serve a model until it has seen a number of updates or gradients, with a live table of its nodes."""
-    from thinwire.cli.ps_shards import check_shards, served
     from thinwire.cli.ps_tables import live
-    from thinwire.cli.ps_work import make_service
+    from thinwire.cli.ps_work import check_shards, make_service
 
     _check_end(updates, gradients)
     check_shards(shards)
@@ -56,9 +55,9 @@ def server(
         service = make_service(
             model, settings, outer, port=port, nodes=nodes, shards=shards, updates=updates, gradients=gradients,
             checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, journal=journal, seed=seed,
-            on_status=show,
+            on_status=lambda status: show(status.to_dict()),
         )  # fmt: skip
-        status = served(service)
+        status = service.run()
     typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
     if service.unsaved:
         raise RunFailed(service.unsaved)
@@ -78,7 +77,7 @@ def shard(
     json: Json = False,
 ) -> None:
     """Keep a slice of the weights for a server; it waits for the server, and for one that comes after it."""
-    from thinwire.cli.ps_shards import run_shard
+    from thinwire.cli.ps_work import run_shard
 
     result = run_shard(server, index, outer, port, checkpoint_dir)
     typer.echo(
@@ -111,9 +110,9 @@ def worker(
     leader: str, number: int, model: str, node: int, slowdown: float = 1.0, pace: float = 0.0, seed: int = 0
 ) -> None:
     """One worker of `ps node`, a process of its own."""
-    from thinwire.cli.ps_work import run_worker
+    from thinwire.cli.ps_work import make_worker
 
-    run_worker(leader, number, model, node, slowdown=slowdown, pace=pace, seed=seed)
+    make_worker(leader, number, model, node, slowdown=slowdown, pace=pace, seed=seed).run()
 
 
 @app.command()
@@ -146,7 +145,7 @@ def run(
 ) -> None:
     """A server and its nodes in the lab, over emulated links, with slow nodes and kills."""
     from thinwire.cli.ps_lab import LabSpec, run_lab
-    from thinwire.cli.ps_shards import check_shards
+    from thinwire.cli.ps_work import check_shards
 
     _check_end(updates, gradients, seconds)
     check_shards(shards)
@@ -180,8 +179,8 @@ def simulate(
     from rich.console import Console
 
     from thinwire.cli.ps_predict import predict
-    from thinwire.cli.ps_shards import check_shards
     from thinwire.cli.ps_tables import prediction_table
+    from thinwire.cli.ps_work import check_shards
 
     check_shards(shards)
     rows = predict(

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.cli.errors import RunFailed
+from thinwire.cli.errors import RunFailed, exit_code
 
 PORT = 29400
 _AWAY_SECONDS = 1.0
@@ -52,7 +52,7 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
 
     from thinwire import lab
     from thinwire.bench.models.registry import check_model
-    from thinwire.cli.ps_tables import live_dict
+    from thinwire.cli.ps_tables import live
     from thinwire.cli.ps_work import read_outer, read_settings
 
     check_model(spec.model)
@@ -62,7 +62,7 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     words: deque[str] = deque(maxlen=15)
     result: dict[str, Any] = {"status": None, "losses": []}
     with ExitStack() as stack:
-        show = None if quiet else stack.enter_context(live_dict())
+        show = None if quiet else stack.enter_context(live())
 
         def on_line(rank: int, text: str) -> None:
             if rank == 0 and text.startswith("@@"):
@@ -89,10 +89,9 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
 
 def main(text: str) -> None:
     """One process of the lab: rank 0 serves, then come the shards, the others are nodes."""
-    from thinwire.cli.ps_shards import run_shard
+    from thinwire.cli.ps_work import run_shard
 
-    data = json.loads(text)
-    spec = LabSpec(**data)
+    spec = LabSpec(**json.loads(text))
     rank = int(os.environ["RANK"])
     if rank == 0:
         _serve(spec)
@@ -103,9 +102,6 @@ def main(text: str) -> None:
 
 
 def _serve(spec: LabSpec) -> None:
-    import time as clock
-
-    from thinwire.cli.ps_shards import served
     from thinwire.cli.ps_work import build, make_service, weights_hash
     from thinwire.parameter_server import Layout, Status
 
@@ -114,7 +110,7 @@ def _serve(spec: LabSpec) -> None:
     began: list[float] = []
 
     def on_update(version: int, theta: Any) -> None:
-        now = clock.monotonic()
+        now = time.monotonic()
         if not began:
             began.append(now)
         if workload.evaluate is not None:
@@ -127,7 +123,7 @@ def _serve(spec: LabSpec) -> None:
 
     def on_status(status: Status) -> None:
         print("@@" + json.dumps(status.to_dict()), flush=True)
-        if spec.seconds is not None and began and clock.monotonic() - began[0] > spec.seconds:
+        if spec.seconds is not None and began and time.monotonic() - began[0] > spec.seconds:
             service.stop()
 
     service = make_service(
@@ -135,8 +131,8 @@ def _serve(spec: LabSpec) -> None:
         gradients=spec.gradients, journal=spec.journal, seed=spec.seed, on_update=on_update,
         on_update_every=spec.evaluate_every, on_status=on_status,
     )  # fmt: skip
-    status = served(service)
-    ended = clock.monotonic()
+    status = service.run()
+    ended = time.monotonic()
     final = {**status.to_dict(), "training_seconds": ended - began[0] if began else 0.0}
     print("@@" + json.dumps({"weights": weights_hash(layout.flat(service.model))}), flush=True)
     print("@@" + json.dumps(final), flush=True)
@@ -180,6 +176,8 @@ def _work(spec: LabSpec, number: int) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1])
-    except (RunFailed, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
+        if exit_code(error) is None:
+            raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

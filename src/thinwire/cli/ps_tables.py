@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from thinwire.cli.console import plain_table
+
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from thinwire.parameter_server import Status
 
 
 def status_table(status: dict[str, Any]) -> Table:
@@ -41,15 +41,8 @@ def status_table(status: dict[str, Any]) -> Table:
 
 
 @contextmanager
-def live() -> Iterator[Callable[[Status], None]]:
-    """A table on stderr that follows the server."""
-    with live_dict() as show:
-        yield lambda status: show(status.to_dict())
-
-
-@contextmanager
-def live_dict() -> Iterator[Callable[[dict[str, Any]], None]]:
-    """The same for statuses that came as JSON."""
+def live() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A table on stderr that follows the server's status."""
     from rich.console import Console
     from rich.live import Live
 
@@ -59,11 +52,8 @@ def live_dict() -> Iterator[Callable[[dict[str, Any]], None]]:
 
 def prediction_table(rows: list[dict[str, Any]]) -> Table:
     """What each scheme does per second."""
-    from rich.table import Table
-
-    table = Table(title="predicted in virtual time, not measured")
-    for name in ("scheme", "gradients/s", "updates/s", "staleness mean", "most", "MB per gradient"):
-        table.add_column(name, justify="left" if name == "scheme" else "right")
+    columns = ("scheme", "gradients/s", "updates/s", "staleness mean", "most", "MB per gradient")
+    table = plain_table("predicted in virtual time, not measured", columns)
     for row in rows:
         table.add_row(
             row["scheme"], f"{row['gradients_per_second']:.2f}", f"{row['updates_per_second']:.2f}",

@@ -1,4 +1,4 @@
-"""What the verbs of ``thinwire ps`` do in one process: serve, lead a node, work, replay."""
+"""What the verbs of ``thinwire ps`` do in one process: serve, keep a shard, lead a node, work, replay."""
 
 from __future__ import annotations
 
@@ -83,23 +83,47 @@ def read_settings(text: str, nodes: int) -> Settings:
 
 
 def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
-    """The server of a model of the bench.
-
-    Raises:
-        RunFailed: the port is taken.
-    """
-    from thinwire.collectives.pair import PairError
+    """The server of a model of the bench."""
     from thinwire.parameter_server import Service
 
     workload = build(model, seed)
     facts = {"model": model, "seed": seed, "outer": outer, "nodes": nodes}
-    try:
-        return Service(
-            workload.model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer, nodes=nodes,
-            facts=facts, **options,
-        )  # fmt: skip
-    except PairError as error:
-        raise RunFailed(str(error)) from error
+    return Service(
+        workload.model, read_settings(settings, nodes), outer=read_outer(outer), outer_text=outer, nodes=nodes,
+        facts=facts, **options,
+    )  # fmt: skip
+
+
+def check_shards(shards: int) -> None:
+    """Refuse a number that cannot be."""
+    if shards < 0:
+        raise ValueError(f"--shards {shards} must be at least 0")
+
+
+def run_shard(server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None) -> dict[str, Any]:
+    """One shard, to the end of the training.
+
+    Raises:
+        ValueError: words that cannot be, or a checkpoint that is not the server's.
+    """
+    import torch
+
+    from thinwire.parameter_server import Shard
+
+    torch.set_num_threads(1)
+    if index < 0:
+        raise ValueError(f"--index {index} must be at least 0")
+    made = None if outer is None else read_outer(outer)
+    words = _published if outer is None else None
+    shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port)
+    return {"index": index, "version": shard.run()}
+
+
+def _published(words: str) -> Outer | None:
+    """The optimizer of a server's words."""
+    if not words:
+        raise ValueError("the server's optimizer was made in Python: give --outer, or use parameter_server.serve_shard")
+    return read_outer(words)
 
 
 def rank_of(node: int, worker: int) -> int:
@@ -124,20 +148,6 @@ def make_worker(
     )
 
 
-def run_worker(leader: str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int) -> None:
-    """One worker, to the end of the training.
-
-    Raises:
-        RunFailed: its leader has gone.
-    """
-    from thinwire.parameter_server import ServerLost
-
-    try:
-        make_worker(leader, number, model, node, slowdown=slowdown, pace=pace, seed=seed).run()
-    except ServerLost as error:
-        raise RunFailed(str(error)) from error
-
-
 def run_node(
     server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
     seed: int = 0,
@@ -145,16 +155,15 @@ def run_node(
     """A leader with its workers: one in this process, or several in processes of their own.
 
     Raises:
-        RunFailed: the server has gone, or a worker died too often.
+        RunFailed: a worker died too often.
     """
-    from thinwire.parameter_server import Node, NodeRefused, ServerLost
+    from thinwire.collectives.pair import split_address
+    from thinwire.parameter_server import Node
 
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
     if number is None:
         number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
-    from thinwire.collectives.pair import split_address
-
     split_address(server)
     children: dict[int, subprocess.Popen[bytes]] = {}
     node = None
@@ -175,22 +184,11 @@ def run_node(
                     if restarts > _RESTARTS:
                         raise RunFailed(f"workers of node {number} died {restarts} times; see their words above")
                     command = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps", "worker"]
-                    command += [
-                        node.address,
-                        str(k),
-                        model,
-                        str(number),
-                        "--slowdown",
-                        str(slowdown),
-                        "--seed",
-                        str(seed),
-                    ]
-                    command += ["--pace", str(pace)]
+                    command += [node.address, str(k), model, str(number)]
+                    command += ["--slowdown", str(slowdown), "--seed", str(seed), "--pace", str(pace)]
                     children[k] = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         _await(children)
         return {"node": number, "end": "training has ended", "restarts": restarts}
-    except (NodeRefused, ServerLost) as error:
-        raise RunFailed(str(error)) from error
     finally:
         if node is not None:
             node.close()
@@ -213,9 +211,8 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
         ValueError: it is no journal, or one of another program.
     """
     import torch
-    from rich.console import Console
-    from rich.progress import Progress
 
+    from thinwire.cli.console import progress
     from thinwire.parameter_server import Journal, Layout, replay
     from thinwire.parameter_server.outer import default_outer
 
@@ -236,11 +233,8 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
         return layout.gradient(network)
 
     outer = read_outer(facts["outer"]) or default_outer(journal.settings, facts["nodes"])
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("updates", total=len(journal.updates))
-        theta = replay(
-            journal, start, gradient, outer, full=facts["nodes"], on_update=lambda v: bar.update(task, completed=v)
-        )
+    with progress("updates", len(journal.updates)) as shown:
+        theta = replay(journal, start, gradient, outer, full=facts["nodes"], on_update=shown)
     if out is not None:
         torch.save({"theta": theta, "version": len(journal.updates)}, out)
     digest = weights_hash(theta)

@@ -1,21 +1,44 @@
-"""Ranks for ``bench`` and ``demo``: the lab's cluster as the launcher that bench/ asks for, and a progress bar."""
+"""Ranks of verbs: those that torchrun has started, and those of the lab, under a bar that follows them."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from thinwire.cli.console import progress
 from thinwire.cli.errors import RunFailed
 
 if TYPE_CHECKING:
     from thinwire.bench.record import RunRecord
     from thinwire.bench.session import Launched
     from thinwire.bench.spec import BenchSpec
-    from thinwire.lab import Cluster
+    from thinwire.lab import Cluster, LabResult
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or the lab, has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def torchrun_group() -> Iterator[tuple[int, int]]:
+    """This process's rank and the number of ranks: of torchrun's group, which is made here and ended, or (0, 1)."""
+    if not under_torchrun():
+        yield 0, 1
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
 
 
 def slowest_link(cluster: Cluster) -> int | None:
@@ -24,33 +47,50 @@ def slowest_link(cluster: Cluster) -> int | None:
 
 
 def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[RunRecord, Launched]:
-    """Run a spec in the lab under a progress bar on stderr.
-
-    Raises:
-        RunFailed: the ranks failed or time ran out.
-    """
+    """Run a spec in the lab under a progress bar on stderr."""
     from thinwire import lab
-    from thinwire.bench.session import BenchError, run_session
+    from thinwire.bench.session import run_session
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("starting ranks", total=total_steps)
+    with progress("starting ranks", total_steps) as bar:
 
         def on_progress(event: dict[str, Any]) -> None:
             if "step" in event:
-                bar.update(task, advance=1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
+                bar(completed=bar.completed + 1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
             elif "error" in event:
-                bar.console.print(f"{event['row']} failed: {event['error']}", style="red", markup=False)
+                bar.say(f"{event['row']} failed: {event['error']}", "red")
             elif "clock" in event and event.get("of"):
-                bar.update(task, total=_total(bar.tasks[0].completed, event))
+                bar(total=_total(bar.completed, event))
 
-        try:
-            return run_session(spec, functools.partial(lab.run, cluster), on_progress)
-        except BenchError as error:
-            raise RunFailed(str(error)) from error
+        return run_session(spec, functools.partial(lab.run, cluster), on_progress)
 
 
 def _total(completed: float, event: dict[str, Any]) -> float:
     """Steps in all when a row trains for a time: so far, and what fits into the rest of it."""
     left = max(float(event["of"]) - float(event["clock"]), 0.0)
     return completed + math.ceil(left * int(event["steps"]) / float(event["clock"]))
+
+
+def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:
+    """Run ranks in the lab under a progress bar, which their lines ``@@{"done": share, "text": ...}`` move.
+
+    Raises:
+        RunFailed: with the ranks' last words.
+    """
+    from thinwire import lab
+
+    words: deque[str] = deque(maxlen=15)
+    with progress("starting ranks", 100) as bar:
+
+        def on_line(rank: int, text: str) -> None:
+            if text.startswith("@@"):
+                event = json.loads(text[2:])
+                bar(completed=round(100 * event["done"]), description=event["text"])
+            elif text.strip():
+                words.append(f"[{rank}] {text.rstrip()}")
+
+        launched = lab.run(cluster, command, on_line=on_line, timeout_seconds=timeout_seconds)
+    if launched.exit_code == 124:
+        raise RunFailed(f"the ranks took longer than {timeout_seconds:g} s and were ended")
+    if launched.exit_code:
+        raise RunFailed("\n".join([f"the ranks ended with exit code {launched.exit_code}; their last words:", *words]))
+    return launched

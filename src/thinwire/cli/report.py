@@ -20,14 +20,14 @@ def report(
     """Make one self-contained HTML page from results, predicted and measured."""
     from rich.console import Console
 
+    from thinwire.cli.console import check_output
     from thinwire.cli.errors import RunFailed
     from thinwire.report import read_files, render
 
     for path in files:
         if not path.is_file():
             raise ValueError(f"{path} is no file")
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise ValueError(f"--out {out} is no file that can be written: give a file in a folder that exists")
+    check_output("--out", out)
     if out.resolve() in {path.resolve() for path in files}:
         raise ValueError(f"--out {out} is one of the files to read")
     try:

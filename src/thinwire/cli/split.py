@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.cli.console import progress
+
 if TYPE_CHECKING:
     from thinwire.split import SplitReport
 
@@ -147,7 +149,7 @@ def cloud(
     facts = read_facts(half / "cloud.safetensors" if half.is_dir() else half)
     address = read_address(listen)
     trust = read_keys(keys, "cloud", fingerprint, address[0], insecure)
-    with _sentences(), _progress("steps") as on_step:
+    with _steps() as on_step:
         report = split_finetune(
             None, half, role="cloud", recipe=recipe_of(facts["notes"]), address=address, tls=trust, insecure=insecure,
             checkpoint_dir=checkpoint_dir, edges=edges, on_step=on_step, say=lambda words: typer.echo(words, err=True),
@@ -187,7 +189,7 @@ def edge(
     typer.echo(task.describe, err=True)
     if leaves:
         typer.echo(leaves, err=True)
-    with _sentences(), _progress("steps") as on_step, warnings.catch_warnings():
+    with _steps() as on_step, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "front_on='cloud'")  # said just now
         report = split_finetune(
             None, half, task, role="edge", recipe=recipe, address=address, tls=trust, insecure=insecure, name=name,
@@ -234,7 +236,7 @@ def compare(
     wire = read_link(link, link_down, latency)
     found = read_task(task, data, model, length, lines, 0)
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch)
-    with _progress("steps") as on_step:
+    with _steps() as on_step:
         made = compare_plans(
             model_builder(model, found, length), found, rows, recipe, wire, range(seeds), on_step=on_step
         )
@@ -245,37 +247,13 @@ def compare(
 
 
 @contextmanager
-def _sentences() -> Iterator[None]:
-    """Errors of the package: one sentence, exit code 1."""
-    from thinwire.cli.errors import RunFailed
-    from thinwire.split import SplitError
-
-    try:
-        yield
-    except SplitError as error:
-        raise RunFailed(str(error)) from error
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int, float], None]]:
-    """A bar on stderr with the loss."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None, loss="")
+def _steps() -> Iterator[Callable[[int, int, float], None]]:
+    """A bar over the steps, with the loss."""
+    with progress("steps") as shown:
 
         def on_step(done: int, total: int, loss: float) -> None:
-            words = f"loss {loss:.3f}" if loss == loss else ""
-            bar.update(task, completed=done, total=total or None, loss=words)
+            words = f"steps, loss {loss:.3f}" if loss == loss else "steps"
+            shown(completed=done, total=total or None, description=words)
 
         yield on_step
 

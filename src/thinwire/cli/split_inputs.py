@@ -20,14 +20,8 @@ def read_words(text: str) -> tuple[str, ...]:
 
 def task_words(name: str, model: str, length: int, lines: int, seed: int) -> dict[str, Any]:
     """What is written next to the halves, so that the edge reads the same task."""
-    return {
-        "name": name,
-        "model": model,
-        "pretrained": Path(model).is_dir(),
-        "length": length,
-        "lines": lines,
-        "seed": seed,
-    }
+    words: dict[str, Any] = {"name": name, "model": model, "pretrained": Path(model).is_dir()}
+    return words | {"length": length, "lines": lines, "seed": seed}
 
 
 def task_of(notes: dict[str, Any], data: Path | None, tokenizer: Path | None) -> Task:
@@ -78,15 +72,8 @@ def model_builder(text: str, task: Task, length: int) -> Callable[[int], nn.Modu
 
     def build(seed: int) -> nn.Module:
         numbers: dict[str, Any] = options
-        return preset(
-            name,
-            classes=task.classes,
-            vocabulary=task.vocabulary,
-            length=length,
-            pad=task.train.pad,
-            seed=seed,
-            **numbers,
-        )
+        sizes: dict[str, Any] = {"classes": task.classes, "vocabulary": task.vocabulary, "length": length}
+        return preset(name, **sizes, pad=task.train.pad, seed=seed, **numbers)
 
     return build
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from statistics import stdev
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
+from thinwire.cli.console import plain_table
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from thinwire.split.compare import ComparisonRow
     from thinwire.split.estimate import Estimate
     from thinwire.split.tasks import Task
@@ -17,9 +18,8 @@ if TYPE_CHECKING:
 
 def plan_table(rows: Mapping[str, Estimate], task: Task, link: str, link_down: str | None) -> Table:
     """A step of each kind of cut."""
-    table = _table(f"{task.describe}; {_link(link, link_down)}")
-    for name in ("cut", "kB up", "kB down", "messages", "of boundary", "link s", "compute s", "step s"):
-        table.add_column(name, justify="left" if name == "cut" else "right")
+    columns = ("cut", "kB up", "kB down", "messages", "of boundary", "link s", "compute s", "step s")
+    table = plain_table(f"{task.describe}; {_link(link, link_down)}", columns)
     base = rows["boundary"].wire
     for name, row in rows.items():
         table.add_row(
@@ -37,9 +37,9 @@ def plan_table(rows: Mapping[str, Estimate], task: Task, link: str, link_down: s
 
 def compare_table(rows: Sequence[ComparisonRow], task: Task, link: str, link_down: str | None, seeds: int) -> Table:
     """Accuracy, bytes, seconds of each way of training."""
-    table = _table(f"{task.describe}; {_link(link, link_down)}; {seeds} seed{'s' * (seeds > 1)}")
-    for name in ("training", task.metric, "kB/step", "payload", "socket", "compute s", "step s"):
-        table.add_column(name, justify="left" if name == "training" else "right")
+    title = f"{task.describe}; {_link(link, link_down)}; {seeds} seed{'s' * (seeds > 1)}"
+    columns = ("training", task.metric, "kB/step", "payload", "socket", "compute s", "step s")
+    table = plain_table(title, columns)
     plain = next((row for row in rows if row.name == "boundary"), None)
     for row in rows:
         score = f"{row.score:.4f}" + (f" ±{stdev(row.scores):.4f}" if len(row.scores) > 1 else "")
@@ -53,10 +53,6 @@ def compare_table(rows: Sequence[ComparisonRow], task: Task, link: str, link_dow
                 ]
         table.add_row(row.name, score, *cells, f"{row.compute_seconds:.3f}", f"{row.step_seconds:.3f}")
     return table
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _link(up: str, down: str | None) -> str:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from thinwire.cli.console import plain_table, progress
+from thinwire.cli.errors import RunFailed
+from thinwire.cli.ranks import torchrun_group
 from thinwire.cli.supernet_inputs import (
     check_folder,
     corners,
@@ -18,7 +21,6 @@ from thinwire.cli.supernet_inputs import (
     parse_pairs,
     parse_size,
     parse_sub_net,
-    ranks,
 )
 
 if TYPE_CHECKING:
@@ -68,9 +70,7 @@ def train(
     """Train all sub-networks, over the ranks of torchrun or of ``thinwire lab run``, or on one."""
     import torch
     from rich.console import Console
-    from rich.progress import Progress
 
-    from thinwire.cli.errors import RunFailed
     from thinwire.supernet.stereo import batches, save_net, shrink
     from thinwire.supernet.stereo.fitness import Calibrated, constant_guess
     from thinwire.supernet.stereo.phases import total
@@ -88,13 +88,12 @@ def train(
     training = parse_pairs(data, shape, max_disparity, 4096, seed)
     testing = parse_pairs(held_out or data, shape, max_disparity, 32, seed + 1)
     check_folder(out)
-    with ranks() as (rank, _), Progress(console=Console(stderr=True), disable=rank > 0) as bar:
-        task = bar.add_task("training", total=total(phases))
+    with torchrun_group() as (rank, _), progress("training", total(phases), quiet=rank > 0) as bar:
         before = {phase.name: sum(p.steps for p in phases[:i]) for i, phase in enumerate(phases)}
 
         def on_step(phase: Any, step: int, report: Any) -> None:
             words = f"{phase.name}, loss {report.loss:.3f}, {report.share:.0%} active"
-            bar.update(task, completed=before[phase.name] + step + 1, description=words)
+            bar(completed=before[phase.name] + step + 1, description=words)
 
         try:
             report = shrink(
@@ -136,11 +135,7 @@ def train(
 
 
 def _corner_table(console: Any, net: ElasticStereo, found: dict[str, Any], guess: float) -> None:
-    from rich.table import Table
-
-    table = Table(title="held-out pairs")
-    for name in ("sub-network", "parameters", "end-point error", "> 3 px"):
-        table.add_column(name, justify="left" if name == "sub-network" else "right")
+    table = plain_table("held-out pairs", ("sub-network", "parameters", "end-point error", "> 3 px"))
     for name, metrics in found.items():
         size = sum(p.numel() for p in net.extract(corners(net)[name]).parameters())
         table.add_row(name, f"{size:,}", f"{metrics.epe:.2f} px", f"{metrics.bad3:.1%}")
@@ -177,11 +172,8 @@ def table(
         return
     console = Console()
     _range(console, made, found)
-    from rich.table import Table
-
-    lines = Table(title=f"milliseconds on {found.device}, {found.threads} thread(s), one pair of {size}")
-    for name in ("part", "median", "p90"):
-        lines.add_column(name, justify="left" if name == "part" else "right")
+    title = f"milliseconds on {found.device}, {found.threads} thread(s), one pair of {size}"
+    lines = plain_table(title, ("part", "median", "p90"))
     for scales, timing in found.aggregation.items():
         lines.add_row(f"volumes and aggregation, {scales} scales", f"{timing.p50:.2f}", f"{timing.p90:.2f}")
     for cut, timing in found.refinement.items():
@@ -194,16 +186,10 @@ def table(
 
 
 def _measure(net: ElasticStereo, size: str, repeats: int) -> LatencyTable:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from thinwire.supernet.stereo import build_table
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring parts", total=None)
-        return build_table(
-            net, parse_size(size), repeats, on_part=lambda done, of: bar.update(task, completed=done, total=of)
-        )
+    with progress("measuring parts") as bar:
+        return build_table(net, parse_size(size), repeats, on_part=bar)
 
 
 def _range(console: Any, net: ElasticStereo, found: LatencyTable) -> None:
@@ -234,7 +220,6 @@ def search(
     """Find the best sub-network whose measured latency keeps a limit; the ranks of torchrun share the evaluations."""
     import torch
     from rich.console import Console
-    from rich.progress import Progress
 
     from thinwire.engine.attach import attach
     from thinwire.supernet import Evolution
@@ -254,7 +239,7 @@ def search(
     testing = parse_pairs(held_out or data, shape, max_disparity, 32, seed + 1)
     first = [training[i] for i in range(min(_CALIBRATION, len(training)))]
     score = Calibrated(made, list(batches(first, _BATCH)), list(batches(testing, 8)))
-    with ranks() as (rank, world):
+    with torchrun_group() as (rank, world):
         sync = attach(made, torch.optim.SGD(made.parameters(), lr=0.0))
         if latency is not None:
             timings = LatencyTable.from_json(latency.read_text())
@@ -262,13 +247,13 @@ def search(
                 raise ValueError(f"{latency} is for images of {timings.size[0]}x{timings.size[1]}, not {size}")
         else:
             timings = _measure(made, size, repeats)
-        timings = _shared(timings, sync)
-        with Progress(console=Console(stderr=True), disable=rank > 0) as bar:
-            task = bar.add_task("searching", total=generations + 1)
+        # rank 0's: the limit must cut the same sub-networks everywhere
+        timings = LatencyTable.from_json(sync.services.gather(timings.to_json().encode())[0].decode())
+        with progress("searching", generations + 1, quiet=rank > 0) as bar:
 
             def on_generation(number: int, best: Any) -> None:
                 words = f"best {-best.fitness:.3f} px, {best.predicted_ms:.1f} ms"
-                bar.update(task, completed=number + 1, description=words)
+                bar(completed=number + 1, description=words)
 
             found = sync.services.run(
                 program(
@@ -309,25 +294,6 @@ def search(
     console.print(f"written: {folder / 'best.json'}, {folder / 'calibrated.pt'}", markup=False)
 
 
-def _shared(timings: LatencyTable, sync: Any) -> LatencyTable:
-    """Rank 0's table, on all ranks: the limit must cut the same sub-networks everywhere."""
-    import torch
-
-    from thinwire.program import Broadcast, Program
-    from thinwire.supernet.stereo import LatencyTable
-
-    def program() -> Program:
-        mine = timings.to_json().encode()
-        length = yield Broadcast(torch.tensor([len(mine)]))
-        text = torch.zeros(int(length), dtype=torch.uint8)
-        if sync.services.rank == 0:
-            text = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        return LatencyTable.from_json(bytes((yield Broadcast(text)).tolist()).decode())
-
-    table: LatencyTable = sync.services.run(program())
-    return table
-
-
 @app.command()
 def export(
     net: Annotated[Path, typer.Argument(help="A network that train or search wrote: calibrated.pt of search.")],
@@ -337,7 +303,6 @@ def export(
     json: Json = False,
 ) -> None:
     """Write one sub-network as a file that runs without thinwire, and compare the two."""
-    from thinwire.cli.errors import RunFailed
     from thinwire.supernet.stereo import export as export_net
     from thinwire.supernet.stereo import load_net
 

@@ -1,11 +1,8 @@
-"""What the verbs of ``thinwire supernet`` read: sizes, networks, pairs, phases, ranks."""
+"""What the verbs of ``thinwire supernet`` read: sizes, networks, pairs, phases."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,21 +120,6 @@ def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
     made = SubNet.from_json(content)
     net.space.check(made)
     return made
-
-
-@contextmanager
-def ranks() -> Iterator[tuple[int, int]]:
-    """This process' rank and the number of ranks: of torchrun's group, made here, or (0, 1)."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield 0, 1
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
 
 
 def check_folder(out: Path) -> None:

@@ -1,10 +1,9 @@
-"""What a cache is worth: hit rates of the policies, and whether the input keeps up with the computation."""
+"""What a cache is worth: hit rates of the policies."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import torch
 
@@ -58,44 +57,6 @@ def simulate_lru(
                 if len(held) > capacity:
                     held.popitem(last=False)
     return hits / (samples * (epochs - dropped))
-
-
-@dataclass(frozen=True)
-class InputCost:
-    """What a node's input costs per sample, level by level.
-
-    Attributes:
-        decode_seconds: of the prefix, divided by the processes that decode at once.
-        disk_bytes: read from local disk where that hits.
-        disk_seconds_per_byte: of local disk.
-        source_bytes: read from the source.
-        source_seconds_per_byte: of the source, a network file system or object store.
-    """
-
-    decode_seconds: float
-    disk_bytes: float = 0.0
-    disk_seconds_per_byte: float = 0.0
-    source_bytes: float = 0.0
-    source_seconds_per_byte: float = 0.0
-
-    def seconds(self, samples: int, memory_hits: float, disk_hits: float = 0.0) -> float:
-        """Seconds for some samples: the slowest of decoding, disk and source, which work at the same time.
-
-        Args:
-            samples: of a batch, or of an epoch.
-            memory_hits: share of the samples that come from memory.
-            disk_hits: share of the others that come from disk.
-        """
-        missed = 1 - _share(memory_hits)
-        return samples * max(
-            self.decode_seconds * missed,
-            self.disk_bytes * missed * _share(disk_hits) * self.disk_seconds_per_byte,
-            self.source_bytes * missed * (1 - disk_hits) * self.source_seconds_per_byte,
-        )
-
-    def stall_seconds(self, samples: int, compute_seconds: float, memory_hits: float, disk_hits: float = 0.0) -> float:
-        """Seconds that the computation waits, if the input works ahead."""
-        return max(0.0, self.seconds(samples, memory_hits, disk_hits) - compute_seconds)
 
 
 def _share(value: float) -> float:

@@ -1,4 +1,4 @@
-"""The server's side of one visit as a state machine: messages in, messages out, a clock passed in. No threads, no I/O.
+"""The server's side of one visit as a state machine: messages in, messages out. No threads, no clock, no I/O.
 
 A device gets ``DeviceWork``, trains the clients named in it, and then asks for more, or, if the work says that it ends,
 sends one result: the sum over all it has trained since its last result. The result of a device that is lost never
@@ -34,25 +34,20 @@ class Coordinator:
         cohort: number of clients; they are named by their index.
         assignment: lists, or a queue that devices pull from.
         devices: ids of those that take part.
-        deadline_seconds: a device that says nothing for so long is lost; None: never.
 
     Attributes:
         reported: clients whose sums have arrived.
         lost_devices: in order.
     """
 
-    def __init__(
-        self, cohort: int, assignment: Assignment, devices: Collection[int], deadline_seconds: float | None = None
-    ) -> None:
+    def __init__(self, cohort: int, assignment: Assignment, devices: Collection[int]) -> None:
         self._cohort = cohort
         self._lists = assignment.lists
         self._pulling = assignment.queue is not None
         self._queue: deque[int] = deque(assignment.queue or ())
         self._alive = sorted(devices)
-        self._deadline = deadline_seconds
         self._holding: dict[int, list[int]] = {device: [] for device in self._alive}
         self._idle: set[int] = set()
-        self._heard: dict[int, float] = {}
         self.reported: list[int] = []
         self.lost_devices: list[int] = []
 
@@ -61,11 +56,10 @@ class Coordinator:
         """Whether every client's sum has arrived."""
         return len(self.reported) == self._cohort
 
-    def start(self, now: float) -> list[DeviceWork]:
+    def start(self) -> list[DeviceWork]:
         """The first work of every device that has any."""
         works = []
         for place, device in enumerate(self._alive):
-            self._heard[device] = now
             if self._pulling:
                 works.append(self._next(device))
             else:
@@ -76,24 +70,22 @@ class Coordinator:
         self._idle = {work.device for work in works if not work.clients}
         return begun
 
-    def ask(self, device: int, now: float) -> DeviceWork:
+    def ask(self, device: int) -> DeviceWork:
         """A device is free: the next client, or the end.
 
         Raises:
             DeviceLost: it was declared lost; what it has is void.
         """
         self._check(device)
-        self._heard[device] = now
         return self._next(device)
 
-    def result(self, device: int, now: float) -> list[DeviceWork]:
+    def result(self, device: int) -> list[DeviceWork]:
         """A device's sum is there. Returns more work where a lost device has left some.
 
         Raises:
             DeviceLost: it was declared lost before: the sum must not be used, its clients are others' now.
         """
         self._check(device)
-        self._heard[device] = now
         self.reported += self._holding[device]
         self._holding[device] = []
         self._idle.add(device)
@@ -114,16 +106,6 @@ class Coordinator:
         if not self._alive and not self.done:
             raise DeviceLost(f"device {device} was the last one; {self._cohort - len(self.reported)} clients are left")
         return self._wake() if self._queue else []
-
-    def tick(self, now: float) -> list[DeviceWork]:
-        """Time has passed: devices with work that have been silent for too long are lost."""
-        if self._deadline is None:
-            return []
-        works = []
-        for device in list(self._alive):
-            if self._holding.get(device) and now - self._heard[device] > self._deadline:
-                works += self.lost(device)
-        return works
 
     def holders(self) -> dict[int, tuple[int, ...]]:
         """What each device has and has not sent the sum of."""

@@ -65,7 +65,7 @@ def drive(
 
     for device, after in (losses or {}).items():
         push(after, _LOST, device, None)
-    for work in coordinator.start(0.0):
+    for work in coordinator.start():
         push(0.0, _WORK, work.device, work)
     now = 0.0
     while not coordinator.done:
@@ -87,9 +87,9 @@ def drive(
             push(end, _FREE, device, found)
         elif found is not None and found.ends:
             on_report(device)
-            new = coordinator.result(device, now)
+            new = coordinator.result(device)
         else:
-            more = coordinator.ask(device, now)
+            more = coordinator.ask(device)
             push(now, _WORK if more.clients else _FREE, device, more)
         for work in new:
             push(now, _WORK, work.device, work)

@@ -69,21 +69,18 @@ def equal(sizes: Sequence[int], devices: int, seed: int) -> Assignment:
     return Assignment(tuple(tuple(sorted(order[device::devices])) for device in range(devices)))
 
 
-def lpt(sizes: Sequence[int], fits: Sequence[Fit], extra: Sequence[Sequence[float]] | None = None) -> Assignment:
+def lpt(sizes: Sequence[int], fits: Sequence[Fit]) -> Assignment:
     """Largest first, each to the device that would have finished it first; ties to the lower device.
 
     Args:
         sizes: samples of each client.
         fits: of each device.
-        extra: ``[client][device]`` seconds on top, such as for a state that lies elsewhere.
     """
     a, b = np.array([f.a for f in fits]), np.array([f.b for f in fits])
     loads = np.zeros(len(fits))
     lists: list[list[int]] = [[] for _ in fits]
     for i in by_size(sizes):
         ends = loads + a * sizes[i] + b
-        if extra is not None:
-            ends = ends + np.asarray(extra[i])
         device = int(ends.argmin())
         loads[device] = ends[device]
         lists[device].append(i)

@@ -305,9 +305,3 @@ class ClientStateStore:
         path = self.path(*key)
         self._unflushed.discard(path)
         path.unlink(missing_ok=True)
-
-
-def describe(store: ClientStateStore) -> dict[str, Any]:
-    """Figures of a store for people."""
-    have = int((store.versions != _NONE).sum())
-    return {"clients": have, "memory_peak": store.memory_peak, "reads": store.reads, "writes": store.writes}

@@ -27,18 +27,6 @@ def test_figures_and_ends():
             function(1.5)
 
 
-def test_the_slowest_level_bounds_the_input():
-    cost = policy.InputCost(
-        decode_seconds=0.002, disk_bytes=1e5, disk_seconds_per_byte=1e-8, source_bytes=1e5, source_seconds_per_byte=1e-7
-    )
-    assert cost.seconds(100, 0.0) == pytest.approx(1.0)  # the source: 10 ms a sample
-    assert cost.seconds(100, 0.0, 1.0) == pytest.approx(0.2)  # decoding: 2 ms
-    assert cost.seconds(100, 0.5, 1.0) == pytest.approx(0.1)
-    assert cost.seconds(100, 1.0) == 0.0
-    assert cost.stall_seconds(100, 0.15, 0.0, 1.0) == pytest.approx(0.05)
-    assert cost.stall_seconds(100, 0.15, 0.5, 1.0) == 0.0
-
-
 def test_dawnbench_schedule():
     schedule = ResolutionSchedule.dawnbench()
     assert schedule.epochs == 28

@@ -212,18 +212,17 @@ def test_the_last_device():
         drive(Coordinator(2, plan, range(1)), 1, lambda d, i, _: 1.0, losses={0: 0.5})
 
 
-def test_a_silent_device_is_lost_at_its_deadline_and_its_late_result_is_refused():
-    """T6: nobody waits for ever."""
-    coordinator = Coordinator(2, s.plan("lpt", [1, 1], [Fit(1.0, 0.0)] * 2, 2, 0), range(2), deadline_seconds=10.0)
-    assert len(coordinator.start(0.0)) == 2
-    assert coordinator.result(0, 3.0) == []
-    assert coordinator.tick(9.0) == []
-    (again,) = coordinator.tick(11.0)
+def test_the_late_result_of_a_lost_device_is_refused():
+    """T6: its clients are another's by then."""
+    coordinator = Coordinator(2, s.plan("lpt", [1, 1], [Fit(1.0, 0.0)] * 2, 2, 0), range(2))
+    assert len(coordinator.start()) == 2
+    assert coordinator.result(0) == []
+    (again,) = coordinator.lost(1)
     assert (again.device, len(again.clients)) == (0, 1)
     with pytest.raises(DeviceLost, match="was declared lost"):
-        coordinator.result(1, 12.0)
-    assert coordinator.ask(0, 13.0).ends
-    coordinator.result(0, 13.0)
+        coordinator.result(1)
+    assert coordinator.ask(0).ends
+    coordinator.result(0)
     assert coordinator.done
 
 

@@ -8,20 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.supernet.stereo import RandomDots, StereoFiles, batches, measure, pad, random_dot_pair
-from thinwire.supernet.stereo.box_match import box_match
+from thinwire.supernet.stereo import RandomDots, StereoFiles, batches, pad, random_dot_pair
 from thinwire.supernet.stereo.files import coloured
 from thinwire.supernet.stereo.pairs import Shuffled, normalise
-from thinwire.supernet.stereo.readers import (
-    middlebury_motorcycle,
-    read_disparity,
-    read_list,
-    read_pfm,
-    write_pfm,
-)
+from thinwire.supernet.stereo.readers import read_disparity, read_list, read_pfm
 from thinwire.supernet.stereo.refinement import warp
 
 Image = pytest.importorskip("PIL.Image")
+
+
+def write_pfm(path, image):
+    rows = image.flip(0).numpy().astype("<f4")
+    path.write_bytes(f"Pf\n{image.shape[1]} {image.shape[0]}\n-1.0\n".encode() + rows.tobytes())
 
 
 @given(st.integers(0, 2**20), st.sampled_from(["pieces", "plane", "zero"]))
@@ -192,41 +190,3 @@ def test_colours_change_alike_in_both_views():
         assert torch.equal(left, right)
         changed += not torch.equal(left, image)
     assert changed >= 6
-
-
-@pytest.fixture(scope="module")
-def motorcycle():
-    pytest.importorskip("skimage")
-    return middlebury_motorcycle()
-
-
-def test_motorcycle(motorcycle):
-    left, right, d = motorcycle
-    assert left.shape == right.shape == (3, 500, 741)
-    known = d.isfinite()
-    assert int(known.sum()) == 343_274
-    assert float(d[known].min()) == pytest.approx(7.19, abs=0.01)
-    assert float(d[known].max()) == pytest.approx(59.91, abs=0.01)
-    assert float(d[known].median()) == pytest.approx(38.73, abs=0.01)
-
-
-def test_the_truth_of_the_motorcycle_is_of_the_left_view(motorcycle):
-    left, right, d = motorcycle
-    known = d.isfinite() & (torch.arange(741) - torch.where(d.isfinite(), d, 0.0) >= 0)
-    assert int(known.sum()) == 332_144
-    moved = warp(right[None], torch.where(known, d, 0.0)[None])[0]
-    assert float((moved - left).abs().mean(0)[known].mean()) == pytest.approx(0.030, abs=0.002)
-
-
-def test_block_matching_finds_whole_shifts():
-    left, right, d = random_dot_pair(1, 24, 48, 9, torch.Generator().manual_seed(0))
-    found, known = box_match(left[0], right[0], 12, window=3), d[0].isfinite()
-    assert (found == d[0])[known].float().mean() > 0.8
-    assert torch.equal(box_match(left[0], left[0], 12), torch.zeros(24, 48))
-
-
-def test_block_matching_on_the_motorcycle(motorcycle):
-    left, right, d = motorcycle
-    score = measure(box_match(left, right, 64)[None], d[None], 192)
-    assert score.epe == pytest.approx(4.46, abs=0.1)
-    assert score.bad3 == pytest.approx(0.245, abs=0.01)

@@ -17,21 +17,21 @@ class Parts:
 
     Attributes:
         attend: ``(hidden, mask) -> a``: the attention with its own residual connection and norm.
-        before: the norm in front of the feed-forward block (ViT, GPT-2); None where there is none.
         first: dense, h to f.
         activation: between the two.
         second: dense, f to h.
         dropout: after it.
+        before: the norm in front of the feed-forward block (ViT, GPT-2); None where there is none.
         after: the norm behind the block's residual connection (BERT and its kin); None where there is none.
     """
 
     attend: nn.Module
-    before: nn.Module | None
     first: nn.Module
     activation: nn.Module
     second: nn.Module
     dropout: nn.Module
-    after: nn.Module | None
+    before: nn.Module | None = None
+    after: nn.Module | None = None
 
 
 class View(ABC):
@@ -42,14 +42,18 @@ class View(ABC):
         classes: of transformers, that can be cut, by name.
         inputs: names of what its embeddings take; every batch has the first.
         uses_lengths: whether padding is masked.
-        layers_at: the path of the list of layers in a model.
+        embeddings_at: the path in a model of what embeds.
+        layers_at: of the list of layers.
+        parts_at: paths in a layer, by the names of :class:`Parts`, those that it has.
     """
 
     model_type: ClassVar[str]
     classes: ClassVar[tuple[str, ...]]
     inputs: ClassVar[tuple[str, ...]] = ("input_ids",)
     uses_lengths: ClassVar[bool] = True
+    embeddings_at: ClassVar[str]
     layers_at: ClassVar[str]
+    parts_at: ClassVar[Mapping[str, str]]
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -69,9 +73,9 @@ class View(ABC):
         """Numbers per picture; 0 where tokens are words."""
         return 0
 
-    @abstractmethod
     def embeddings(self, model: nn.Module) -> nn.Module:
         """A module ``(**inputs) -> [B, L, h]``."""
+        return model.get_submodule(self.embeddings_at)
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The layers, in order."""
@@ -79,9 +83,14 @@ class View(ABC):
         assert isinstance(found, nn.ModuleList)
         return found
 
-    @abstractmethod
     def parts(self, layer: nn.Module) -> Parts:
         """One layer in pieces."""
+        found = {name: layer.get_submodule(path) for name, path in self.parts_at.items()}
+        return Parts(attend=self.attend(layer), **found)
+
+    @abstractmethod
+    def attend(self, layer: nn.Module) -> nn.Module:
+        """See :class:`Parts`."""
 
     @abstractmethod
     def head(self, model: nn.Module) -> nn.Module:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
-from thinwire.split.models.base import Parts, View
+from thinwire.split.models.base import View
 
 
 class _Attend(nn.Module):
@@ -45,24 +47,15 @@ class BertView(View):
     model_type = "bert"
     classes = ("BertForSequenceClassification",)
     inputs = ("input_ids", "token_type_ids")
+    embeddings_at = "bert.embeddings"
     layers_at = "bert.encoder.layer"
+    parts_at: ClassVar = {
+        "first": "intermediate.dense", "activation": "intermediate.intermediate_act_fn", "second": "output.dense",
+        "dropout": "output.dropout", "after": "output.LayerNorm",
+    }  # fmt: skip
 
-    def embeddings(self, model: nn.Module) -> nn.Module:
-        """Words, positions, token types."""
-        return model.get_submodule(f"{self.model_type}.embeddings")
-
-    def parts(self, layer: nn.Module) -> Parts:
-        """The names of transformers' BertLayer."""
-        first, second = layer.get_submodule("intermediate"), layer.get_submodule("output")
-        return Parts(
-            attend=_Attend(layer.get_submodule("attention")),
-            before=None,
-            first=first.get_submodule("dense"),
-            activation=first.intermediate_act_fn,  # type: ignore[arg-type]
-            second=second.get_submodule("dense"),
-            dropout=second.get_submodule("dropout"),
-            after=second.get_submodule("LayerNorm"),
-        )
+    def attend(self, layer: nn.Module) -> nn.Module:
+        return _Attend(layer.get_submodule("attention"))
 
     def head(self, model: nn.Module) -> nn.Module:
         """Pooler, dropout, classifier."""
@@ -74,6 +67,7 @@ class RobertaView(BertView):
 
     model_type = "roberta"
     classes = ("RobertaForSequenceClassification",)
+    embeddings_at = "roberta.embeddings"
     layers_at = "roberta.encoder.layer"
 
     def head(self, model: nn.Module) -> nn.Module:

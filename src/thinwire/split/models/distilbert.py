@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
-from thinwire.split.models.base import Parts, View
+from thinwire.split.models.base import View
 
 
 class _Attend(nn.Module):
@@ -35,29 +37,20 @@ class DistilBertView(View):
 
     model_type = "distilbert"
     classes = ("DistilBertForSequenceClassification",)
+    embeddings_at = "distilbert.embeddings"
     layers_at = "distilbert.transformer.layer"
+    parts_at: ClassVar = {
+        "first": "ffn.lin1", "activation": "ffn.activation", "second": "ffn.lin2", "dropout": "ffn.dropout",
+        "after": "output_layer_norm",
+    }  # fmt: skip
 
     @property
     def intermediate(self) -> int:
         """Width inside the feed-forward block."""
         return int(self.config.hidden_dim)
 
-    def embeddings(self, model: nn.Module) -> nn.Module:
-        """Words and positions."""
-        return model.get_submodule("distilbert.embeddings")
-
-    def parts(self, layer: nn.Module) -> Parts:
-        """The names of transformers' TransformerBlock."""
-        ffn = layer.get_submodule("ffn")
-        return Parts(
-            attend=_Attend(layer),
-            before=None,
-            first=ffn.get_submodule("lin1"),
-            activation=ffn.get_submodule("activation"),
-            second=ffn.get_submodule("lin2"),
-            dropout=ffn.get_submodule("dropout"),
-            after=layer.get_submodule("output_layer_norm"),
-        )
+    def attend(self, layer: nn.Module) -> nn.Module:
+        return _Attend(layer)
 
     def head(self, model: nn.Module) -> nn.Module:
         """Dense, ReLU, dropout, classifier."""

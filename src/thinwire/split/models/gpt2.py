@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.split.models.base import Parts, View, valid_tokens
+from thinwire.split.models.base import View, valid_tokens
 
 
 class _Embed(nn.Module):
@@ -57,6 +57,10 @@ class GPT2View(View):
     model_type = "gpt2"
     classes = ("GPT2ForSequenceClassification", "GPT2LMHeadModel")
     layers_at = "transformer.h"
+    parts_at: ClassVar = {
+        "before": "ln_2", "first": "mlp.c_fc", "activation": "mlp.act", "second": "mlp.c_proj",
+        "dropout": "mlp.dropout",
+    }  # fmt: skip
 
     @property
     def intermediate(self) -> int:
@@ -67,18 +71,8 @@ class GPT2View(View):
         """Words and positions."""
         return _Embed(model)
 
-    def parts(self, layer: nn.Module) -> Parts:
-        """The names of transformers' GPT2Block."""
-        mlp = layer.get_submodule("mlp")
-        return Parts(
-            attend=_Attend(layer),
-            before=layer.get_submodule("ln_2"),
-            first=mlp.get_submodule("c_fc"),
-            activation=mlp.get_submodule("act"),
-            second=mlp.get_submodule("c_proj"),
-            dropout=mlp.get_submodule("dropout"),
-            after=None,
-        )
+    def attend(self, layer: nn.Module) -> nn.Module:
+        return _Attend(layer)
 
     def head(self, model: nn.Module) -> nn.Module:
         """Norm and output layer."""

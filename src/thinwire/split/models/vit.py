@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
-from thinwire.split.models.base import Parts, View
+from thinwire.split.models.base import View
 
 
 class _Attend(nn.Module):
@@ -35,7 +37,12 @@ class ViTView(View):
 
     model_type = "vit"
     classes = ("ViTForImageClassification",)
+    embeddings_at = "vit.embeddings"
     layers_at = "vit.layers"
+    parts_at: ClassVar = {
+        "before": "layernorm_after", "first": "mlp.fc1", "activation": "mlp.activation_fn", "second": "mlp.fc2",
+        "dropout": "dropout",
+    }  # fmt: skip
     inputs = ("pixel_values",)
     uses_lengths = False
 
@@ -46,22 +53,8 @@ class ViTView(View):
         height, width = (size, size) if isinstance(size, int) else size
         return int(self.config.num_channels * height * width)
 
-    def embeddings(self, model: nn.Module) -> nn.Module:
-        """Patches, positions, the class token."""
-        return model.get_submodule("vit.embeddings")
-
-    def parts(self, layer: nn.Module) -> Parts:
-        """The names of transformers' ViTLayer."""
-        mlp = layer.get_submodule("mlp")
-        return Parts(
-            attend=_Attend(layer),
-            before=layer.get_submodule("layernorm_after"),
-            first=mlp.get_submodule("fc1"),
-            activation=mlp.get_submodule("activation_fn"),
-            second=mlp.get_submodule("fc2"),
-            dropout=layer.get_submodule("dropout"),
-            after=None,
-        )
+    def attend(self, layer: nn.Module) -> nn.Module:
+        return _Attend(layer)
 
     def head(self, model: nn.Module) -> nn.Module:
         """Norm and classifier."""

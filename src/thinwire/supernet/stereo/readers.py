@@ -1,8 +1,7 @@
-"""Published stereo data from files: disparities of four data sets, pictures, lists of files, one real pair."""
+"""Published stereo data from files: disparities of four data sets, pictures, lists of files."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -49,14 +48,6 @@ def read_pfm(path: str | Path) -> Tensor:
     values = np.frombuffer(data, "<f4" if scale < 0 else ">f4", count, head.end()).astype(np.float32)
     image = torch.from_numpy(values.reshape(height, width, channels)[::-1].copy())
     return image.permute(2, 0, 1).contiguous() if channels == 3 else image[..., 0].contiguous()
-
-
-def write_pfm(path: str | Path, image: Tensor) -> None:
-    """Write ``[H, W]`` as a little-endian PFM file."""
-    if image.ndim != 2:
-        raise ValueError(f"a disparity is [H, W], not {list(image.shape)}")
-    rows = image.detach().cpu().float().flip(0).numpy().astype("<f4")
-    Path(path).write_bytes(f"Pf\n{image.shape[1]} {image.shape[0]}\n-1.0\n".encode() + rows.tobytes())
 
 
 def read_disparity(path: str | Path, kind: str = "") -> Tensor:
@@ -114,20 +105,3 @@ def read_list(path: str | Path) -> list[tuple[Path, Path, Path | None]]:
     if not found:
         raise ValueError(f"{path} lists no pair")
     return found
-
-
-def middlebury_motorcycle() -> tuple[Tensor, Tensor, Tensor]:
-    """The Middlebury 2014 pair "motorcycle" that scikit-image carries.
-
-    Returns:
-        left, right ``[3, 500, 741]`` in 0..1, and the left view's disparity ``[500, 741]``, infinite where unknown.
-
-    Raises:
-        ValueError: scikit-image is not installed.
-    """
-    spec = importlib.util.find_spec("skimage")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("the motorcycle pair comes with scikit-image: pip install 'thinwire[stereo]'")
-    folder = Path(spec.submodule_search_locations[0]) / "data"
-    left, right = (read_picture(folder / f"motorcycle_{side}.png") for side in ("left", "right"))
-    return left, right, read_disparity(folder / "motorcycle_disp.npz")

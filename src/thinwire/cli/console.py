@@ -1,0 +1,72 @@
+"""What verbs print with: a bar on stderr, plain tables; and whether a path that they were given can be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar that work moves."""
+
+    shown: Progress
+    task: TaskID
+
+    def __call__(
+        self, completed: float | None = None, total: float | None = None, description: str | None = None
+    ) -> None:
+        """Change what is given."""
+        self.shown.update(self.task, completed=completed, total=total, description=description)
+
+    @property
+    def completed(self) -> float:
+        """How far it has come."""
+        return self.shown.tasks[0].completed
+
+    def say(self, text: str, style: str) -> None:
+        """Print a line above it."""
+        self.shown.console.print(text, style=style, markup=False)
+
+
+@contextmanager
+def progress(description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Bar]:
+    """A bar on stderr, which goes when its work ends."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as shown:
+        yield Bar(shown, shown.add_task(description, total=total))
+
+
+def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *, close: bool = False) -> Table:
+    """A table with one line under its head: the first column and those of ``left`` are words, the others numbers.
+
+    Args:
+        title: above it.
+        columns: their heads.
+        left: those that are words too.
+        close: with no space between columns but one, for tables that are wide.
+    """
+    from rich import box
+    from rich.table import Table
+
+    padding = (0, 0) if close else (0, 1)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 or name in left else "right", no_wrap=True)
+    return table
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Raise ``ValueError`` for a path that cannot become a file."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ValueError(f"{option} {path} is no file that can be written: give a file in a folder that exists")
