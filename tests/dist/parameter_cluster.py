@@ -1,12 +1,20 @@
-"""A parameter server with its nodes and workers as threads of one process, over real sockets and Gloo groups."""
+"""A parameter server with its nodes and workers as threads of one process, over real sockets and Gloo groups.
+
+What is to be killed, the server or a shard, is a process of its own.
+"""
 
 import socket
 import threading
 import time
+from itertools import count
+from types import SimpleNamespace
 
 import torch
 
+from spawned import fork
+from thinwire.collectives.pair import Listener, Meeting
 from thinwire.parameter_server import Layout, Node, Service, Shard, Worker
+from thinwire.parameter_server.messages import decode
 
 
 def model(seed=0, width=6):
@@ -82,32 +90,88 @@ def flat(network):
     return Layout.of(network).flat(network)
 
 
+def introductions(patch):
+    """From here on: each connection that is made, at both of its ends, with the first message that went over it."""
+    made, connect, serve = [], Meeting.connect, Listener.serve
+
+    def connecting(meeting, hello):
+        pair = connect(meeting, hello)
+        made.append((decode(hello)[0], pair))
+        return pair
+
+    def serving(listener, came, hello_bytes):
+        def coming(pair, hello):
+            made.append((decode(hello)[0], pair))
+            came(pair, hello)
+
+        serve(listener, coming, hello_bytes)
+
+    patch.setattr(Meeting, "connect", connecting)
+    patch.setattr(Listener, "serve", serving)
+    return made
+
+
+def impatient():
+    """In place of a module's ``time``: half a minute passes between two looks at the clock, and nobody sleeps."""
+    return SimpleNamespace(monotonic=count(0.0, 30.0).__next__, sleep=lambda seconds: None)
+
+
+def serve_apart(settings, port, options):
+    torch.set_num_threads(1)
+    Service(model(), settings, port=port, host="127.0.0.1", outer=sgd(), **options).run()
+
+
+def keep_apart(address, index, folder):
+    torch.set_num_threads(1)
+    Shard(address, index, host="127.0.0.1", outer=sgd(), checkpoint_dir=folder).run()
+
+
+def process(target, *args):
+    started = fork.Process(target=target, args=args, daemon=True)
+    started.start()
+    return started
+
+
 class Cluster:
-    """Starts all; ``join`` waits for the end and returns the server's last status. ``shard_folder``: for shards'
-    checkpoints."""
+    """Starts all; ``join`` waits for the end and returns the server's last status.
+
+    Args:
+        shard_folder: for shards' checkpoints.
+        apart: the server is ``process``, to be killed, and there is no ``service``.
+        shards_apart: of these shards too; each is in ``shard_processes``, by its number, and not in ``shards``.
+    """
 
     def __init__(
         self, settings, nodes, workers=1, *, delays=(), port=0, spoil=None, outer=None, width=6, shard_folder=None,
-        **options,
+        apart=False, shards_apart=(), **options,
     ):  # fmt: skip
-        self.model, self._width = model(width=width), width
-        self.service = Service(self.model, settings, port=port, host="127.0.0.1", outer=outer or sgd(),
-                               nodes=nodes, **options)  # fmt: skip
-        self.status = None
+        self.status = self.service = self.process = None
         self.failures = []
         self.nodes, self.workers, self.models = {}, [], {}
-        self._settings, self._spoil = settings, spoil
+        self._settings, self._spoil, self._width = settings, spoil, width
         self._threads = []
-        self.shards = []
+        self.shards, self.shard_processes = [], {}
+        if apart:
+            port = port or free_port()
+            self.process = process(serve_apart, settings, port, {"nodes": nodes, **options})
+        else:
+            self.model = model(width=width)
+            self.service = Service(self.model, settings, port=port, host="127.0.0.1", outer=outer or sgd(),
+                                   nodes=nodes, **options)  # fmt: skip
+            port = self.service.port
+        self.address = f"127.0.0.1:{port}"
         for index in range(options.get("shards", 0)):
-            self.add_shard(index, outer=outer or sgd(), checkpoint_dir=shard_folder)
+            if index in shards_apart:
+                self.shard_processes[index] = process(keep_apart, self.address, index, shard_folder)
+            else:
+                self.add_shard(index, outer=outer or sgd(), checkpoint_dir=shard_folder)
         for n in range(nodes):
             self.add(n, workers, delays[n] if n < len(delays) else 0.0)
         # a node joins with its first worker: on a busy machine the first update would lack what the others compute
         end = time.monotonic() + 8.0
-        while any(len(node._crew._there) < workers for node in self.nodes.values()) and time.monotonic() < end:
+        while any(len(node.leader.alive) < workers for node in self.nodes.values()) and time.monotonic() < end:
             time.sleep(0.002)
-        self._server = self._thread(self._serve)
+        self.serving = None if apart else self._thread(self._serve)
 
     def _thread(self, target, *args):
         def guarded():
@@ -124,12 +188,12 @@ class Cluster:
         self.status = self.service.run()
 
     def add_shard(self, index, **options):
-        shard = Shard(f"127.0.0.1:{self.service.port}", index, host="127.0.0.1", **options)
+        shard = Shard(self.address, index, host="127.0.0.1", **options)
         self.shards.append(shard)
         self._threads.append(self._thread(shard.run))
 
     def add(self, number, workers=1, delay=0.0, **options):
-        node = self.nodes[number] = Node(f"127.0.0.1:{self.service.port}", number, workers, **options)
+        node = self.nodes[number] = Node(self.address, number, workers, **options)
         for k in range(workers):
             network = self.models[number, k] = model(99, self._width)
             worker = Worker(
@@ -138,9 +202,20 @@ class Cluster:
             self.workers.append(worker)
             self._threads.append(self._thread(worker.run))
 
+    def kill(self):
+        """The server's process: nothing more is written, all its connections break at once."""
+        self.process.kill()
+        self.process.join()
+
+    @property
+    def version(self):
+        """The newest that a node has."""
+        return max(node.leader.version for node in self.nodes.values())
+
     def join(self, seconds=40.0):
-        self._server.join(seconds)
-        assert not self._server.is_alive(), "the server does not end"
+        server = self.serving or self.process
+        server.join(seconds)
+        assert not server.is_alive(), "the server does not end"
         for thread in self._threads:
             thread.join(10.0)
             assert not thread.is_alive(), "a worker does not end"

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from unittest.mock import patch
 
 import cases
 import fsdp2_cases as two_by_two
@@ -13,7 +14,7 @@ from fsdp2_cases import GROUPS, WIDTH, Net, Oracle, place, rows, sharded, step_o
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
@@ -468,7 +469,9 @@ def _lost(rank, size):
     if rank == 1:
         dist.get_rank()
     net = sharded(two_by_two.mesh(2, 1))
-    sync = tw.adapters.fsdp2.attach(net, "acp", start_compression_step=0, **ACP, timeout=15)
+    hooks, set_hook = [], FSDPModule.set_all_reduce_hook
+    with patch.object(FSDPModule, "set_all_reduce_hook", lambda m, hook: hooks.append(hook) or set_hook(m, hook)):
+        tw.adapters.fsdp2.attach(net, "acp", start_compression_step=0, **ACP, timeout=15)
     train(net, rank, 2)
     if rank == 1:
         import os
@@ -479,7 +482,7 @@ def _lost(rank, size):
     except RuntimeError as error:
         first = str(error)
     try:
-        sync._reduce(sync._groups[0], torch.zeros(sync._groups[0].elements))
+        hooks[0](torch.zeros(1))  # as FSDP2 would in the next backward
     except RuntimeError as error:
         return first, str(error)
     return first, ""

@@ -15,6 +15,8 @@ from parameter_cluster import (
     free_port,
     gradient_of,
     held_out,
+    impatient,
+    introductions,
     loss,
     model,
     part_of,
@@ -25,7 +27,9 @@ from parameter_cluster import (
 from thinwire.collectives.pair import Listener, Meeting, PairError
 from thinwire.parameter_server import Journal, Layout, LocalSteps, Node, Service, Worker, replay
 from thinwire.parameter_server import checkpoint as checkpoints
+from thinwire.parameter_server import node as node_module
 from thinwire.parameter_server.layout import LayoutMismatch
+from thinwire.parameter_server.messages import Enter
 from thinwire.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
 from thinwire.parameter_server.worker import NodeRefused, ServerLost
 
@@ -106,17 +110,17 @@ def test_gradients_that_are_not_finite_are_dropped_and_stop_nothing():
     assert status.gradients == 2 * 8
 
 
-def test_a_worker_that_leaves_does_not_hold_up_the_others():
+def test_a_worker_that_leaves_does_not_hold_up_the_others(monkeypatch):
+    made = introductions(monkeypatch)
     cluster = Cluster(bsp(start_nodes=2, lease_seconds=15.0), 2, 2, delays=[0.02, 0.02], updates=80)
-    node = cluster.nodes[0]
     while cluster.service.machine.version < 10:
         time.sleep(0.01)
-    with node._lock:
-        worker = node._crew._there[1]
-        worker.pair.close()  # its connection breaks; it comes back by itself
+    seen = len(made)
+    next(pair for first, pair in made if first == Enter(1)).close()  # it comes back by itself
     status = cluster.join()
     assert status.version == 80
     assert status.counters["joined"] == 2  # the node has stayed
+    assert {first for first, _ in made[seen:]} == {Enter(1)}
 
 
 def test_a_node_may_join_and_another_leave_while_training_goes_on():
@@ -154,10 +158,10 @@ def test_the_server_goes_on_from_its_checkpoint_and_counts_nothing_twice(tmp_pat
     port = free_port()
     settings = inhad(2, start_nodes=2, lease_seconds=6.0)
     options = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 5, "journal": tmp_path / "j", "port": port}
-    first = Cluster(settings, 2, delays=[0.01, 0.02], updates=10_000, **options)
-    while first.service.machine.version < 23:
+    first = Cluster(settings, 2, delays=[0.01, 0.02], updates=10_000, apart=True, **options)
+    while first.version < 23:
         time.sleep(0.02)
-    crash(first.service)
+    first.kill()
     kept = checkpoints.load(tmp_path / "c")
     assert kept.version >= 20
     second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=kept.version + 30, **options)
@@ -186,18 +190,6 @@ def test_a_service_that_has_run_is_closed_and_saves_nothing_again(tmp_path):
     assert not checkpoints.kept_in(tmp_path).found()
 
 
-def crash(service):
-    """All connections break at once, and nothing more is written."""
-    service._directory = None
-    service._listener.close()
-    service._listener.store = None
-    for connection in list(service._links.members.values()):
-        connection.close()
-    service._journal.write = lambda update: None
-    service.stop()
-    time.sleep(0.5)
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -213,9 +205,10 @@ def test_another_model_is_refused_by_name():
 
 
 def test_a_lost_server_ends_node_and_workers_with_a_sentence():
-    cluster = Cluster(inhad(lease_seconds=0.4), 1, updates=10_000)
-    time.sleep(0.5)
-    crash_without_journal(cluster.service)
+    cluster = Cluster(inhad(lease_seconds=0.4), 1, updates=100_000, apart=True)
+    while cluster.version < 5:
+        time.sleep(0.01)
+    cluster.kill()
     with pytest.raises(ServerLost, match="leases"):
         cluster.join()
 
@@ -224,7 +217,7 @@ def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=100)
     while cluster.service.machine.version < 5:
         time.sleep(0.01)
-    second = Node(f"127.0.0.1:{cluster.service.port}", 0, 1)
+    second = Node(cluster.address, 0, 1)
     worker = Worker(model(), *part_of(0, 0), second.address, 0)  # of another process: it cannot ask its node
     with pytest.raises(ServerLost, match="given up"):
         worker.run()
@@ -255,14 +248,6 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
     serving.join(10.0)
 
 
-def crash_without_journal(service):
-    service._listener.close()
-    service._listener.store = None
-    for connection in list(service._links.members.values()):
-        connection.close()
-    service.stop()
-
-
 def test_nobody_there_and_a_taken_port_and_no_address():
     with pytest.raises(PairError, match="nobody listens"):
         Meeting(f"127.0.0.1:{free_port()}")
@@ -276,7 +261,7 @@ def test_nobody_there_and_a_taken_port_and_no_address():
 
 def test_a_stranger_at_the_port_harms_nobody():
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=40)
-    control = int(cluster.service._listener.store.get("thinwire/control"))
+    control = int(Meeting(cluster.address).note("control"))
     for junk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200, b"\xff" * 128, b""):
         with socket.create_connection(("127.0.0.1", control)) as stranger:
             stranger.sendall(junk)
@@ -302,9 +287,6 @@ def test_two_threads_use_one_store_at_a_time_of_their_own():
 
 
 def test_a_node_whose_server_never_was(monkeypatch):
-    from thinwire.parameter_server import node as node_module
-
-    real = Node._meet
-    monkeypatch.setattr(node_module.Node, "_meet", lambda self, seconds: real(self, 0.5))
+    monkeypatch.setattr(node_module, "time", impatient())
     with pytest.raises(ServerLost, match="--server"):
         Node(f"127.0.0.1:{free_port()}", 0, 1)

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from itertools import pairwise
 
@@ -47,6 +48,7 @@ def lead(port, number, folder, dies=None):
     from thinwire.collectives.pair import Pair
     from thinwire.parameter_server import Leader, Node, Worker
     from thinwire.parameter_server import node as module
+    from thinwire.parameter_server.messages import FRAME, Grad, Pull, decode
 
     torch.set_num_threads(1)
     count = [0]
@@ -62,16 +64,24 @@ def lead(port, number, folder, dies=None):
                 die(12)
             return super().report(now)
 
-        def _grad(self, *parts):
-            if dies == "between PULL and GRAD":
+        def on(self, message, now):
+            if dies == "between PULL and GRAD" and isinstance(message, Pull):
                 die(4)
-            return super()._grad(*parts)
+            return super().on(message, now)
 
     if dies == "in GRAD":  # the header has gone, the tensor never comes
-        Pair.send_tensor = lambda self, x, seconds, send=Pair.send_tensor: (
-            die(6) if x.dtype == torch.float32 and self._peer == 0 else None,
-            send(self, x, seconds),
-        )
+        send_frame, send_tensor, announced = Pair.send_frame, Pair.send_tensor, threading.local()
+
+        def sending_frame(pair, frame):
+            announced.sum = isinstance(decode(frame[: FRAME.size])[0], Grad)
+            send_frame(pair, frame)
+
+        def sending_tensor(pair, x, seconds):
+            if announced.sum:
+                die(6)
+            send_tensor(pair, x, seconds)
+
+        Pair.send_frame, Pair.send_tensor = sending_frame, sending_tensor
     module.Leader = Dying
     node = Node(f"127.0.0.1:{port}", number, 1, leases=10.0)
     Worker(model(), *part_of(number, 0, 0.02), node.address, 0, check=lambda: node.wait(0)).run()

@@ -1,5 +1,6 @@
 """A model in shards over real sockets: the same bits, bytes by shard, faults in the middle, checkpoints, refusals."""
 
+import json
 import threading
 import time
 
@@ -11,21 +12,25 @@ from parameter_cluster import (
     free_port,
     gradient_of,
     held_out,
+    impatient,
+    introductions,
     model,
     part_of,
     sgd,
     synchronous,
 )
 
-from thinwire.collectives.pair import Pair, PairError, connect
+from thinwire.collectives.pair import Listener, Meeting, Pair, PairError, connect
 from thinwire.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
 from thinwire.parameter_server import checkpoint as checkpoints
+from thinwire.parameter_server import shard as shard_module
 from thinwire.parameter_server.line import SlicedLine
-from thinwire.parameter_server.messages import FRAME, Grad, encode
+from thinwire.parameter_server.messages import FRAME, PROTOCOL, Grad, Hello, decode, encode
+from thinwire.parameter_server.outer import fingerprint
 from thinwire.parameter_server.presets import asp, bsp, fedbuff, inhad
 from thinwire.parameter_server.roster import ShardLost
 from thinwire.parameter_server.shard import ShardRefused
-from thinwire.parameter_server.shard_messages import Piece, Ticket
+from thinwire.parameter_server.shard_messages import Enlist, Enlisted, Piece, Ticket
 from thinwire.parameter_server.slices import slices
 from thinwire.parameter_server.submit import LocalSteps
 from thinwire.parameter_server.worker import ServerLost
@@ -38,15 +43,11 @@ def held(cluster):
 
 
 def test_shards_change_no_bit_and_each_carries_its_part_of_the_bytes(monkeypatch, tmp_path):
-    through = []
+    through, made = [], introductions(monkeypatch)
     send = Pair.send_tensor
     monkeypatch.setattr(Pair, "send_tensor", lambda self, x, s: through.append((self, x.nbytes)) or send(self, x, s))
     settings = bsp(start_nodes=2, deterministic=True)
     cluster = Cluster(settings, 2, shards=2, updates=15, outer=sgd(momentum=0.9), journal=tmp_path / "j")
-    while not cluster.service.machine.version:
-        time.sleep(0.01)
-    servers = [connection.pair for connection in cluster.service._links.members.values()]
-    servers += [node._up.server.pair for node in cluster.nodes.values()]
     status = cluster.join()
     theta = synchronous(2, 1, 15, momentum=0.9)
     assert torch.equal(flat(cluster.model), theta)
@@ -55,7 +56,8 @@ def test_shards_change_no_bit_and_each_carries_its_part_of_the_bytes(monkeypatch
     journal = Journal.read(tmp_path / "j")
     again = replay(journal, layout.flat(model()), gradient_of(model(), layout), sgd(momentum=0.9), full=2)
     assert torch.equal(again, theta)
-    assert len(servers) == 4
+    servers = [pair for first, pair in made if isinstance(first, Hello)]
+    assert len(servers) == 4  # both ends of two
     assert not [x for pair, x in through if any(pair is other for other in servers)]  # frames alone
     for shard, piece in zip(status.shards, slices(layout.numel, 2)):
         size = piece.stop - piece.start
@@ -98,28 +100,44 @@ def test_every_way_of_sending_trains_with_shards_and_nothing_stays_behind(settin
 
 
 def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_sum(tmp_path, monkeypatch):
-    sums = []
-    post = SlicedLine.post
+    sums, lines = [], []
+    header, piece = threading.Event(), threading.Event()  # the fourth sum's header has gone, and a piece to one shard
+    post, send_frame, send_tensor = SlicedLine.post, Pair.send_frame, Pair.send_tensor
 
-    def breaking(line, message):
-        if isinstance(message, Grad) and message.tensor is not None and line.server.pair is breaks:
+    def posting(line, message):
+        if isinstance(message, Grad) and message.tensor is not None and message.member == breaks:
             sums.append(message)
-            if len(sums) == 4:  # the header goes, a piece to one shard, and then nothing
-                tensor = message.tensor.double()[line._sums.pieces[0]]
-                line.shards[0].post(Piece(message.member, message.seq, False, tensor))
-                line.server.post(Grad(*[*vars(message).values()][:-1], None))
-                while line.server._control or line.shards[0]._control:
-                    time.sleep(0.001)
-                line.shards[1].pair.close()
-                return
+            if len(sums) == 4:
+                lines.append(line)
         post(line, message)
+
+    def is_of_the_sum(frame, kind):
+        message = decode(frame[: FRAME.size])[0]
+        return isinstance(message, kind) and sums[3].seq == (message.seq if kind is Grad else message.number)
+
+    def sending_frame(pair, frame):
+        if lines and pair is lines[0].shards[1].pair and is_of_the_sum(frame, Piece):
+            assert header.wait(10.0)
+            assert piece.wait(10.0)
+            pair.close()
+            raise PairError("broken by the test")
+        send_frame(pair, frame)
+        if lines and pair is lines[0].server.pair and is_of_the_sum(frame, Grad):
+            header.set()
+
+    def sending_tensor(pair, x, seconds):
+        send_tensor(pair, x, seconds)
+        if lines and pair is lines[0].shards[0].pair:
+            piece.set()
 
     settings = inhad(2, start_nodes=2, deterministic=True, lease_seconds=15.0)
     cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.01], updates=80, journal=tmp_path / "j")
     while not cluster.service.machine.version:
         time.sleep(0.01)
-    breaks = cluster.nodes[1]._up.server.pair
-    monkeypatch.setattr(SlicedLine, "post", breaking)
+    breaks = next(member.number for member in [*cluster.service.machine.members.values()] if member.node == 1)
+    monkeypatch.setattr(SlicedLine, "post", posting)
+    monkeypatch.setattr(Pair, "send_frame", sending_frame)
+    monkeypatch.setattr(Pair, "send_tensor", sending_tensor)
     status = cluster.join()
     assert status.version == 80
     assert status.counters["joined"] == 3  # it came again
@@ -154,11 +172,10 @@ def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_th
     settings = inhad(2, start_nodes=2, lease_seconds=6.0)
     port = free_port()
     cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.02], updates=100_000, checkpoint_every=5, port=port,
-                      journal=tmp_path / "j", **folders)  # fmt: skip
+                      journal=tmp_path / "j", shards_apart=[1], **folders)  # fmt: skip
     wait_until(lambda: cluster.service.machine.version >= 23)
-    cluster.shards[1]._line.pair.close()
-    cluster.shards[1]._leases = 0.0  # and does not come back
-    cluster._server.join(90)
+    cluster.shard_processes[1].kill()
+    cluster.serving.join(90)
     (failure,) = [x for x in cluster.failures if isinstance(x, ShardLost)]
     saved = cluster.service.keeper.saved_version
     assert "shard 1 (port " in str(failure)
@@ -189,11 +206,10 @@ def test_a_killed_server_goes_on_from_its_checkpoint_with_the_shards_that_waited
     port = free_port()
     settings = inhad(2, start_nodes=1, lease_seconds=6.0)
     options = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 5, "port": port, "shards": 2}
-    first = Cluster(settings, 1, delays=[0.01], updates=10_000, shard_folder=tmp_path / "c", **options)
+    first = Cluster(settings, 1, delays=[0.01], updates=10_000, shard_folder=tmp_path / "c", apart=True, **options)
     wait_until(lambda: (checkpoints.load(tmp_path / "c") or checkpoints.Saved(None, {}, 0, 0, {})).version >= 10)
-    crash_with_shards(first.service)
+    first.kill()
     kept = checkpoints.load(tmp_path / "c").version
-    wait_until(lambda: not first._server.is_alive())
     with pytest.raises(ValueError, match="in 2 shards, not 3"):
         Service(model(), settings, outer=sgd(), **{**options, "shards": 3})
     second = Service(model(), settings, host="127.0.0.1", outer=sgd(), updates=kept + 20, **options)
@@ -203,17 +219,6 @@ def test_a_killed_server_goes_on_from_its_checkpoint_with_the_shards_that_waited
     end(first)
 
 
-def crash_with_shards(service):
-    """As a kill would: nothing more is written, all connections break at once; its thread ends by that."""
-    service._directory = None
-    service._listener.close()
-    service._listener.store = None
-    for connection in list(service._links.members.values()):
-        connection.close()
-    for post in service.keeper.roster.posts.values():
-        post.connection.pair.close()
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +226,7 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
     cluster = Cluster(bsp(start_nodes=1), 1, shards=2, delays=[0.01], updates=60, checkpoint_dir=tmp_path / "c",
                       shard_folder=tmp_path / "c")  # fmt: skip
     wait_until(lambda: cluster.service.machine.version >= 3)
-    address = f"127.0.0.1:{cluster.service.port}"
+    address = cluster.address
     for index, options, sentence in (
         (1, {"outer": sgd()}, "shard 1 is there already"),
         (2, {"outer": sgd()}, "no shard 2: .* it has 0 to 1"),
@@ -230,7 +235,8 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
         with pytest.raises(kind, match=sentence):
             Shard(address, index, host="127.0.0.1", **options).run()
     # a leader that sends pieces before the server has admitted it, or somebody else's
-    stranger = connect("127.0.0.1", cluster.shards[0]._listener.port, encode(Ticket(5)))
+    (host, port), _ = json.loads(Meeting(address).note("shards"))["places"]
+    stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)))
     stranger.receive_frame(FRAME.size, 5.0)
     (member,) = cluster.service.machine.members
     stranger.send_frame(encode(Piece(member, 1), tensor_bytes=8))
@@ -254,9 +260,10 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     ):
         with pytest.raises(ShardRefused, match=sentence):
             Shard(address, 0, host="127.0.0.1", **options).run()
-    gone = Shard(address, 0, host="127.0.0.1", outer=sgd(), checkpoint_dir=tmp_path)
-    gone._enlist(False)  # and dies before it has its weights
-    gone.close()
+    number = fingerprint(sgd(), Layout.of(model()).dtype)
+    gone = Meeting(address).connect(encode(Enlist(0, free_port(), PROTOCOL, True, number)))
+    assert isinstance(decode(gone.receive_frame(FRAME.size, 10.0))[0], Enlisted)
+    gone.close()  # it dies before it has its weights
     early = Node(address, 0, 1)  # nodes wait as well
     working = threading.Thread(target=Worker(model(), *part_of(0, 0), early.address, 0).run, daemon=True)
     working.start()
@@ -274,12 +281,26 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     assert not failures
 
 
-def test_nobody_serves():
-    shard = Shard(f"127.0.0.1:{free_port()}", 0, leases=0.0)
-    with pytest.raises(ServerLost, match="no server at"):
-        shard._enlist(True)
-    shard.close()
+def test_nobody_serves(monkeypatch):
+    monkeypatch.setattr(shard_module, "time", impatient())
+    with pytest.raises(ServerLost, match=r"no server at .* for 60 s.*--shards"):
+        Shard(f"127.0.0.1:{free_port()}", 0).run()
     with pytest.raises(ValueError, match="at most the model's 44 elements"):
         Service(model(), bsp(), shards=45)
     with pytest.raises(ValueError, match="host:port"):
         Shard("somewhere", 0)
+
+
+def test_a_shard_gives_up_a_server_that_does_not_come_back():
+    settings, layout = bsp(), Layout.of(model())
+    notes = {"settings": settings.to_json(), "layout": layout.to_json(), "nodes": "1", "outer": "",
+             "shards": json.dumps({"count": 1, "places": []})}  # fmt: skip
+    listener = Listener(0, "127.0.0.1", notes)
+
+    def came(pair, hello):
+        listener.close()
+        pair.close()
+
+    listener.serve(came, FRAME.size)
+    with pytest.raises(ServerLost, match=r"no server at .* for 0 s"):
+        Shard(f"127.0.0.1:{listener.port}", 0, outer=sgd(), host="127.0.0.1", leases=0.0).run()

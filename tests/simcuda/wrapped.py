@@ -134,7 +134,7 @@ def ddp(method: Any, rank: int = 0, card: Card | None = None, **options: Any) ->
 
 
 class _Group(Group):
-    """A module of FSDP2's, which only keeps the hook."""
+    """A module of FSDP2's, which only keeps what it is given, and calls it."""
 
     def replace_reduce_scatter(self, ours: Any) -> Any:
         self._inside._reduce_scatter_comm = ours
@@ -144,8 +144,14 @@ class _Group(Group):
         self._inside._all_reduce_hook = hook
         return lambda: None
 
+    def call_hook(self, flat: Tensor) -> None:
+        self._inside._all_reduce_hook(flat)
 
-def _group(index: int, layer: nn.Module, shards: Any) -> Group:
+    def reduce_scatter(self, shard: Tensor, sent: Tensor) -> None:
+        self._inside._reduce_scatter_comm(shard, sent, None, dist.ReduceOp.AVG)
+
+
+def _group(index: int, layer: nn.Module, shards: Any) -> _Group:
     pieces, offset = [], 0
     for name, p in layer.named_parameters(prefix=("first", "norm", "middle", "last")[index]):
         pieces.append(ParameterRows(name, tuple(p.shape), offset, p))  # type: ignore[arg-type]
@@ -185,7 +191,7 @@ class FSDPTraining:
                 whole.record_stream(self._scatter)
             self._reduce.wait_stream(self._scatter)
             with self.card.stream(self._reduce):
-                group._inside._all_reduce_hook(flat)
+                group.call_hook(flat)
                 for piece in group.pieces:
                     piece.parameter.grad = piece.view(flat).clone()
             del flat
@@ -220,7 +226,7 @@ class ScatterTraining:
             self._scatter.wait_stream(main)
             with self.card.stream(self._scatter):
                 shard = self.sync.allocate((group.elements,), dtype=torch.float32, device=DEVICE)
-                group._inside._reduce_scatter_comm(shard, sent, None, dist.ReduceOp.AVG)
+                group.reduce_scatter(shard, sent)
                 kept = sent, self._scatter.record_event()
                 for piece in group.pieces:
                     piece.parameter.grad = piece.view(shard)

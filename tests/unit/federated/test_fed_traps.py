@@ -111,11 +111,12 @@ def _partial(frozen=True, integers=True, floats=True):
     whole = Workspace.reset
 
     def reset(self, theta, buffers):
-        kept_frozen = [x.clone() for x in self._fixed]
+        fixed = [x for x in self.model.parameters() if not x.requires_grad]
+        kept_frozen = [x.clone() for x in fixed]
         kept = [b.clone() for b in self.model.buffers()]
         whole(self, theta, buffers)
         if not frozen:
-            for x, old in zip(self._fixed, kept_frozen):
+            for x, old in zip(fixed, kept_frozen):
                 x.data.copy_(old)
         for b, old in zip(self.model.buffers(), kept):
             if (b.dtype.is_floating_point and not floats) or (not b.dtype.is_floating_point and not integers):

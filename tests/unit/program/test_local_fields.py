@@ -1,5 +1,7 @@
 """A rank's own fields beside the residual: committed and rolled back with it, and memory that takes turns."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -59,8 +61,8 @@ def test_memory_takes_turns_and_is_never_that_in_force(field):
 
 def test_memory_of_an_old_plan_is_given_back():
     state = State(0, Topology(1))
-    state.spare([slot("a"), slot("b")])
+    of_the_old_plan = weakref.ref(state.spare([slot("a"), slot("b")]))
     for _ in range(20):
         state.spare([slot("a")])
         state.end_step()
-    assert len(state._spare) == 1
+    assert of_the_old_plan() is None

@@ -94,9 +94,15 @@ def test_nothing_ends_the_training(tmp_path, caplog):
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     caplog.set_level(logging.WARNING, "thinwire")
-    with tw.StepLog(Counter(), tmp_path / "steps.jsonl") as log:
-        log._file.close()
-        log._file = Path("/dev/full").open("w")  # noqa: SIM115, every write to it fails
+    real = Path.open
+
+    def on_a_full_disk(path, mode="r", **options):
+        return real(Path("/dev/full") if mode == "a" else path, mode, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", on_a_full_disk)
+        log = tw.StepLog(Counter(), tmp_path / "steps.jsonl")
+    with log:
         for _ in range(3):
             log.write(loss=1.0)
     assert len(caplog.records) == 1
