@@ -9,34 +9,38 @@ from thinwire.adapters.ddp_buckets import bucket_arguments
 from thinwire.bench.words import split_options
 from thinwire.cli.plan_inputs import Question
 from thinwire.planner.choose import Ranking
+from thinwire.planner.timeline.local_steps import Periodic
 from thinwire.planner.timeline.simulate import plan_of
 
 _SHOWN = 12
 
 
 def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
-    """``{"label": ..., "arguments": ...}`` of the best method that DDP's buckets can hold; None: there is none.
-
-    Decoupled methods cannot run there, and plans that keep some parameters apart cannot be written as such a list.
-    """
-    method_of, profile = dict(question.candidates), question.profile
-    entries = sorted(ranking.entries, key=lambda entry: entry.step_seconds)
-    for label in dict.fromkeys([ranking.best.label, ranking.best_exact.label, *(entry.label for entry in entries)]):
-        method = method_of.get(label)
-        if method is None or method.decoupled:
-            continue
-        plan = plan_of(method, profile, question.device.backend, question.topology, question.costs())
-        size = {tensor.name: math.prod(tensor.shape) * profile.dtype_bytes for tensor in profile.tensors}
-        try:
-            return {"label": label, "arguments": bucket_arguments(plan, size)}
-        except ValueError:
-            continue
-    return None
+    """``{"label": ..., "arguments": ...}`` of the recommendation, or ``"why_not"`` in their place; None: one rank."""
+    label = ranking.best.label
+    method, profile = dict(question.candidates).get(label), question.profile
+    if method is None or ranking.workers == 1:
+        return None
+    if isinstance(method, Periodic):
+        return {
+            "label": label,
+            "why_not": "it exchanges weights, where DDP averages gradients: attach to the bare model",
+        }
+    if method.decoupled:
+        return {"label": label, "why_not": "it leaves a part of the exchange to the next forward"}
+    plan = plan_of(method, profile, question.device.backend, question.topology, question.costs())
+    size = {tensor.name: math.prod(tensor.shape) * profile.dtype_bytes for tensor in profile.tensors}
+    try:
+        return {"label": label, "arguments": bucket_arguments(plan, size)}
+    except ValueError as error:
+        return {"label": label, "why_not": str(error)}
 
 
 def ddp_sentence(answer: dict[str, Any]) -> str:
-    """One line to paste; a long list is cut, all of it is in the JSON."""
+    """One line to paste, or why there is none; a long list is cut, all of it is in the JSON."""
     name, options = split_options(answer["label"])
+    if "why_not" in answer:
+        return f"with DDP: not {name}: {answer['why_not']}"
     words = "".join(f", {key}={value!r}" for key, value in options.items())
     ((argument, caps),) = answer["arguments"].items()
     shown = [f"{cap:.6g}" for cap in (caps if isinstance(caps, list) else [caps])]

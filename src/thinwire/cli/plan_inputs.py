@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from thinwire.bench.words import nearest, split_options
 from thinwire.cli.console import progress
 from thinwire.lab import parse_delay, parse_rate
+from thinwire.local.settings import CANDIDATES, PRESETS, local_settings
 from thinwire.methods.registry import candidates, label_of, method
 from thinwire.planner.choose import DEVICES, DeviceSpec
 from thinwire.planner.costs import Costs
@@ -160,10 +161,10 @@ def read_question(
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:
     """Candidates, and which of them were named. Both dense forms are always candidates.
 
-    Without a text: the candidates that the registered methods declare.
+    Without a text: the candidates that the registered methods and local steps declare.
     """
     if text is None:
-        labels = [label_of(*candidate) for candidate in candidates()]
+        labels = [label_of(*candidate) for candidate in (*candidates(), *CANDIDATES)]
         named: list[str] = []
     else:
         named = [part.strip().removeprefix("thinwire ") for part in text.split(",") if part.strip()]
@@ -173,7 +174,7 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
     made = []
     for label in labels:
         name, options = split_options(label)
-        made.append((label, method(name, **options)))
+        made.append((label, local_settings(name, options).priced() if name in PRESETS else method(name, **options)))
         if labels.count(label) > 1:
             raise ValueError(f"method {label!r} is given twice")
     for label in ("cast:dtype=bf16", "ssgd"):

@@ -19,8 +19,9 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
     title = f"{profile.name}, {profile.elements / 1e6:.1f} M parameters, {workers} workers"
     if question.ranks_per_node > 1:
         title += f", {question.ranks_per_node} per machine"
-    columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "x\ndense")
-    table = plain_table(f"{title}, {question.describe_network()}", columns, ("bound by",), close=True)
+    columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "steps", "x")
+    title = f"{title}, {question.describe_network()}\nx: times sooner at a loss than exact averaging"
+    table = plain_table(title, columns, ("bound by",), close=True)
     for name, entries in (("exact", ranking.exact), ("lossy", ranking.lossy)):
         if entries:
             table.add_section()
@@ -33,13 +34,14 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
 
 def _cells(entry: Entry) -> list[str]:
     return [
-        entry.label,
+        entry.label if entry.every == 1 else f"{entry.label} /{entry.every}",
         _ms(entry.step_seconds),
         f"{_ms(entry.low_seconds)}-{_ms(entry.high_seconds)}",
         _ms(entry.exposed_seconds),
         _mega(entry.bytes_sent),
-        entry.bound_by,
-        f"{entry.speedup:.2f}",
+        entry.bound_by.removeprefix("network "),
+        "?" if entry.steps is None else f"{entry.steps:.2f}",
+        "?" if entry.speedup is None else f"{entry.speedup:.2f}",
     ]
 
 
@@ -49,7 +51,8 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     said = [ranking.sentence]
     if not best.exact:
         exact = ranking.best_exact
-        said.append(f"without loss: {exact.label}, {_ms(exact.step_seconds)} ms; accuracy is not predicted: bench it")
+        said.append(f"exact: {exact.label}, {_ms(exact.step_seconds)} ms")
+        said.append(f"steps to a loss, over exact averaging's: {best.steps_source}; on your model: thinwire bench")
     said += [
         f"{label} scales: at least 80 % efficient up to 4096 workers"
         if bend is None
@@ -96,7 +99,7 @@ def map_table(question: Question, found: Map) -> Table:
     for bits, row in zip(found.bits_per_second, found.cells):
         cells = []
         for cell in row:
-            gain = cell.dense_seconds / cell.step_seconds if cell.step_seconds else 1.0
+            gain = cell.dense_seconds / cell.loss_seconds if cell.loss_seconds else 1.0
             cells.append(f"{_short(cell.winner)}\n" + (f"{gain:.1f} x" if gain > 1.05 else ""))
         table.add_row(format_rate(int(bits)), *cells)
     return table

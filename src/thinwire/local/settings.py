@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.methods.base import check_choice, check_count
 from thinwire.methods.cast import Cast
 from thinwire.methods.registry import resolve
+from thinwire.methods.ssgd import SSGD
 from thinwire.planner.periods import LONGEST
 from thinwire.program import Method
+
+if TYPE_CHECKING:
+    from thinwire.planner.timeline.local_steps import Periodic
 
 
 def _is_number(value: object) -> bool:
@@ -170,6 +174,25 @@ class Local:
             return self.sync_every.period(lr)
         return self.sync_every if isinstance(self.sync_every, int) else measured or 2
 
+    def priced(self) -> Periodic:
+        """What the planner knows of it.
+
+        Raises:
+            ValueError: a period that follows the learning rate has no price.
+        """
+        from thinwire.planner.timeline.local_steps import Periodic
+
+        every, delay = self.sync_every, self.fragment_sync_delay
+        if isinstance(every, QSR):
+            raise ValueError("a period that follows the learning rate has no price: name sync_every")
+        return Periodic(
+            self.codec or SSGD(),
+            None if isinstance(every, str) else every,
+            None if isinstance(delay, str) else delay,
+            self.sync_every_max,
+            self.outer is not None,
+        )
+
     def delay_in(self, period: int) -> int:
         """Optimizer steps that go on while a fragment of this period travels."""
         delay = self.fragment_sync_delay
@@ -182,6 +205,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "diloco": {"sync_every": 64, "outer": Nesterov()},
 }
 """What the names stand for; an option that a user names replaces that one alone."""
+CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("local", {}), ("local", {"codec": "int2"}), ("local", {"codec": "none"}), ("diloco", {}),
+)  # fmt: skip
+"""(name, options) of what ``thinwire plan`` prices when no method is named."""
 
 
 def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:

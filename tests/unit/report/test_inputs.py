@@ -100,9 +100,11 @@ def test_a_band_that_is_missing_is_the_step_itself(tmp_path):
 
 
 def test_what_plan_writes_holds_both_and_the_question(tmp_path):
-    entries = [Entry("ssgd", "ssgd", {}, True, True, 0.5, 0.4, 0.6, 0.1, 100, "compute", 1.0, 0.25)]
+    entries = [
+        Entry("ssgd", "ssgd", {}, True, True, 0.5, 0.4, 0.6, 0.1, 100, "compute", 1, 1.0, 1.0, "exact", 1.0, 0.25)
+    ]
     ranking = Ranking("net", 2, tuple(entries), entries[0], entries[0], "stay with ssgd", (("acp", "no price"),))
-    cell = Cell("ssgd", "ssgd", 0.5, 0.5, "compute bounds it")
+    cell = Cell("ssgd", "ssgd", 0.5, 0.5, 0.5, "compute bounds it")
     question = {"device": "cpu", "bits_per_second": 1e9, "latency_seconds": 5e-5, "network": "assumed"}
     answer = {"question": question, "ranking": ranking.to_data(), "map": Map((1e9,), (2,), ((cell,),)).to_data()}
     inputs = read_files(results.write(tmp_path, a=answer))

@@ -73,7 +73,7 @@ class MeasuredWorth:
         """Whether a method sends as much as this row's, as often, or more."""
         every, overlapped = 1, False
         if isinstance(method, Periodic):
-            if method.every is None:
+            if method.every is None or method.outer:
                 return False
             every, overlapped = method.every, method.delay is None or method.delay > 0
             method = method.codec

@@ -23,6 +23,7 @@ class Periodic(Method):
         every: steps between two rounds; None: as many as hide the exchange, see ``planner.periods``.
         delay: steps that go on while a round travels; None: all but one.
         most: steps between two rounds, where ``every`` is None.
+        outer: an outer optimizer makes something else of the mean change.
     """
 
     name: ClassVar[str] = "local"
@@ -32,6 +33,7 @@ class Periodic(Method):
     every: int | None = None
     delay: int | None = None
     most: int = LONGEST
+    outer: bool = False
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """The codec's own."""

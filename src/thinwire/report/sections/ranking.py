@@ -16,7 +16,8 @@ _READING = (
     "Each bar is the predicted time of one training step; shorter is better. The hatched end is exposed "
     "communication: time in which the network works and nothing is computed. The thin line is the band in which the "
     "step should lie. Next to it stands what bounds the step, that is, what to improve next. Exact methods change "
-    "nothing in the result; lossy ones send less and may need more steps."
+    "nothing in the result; lossy ones send less and need more steps to the same loss: how many, where that was "
+    "measured, stands behind the bar."
 )
 
 
@@ -82,7 +83,7 @@ def _bars(figure: Any, row: int, group: Sequence[RankedMethod], colours: Colours
             x=[max(e.high_seconds, e.step_seconds) * unit for e in group],
             y=keys,
             mode="text",
-            text=["  " + short(", ".join(filter(None, (duration(e.step_seconds), e.bound_by)))) for e in group],
+            text=["  " + short(", ".join(filter(None, (_told(e), e.bound_by)))) for e in group],
             textposition="middle right",
             hoverinfo="skip",
             cliponaxis=False,
@@ -93,6 +94,10 @@ def _bars(figure: Any, row: int, group: Sequence[RankedMethod], colours: Colours
     names_axis(figure, keys, [short(e.label) for e in group], row)
 
 
+def _told(entry: RankedMethod) -> str:
+    return duration(entry.step_seconds) + ("" if entry.exact or entry.steps is None else f" x {entry.steps:.2f} steps")
+
+
 def _hover(entry: RankedMethod) -> str:
     sent = "" if entry.bytes_sent is None else f"{megabytes(entry.bytes_sent)} sent by a rank in a step"
     return hover(
@@ -100,5 +105,6 @@ def _hover(entry: RankedMethod) -> str:
         f"step {duration(entry.step_seconds)} ({duration(entry.low_seconds)} to {duration(entry.high_seconds)})",
         f"exposed communication {duration(entry.exposed_seconds)}",
         sent,
+        "" if entry.steps is None else f"{entry.steps:.2f} steps to a loss for one of exact averaging's",
         f"bound by {entry.bound_by}" if entry.bound_by else "",
     )

@@ -97,7 +97,7 @@ def _figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
 def _hover(found: WinnerMap, i: int, j: int) -> str:
     cell = found.cells[i][j]
     assert cell is not None
-    gain = f"{factor(cell.factor)} faster than dense" if cell.factor > 1.005 else "as fast as dense"
+    gain = f"{factor(cell.factor)} sooner than dense" if cell.factor > 1.005 else "as soon as dense"
     return hover(
         f"{cell.winner}: {gain}",
         f"{found.workers[j]:,} workers, {bits(found.bits_per_second[i])}",
