@@ -1,7 +1,8 @@
 """Steps to DDP's loss, each row at the rate that serves it best: what a step of each method is worth.
 
 ``python benchmarks/race.py --size 1m`` trains what is not cached yet, on ranks that nothing slows down, and writes
-``results/race.json``. Losses do not depend on the machine's speed, so other work may go on beside it.
+``results/race.json``, and from it the table that ``thinwire plan`` and ``"auto"`` go by. Losses do not depend on the
+machine's speed, so other work may go on beside it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from thinwire import lab
+from thinwire.bench.models.registry import build_model
 from thinwire.bench.race import StepsFactor, Track, Trajectory, trajectories, tuned
 from thinwire.bench.rows import Row, parse_rows
+from thinwire.local.settings import local_settings
+from thinwire.planner.choose.worth import TABLE
 
 SIZES = {
     "1m": "chargpt:layers=4:width=144:heads=4",
@@ -42,6 +47,30 @@ def factors(track: Track, rows: tuple[Row, ...], share: float, rates: list[float
     return tuned(run, [row.label for row in rows], "ddp", share, rates=rates)
 
 
+def spoken_for(row: Row) -> dict[str, Any] | None:
+    """What a row of the planner's table says of itself; None: it has no place there."""
+    if row.kind == "local":
+        settings = local_settings("local", row.options)
+        codec = str(row.options.get("codec", "int8"))
+        code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
+        return code | {"every": settings.sync_every, "overlapped": settings.fragment_sync_delay != 0}
+    if not row.is_thinwire:
+        return None
+    return {"method": row.kind, "options": row.options, "every": 1, "overlapped": False}
+
+
+def ship(known: list[dict[str, Any]]) -> None:
+    """Write the table that ``thinwire plan`` and ``"auto"`` go by."""
+    rows = []
+    for one in known:
+        about = {"elements": one["elements"], "workers": one["track"]["workers"]}
+        for row in parse_rows(",".join(found["methods"] for found in one["rows"].values())):
+            if (said := spoken_for(row)) is not None:
+                rows.append(said | about | {"factors": one["rows"][row.label]["factors"]})
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    TABLE.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1m")
@@ -54,10 +83,13 @@ def main() -> None:
     track = Track(SIZES[told.size], told.workers, told.steps)
     found = factors(track, parse_rows(told.methods), told.share, told.rates)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    mine = {"track": asdict(track), "share": told.share}
+    mine = {"size": told.size, "track": asdict(track), "share": told.share}
     known = [one for one in known if {key: one[key] for key in mine} != mine]
-    rows = {label: asdict(one) | {"median": one.median} for label, one in found.items()}
-    RESULTS.write_text(json.dumps([*known, mine | {"rows": rows}], indent=2) + "\n")
+    text = {row.label: part for part in told.methods.split(",") for row in parse_rows(part)}
+    rows = {label: {"methods": text[label], "rate": one.rate, "factors": one.factors} for label, one in found.items()}
+    known.append(mine | {"elements": build_model(track.model).parameters, "rates": told.rates, "rows": rows})
+    RESULTS.write_text(json.dumps(known, indent=2) + "\n")
+    ship(known)
     for label, one in sorted(found.items(), key=lambda pair: pair[1].median or float("inf")):
         ends = " to ".join("never" if end is None else f"{end:.2f}" for end in one.ends)
         print(f"{label:58} rate x {one.rate:<4g} steps {one.median or float('nan'):.2f} ({ends})")

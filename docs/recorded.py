@@ -328,7 +328,23 @@ def peers(data: Any) -> Iterator[Row]:
 
 
 RATES = "python benchmarks/parameter_server_rates.py --out FILE"
+
+
+def race(data: Any) -> Iterator[Row]:
+    """Steps to DDP's loss, over DDP's: the median of three seeds, and their ends."""
+    for one in data:
+        track = one["track"]
+        where = f"{one['elements'] / 1e6:.1f}{NBSP}M parameters, {track['workers']} workers"
+        for label, row in one["rows"].items():
+            ordered = sorted(float("inf") if factor is None else factor for factor in row["factors"])
+            low, middle, high = (
+                "never" if x == float("inf") else f"{x:.2f}" for x in (ordered[0], ordered[1], ordered[-1])
+            )
+            yield Row(f"{where}: {label}", f"{middle} ({low} to {high}), rate x{NBSP}{row['rate']:g}")
+
+
 SOURCES = {
+    "race": Source("python benchmarks/race.py", "methods/local.md", race),
     "main_figures": Source("python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures),
     "predictions": Source("python benchmarks/predictions.py", "plan.md", predictions),
     "auto": Source("python benchmarks/auto.py --workers 4", "plan.md", auto),

@@ -1,0 +1,89 @@
+"""What a step is worth: steps to a loss, rates tuned alike, and trajectories that are kept."""
+
+import json
+
+import pytest
+
+from thinwire.bench import race
+from thinwire.bench.race import StepsFactor, Track, Trajectory, trajectories, tuned
+from thinwire.bench.record import Point, RowRecord, RunRecord
+from thinwire.bench.rows import parse_rows
+
+FALLING = Trajectory((0, 10, 20, 30), (4.0, 3.0, 2.5, 2.5))
+
+
+@pytest.mark.parametrize(
+    ("target", "steps"), [(5.0, 0.0), (4.0, 0.0), (3.5, 5.0), (3.0, 10.0), (2.75, 15.0), (2.5, 20.0), (2.4, None)]
+)
+def test_steps_to_a_loss_are_linear_between_points(target, steps):
+    assert FALLING.steps_to(target) == steps
+
+
+def test_the_loss_at_a_step():
+    assert [FALLING.loss_at(step) for step in (0, 5, 20, 30)] == [4.0, 3.5, 2.5, 2.5]
+    with pytest.raises(ValueError, match="ended before step 31"):
+        FALLING.loss_at(31)
+
+
+def falling(slope, start=4.0, steps=100):
+    return Trajectory(tuple(range(0, steps + 1, 10)), tuple(start - slope * step for step in range(0, steps + 1, 10)))
+
+
+def test_rows_are_tuned_alike_and_compared_on_other_seeds():
+    """DDP learns fastest at twice the rate, the other at the usual one, and needs 1.25 as many steps then."""
+    asked = []
+
+    def run(labels, rate, seed):
+        asked.append((tuple(labels), rate, seed))
+        slopes = {"ddp": {1.0: 0.01, 2.0: 0.02, 4.0: 0.005}[rate], "other": {1.0: 0.016, 2.0: 0.01, 4.0: 0.001}[rate],
+                  "never": 0.0}  # fmt: skip
+        return {label: falling(slopes[label], start=4.0 + seed) for label in labels}
+
+    found = tuned(run, ["ddp", "other", "never"], "ddp", 0.4, rates=(1.0, 2.0, 4.0))
+    assert found["ddp"] == StepsFactor(2.0, (1.0, 1.0, 1.0))
+    assert found["other"].rate == 1.0
+    assert found["other"].factors == pytest.approx((1.25, 1.25, 1.25))
+    assert (found["never"].median, found["never"].ends) == (None, (None, None))
+    assert asked[:3] == [(("ddp", "other", "never"), rate, 0) for rate in (1.0, 2.0, 4.0)]
+    assert sorted(asked[3:5]) == [(("ddp",), 2.0, 1), (("other", "never"), 1.0, 1)]  # no rate that serves nobody
+
+
+def test_a_seed_that_does_not_get_there_counts():
+    assert StepsFactor(1.0, (1.2, None, 1.4)).median == 1.4
+    assert StepsFactor(1.0, (1.2, None, 1.4)).ends == (1.2, None)
+    assert StepsFactor(1.0, (1.2, None, None)).median is None
+
+
+def test_trajectories_are_trained_once(tmp_path, monkeypatch):
+    """What is kept is what they follow from: another row, seed, rate or text of the programs is trained."""
+    asked = []
+
+    def session(spec, launch, on_progress):
+        asked.append((spec.model, spec.seed, [row.label for row in spec.rows]))
+        rows = [RowRecord("compute", "compute")]
+        for row in spec.rows:
+            curve = [Point(0, 0.0, float("nan"), 4.0), Point(8, 1.0, 3.1, 3.0)]
+            rows.append(RowRecord(row.label, row.kind, curve=curve, error="it broke" if row.label == "acp" else ""))
+        return RunRecord("a model", 1, 1, 4, 2, None, rows), None
+
+    monkeypatch.setattr(race, "run_session", session)
+    track, rows = Track("mlp", steps=8), parse_rows("ddp,ssgd,acp")
+    found = trajectories(track, rows, 2.0, 5, None, folder=tmp_path)
+    assert list(found) == ["ddp", "ssgd", "acp"]
+    assert found["ddp"] == Trajectory((0, 8), (4.0, 3.0))
+    assert found["acp"].error == "it broke"
+    assert asked == [("mlp:lr=0.002", 5, ["ddp", "ssgd", "acp"])]
+    assert trajectories(track, rows, 2.0, 5, None, folder=tmp_path) == found
+    assert asked[1:] == [("mlp:lr=0.002", 5, ["acp"])]  # what failed is tried again
+    trajectories(track, rows[:1], 2.0, 6, None, folder=tmp_path)
+    trajectories(track, rows[:1], 1.0, 5, None, folder=tmp_path)
+    trajectories(Track("mlp", steps=8, workers=3), rows[:1], 2.0, 5, None, folder=tmp_path)
+    monkeypatch.setattr(race, "_text", lambda: "another")
+    trajectories(track, rows[:1], 2.0, 5, None, folder=tmp_path)
+    assert len(asked) == 6
+    assert json.loads(next(iter(tmp_path.iterdir())).read_text())["steps"] == [0, 8]
+
+
+def test_they_are_kept_where_caches_belong(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert race.cache_folder() == tmp_path / "thinwire" / "race"
