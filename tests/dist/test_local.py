@@ -173,6 +173,45 @@ def test_statistics_are_averaged():
     assert first[2] == 4
 
 
+def _moments(rank, size):
+    """Weights every 2 steps, the first moment every second round, the other every third; by hand beside it."""
+    ours, theirs = cases.model(), cases.model()
+    first, second = _adamw(ours), _adamw(theirs)
+    settings = Local(2, moments={"exp_avg": 2, "exp_avg_sq": 3})
+    with tw.attach(ours, first, settings) as sync:
+        _train(ours, first, rank, 14)
+        bytes_sent = sync.stats().bytes_sent
+    for step in range(14):
+        _train(theirs, second, rank, 1, first=step)
+        if step % 2:
+            round_ = (step + 1) // 2
+            some = list(theirs.parameters())
+            some += [second.state[p]["exp_avg"] for p in theirs.parameters() if round_ % 2 == 0]
+            some += [second.state[p]["exp_avg_sq"] for p in theirs.parameters() if round_ % 3 == 0]
+            with torch.no_grad():
+                for x in some:
+                    dist.all_reduce(x.data)
+                    x.div_(size)
+    states = [[o.state[p][k] for p in m.parameters() for k in ("exp_avg", "exp_avg_sq")]
+              for m, o in ((ours, first), (theirs, second))]  # fmt: skip
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    with (
+        tw.attach(ours, optimizer, Local(2, moments={"exp_avg": 1})),
+        pytest.raises(ValueError, match="moments") as said,
+    ):
+        _train(ours, optimizer, rank, 2)
+    return cases.weights(ours), cases.weights(theirs), states, bytes_sent, str(said.value)
+
+
+def test_moments_are_averaged_at_periods_of_their_own():
+    for ours, theirs, (own, other), bytes_sent, said in run(_moments, 2, seconds=120):
+        assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+        elements = sum(x.numel() for x in ours)
+        assert bytes_sent == pytest.approx((7 + 3 + 2) * 4 * elements, rel=0.01)
+        assert said == "moments: the optimizer has no state 'exp_avg'; it has none"
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def _resumed(rank, size):
     rows = []
     for codec, stop in ((None, 5), (tw.ACP(rank=2, min_rate=1.0), 6), (tw.TopK(0.1), 8)):

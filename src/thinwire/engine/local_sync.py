@@ -26,12 +26,12 @@ from thinwire.engine.session import Session
 from thinwire.engine.settings import AttachSettings
 from thinwire.engine.state.scaler import SkippedSteps
 from thinwire.engine.stats import Stats
-from thinwire.local.buffers import BufferAverages
+from thinwire.local.buffers import Averages, Moments
 from thinwire.local.rounds import Fragment, Rounds
 from thinwire.local.settings import Local
 from thinwire.methods.ssgd import SSGD
 from thinwire.planner.periods import period_of
-from thinwire.program import Program, Scope, State, Topology
+from thinwire.program import Scope, State, Topology
 from thinwire.program.trace import depths
 
 _MEASURED = 3  # periods, of which the first opens connections and does not count
@@ -72,8 +72,9 @@ class LocalSync:
             comm.broadcast([*model.parameters(), *model.buffers()])
         self._rounds = Rounds(local, weights, dense, state.rank, topology, start=settings.start_compression_step)
         if comm is not None:
-            buffers = BufferAverages(model.buffers() if settings.broadcast_buffers else (), topology.world_size)
-            self._travel = Travel(self.services, self._rounds, buffers)
+            moments = Moments(dict(local.moments), optimizers, weights.values())
+            buffers = model.buffers() if settings.broadcast_buffers else ()
+            self._travel = Travel(self.services, self._rounds, list(buffers), moments)
             for optimizer in optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(optimizer.register_step_post_hook(self._after_step))
@@ -115,7 +116,7 @@ class LocalSync:
         if leaving and self._desync:
             self.services.agree_on({"optimizer steps": rounds.count, "period": rounds.period})
         for fragment in leaving:
-            travel.send(fragment, rounds.send(fragment))
+            travel.send(fragment)
         for fragment in rounds.arriving():
             travel.merge(fragment)
         travel.times.exchanged()
@@ -166,7 +167,7 @@ class LocalSync:
             travel.merge(fragment)
         for fragment in self._rounds.fragments:
             rejected = fragment.rejected
-            travel.send(fragment, self._rounds.send(fragment, last=True))
+            travel.send(fragment, last=True)
             travel.merge(fragment)
             if fragment.rejected > rejected:
                 raise RuntimeError("finish() has averaged nothing: some rank's weights are not finite")
@@ -324,27 +325,32 @@ class Travel:
         services: of the handle.
         rounds: of this rank.
         buffers: travel with the last fragment.
+        moments: likewise, when it is their turn.
 
     Attributes:
         seconds: that training waited for it.
         times: of steps and rounds.
     """
 
-    def __init__(self, services: Services, rounds: Rounds, buffers: BufferAverages) -> None:
-        self._rounds, self._buffers, self._last = rounds, buffers, rounds.fragments[-1]
+    def __init__(self, services: Services, rounds: Rounds, buffers: Sequence[Tensor], moments: Moments) -> None:
+        self._rounds, self._buffers, self._moments = rounds, buffers, moments
+        self._averages = Averages(services.topology.world_size)
         depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
-        depth |= Counter({Scope.WORLD: buffers.exchanges})
+        depth |= Counter({Scope.WORLD: len({x.dtype for x in buffers} | moments.dtypes)})
         wanted = deepest_of_all(depth, services.gather)
         self._channels = [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
         self._next = 0
         self._under_way: dict[int, int] = {}
         self.seconds, self.times = 0.0, RoundTimes(services)
 
-    def send(self, fragment: Fragment, programs: list[Program]) -> None:
-        """Let a fragment's programs run."""
-        names = fragment.names()
-        if fragment is self._last and self._buffers:
-            programs, names = [*programs, self._buffers.send()], [*names, ["buffers"]]
+    def send(self, fragment: Fragment, *, last: bool = False) -> None:
+        """Let a fragment's programs run; ``last``: as of ``Fragment.send``."""
+        beside: list[Tensor] = []
+        if fragment is self._rounds.fragments[-1]:
+            beside = [*self._buffers, *([] if last else self._moments.due(fragment.state.step + 1))]
+        programs, names = self._rounds.send(fragment, last=last), fragment.names()
+        if beside:
+            programs, names = [*programs, self._averages.send(beside)], [*names, ["buffers and moments"]]
         number, self._next = self._next, (self._next + 1) % len(self._channels)
         self._under_way[fragment.index] = number
         channel = self._channels[number]
@@ -362,8 +368,8 @@ class Travel:
         """Wait for it, and take it over."""
         self.receive(fragment)
         fragment.merge(self._rounds.count)
-        if fragment is self._last:
-            self._buffers.merge()
+        if fragment is self._rounds.fragments[-1]:
+            self._averages.merge()
 
     def ledger(self) -> Ledger:
         """What was sent."""

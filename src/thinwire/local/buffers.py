@@ -1,4 +1,7 @@
-"""Buffers at a round: the mean of floating-point ones (BatchNorm's statistics), rank 0's of the others."""
+"""What besides parameters is averaged at a round: buffers, and moments of the inner optimizer.
+
+The mean of floating-point tensors (BatchNorm's statistics), rank 0's of the others.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,23 @@ from thinwire.methods.base import all_finite
 from thinwire.program import AllReduce, Broadcast, Program, working_dtype
 
 
-class BufferAverages:
-    """Of one model.
+class Averages:
+    """Of tensors that come along with a round.
 
     Args:
-        buffers: in an order that is equal on all ranks.
         ranks: how many.
     """
 
-    def __init__(self, buffers: Iterable[Tensor], ranks: int) -> None:
+    def __init__(self, ranks: int) -> None:
         self._ranks, self._received = ranks, dict[torch.dtype, Tensor]()
         self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for x in buffers:
+
+    def send(self, tensors: Iterable[Tensor]) -> Program:
+        """A round's program; the tensors, in an order that is equal on all ranks, may change while it runs."""
+        self._by_dtype.clear()
+        for x in tensors:
             if x.numel():
                 self._by_dtype.setdefault(x.dtype, []).append(x)
-
-    @property
-    def exchanges(self) -> int:
-        """Of a round's program."""
-        return len(self._by_dtype)
-
-    def __bool__(self) -> bool:
-        return bool(self._by_dtype)
-
-    def send(self) -> Program:
-        """A round's program; buffers may change while it runs."""
         return self._exchange(
             {dtype: torch.cat([x.reshape(-1) for x in some]) for dtype, some in self._by_dtype.items()}
         )
@@ -58,3 +53,39 @@ class BufferAverages:
                 for x, part in zip(some, received.split([x.numel() for x in some])):
                     x.copy_(part.view(x.shape))
         self._received.clear()
+
+
+class Moments:
+    """The state of inner optimizers that is averaged every so many rounds (DES-LOC).
+
+    Args:
+        every: rounds between two averages, by the state's name: ``{"exp_avg": 3, "exp_avg_sq": 6}``.
+        optimizers: whose it is.
+        parameters: in an order that is equal on all ranks.
+    """
+
+    def __init__(
+        self, every: dict[str, int], optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[Tensor]
+    ) -> None:
+        self._every, self._optimizers, self._parameters = every, list(optimizers), list(parameters)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of what is averaged, at most."""
+        return {p.dtype for p in self._parameters} if self._every else set()
+
+    def due(self, round_: int) -> list[Tensor]:
+        """What is averaged in the round of this number, from 1. Of a parameter without state, zeros that nobody keeps.
+
+        Raises:
+            ValueError: no parameter has a state of one of the names.
+        """
+        states = [[o.state[p] for o in self._optimizers if p in o.state] for p in self._parameters]
+        tensors = [{key: x for one in some for key, x in one.items() if isinstance(x, Tensor)} for some in states]
+        for name in self._every:
+            if not any(name in state for state in tensors):
+                known = ", ".join(sorted({key for state in tensors for key in state})) or "none"
+                raise ValueError(f"moments: the optimizer has no state {name!r}; it has {known}")
+        names = [name for name, every in self._every.items() if round_ % every == 0]
+        pairs = list(zip(self._parameters, tensors))
+        return [state[name] if name in state else torch.zeros_like(p) for name in names for p, state in pairs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from thinwire.methods.base import check_choice, check_count
@@ -93,8 +93,6 @@ class Local:
         sync_every: H, optimizer steps between two exchanges of a parameter. "auto": three rounds of 2 steps are
             measured, then it is the smallest H whose steps hide the exchange, or, where the exchange is waited for, at
             which it adds a twentieth to the mean step. Or a :class:`QSR`.
-        sync_every_max: the largest H that "auto" takes.
-        warmup_steps: at first, after each of which weights are averaged, as if H were 1.
         codec: the method that carries the mean change, with its residual; None: weights are averaged as they are.
             ``attach`` takes "int8", "int4", "int2", "bf16", "fp16" or a method's name too, and on a command
             line "none".
@@ -105,6 +103,10 @@ class Local:
             one less than the period.
         fragment_update_alpha: share of its own weights that a rank keeps when a fragment comes back: 0 takes the outer
             weights, which throws away the steps made meanwhile. None: the outer weights, and those steps on top.
+        sync_every_max: the largest H that "auto" takes.
+        warmup_steps: at first, after each of which weights are averaged, as if H were 1.
+        moments: state of the inner optimizer that is averaged too, by its name every so many rounds:
+            ``{"exp_avg": 3, "exp_avg_sq": 6}`` (DES-LOC, arXiv 2505.22549). Only where the exchange is waited for.
 
     Raises:
         ValueError: an option out of its range.
@@ -118,6 +120,7 @@ class Local:
     fragment_update_alpha: float | None = None
     sync_every_max: int = LONGEST
     warmup_steps: int = 0
+    moments: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.sync_every, int):
@@ -134,6 +137,11 @@ class Local:
         else:
             check_count("fragment_sync_delay", self.fragment_sync_delay)
             self._check_delay(self.fragment_sync_delay)
+        object.__setattr__(self, "moments", dict(self.moments))
+        for name, rounds in self.moments.items():
+            check_count(f"moments: {name}", rounds, least=1)
+        if self.moments and self.fragment_sync_delay != 0:
+            raise ValueError("moments would lose the steps made while they travel: set fragment_sync_delay=0")
         alpha = self.fragment_update_alpha
         if alpha is not None and not (_is_number(alpha) and 0 <= alpha <= 1):
             raise ValueError(f"fragment_update_alpha={alpha!r} must be None or from 0 to 1")
@@ -222,7 +230,7 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
             raise ValueError(f"Local(...) carries its own options: write {', '.join(options)} into it")
         return method
     name = method.lower()
-    known = [field.name for field in fields(Local)]
+    known = [one.name for one in fields(Local)]
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
     chosen = {**PRESETS[name], **options}

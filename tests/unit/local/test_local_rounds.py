@@ -374,6 +374,8 @@ def test_outer_weights_are_lent_to_the_model():
         ({"fragment_sync_delay": "half"}, "fragment_sync_delay='half' is unknown"),
         ({"sync_every_max": 1}, "sync_every_max=1"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"moments": {"exp_avg": 0}}, "moments: exp_avg=0"),
+        ({"moments": {"exp_avg": 3}, "fragment_sync_delay": 2}, "moments would lose the steps"),
         ({"fragments": 0}, "fragments=0"),
         ({"fragment_update_alpha": 1.5}, "from 0 to 1"),
         ({"codec": "zip"}, "codec='zip' must be a method"),
