@@ -194,13 +194,13 @@ def _moments(rank, size):
                     x.div_(size)
     states = [[o.state[p][k] for p in m.parameters() for k in ("exp_avg", "exp_avg_sq")]
               for m, o in ((ours, first), (theirs, second))]  # fmt: skip
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    kept, optimizer = cases.weights(ours), torch.optim.SGD(ours.parameters(), lr=0.1)
     with (
         tw.attach(ours, optimizer, Local(2, moments={"exp_avg": 1})),
         pytest.raises(ValueError, match="moments") as said,
     ):
         _train(ours, optimizer, rank, 2)
-    return cases.weights(ours), cases.weights(theirs), states, bytes_sent, str(said.value)
+    return kept, cases.weights(theirs), states, bytes_sent, str(said.value)
 
 
 def test_moments_are_averaged_at_periods_of_their_own():
