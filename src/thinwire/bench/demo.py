@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from thinwire.bench.record import Point, RowRecord, RunRecord
 from thinwire.bench.rows import Row
@@ -45,9 +44,6 @@ class DemoResult:
     equal_seconds: float
     rows: tuple[DemoRow, ...]
     curves: dict[str, list[Point]]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpec:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from thinwire.bench.families import families
 from thinwire.bench.record import RowRecord, RunRecord
@@ -72,9 +71,6 @@ class BenchResult:
     forward_seconds: float
     floor_seconds: float
     rows: tuple[RowSummary, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def row(self, label: str) -> RowSummary:
         """The row whose label is this text, else the first that begins with it."""

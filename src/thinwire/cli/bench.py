@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +78,7 @@ def bench(
     if plot is not None:
         plot_bench(result, plot)
     if json:
-        typer.echo(json_module.dumps(result.to_dict(), indent=2))
+        typer.echo(json_module.dumps(asdict(result), indent=2))
     else:
         Console().print(bench_table(result))
     if all(row.error for row in result.rows[1:]):

@@ -38,12 +38,13 @@ class Bar:
 
 @contextmanager
 def progress(description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Bar]:
-    """A bar on stderr, which goes when its work ends."""
+    """A bar on stderr, which goes when its work ends; nothing where that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True, quiet=quiet), transient=True) as shown:
+    console = Console(stderr=True, quiet=quiet)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
         yield Bar(shown, shown.add_task(description, total=total))
 
 

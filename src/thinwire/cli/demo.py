@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,7 +47,7 @@ def demo(
     emulated = launched.emulated and not quick
     result = judge_demo(spec, record, emulated=emulated, note=launched.note)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "demo.json").write_text(json_module.dumps(result.to_dict(), indent=2))
+    (out / "demo.json").write_text(json_module.dumps(asdict(result), indent=2))
     picture: str | None = str(out / "demo.png")
     try:
         plot_curves(record.rows, out / "demo.png", f"{result.bench.describe}, {spec.workers} workers, link {link}")
@@ -54,7 +55,7 @@ def demo(
         picture = None
         console.print(f"no picture: {error}")
     if json:
-        typer.echo(json_module.dumps(result.to_dict(), indent=2))
+        typer.echo(json_module.dumps(asdict(result), indent=2))
     console.print(demo_table(result))
     console.print(
         f"compute alone {seconds(result.bench.compute_seconds)} a step; floor of an exact method at {LINK}: "

@@ -87,7 +87,7 @@ def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
-        **facts.as_dict(),
+        **asdict(facts),
         "backend in use": (diagnosis.nccl or diagnosis.gloo).backend,
         "interface": ", ".join((diagnosis.nccl or diagnosis.gloo).interfaces) or "unknown",
         "torch.compile": _COMPILE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,7 +89,7 @@ def plan(
         "factor_update_steps": factor_update_steps,
         "inv_update_steps": inv_update_steps,
         "plans": [
-            {**json_module.loads(made.to_json()), **predicted.to_data(),
+            {**json_module.loads(made.to_json()), **asdict(predicted),
              "step_seconds": predicted.step_seconds(factor_update_steps, inv_update_steps)}
             for made, predicted in found
         ],

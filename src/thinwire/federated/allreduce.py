@@ -22,9 +22,9 @@ from thinwire.federated.backend import Planner, VisitReport
 from thinwire.federated.coordinator import DeviceLost
 from thinwire.federated.device import Device, RoundTask, Sums, run_list
 from thinwire.federated.estimate import Record
-from thinwire.federated.schedule import Assignment, decode, encode
+from thinwire.federated.schedule import Assignment
 from thinwire.kernels.orthogonal import basis_hash
-from thinwire.program import AllReduce, Broadcast, Program
+from thinwire.program import AllReduce, Program
 
 T = TypeVar("T")
 
@@ -52,16 +52,16 @@ class AllReduceBackend:
         """All clients of the cohort, once. All ranks must call it."""
         clients = self._device.clients
         sizes = [clients.samples(client) for client in cohort]
-        sent = self._comm.ledger.total
         name, assignment = self._planner.plan(task.round, task.request.name, sizes)
-        assignment_here = self.guarded(
-            task.round, lambda: self._comm.run(self._agreed(assignment, len(cohort)), "plan")
-        )
+        # rank 0's: fits are floats, and another machine may round them otherwise
+        plan = assignment.to_json().encode() if self._rank == 0 else b""
+        agreed = Assignment.from_json(self.guarded(task.round, lambda: self._comm.gather(plan))[0])
         began = time.perf_counter()
-        mine = self._train(task, cohort, assignment_here)
+        mine = self._train(task, cohort, agreed)
         busy = time.perf_counter() - began
-        report = self.guarded(task.round, lambda: self._gather(mine, busy))
-        planned = self._comm.ledger.total
+        facts = _packed(mine, busy)
+        report = [_unpacked(row) for row in self.guarded(task.round, lambda: self._comm.gather(facts))]
+        sent = self._comm.ledger.total
         shapes = {name: shape for row in report for name, shape in row["shapes"].items()}
         total = self.guarded(task.round, lambda: self._comm.run(_summed(mine, shapes, self._device), "sums"))
         sums = self._merged(total, shapes, report)
@@ -74,8 +74,8 @@ class AllReduceBackend:
             predicted_seconds=assignment.predicted_seconds,
             schedule=name,
             busy_seconds=seconds,
-            bytes_up=self._comm.ledger.total - planned,
-            control_bytes=planned - sent,
+            bytes_up=self._comm.ledger.total - sent,
+            control_bytes=len(plan) + len(facts),
         )
 
     def commit(self, round: int) -> None:
@@ -108,12 +108,6 @@ class AllReduceBackend:
                 "checkpoint_dir= it goes on from the last whole round"
             ) from error
 
-    def _agreed(self, assignment: Assignment, cohort: int) -> Program:
-        """Rank 0's assignment: fits are floats, and another machine may round them otherwise."""
-        row = torch.tensor(encode(assignment, cohort), dtype=torch.int64, device=self._comm.device)
-        row = yield Broadcast(row)
-        return decode(row.tolist(), self.devices)
-
     def _train(self, task: RoundTask, cohort: Sequence[int], assignment: Assignment) -> Sums:
         into = self._device.empty()
         self._visits += 1
@@ -124,32 +118,6 @@ class AllReduceBackend:
         while (turn := self._store.add(counter, 1) - 1) < len(cohort):
             self._device.train(task, cohort[assignment.queue[turn]], into)
         return into
-
-    def _gather(self, mine: Sums, busy: float) -> list[dict[str, Any]]:
-        """What is not summed as tensors, from every rank; collected values as safetensors behind the JSON."""
-        facts = {
-            "samples": mine.samples,
-            "clients": mine.clients,
-            "seconds": mine.seconds,
-            "failed": mine.failed,
-            "metrics": mine.metrics,
-            "sent_bytes": mine.sent_bytes,
-            "shapes": mine.sums.shapes(),
-            "bounds": mine.sums.bounds,
-            "busy": busy,
-        }
-        tail = b""
-        if mine.collected:
-            tail = files.pack({f"{c}/{name}": x for c, row in mine.collected.items() for name, x in row.items()})
-        head = json.dumps(facts).encode()
-        rows = []
-        for message in self._comm.gather(len(head).to_bytes(8, "little") + head + tail):
-            size = int.from_bytes(message[:8], "little")
-            row = json.loads(message[8 : 8 + size])
-            rest = message[8 + size :]
-            row["collected"] = files.unpack(rest) if rest else {}
-            rows.append(row)
-        return rows
 
     def _merged(self, total: Tensor, shapes: Mapping[str, list[int]], report: Sequence[dict[str, Any]]) -> Sums:
         sums = self._device.empty()
@@ -167,6 +135,31 @@ class AllReduceBackend:
                 client, _, name = key.partition("/")
                 sums.collected.setdefault(int(client), {})[name] = x
         return sums
+
+
+def _packed(mine: Sums, busy: float) -> bytes:
+    """What is not summed as tensors: JSON, and behind it the collected values as safetensors."""
+    facts = {
+        "samples": mine.samples,
+        "clients": mine.clients,
+        "seconds": mine.seconds,
+        "failed": mine.failed,
+        "metrics": mine.metrics,
+        "sent_bytes": mine.sent_bytes,
+        "shapes": mine.sums.shapes(),
+        "bounds": mine.sums.bounds,
+        "busy": busy,
+    }
+    collected = {f"{c}/{name}": x for c, row in mine.collected.items() for name, x in row.items()}
+    head = json.dumps(facts).encode()
+    return len(head).to_bytes(8, "little") + head + (files.pack(collected) if collected else b"")
+
+
+def _unpacked(message: bytes) -> dict[str, Any]:
+    size = int.from_bytes(message[:8], "little")
+    row: dict[str, Any] = json.loads(message[8 : 8 + size])
+    rest = message[8 + size :]
+    return {**row, "collected": files.unpack(rest) if rest else {}}
 
 
 def _summed(mine: Sums, shapes: Mapping[str, list[int]], device: Device) -> Program:

@@ -11,8 +11,8 @@ from torch import nn
 from thinwire.federated.client import Loss, cross_entropy
 from thinwire.federated.data import ClientData
 from thinwire.federated.history import History
-from thinwire.federated.rounds import Evaluate
 from thinwire.federated.simulate import simulate
+from thinwire.federated.workspace import Evaluate
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.federated.data import ArrayClients
+from thinwire.federated.data import ArrayClients, FunctionClients
 from thinwire.federated.partition import by_key
 from thinwire.program.plan import UNREADABLE
 
@@ -105,8 +105,8 @@ def _numbers(x: Any, y: Any) -> tuple[Tensor, Tensor]:
 
 def read_hugging_face(
     dataset: Any, key: str, convert: Callable[[dict[str, Any]], tuple[Tensor, ...]]
-) -> tuple[HuggingFaceClients, list[Any]]:
-    """A data set of Hugging Face's ``datasets``, with a client for each value of a column.
+) -> tuple[FunctionClients, list[Any]]:
+    """A data set of Hugging Face's ``datasets``, with a client for each value of a column. Rows are read when needed.
 
     Args:
         dataset: a ``datasets.Dataset``, or anything with ``dataset[column]`` and ``dataset[index]``.
@@ -123,23 +123,9 @@ def read_hugging_face(
     if columns and key not in columns:
         raise ValueError(f"the data set has no column {key!r}; it has {', '.join(columns)}")
     parts, values = by_key(list(dataset[key]))
-    return HuggingFaceClients(dataset, parts, convert), values
 
-
-class HuggingFaceClients:
-    """Rows of a data set that are read when a client is trained, not before."""
-
-    def __init__(self, dataset: Any, parts: Sequence[Any], convert: Callable[[dict[str, Any]], tuple[Tensor, ...]]):
-        self._dataset, self._parts, self._convert = dataset, parts, convert
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def samples(self, client: int) -> int:
-        """Rows of a client."""
-        return len(self._parts[client])
-
-    def load(self, client: int) -> tuple[Tensor, ...]:
-        """A client's rows, converted and stacked."""
-        rows = [self._convert(self._dataset[int(i)]) for i in self._parts[client]]
+    def load(client: int) -> tuple[Tensor, ...]:
+        rows = [convert(dataset[int(i)]) for i in parts[client]]
         return tuple(torch.stack(column) for column in zip(*rows))
+
+    return FunctionClients(len(parts), load, lambda client: len(parts[client])), values

@@ -20,7 +20,7 @@ from thinwire.federated.aggregator import facts as facts_of
 from thinwire.federated.device import BUFFERS, RoundTask, Sums
 from thinwire.federated.federation import Federation
 from thinwire.federated.history import History, RoundRecord
-from thinwire.federated.server import FederatedServer, check_cohort, reduce
+from thinwire.federated.server import FederatedServer, evaluation_due, reduce
 from thinwire.federated.workspace import Workspace
 
 logger = logging.getLogger("thinwire")
@@ -194,8 +194,8 @@ class RemoteServer:
         if self.done:
             return
         population = len(self.federation.clients)
-        chosen = self.algorithm.select(self.round, population, self.federation.clients_per_round, self.federation.seed)
-        self._cohort = check_cohort(chosen, population)
+        asked = self.federation.clients_per_round, self.federation.seed
+        self._cohort = self.server.cohort(self.round, population, *asked)
         self._total = sum(self._samples.get(client, 0) for client in self._cohort)
         if not self._total:
             raise ValueError(f"no node hosts any client of round {self.round}: start more nodes")
@@ -203,14 +203,10 @@ class RemoteServer:
 
     def _evaluated(self) -> dict[str, float]:
         """What the user measures, where it is due."""
-        evaluate, every = self.federation.evaluate, self.federation.evaluate_every
-        last = self.round == self.federation.rounds - 1
-        if evaluate is None or not (last or (every > 0 and (self.round + 1) % every == 0)):
+        made = self.federation
+        if made.evaluate is None or not evaluation_due(self.round, made.rounds, made.evaluate_every):
             return {}
-        self._workspace.reset(self.algorithm.theta, self.server.buffers)
-        self._workspace.model.eval()
-        with torch.no_grad():
-            return {name: float(value) for name, value in evaluate(self._workspace.model, self.round).items()}
+        return self._workspace.evaluated(self.algorithm.theta, self.server.buffers, made.evaluate, self.round)
 
     def _checked(self, node: int, answer: NodeMessage, task: RoundTask) -> Sums:
         """A node's sum.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from thinwire.federated import checkpoint as checkpoints
 from thinwire.federated.allreduce import AllReduceBackend
@@ -19,10 +17,8 @@ from thinwire.federated.clocks import ClientTrace
 from thinwire.federated.device import BUFFERS, Device, RoundTask
 from thinwire.federated.history import History, RoundRecord
 from thinwire.federated.inprocess import InProcess
-from thinwire.federated.server import FederatedServer, check_cohort, reduce
+from thinwire.federated.server import FederatedServer, reduce
 
-Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
-"""(model in eval mode, round) -> numbers."""
 _HASH_EVERY = 100  # rounds
 
 
@@ -65,7 +61,7 @@ class Run:
         began = time.perf_counter()
         algorithm, server, device = self.server.algorithm, self.server, self.device
         population = device.clients
-        chosen = check_cohort(algorithm.select(round, len(population), clients_per_round, seed), len(population))
+        chosen = server.cohort(round, len(population), clients_per_round, seed)
         total = sum(population.samples(client) for client in chosen)
         reports: list[VisitReport] = []
         server.begin(round)
@@ -108,15 +104,6 @@ class Run:
             client_bytes=sum(report.sums.sent_bytes for report in reports),
             lost_devices=tuple(lost for report in reports for lost in report.lost_devices),
         )
-
-    def evaluated(self, record: RoundRecord, evaluate: Evaluate) -> RoundRecord:
-        """The record with what the user measures on the server's model."""
-        work = self.device.workspace
-        work.reset(self.server.algorithm.theta, self.server.buffers)
-        work.model.eval()
-        with torch.no_grad():
-            found = evaluate(work.model, record.round)
-        return replace(record, evaluation={name: float(value) for name, value in found.items()})
 
     def save(self, round: int, comm: Any) -> None:
         """Write the checkpoint. All ranks call it: nobody goes on before it is whole.

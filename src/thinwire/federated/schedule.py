@@ -10,7 +10,7 @@ lose to lpt: a slow device takes a large client at the start and all wait for it
 
 from __future__ import annotations
 
-import math
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +37,15 @@ class Assignment:
     lists: tuple[tuple[int, ...], ...]
     queue: tuple[int, ...] | None = None
     predicted_seconds: float | None = None
+
+    def to_json(self) -> str:
+        return json.dumps([self.lists, self.queue])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Assignment:
+        """Who trains whom, of what ``to_json`` wrote; without the prediction."""
+        lists, queue = json.loads(text)
+        return cls(tuple(map(tuple, lists)), None if queue is None else tuple(queue))
 
 
 def check_schedule(name: str) -> None:
@@ -138,28 +147,3 @@ def plan(name: str, sizes: Sequence[int], fits: Sequence[Fit] | None, devices: i
     if name == "pull":
         return pull(sizes, fits)
     raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(SCHEDULES)}")
-
-
-def encode(made: Assignment, cohort: int) -> list[int]:
-    """An assignment as ``cohort + 1`` whole numbers: whether devices pull, then each client's device or its turn."""
-    row = [0] * cohort
-    if made.queue is not None:
-        for turn, i in enumerate(made.queue):
-            row[i] = turn
-        return [1, *row]
-    turns = [(i, device, turn) for device, mine in enumerate(made.lists) for turn, i in enumerate(mine)]
-    for i, device, turn in turns:
-        row[i] = device * (cohort + 1) + turn
-    return [0, *row]
-
-
-def decode(row: Sequence[int], devices: int) -> Assignment:
-    """The counterpart of ``encode``."""
-    kind, places = row[0], row[1:]
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    if kind == 1:
-        return Assignment((), tuple(order))
-    lists: list[list[int]] = [[] for _ in range(devices)]
-    for i in order:
-        lists[math.floor(places[i] / (len(places) + 1))].append(i)
-    return Assignment(tuple(map(tuple, lists)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,19 @@ class FederatedServer:
         self.request: RoundRequest | None = None
         self._program: RoundProgram | None = None
         self._new_buffers = buffers
+
+    def cohort(self, round: int, population: int, clients_per_round: int, seed: int) -> list[int]:
+        """Who takes part in a round.
+
+        Raises:
+            ValueError: the algorithm names unknown clients, one twice, or none.
+        """
+        chosen = [int(client) for client in self.algorithm.select(round, population, clients_per_round, seed)]
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise ValueError("select() must name at least one client, and each once")
+        if min(chosen) < 0 or max(chosen) >= population:
+            raise ValueError(f"select() names clients outside 0..{population - 1}")
+        return chosen
 
     def begin(self, round: int) -> None:
         self._program = self.algorithm.program(round)
@@ -104,15 +117,6 @@ def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> R
     )
 
 
-def check_cohort(chosen: Sequence[int], population: int) -> list[int]:
-    """A cohort as a list, checked: known clients, each once.
-
-    Raises:
-        ValueError: it is not.
-    """
-    cohort = [int(client) for client in chosen]
-    if not cohort or len(set(cohort)) != len(cohort):
-        raise ValueError("select() must name at least one client, and each once")
-    if min(cohort) < 0 or max(cohort) >= population:
-        raise ValueError(f"select() names clients outside 0..{population - 1}")
-    return cohort
+def evaluation_due(round: int, rounds: int, every: int) -> bool:
+    """Whether the user's measures are due after a round: after the last, and each ``every`` (0: not before it)."""
+    return round == rounds - 1 or (every > 0 and (round + 1) % every == 0)

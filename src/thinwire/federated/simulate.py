@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from thinwire.federated.device import Device
 from thinwire.federated.history import History, RoundRecord
 from thinwire.federated.inprocess import InProcess
 from thinwire.federated.options import check_numbers, make_store, use_ranks
-from thinwire.federated.rounds import Evaluate, Run
-from thinwire.federated.server import FederatedServer
+from thinwire.federated.rounds import Run
+from thinwire.federated.server import FederatedServer, evaluation_due
 from thinwire.federated.state import ClientStateStore
-from thinwire.federated.workspace import Workspace
+from thinwire.federated.workspace import Evaluate, Workspace
 
 
 def simulate(
@@ -128,9 +129,9 @@ def simulate(
             for round in range(run.resume(comm), rounds):
                 record = run.round(round, clients_per_round, seed, trace)
                 last = round == rounds - 1
-                due = last or (evaluate_every > 0 and (round + 1) % evaluate_every == 0)
-                if evaluate is not None and rank == 0 and due:
-                    record = run.evaluated(record, evaluate)
+                if evaluate is not None and rank == 0 and evaluation_due(round, rounds, evaluate_every):
+                    found = workspace.evaluated(algorithm.theta, server.buffers, evaluate, round)
+                    record = replace(record, evaluation=found)
                 run.history.rounds.append(record)
                 if folder is not None and (last or (round + 1) % checkpoint_every == 0):
                     run.save(round, comm)

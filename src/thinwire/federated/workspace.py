@@ -7,9 +7,13 @@ and short epochs of federated learning that is most of the overhead.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+
+Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
+"""(model in eval mode, round) -> numbers."""
 
 
 class Workspace:
@@ -51,8 +55,6 @@ class Workspace:
         self.device, self.dtype = self.x.device, self.x.dtype
         trained = {id(p) for p in self._parameters}
         self._fixed = [p for p in self.model.parameters() if id(p) not in trained]
-        floating = [b for b in self.model.buffers() if b.dtype.is_floating_point]
-        self._buffer_shapes = [(b.shape, b.dtype) for b in floating]
         self._initial_fixed = [p.detach().clone() for p in self._fixed]
         self._initial_other = [b.clone() for b in self.model.buffers() if not b.dtype.is_floating_point]
 
@@ -75,11 +77,8 @@ class Workspace:
     def reset(self, theta: Tensor, buffers: Tensor) -> None:
         """Load weights ``[D]`` and floating-point buffers ``[B]``; put everything else back to where it began."""
         self.x.copy_(theta)
+        _write_buffers(self.model, buffers)
         others = [b for b in self.model.buffers() if not b.dtype.is_floating_point]
-        at = 0
-        for b in filter(torch.is_floating_point, self.model.buffers()):
-            b.copy_(buffers[at : at + b.numel()].view(b.shape))
-            at += b.numel()
         for b, initial in zip(others, self._initial_other):
             b.copy_(initial)
         for p, initial in zip(self._fixed, self._initial_fixed):
@@ -103,8 +102,19 @@ class Workspace:
         own = dict(model.named_parameters())
         for name, piece in self.named(theta).items():
             own[name].copy_(piece)
-        at = 0
-        for b in model.buffers():
-            if b.dtype.is_floating_point:
-                b.copy_(buffers[at : at + b.numel()].view(b.shape))
-                at += b.numel()
+        _write_buffers(model, buffers)
+
+    def evaluated(self, theta: Tensor, buffers: Tensor, evaluate: Evaluate, round: int) -> dict[str, float]:
+        """What the user measures on these weights, in eval mode."""
+        self.reset(theta, buffers)
+        self.model.eval()
+        with torch.no_grad():
+            return {name: float(value) for name, value in evaluate(self.model, round).items()}
+
+
+def _write_buffers(model: nn.Module, buffers: Tensor) -> None:
+    """Load floating-point buffers ``[B]``."""
+    at = 0
+    for b in filter(torch.is_floating_point, model.buffers()):
+        b.copy_(buffers[at : at + b.numel()].view(b.shape))
+        at += b.numel()

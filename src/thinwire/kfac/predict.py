@@ -7,8 +7,7 @@ inversions, with what they send; the preconditioning, with what is returned. One
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from thinwire.kfac.plan import KFACPlan
 from thinwire.kfac.prices import inversion_cost
@@ -47,10 +46,6 @@ class KFACPrediction:
         always = self.passes_seconds + self.gradient_seconds + self.precondition_seconds + self.return_seconds
         factors = self.factor_compute_seconds + self.factor_wait_seconds
         return always + factors / factor_update_steps + (self.invert_seconds + self.send_seconds) / inv_update_steps
-
-    def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
 
 
 def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib: float = 4.0) -> KFACPrediction:

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 from rich.console import Console
@@ -50,7 +51,7 @@ def test_figures_families_failures_and_their_table(tmp_path):
     text = console.export_text()
     for wanted in ("failed: rank 1: ValueError: no", "floor", "3.50 s", "0.500", "tried: b (1 MB) 3.00 s"):
         assert wanted in text
-    shape = json.loads(json.dumps(result.to_dict()))
+    shape = json.loads(json.dumps(asdict(result)))
     assert {"floor_seconds", "compute_seconds", "emulated", "rows"} <= set(shape)
     plot_bench(result, tmp_path / "new" / "plot.png")
     assert (tmp_path / "new" / "plot.png").stat().st_size > 1000

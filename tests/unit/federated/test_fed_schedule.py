@@ -61,7 +61,7 @@ def test_log_normal_cohorts_against_brute_force():
 @given(SIZES, st.integers(1, 4), st.sampled_from(["equal", "lpt", "pull"]))
 def test_assignments_survive_the_wire(sizes, devices, name):
     made = s.plan(name, sizes, None, devices, seed=1)
-    found = s.decode(s.encode(made, len(sizes)), devices)
+    found = s.Assignment.from_json(made.to_json())
     assert (found.lists, found.queue) == (made.lists, made.queue)
 
 

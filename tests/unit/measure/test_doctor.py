@@ -3,7 +3,7 @@
 import json
 import re
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -291,7 +291,7 @@ _facts = st.builds(
 
 @given(_facts, st.none() | st.integers(1, 9))
 def test_any_machine_can_be_judged_and_facts_survive_json(facts, nodes):
-    assert Facts.from_dict(json.loads(json.dumps(facts.as_dict()))) == facts
+    assert Facts.from_dict(json.loads(json.dumps(asdict(facts)))) == facts
     diagnosis = judge(facts, nodes)
     assert all(finding.what and finding.remedy for finding in diagnosis.findings)
 
@@ -313,7 +313,7 @@ def test_this_machine():
     assert facts.default_route is None or facts.default_route in listed
     assert "gloo" in facts.backends
     assert facts.hostname.name == socket.gethostname()
-    assert Facts.from_dict(json.loads(json.dumps(facts.as_dict()))) == facts
+    assert Facts.from_dict(json.loads(json.dumps(asdict(facts)))) == facts
     assert gloo_choice(facts).address
     assert judge(facts).gloo == gloo_choice(facts)
 

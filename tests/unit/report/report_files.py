@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import thinwire as tw
 from thinwire.bench.demo import judge_demo
@@ -41,11 +41,11 @@ def record(labels=LABELS, curves=False):
 
 
 def bench(labels=LABELS, note="in network namespaces"):
-    return summarise(SPEC, record(labels), emulated=True, note=note).to_dict()
+    return asdict(summarise(SPEC, record(labels), emulated=True, note=note))
 
 
 def demo(emulated=False):
-    return judge_demo(SPEC, record(curves=True), emulated=emulated, note="no rights").to_dict()
+    return asdict(judge_demo(SPEC, record(curves=True), emulated=emulated, note="no rights"))
 
 
 def ranking(label="acp rank=4", bound="network bandwidth"):

@@ -100,13 +100,9 @@ class Facts:
     lab_reason: str = ""
     lab_congestion_control: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Facts:
-        """From ``as_dict``, or from what ``thinwire doctor --json`` printed; what is unknown here is left out.
+        """From ``asdict``, or from what ``thinwire doctor --json`` printed; what is unknown here is left out.
 
         Raises:
             ValueError: it holds no facts.
