@@ -212,6 +212,54 @@ def test_moments_are_averaged_at_periods_of_their_own():
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def _inside(rank, size):
+    """Two machines of two ranks: against gradients and weights averaged by hand, and against S-SGD over all."""
+    rows = []
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for every, codec in ((3, None), (3, "int8"), (1, None)):
+        ours, theirs = cases.model().double(), cases.model().double()
+        first, second = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.0 if every == 1 else 0.9)
+                         for m in (ours, theirs))  # fmt: skip
+        settings = Local(every, codec and _method(codec), inside=tw.SSGD(), fragment_sync_delay=2 if codec else 0)
+        with tw.attach(ours, first, settings, topology=tw.Topology(4, 2)) as sync:
+            for step in range(7):
+                cases.loss_of(ours, rank, step, dtype=torch.float64).backward()
+                first.step()
+                first.zero_grad()
+            apart = cases.weights(ours)
+            sync.finish()
+            stats = sync.stats()
+        for step in range(7):
+            cases.loss_of(theirs, rank, step, dtype=torch.float64).backward()
+            for p in theirs.parameters():
+                dist.all_reduce(p.grad, group=pairs[rank // 2])
+                p.grad.div_(2)
+            second.step()
+            second.zero_grad()
+            if (step + 1) % every == 0 or step == 6:
+                for p in theirs.parameters():
+                    dist.all_reduce(p.data)
+                    p.data.div_(size)
+        rows.append((apart, cases.weights(ours), cases.weights(theirs), stats.as_dict()))
+    return rows
+
+
+def test_machines_are_apart_and_their_ranks_together():
+    by_rank = run(_inside, 4, seconds=200)
+    for rows in zip(*by_rank, strict=True):
+        for (apart, ended, _, stats), rank in zip(rows, range(4)):
+            for a, b in zip(apart, rows[rank // 2 * 2][0], strict=True):
+                assert torch.equal(a, b)  # as the other rank of this machine
+            for a, b in zip(ended, rows[0][1], strict=True):
+                assert torch.equal(a, b)
+            assert stats["method"] == "local"
+        assert rows[0][3]["bytes_sent"] > rows[1][3]["bytes_sent"]  # the first ranks alone speak across
+    for _, ended, theirs, _ in (by_rank[0][0], by_rank[3][2]):
+        for a, b in zip(ended, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert not all(torch.equal(a, b) for a, b in zip(by_rank[0][0][0], by_rank[2][0][0]))
+
+
 def _resumed(rank, size):
     rows = []
     for codec, stop in ((None, 5), (tw.ACP(rank=2, min_rate=1.0), 6), (tw.TopK(0.1), 8)):
@@ -284,6 +332,8 @@ def _refusals(rank, size):
         ((net, optimizer, Local(4)), {"sync_every": 8}),
         ((net, optimizer, "local"), {"sync_every": 4 + rank}),
         ((net, optimizer, "local"), {"sync_every": 4, "fragment_sync_delay": 4}),
+        ((net, optimizer, "local"), {"inside": "ssgd", "topology": tw.Topology(2, 2)}),
+        ((net, optimizer, "local"), {"inside": "dear"}),
     ):
         with pytest.raises(ValueError, match="") as error:
             tw.attach(*arguments, **options)
@@ -315,7 +365,8 @@ def _refusals(rank, size):
 
 WORDS = (
     "name it", "sync_every=0", "no option 'period'", "zip", "dgc cannot be a codec", "lossy", "carries its own",
-    "sync_every", "below sync_every=4", "late",
+    "sync_every", "below sync_every=4", "inside= is for several machines",
+    "not decoupled", "late",
 )  # fmt: skip
 
 

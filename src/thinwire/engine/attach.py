@@ -27,7 +27,7 @@ from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import rule_of
-from thinwire.program import Method, Plan, Topology
+from thinwire.program import Method, Plan, Scope, Topology
 
 logger = logging.getLogger("thinwire")
 
@@ -202,15 +202,41 @@ def _attach_local(
 ) -> LocalSync:
     if not optimizers:
         raise ValueError("local steps are counted by the optimizer's: name it")
-    comm = None
+    comm = inner = None
     if topology.world_size > 1:
         comm = Communicator(group, topology, managed[0].parameter.device, settings.timeout)
     try:
-        return LocalSync(model, optimizers, local, managed, comm, topology, settings)
+        if local.inside is not None and comm is not None:
+            inner = _attach_inside(model, optimizers, local.inside, comm, settings)
+        return LocalSync(model, optimizers, local, managed, comm, topology, settings, inner)
     except BaseException as error:
+        if inner is not None:
+            inner.close()
         if comm is not None:
             comm.close(broken=not isinstance(error, (ValueError, TypeError)))
         raise
+
+
+def _attach_inside(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    method: Method,
+    comm: Communicator,
+    settings: AttachSettings,
+) -> GradientSync:
+    """Average gradients among the ranks of this machine."""
+    topology = comm.members.topology
+    if topology.nodes == 1:
+        raise ValueError("inside= is for several machines: on one, attach the method itself")
+    ranks = len(topology.members(Scope.NODE, comm.rank))
+    sync = attach(
+        model, optimizers, method,
+        process_group=comm.machine_group(), topology=Topology(ranks, ranks), timeout=settings.timeout,
+        keep_dense=settings.keep_dense, find_unused_parameters=settings.find_unused_parameters,
+        gradient_as_bucket_view=settings.gradient_as_bucket_view, broadcast_buffers=False,
+    )  # fmt: skip
+    assert isinstance(sync, GradientSync)
+    return sync
 
 
 def _check_model(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import struct
@@ -26,6 +27,7 @@ from thinwire.engine.session import Session
 from thinwire.engine.settings import AttachSettings
 from thinwire.engine.state.scaler import SkippedSteps
 from thinwire.engine.stats import Stats
+from thinwire.engine.sync import GradientSync
 from thinwire.local.buffers import Averages, Moments
 from thinwire.local.rounds import Fragment, Rounds
 from thinwire.local.settings import Local
@@ -54,27 +56,33 @@ class LocalSync:
         comm: Communicator | None,
         topology: Topology,
         settings: AttachSettings,
+        inner: GradientSync | None,
     ) -> None:
         state = State(0 if comm is None else comm.rank, topology)
         self._session = Session(local.codec or SSGD(), comm, state, None, dict, start=0)
         self._parameters = {id(m.parameter): m for m in managed}
-        self._late, self._desync, self.settings = LateParameters(model), settings.detect_desync, local
+        self._late, self.settings = LateParameters(model), local
         self.services = Services(model, optimizers, managed[0].device, self._session, None, None)
         self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
         self._lent = self._called = False  # an optimizer's step hooks were, since its scaler was asked to step it
         self._handles: list[Any] = []
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
         self._travel: Travel | None = None
+        self._inner = inner
         if comm is not None:
             options = {"start_compression_step": settings.start_compression_step, "local steps": repr(local)}
             shared = {"topology": list(topology.layout), "broadcast_buffers": settings.broadcast_buffers}
             comm.agree(options | shared | model_facts(model, managed))
             comm.broadcast([*model.parameters(), *model.buffers()])
-        self._rounds = Rounds(local, weights, dense, state.rank, topology, start=settings.start_compression_step)
+        start, rank, apart, first = settings.start_compression_step, state.rank, topology, None
+        if inner is not None:
+            first = topology.local_rank(rank) == 0
+            rank, apart = topology.node_of(rank), Topology(topology.nodes)
+        self._rounds = Rounds(local, weights, dense, rank, apart, first=first, start=start)
         if comm is not None:
             moments = Moments(dict(local.moments), optimizers, weights.values())
             buffers = model.buffers() if settings.broadcast_buffers else ()
-            self._travel = Travel(self.services, self._rounds, list(buffers), moments)
+            self._travel = Travel(self.services, self._rounds, list(buffers), moments, settings.detect_desync)
             for optimizer in optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(optimizer.register_step_post_hook(self._after_step))
@@ -112,11 +120,7 @@ class LocalSync:
         session.counters.sent(sum(m.parameter.nbytes for m in self._parameters.values()), session.state.size)
         for fragment in rounds.arriving():
             travel.merge(fragment)
-        leaving = rounds.leaving()
-        if leaving and self._desync:
-            self.services.agree_on({"optimizer steps": rounds.count, "period": rounds.period})
-        for fragment in leaving:
-            travel.send(fragment)
+        travel.leave(rounds.leaving())
         for fragment in rounds.arriving():
             travel.merge(fragment)
         travel.times.exchanged()
@@ -127,11 +131,12 @@ class LocalSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing: no backward is exchanged. For scripts that accumulate gradients under other methods too."""
-        yield
+        """For backwards that accumulate: nothing is averaged inside machines. Without ``inside`` nothing is anyway."""
+        with contextlib.nullcontext() if self._inner is None else self._inner.no_sync():
+            yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``: gradients are this rank's own."""
+        """As ``torch.nn.utils.clip_grad_norm_``: gradients are this rank's own, or its machine's."""
         parameters = [m.parameter for m in self._parameters.values()]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
@@ -264,6 +269,8 @@ class LocalSync:
                 assert self._travel is not None
                 self._travel.receive(fragment)
         finally:
+            if self._inner is not None:
+                self._inner.close()
             self.services.close()
             session.close()
             forget(self.services.model, self)
@@ -326,14 +333,23 @@ class Travel:
         rounds: of this rank.
         buffers: travel with the last fragment.
         moments: likewise, when it is their turn.
+        detect_desync: whether ranks compare how many steps they have made, before they send.
 
     Attributes:
         seconds: that training waited for it.
         times: of steps and rounds.
     """
 
-    def __init__(self, services: Services, rounds: Rounds, buffers: Sequence[Tensor], moments: Moments) -> None:
+    def __init__(
+        self,
+        services: Services,
+        rounds: Rounds,
+        buffers: Sequence[Tensor],
+        moments: Moments,
+        detect_desync: bool,
+    ) -> None:
         self._rounds, self._buffers, self._moments = rounds, buffers, moments
+        self._agree_on = services.agree_on if detect_desync else None
         self._averages = Averages(services.topology.world_size)
         depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
         depth |= Counter({Scope.WORLD: len({x.dtype for x in buffers} | moments.dtypes)})
@@ -342,6 +358,13 @@ class Travel:
         self._next = 0
         self._under_way: dict[int, int] = {}
         self.seconds, self.times = 0.0, RoundTimes(services)
+
+    def leave(self, fragments: Sequence[Fragment]) -> None:
+        """Let the programs of fragments run."""
+        if fragments and self._agree_on is not None:
+            self._agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
+        for fragment in fragments:
+            self.send(fragment)
 
     def send(self, fragment: Fragment, *, last: bool = False) -> None:
         """Let a fragment's programs run; ``last``: as of ``Fragment.send``."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.local.machine import by_first_ranks, exchanges_of
 from thinwire.local.settings import Local
 from thinwire.methods.base import all_finite
 from thinwire.methods.ssgd import SSGD
@@ -36,6 +37,8 @@ class Rounds:
         dense: names of those whose change travels outside the codec.
         rank: this one.
         topology: of all.
+        first: of its machine, whose ranks have equal weights: ``rank`` and ``topology`` count machines then. None:
+            every rank is by itself.
         start: rounds that are exact before the codec begins; None: as it says itself.
 
     Attributes:
@@ -54,6 +57,7 @@ class Rounds:
         rank: int,
         topology: Topology,
         *,
+        first: bool | None = None,
         start: int | None = None,
     ) -> None:
         if len(parameters) < settings.fragments:
@@ -66,7 +70,7 @@ class Rounds:
         named = list(parameters.items())
         parts = cut([x.numel() for _, x in named], settings.fragments)
         self.fragments = [
-            Fragment(settings, index, dict(named[places.start : places.stop]), set(dense), State(rank, topology))
+            Fragment(settings, index, dict(named[places.start : places.stop]), set(dense), State(rank, topology), first)
             for index, places in enumerate(parts)
         ]
         if start is not None:
@@ -150,6 +154,7 @@ class Fragment:
         parameters: by name.
         dense: names of those whose change travels outside the codec.
         state: of the codec; its steps are this fragment's rounds.
+        first: as of ``Rounds``.
 
     Attributes:
         anchors: the outer weights, in the order of ``parameters``.
@@ -161,10 +166,16 @@ class Fragment:
     """
 
     def __init__(
-        self, settings: Local, index: int, parameters: Mapping[str, Tensor], dense: Container[str], state: State
+        self,
+        settings: Local,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        dense: Container[str],
+        state: State,
+        first: bool | None = None,
     ) -> None:
         self.index, self.parameters, self.state = index, dict(parameters), state
-        self._settings = settings
+        self._settings, self._first = settings, first
         tensors = self.parameters.values()
         self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]
         momentum = settings.outer is not None
@@ -205,7 +216,8 @@ class Fragment:
                 for phase in range(method.phases):
                     step = steady_step(method, phase)
                     one = trace(method, shapes, topology, rank=rank, step=step, dtype=bucket.dtype)
-                    yield from with_rare_rounds(method, [one])
+                    found = with_rare_rounds(method, [one])
+                    yield from found if self._first is None else [exchanges_of(x, method.name) for x in found]
 
     @torch.no_grad()
     def send(self, count: int, delay: int, *, last: bool = False) -> list[Program]:
@@ -230,7 +242,8 @@ class Fragment:
                 slot.value, slot.result = given[slot.name], None
             bucket.renew(None)
             exact = last or dense or self.state.step < self.state.start
-            programs.append((self._exact if exact else self._codec).reduce(bucket, self.state))
+            program = (self._exact if exact else self._codec).reduce(bucket, self.state)
+            programs.append(program if self._first is None else by_first_ranks(program, bucket, first=self._first))
         return programs
 
     @torch.no_grad()

@@ -107,6 +107,8 @@ class Local:
         warmup_steps: at first, after each of which weights are averaged, as if H were 1.
         moments: state of the inner optimizer that is averaged too, by its name every so many rounds:
             ``{"exp_avg": 3, "exp_avg_sq": 6}`` (DES-LOC, arXiv 2505.22549). Only where the exchange is waited for.
+        inside: the method by which the ranks of a machine average gradients at every step; only machines are apart
+            then, and each counts once. None: every rank is by itself.
 
     Raises:
         ValueError: an option out of its range.
@@ -121,6 +123,7 @@ class Local:
     sync_every_max: int = LONGEST
     warmup_steps: int = 0
     moments: Mapping[str, int] = field(default_factory=dict)
+    inside: Method | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.sync_every, int):
@@ -147,6 +150,10 @@ class Local:
             raise ValueError(f"fragment_update_alpha={alpha!r} must be None or from 0 to 1")
         if self.codec is not None and not isinstance(self.codec, Method):
             raise ValueError(f"codec={self.codec!r} must be a method, for example thinwire.ACP(rank=16), or None")
+        if self.inside is not None and (not isinstance(self.inside, Method) or self.inside.decoupled):
+            raise ValueError(
+                f'inside={self.inside!r} must be a method that is not decoupled, for example "ssgd", or None'
+            )
         if self.codec is not None and "local" in self.codec.unfit:
             raise ValueError(f"{self.codec.name} cannot be a codec of local steps: {self.codec.unfit['local']}")
         if self.codec is not None and self.codec.decoupled:
@@ -236,4 +243,6 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
     chosen = {**PRESETS[name], **options}
     if isinstance(codec := chosen.get("codec"), str):
         chosen["codec"] = None if codec == "none" else Cast(codec) if codec in _DTYPES else resolve(codec)
+    if isinstance(inside := chosen.get("inside"), str):
+        chosen["inside"] = resolve(inside)
     return Local(**chosen)

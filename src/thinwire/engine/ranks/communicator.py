@@ -112,6 +112,11 @@ class Communicator:
         card = who.device if who.backend == "nccl" else None
         return Lanes(who.ranks, topology, who.rank, who.timeout, card)
 
+    def machine_group(self) -> dist.ProcessGroup:
+        """A process group of this machine's ranks, given back with the lanes. All ranks must ask."""
+        with self._meeting("connecting"):
+            return self._lanes.get("inside", Scope.NODE, 0).group
+
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise ``ValueError``, naming the difference, unless all ranks bring the same facts."""
         with self._meeting("agreeing on the plan"):

@@ -1,0 +1,51 @@
+"""Rounds between machines whose ranks have equal weights: the first rank of each exchanges, and tells the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.program import CROSS, NODE, WORLD, Broadcast, Bucket, Program
+from thinwire.program.ops import Collective
+from thinwire.program.trace import TracedExchange
+
+
+def across(program: Program) -> Program:
+    """A program of all ranks, among one rank of every machine."""
+    value = None
+    while True:
+        try:
+            op = program.send(value)
+        except StopIteration:
+            return
+        if isinstance(op, Collective) and op.group is WORLD:
+            op = dataclasses.replace(op, group=CROSS)
+        value = yield op
+
+
+def by_first_ranks(program: Program, bucket: Bucket, *, first: bool) -> Program:
+    """A round of a bucket: the first rank of each machine runs the program, the others receive what it makes."""
+    slots = bucket.slots
+    if first:
+        yield from across(program)
+        flat = torch.cat([(slot.raw() if slot.result is None else slot.result).reshape(-1) for slot in slots])
+    else:
+        program.close()
+        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=slots[0].device)
+    flat = yield Broadcast(flat, NODE)
+    for slot, piece in zip(slots, flat.split([slot.numel for slot in slots])):
+        slot.result = piece.view(slot.shape)
+
+
+def exchanges_of(program: Sequence[TracedExchange], name: str) -> list[TracedExchange]:
+    """What the first rank of a machine issues for a codec's exchanges.
+
+    Raises:
+        ValueError: the codec has its own way inside machines.
+    """
+    if any(one.scope is NODE for one in program):
+        raise ValueError(f"{name} exchanges inside machines itself: leave inside= out, or take another codec")
+    moved = [dataclasses.replace(one, scope=CROSS) if one.scope is WORLD else one for one in program]
+    return [*moved, TracedExchange("Broadcast", NODE, 0, 0)]
