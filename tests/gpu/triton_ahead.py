@@ -44,4 +44,5 @@ def spilled(kernel):
 
 
 if __name__ == "__main__":
-    json.dump({str(t.arch): [spilled(compiled(t, *case)) for case in CASES] for t in TARGETS}, sys.stdout)
+    targets = [target for target in TARGETS if str(target.arch) in (sys.argv[1:] or [str(target.arch)])]
+    json.dump({str(t.arch): [spilled(compiled(t, *case)) for case in CASES] for t in targets}, sys.stdout)
