@@ -1,7 +1,7 @@
 """The maps in "Which method for me": ``python docs/winners.py`` writes ``docs/winners/<model>.md``, in a minute.
 
 Each cell is what ``thinwire plan MODEL --map`` recommends at this rate with so many workers, among all candidates and
-among exact ones, with the gain over the faster dense form.
+among exact ones: how many times sooner than the faster dense form at a loss.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def table(model: str) -> str:
     heads = [model, *(f"{count} workers" for count in found.workers)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for bits, row in zip(found.bits_per_second, found.cells):
-        cells = [f"{short(c.winner)}, {c.dense_seconds / c.step_seconds:.1f} x" for c in row]
+        cells = [f"{short(c.winner)}, {c.dense_seconds / c.loss_seconds:.1f} x" for c in row]
         lines.append(f"| {rate(bits)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
