@@ -16,9 +16,9 @@ from thinwire.methods.powersgd import PowerSGD
 from thinwire.methods.sign import SignSGD
 from thinwire.methods.ssgd import SSGD
 from thinwire.methods.topk import TopK
-from thinwire.planner.choose import UNCERTAINTY, Ranking, choose
+from thinwire.planner.choose import Ranking, choose
 from thinwire.planner.choose.rank import ms
-from thinwire.planner.choose.spread import spread_costs
+from thinwire.planner.choose.spread import UNCERTAINTY, spread_costs
 from thinwire.planner.costs import Costs, Linear, Table, assumed_compute
 from thinwire.planner.profiles import ModelProfile, builtin
 from thinwire.planner.timeline import bound_by, simulate
