@@ -15,7 +15,8 @@ author = "the thinwire authors"
 copyright = author
 version = release = thinwire.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+autosummary_generate = False  # its tables link to what api.md shows
 html_theme = "furo"
 html_title = f"thinwire {release}"
 html_copy_source = False

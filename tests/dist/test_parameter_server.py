@@ -25,12 +25,13 @@ from parameter_cluster import (
 )
 
 from thinwire.collectives.pair import Listener, Meeting, PairError
-from thinwire.parameter_server import Journal, Layout, LocalSteps, Node, Service, Worker, replay
+from thinwire.parameter_server import Journal, Layout, Node, Service, Worker, replay
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server import node as node_module
 from thinwire.parameter_server.layout import LayoutMismatch
 from thinwire.parameter_server.messages import Enter
 from thinwire.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
+from thinwire.parameter_server.submit import LocalSteps
 from thinwire.parameter_server.worker import NodeRefused, ServerLost
 
 pytestmark = pytest.mark.dist

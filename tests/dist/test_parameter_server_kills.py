@@ -46,8 +46,9 @@ def lead(port, number, folder, dies=None):
     from parameter_cluster import model, part_of
 
     from thinwire.collectives.pair import Pair
-    from thinwire.parameter_server import Leader, Node, Worker
+    from thinwire.parameter_server import Node, Worker
     from thinwire.parameter_server import node as module
+    from thinwire.parameter_server.leader import Leader
     from thinwire.parameter_server.messages import FRAME, Grad, Pull, decode
 
     torch.set_num_threads(1)

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from thinwire.lab.shell import tool
-from thinwire.measure.doctor import collect_facts, gloo_choice
+from thinwire.measure.doctor import collect_facts
+from thinwire.measure.doctor.sockets import gloo_choice
 
 NAME = socket.gethostname()
 SETUP = """

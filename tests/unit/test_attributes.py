@@ -1,9 +1,14 @@
 """Classes of the engine and the adapters stay small: what has many attributes is several things."""
 
 import ast
+import inspect
 from pathlib import Path
 
+import pytest
+
 import thinwire
+from thinwire.adapters.ddp import DDPSync
+from thinwire.adapters.fsdp2_replicas import ReplicaSync
 
 MOST = 12
 PACKAGE = Path(thinwire.__file__).parent
@@ -33,6 +38,8 @@ def test_no_class_of_engine_and_adapters_has_more_than_twelve_attributes():
     assert not {name: count for name, count in found.items() if count > MOST}
 
 
-def test_a_handle_shows_its_users_few_names():
-    names = [name for name in dir(thinwire.GradientSync) if not name.startswith("_")] + ["services"]
-    assert len(names) <= MOST, names
+@pytest.mark.parametrize("handle", [thinwire.GradientSync, thinwire.LocalSync, ReplicaSync, DDPSync])
+def test_a_handle_shows_its_users_few_names(handle):
+    set_on_self = attributes(ast.parse(inspect.getsource(handle)).body[0])
+    names = {name for name in {*dir(handle), *set_on_self} if not name.startswith("_")}
+    assert len(names) <= MOST, sorted(names)

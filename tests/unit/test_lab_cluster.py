@@ -1,6 +1,7 @@
 import pytest
 
-from thinwire.lab import Cluster, LabError, LinkSpec
+from thinwire.lab import Cluster, LabError
+from thinwire.lab.link import LinkSpec
 
 
 def test_one_link_serves_all_nodes():

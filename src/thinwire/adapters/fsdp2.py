@@ -28,7 +28,7 @@ from thinwire.program import Method, Topology
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CompressedReduceScatter", "ReplicaSync", "attach", "attach_reduce_scatter"]
+__all__ = ["attach", "attach_reduce_scatter"]
 
 
 def works() -> tuple[str, ...]:

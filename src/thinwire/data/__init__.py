@@ -9,12 +9,10 @@ from thinwire.data.prefetch import Prefetched
 from thinwire.data.resolution import ResolutionSchedule, Stage
 from thinwire.data.sampler import LocalitySampler
 from thinwire.data.stats import CacheStats
-from thinwire.data.stream import CachedStream
 
 __all__ = [
     "CacheStats",
     "CachedDataset",
-    "CachedStream",
     "LocalitySampler",
     "Prefetched",
     "ResolutionSchedule",

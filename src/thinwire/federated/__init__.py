@@ -5,40 +5,28 @@ What does not live here: the deployment on Flower (adapters/flower*.py), plots a
 """
 
 from thinwire.federated import partition
-from thinwire.federated.aggregator import (
-    COLLECT,
-    SUM,
-    WEIGHTED_MEAN,
-    NotLinear,
-    Operator,
-    Reduced,
-    RoundRequest,
-    ServerAggregator,
-)
-from thinwire.federated.algorithms import Algorithm, FedAvg, FedDyn, FedNova, FedOpt, FedProx, Mime, Scaffold
-from thinwire.federated.client import ClientContext, ClientExecutor, ClientResult
+from thinwire.federated.aggregator import COLLECT, SUM, WEIGHTED_MEAN, RoundRequest
+from thinwire.federated.algorithms import FedAvg, FedDyn, FedNova, FedOpt, FedProx, Mime, Scaffold
+from thinwire.federated.client import ClientContext, ClientResult
 from thinwire.federated.clocks import ClientTrace, Speed
 from thinwire.federated.compress import Compressed
 from thinwire.federated.coordinator import DeviceLost
-from thinwire.federated.data import ArrayClients, ClientData, FunctionClients
+from thinwire.federated.data import ArrayClients, FunctionClients
 from thinwire.federated.federation import Federation
 from thinwire.federated.history import History, RoundRecord
 from thinwire.federated.predict import Prediction, predict
 from thinwire.federated.readers import TextClients, read_hugging_face, read_leaf
 from thinwire.federated.server import AllClientsFailed
 from thinwire.federated.simulate import simulate
-from thinwire.federated.state import ClientStateStore, StateUnavailable
+from thinwire.federated.state import ClientStateStore
 
 __all__ = [
     "COLLECT",
     "SUM",
     "WEIGHTED_MEAN",
-    "Algorithm",
     "AllClientsFailed",
     "ArrayClients",
     "ClientContext",
-    "ClientData",
-    "ClientExecutor",
     "ClientResult",
     "ClientStateStore",
     "ClientTrace",
@@ -53,16 +41,11 @@ __all__ = [
     "FunctionClients",
     "History",
     "Mime",
-    "NotLinear",
-    "Operator",
     "Prediction",
-    "Reduced",
     "RoundRecord",
     "RoundRequest",
     "Scaffold",
-    "ServerAggregator",
     "Speed",
-    "StateUnavailable",
     "TextClients",
     "partition",
     "predict",

@@ -4,8 +4,7 @@ What does not live here: how programs run (engine/), how messages are fused and 
 """
 
 from thinwire.kfac.kfac import KFAC
-from thinwire.kfac.plan import FactorLayer, KFACPlan
+from thinwire.kfac.plan import KFACPlan
 from thinwire.kfac.schedules import Choices, make_plan
-from thinwire.kfac.stats import KFACStats
 
-__all__ = ["KFAC", "Choices", "FactorLayer", "KFACPlan", "KFACStats", "make_plan"]
+__all__ = ["KFAC", "Choices", "KFACPlan", "make_plan"]

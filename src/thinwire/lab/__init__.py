@@ -8,7 +8,6 @@ from thinwire.lab.cleanup import clean
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.errors import LabError
 from thinwire.lab.launch import run
-from thinwire.lab.link import LinkSpec
 from thinwire.lab.rates import format_rate, parse_delay, parse_rate
 from thinwire.lab.result import LabResult
 
@@ -16,7 +15,6 @@ __all__ = [
     "Cluster",
     "LabError",
     "LabResult",
-    "LinkSpec",
     "available",
     "clean",
     "format_rate",

@@ -5,15 +5,13 @@ What does not live here: how gradients are averaged (methods/, engine/), the dat
 
 from thinwire.optim.lamb import LAMB
 from thinwire.optim.lars import LARS
-from thinwire.optim.pto import ParallelStats, TrustRatios
-from thinwire.optim.recipe import WarmupPoly, param_groups, scaled_lr, warmup_poly, zero_last_norm
+from thinwire.optim.pto import TrustRatios
+from thinwire.optim.recipe import param_groups, scaled_lr, warmup_poly, zero_last_norm
 
 __all__ = [
     "LAMB",
     "LARS",
-    "ParallelStats",
     "TrustRatios",
-    "WarmupPoly",
     "param_groups",
     "scaled_lr",
     "warmup_poly",

@@ -5,37 +5,29 @@ for the slowest. What does not live here: the synchronous exchange (``engine``),
 from thinwire.parameter_server import presets
 from thinwire.parameter_server.diloco import DiLoCo
 from thinwire.parameter_server.journal import Journal, replay
-from thinwire.parameter_server.layout import Layout, LayoutMismatch
-from thinwire.parameter_server.leader import Leader
+from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.node import Node
-from thinwire.parameter_server.node_mean import NodeMean
 from thinwire.parameter_server.outer import DelayedNesterov
 from thinwire.parameter_server.presets import preset
 from thinwire.parameter_server.roster import ShardLost
-from thinwire.parameter_server.scenario import Fault, Link, Trace
+from thinwire.parameter_server.scenario import Fault, Link
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.service import Service
 from thinwire.parameter_server.session import run, serve, serve_shard
 from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.shard import Shard, ShardRefused
 from thinwire.parameter_server.status import Status
-from thinwire.parameter_server.submit import Gradient, LocalSteps
 from thinwire.parameter_server.virtual import simulate
-from thinwire.parameter_server.worker import NodeRefused, ServerLost, Worker, WorkerStats
+from thinwire.parameter_server.worker import NodeRefused, ServerLost, Worker
 
 __all__ = [
     "DelayedNesterov",
     "DiLoCo",
     "Fault",
-    "Gradient",
     "Journal",
     "Layout",
-    "LayoutMismatch",
-    "Leader",
     "Link",
-    "LocalSteps",
     "Node",
-    "NodeMean",
     "NodeRefused",
     "Server",
     "ServerLost",
@@ -45,9 +37,7 @@ __all__ = [
     "ShardLost",
     "ShardRefused",
     "Status",
-    "Trace",
     "Worker",
-    "WorkerStats",
     "preset",
     "presets",
     "replay",

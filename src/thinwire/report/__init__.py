@@ -3,7 +3,7 @@
 What does not live here: measuring (measure/, bench/), predicting (planner/).
 """
 
-from thinwire.report.inputs import Inputs, read_files
+from thinwire.report.inputs import read_files
 from thinwire.report.page import render
 
-__all__ = ["Inputs", "read_files", "render"]
+__all__ = ["read_files", "render"]

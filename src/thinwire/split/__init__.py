@@ -6,7 +6,7 @@ What does not live here: data-parallel training (``methods``, ``engine``), avera
 from thinwire.split.batch import Batch
 from thinwire.split.compare import compare
 from thinwire.split.edge import EdgeEnd
-from thinwire.split.errors import FrameError, LinkError, LinkTimeout, SessionError, SplitError
+from thinwire.split.errors import SplitError
 from thinwire.split.estimate import Link, Shape, crossings, estimate
 from thinwire.split.files import load_half, prepare
 from thinwire.split.finetune import SplitReport, split_finetune
@@ -31,14 +31,10 @@ __all__ = [
     "CloudServer",
     "Credentials",
     "EdgeEnd",
-    "FrameError",
     "Front",
     "Link",
-    "LinkError",
-    "LinkTimeout",
     "LocalPair",
     "Recipe",
-    "SessionError",
     "Shape",
     "SplitError",
     "SplitPlan",

@@ -6,18 +6,15 @@ how gradients travel (engine/, methods/).
 
 from thinwire.supernet.active import ActiveSet
 from thinwire.supernet.reduce import ActiveReduce, ScheduleMismatch
-from thinwire.supernet.search import Evolution, Infeasible, SearchResult, search
-from thinwire.supernet.semantics import InactiveWeights
+from thinwire.supernet.search import Evolution, Infeasible, search
 from thinwire.supernet.space import Space, SubNet
 
 __all__ = [
     "ActiveReduce",
     "ActiveSet",
     "Evolution",
-    "InactiveWeights",
     "Infeasible",
     "ScheduleMismatch",
-    "SearchResult",
     "Space",
     "SubNet",
     "search",

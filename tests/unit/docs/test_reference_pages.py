@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src" / "thinwire"
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+)$", re.MULTILINE)
+REFERENCE = ROOT / "docs" / "api.md"
+CODE = re.compile(r"^```[^\n]*\n.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 MODULES = ("adapters.fsdp2", "checkpoint", "planner.costs")  # public without being packages
 
 
@@ -81,7 +83,54 @@ def test_every_public_name_is_in_the_reference(package, documented):
     assert not missing, f"docs/api.md shows nothing of {package}: {', '.join(missing)}"
 
 
-def test_what_the_first_page_of_the_reference_names_is_public():
-    page = (ROOT / "docs" / "api.md").read_text()
-    for name in PACKAGES["thinwire"]:
-        assert re.search(rf"\b{name}\b", page), f"docs/api.md does not name {name}"
+def identifiers(text):
+    """Names in a piece of Python, without what only comments and docstrings say."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield from node.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+
+
+@pytest.fixture(scope="module")
+def users():
+    """Who may use a name: file -> the words in its code; of a page of the documentation, in its blocks and spans."""
+    found = {
+        p: set(identifiers(p.read_text())) for d in ("src", "examples", "benchmarks") for p in (ROOT / d).rglob("*.py")
+    }
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+    ]
+    for page in pages:
+        if page != REFERENCE and "_build" not in page.parts:
+            found[page] = set(re.findall(r"\w+", " ".join(CODE.findall(page.read_text()))))
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_used_outside_its_package(package, users):
+    """What nobody imports from elsewhere, and no page names, stays in its module."""
+    folder, short = SOURCE.joinpath(*package.split(".")[1:]), package.rpartition(".")[2]
+    own = {SOURCE / "__init__.py"} if package == "thinwire" else {folder.with_suffix(".py"), *folder.rglob("*.py")}
+    seen = set().union(*(words for path, words in users.items() if path not in own and short in words))
+    assert not (unused := set(PACKAGES[package]) - seen), f"take out of __all__: {', '.join(sorted(unused))}"
+
+
+def test_the_reference_begins_with_what_users_need(documented):
+    first, _, _ = REFERENCE.read_text().partition("\n## All names\n")
+    listed = re.findall(r"^   (thinwire\.[\w.]+)$", first, re.MULTILINE)
+    classes = [f"thinwire.{name}" for name in re.findall(r"\[`(\w+)`\]\(methods/\w+\.md\)", first)]
+    assert not DIRECTIVE.search(first)
+    assert len(listed + classes) == len(set(listed + classes))
+    assert 60 < len(listed + classes) < 90
+    assert not set(listed) - documented, "these rows have no entry to lead to"
+    assert all(resolve(name) for name in classes)
+    missing = {f"thinwire.{name}" for name in PACKAGES["thinwire"]} - {*listed, *classes}
+    assert not missing, f"docs/api.md does not begin with {', '.join(sorted(missing))}"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thinwire import federated as fl
 from thinwire.federated import partition
-from thinwire.federated.data import batches
+from thinwire.federated.data import ClientData, batches
 
 LABELS = np.random.default_rng(0).integers(0, 10, size=2000)
 
@@ -69,7 +69,7 @@ def test_by_key():
 def test_array_clients():
     x, y = torch.arange(10.0)[:, None], torch.arange(10)
     clients = fl.ArrayClients((x, y), [[0, 1, 2], [5, 9]])
-    assert isinstance(clients, fl.ClientData)
+    assert isinstance(clients, ClientData)
     assert (len(clients), clients.samples(1)) == (2, 2)
     assert clients.load(1)[1].tolist() == [5, 9]
     for parts, words in [([[]], "client 0 has no samples"), ([[10]], "outside 0..9")]:

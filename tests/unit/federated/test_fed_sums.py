@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from thinwire import federated as fl
 from thinwire.federated.accumulate import Accumulator
+from thinwire.federated.aggregator import NotLinear, Operator
 
 DATA = p.population(count=9)
 
@@ -177,9 +178,9 @@ def test_a_rule_that_is_not_linear_must_collect():
     """B17."""
 
     class Wrong(fl.FedAvg):
-        operators: ClassVar = {"delta": fl.Operator("median", linear=False)}
+        operators: ClassVar = {"delta": Operator("median", linear=False)}
 
-    with pytest.raises(fl.NotLinear, match="use COLLECT"):
+    with pytest.raises(NotLinear, match="use COLLECT"):
         p.train(Wrong(), DATA, rounds=1)
     found, _ = p.train(Median(batch_size=None), DATA, rounds=1, devices=3)
     moves = [p.sgd(client, p.start(), 0.1, 1) - p.start() for client in DATA]

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.kfac import Choices, FactorLayer, KFACPlan, make_plan
+from thinwire.kfac import Choices, KFACPlan, make_plan
 from thinwire.kfac.fusion import end_seconds, fused, one_direction
+from thinwire.kfac.plan import FactorLayer
 from thinwire.kfac.predict import predict
 from thinwire.kfac.prices import inversion_cost
 from thinwire.kfac.times import LayerTimes, layers_of

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.measure.doctor import Facts, Interface, Name, collect_facts, gloo_choice, judge, nccl_choice, network
+from thinwire.measure.doctor import Facts, Interface, Name, collect_facts, judge, network
 from thinwire.measure.doctor.collect_facts import cpu_quota
+from thinwire.measure.doctor.sockets import gloo_choice, nccl_choice
 
 LO = Interface("lo", kind="loopback", addresses=("127.0.0.1", "::1"), mtu=65536)
 ETH = Interface("eth0", addresses=("192.0.2.7", "fe80::1"), mbits=10_000, mtu=9000, packets=1_000_000)

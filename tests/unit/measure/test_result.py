@@ -2,8 +2,9 @@ import dataclasses
 
 import pytest
 
-from thinwire.measure import Measurement, ProbeResult, verdict
+from thinwire.measure import ProbeResult, verdict
 from thinwire.measure.kernels import KERNELS
+from thinwire.measure.result import Measurement
 from thinwire.measure.verdict import duration, rate, size
 from thinwire.planner.costs import Costs, Linear, assumed_compute
 from thinwire.planner.formulas import KINDS

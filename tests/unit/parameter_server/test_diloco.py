@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from thinwire.parameter_server import DiLoCo, LocalSteps, simulate
+from thinwire.parameter_server import DiLoCo, simulate
 from thinwire.parameter_server.diloco import nesterov
 from thinwire.parameter_server.presets import diloco
+from thinwire.parameter_server.submit import LocalSteps
 from thinwire.program import Topology
 from thinwire.program.lockstep import run_lockstep
 

@@ -6,7 +6,7 @@ from chaos import Violation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.parameter_server import Fault, Link, LocalSteps, replay, simulate
+from thinwire.parameter_server import Fault, Link, replay, simulate
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.assembly import Assembly
 from thinwire.parameter_server.effects import Contribution, Drop
@@ -48,6 +48,7 @@ from thinwire.parameter_server.shard_messages import (
 )
 from thinwire.parameter_server.slice_keeper import SliceKeeper
 from thinwire.parameter_server.slices import slices
+from thinwire.parameter_server.submit import LocalSteps
 from thinwire.planner.asynchronous import asp_bytes, pulled_bytes, server_gradients_per_second
 
 # --- slices ------------------------------------------------------------------------------------------------------

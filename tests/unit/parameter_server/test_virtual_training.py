@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from thinwire.parameter_server import Fault, Journal, Link, LocalSteps, replay, simulate
+from thinwire.parameter_server import Fault, Journal, Link, replay, simulate
 from thinwire.parameter_server.journal import JournalWriter
 from thinwire.parameter_server.outer import DelayedNesterov
 from thinwire.parameter_server.presets import (
@@ -21,6 +21,7 @@ from thinwire.parameter_server.presets import (
     n_softsync,
     ssp,
 )
+from thinwire.parameter_server.submit import LocalSteps
 
 D = 12
 TARGET = torch.linspace(-1, 1, D)

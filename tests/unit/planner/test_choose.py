@@ -17,9 +17,9 @@ from thinwire.methods.sign import SignSGD
 from thinwire.methods.ssgd import SSGD
 from thinwire.methods.topk import TopK
 from thinwire.planner import choose as planner
-from thinwire.planner.choose import UNCERTAINTY, Ranking
+from thinwire.planner.choose import Ranking
 from thinwire.planner.choose.rank import ms
-from thinwire.planner.choose.spread import spread_costs
+from thinwire.planner.choose.spread import UNCERTAINTY, spread_costs
 from thinwire.planner.choose.worth import UNKNOWN, MeasuredWorth, Worth, read_worth, shipped, worth_from
 from thinwire.planner.costs import Costs, Linear, Table, assumed_compute
 from thinwire.planner.profiles import ModelProfile, builtin

@@ -12,8 +12,9 @@ from thinwire.methods.ssgd import SSGD
 from thinwire.methods.topk import TopK
 from thinwire.planner.costs import Costs, Linear
 from thinwire.planner.profiles import ModelProfile, ModuleTime, TensorTime, builtin
-from thinwire.planner.timeline import LANES, Event, bound_by, simulate, to_chrome_trace, trace_json, write_trace
+from thinwire.planner.timeline import LANES, Event, bound_by, simulate, trace_json, write_trace
 from thinwire.planner.timeline.result import exposed_seconds
+from thinwire.planner.timeline.trace_json import to_chrome_trace
 from thinwire.program import AllReduce, Method, NextForward, Plan, Topology
 
 TWO = Topology(2)

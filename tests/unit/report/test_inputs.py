@@ -3,7 +3,8 @@ import json
 import pytest
 import report_files as results
 
-from thinwire.planner.choose import Cell, Entry, Map, Ranking
+from thinwire.planner.choose import Entry, Map, Ranking
+from thinwire.planner.choose.grid import Cell
 from thinwire.report import read_files
 
 

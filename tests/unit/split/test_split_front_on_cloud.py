@@ -17,7 +17,6 @@ from thinwire.split import (
     Front,
     LocalPair,
     Recipe,
-    SessionError,
     Shape,
     SplitPlan,
     crossings,
@@ -26,6 +25,7 @@ from thinwire.split import (
     split_model,
 )
 from thinwire.split.compare import shape_of, steps_of
+from thinwire.split.errors import SessionError
 from thinwire.split.frames import Message, MessageReader
 from thinwire.split.models import view_of
 from thinwire.split.tasks import TextData

@@ -11,18 +11,8 @@ import pytest
 import torch
 from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_process, linked, parameters, serving
 
-from thinwire.split import (
-    CloudClient,
-    CloudEnd,
-    CloudServer,
-    Credentials,
-    LinkError,
-    LinkTimeout,
-    SessionError,
-    SplitPlan,
-    write_keys,
-)
-from thinwire.split.errors import TrustError
+from thinwire.split import CloudClient, CloudEnd, CloudServer, Credentials, SplitPlan, write_keys
+from thinwire.split.errors import LinkError, LinkTimeout, SessionError, TrustError
 from thinwire.split.frames import Message, MessageReader, encode
 
 

@@ -5,7 +5,8 @@ import split_models as small
 import torch
 from split_ends import RECIPE, batch_of, edge_end, halves, held, in_process, parameters
 
-from thinwire.split import Batch, CloudEnd, LocalPair, Recipe, SessionError, SplitPlan
+from thinwire.split import Batch, CloudEnd, LocalPair, Recipe, SplitPlan
+from thinwire.split.errors import SessionError
 from thinwire.split.frames import Message
 
 

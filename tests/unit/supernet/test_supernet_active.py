@@ -11,7 +11,8 @@ from supernet_nets import shaken, some, tiny, views
 
 import thinwire as tw
 from thinwire.optim import LARS
-from thinwire.supernet import ActiveReduce, ActiveSet, InactiveWeights
+from thinwire.supernet import ActiveReduce, ActiveSet
+from thinwire.supernet.semantics import InactiveWeights
 from thinwire.supernet.stereo import ElasticStereo
 
 

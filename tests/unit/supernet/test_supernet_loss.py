@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from thinwire.supernet.stereo import Metrics, measure, pyramid_loss
+from thinwire.supernet.stereo import measure, pyramid_loss
 from thinwire.supernet.stereo.loss import weights
+from thinwire.supernet.stereo.metrics import Metrics
 
 
 def test_weights_are_those_of_the_coarsest_maps():

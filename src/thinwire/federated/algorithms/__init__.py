@@ -3,7 +3,6 @@
 What does not live here: who trains where and when, how sums travel, and where states are kept (the files around).
 """
 
-from thinwire.federated.algorithms.base import Algorithm
 from thinwire.federated.algorithms.fedavg import FedAvg
 from thinwire.federated.algorithms.feddyn import FedDyn
 from thinwire.federated.algorithms.fednova import FedNova
@@ -12,4 +11,4 @@ from thinwire.federated.algorithms.fedprox import FedProx
 from thinwire.federated.algorithms.mime import Mime
 from thinwire.federated.algorithms.scaffold import Scaffold
 
-__all__ = ["Algorithm", "FedAvg", "FedDyn", "FedNova", "FedOpt", "FedProx", "Mime", "Scaffold"]
+__all__ = ["FedAvg", "FedDyn", "FedNova", "FedOpt", "FedProx", "Mime", "Scaffold"]

@@ -5,19 +5,15 @@ What does not live here: measurements of the network (``measure/probe.py``), pri
 
 from thinwire.measure.doctor.collect_facts import collect_facts
 from thinwire.measure.doctor.facts import Facts, Interface, Name
-from thinwire.measure.doctor.findings import Finding
 from thinwire.measure.doctor.judge import Diagnosis, judge
-from thinwire.measure.doctor.sockets import Choice, gloo_choice, nccl_choice
+from thinwire.measure.doctor.sockets import Choice
 
 __all__ = [
     "Choice",
     "Diagnosis",
     "Facts",
-    "Finding",
     "Interface",
     "Name",
     "collect_facts",
-    "gloo_choice",
     "judge",
-    "nccl_choice",
 ]

@@ -6,16 +6,13 @@ What does not live here: the methods (all but the two dense ones are passed in),
 
 from thinwire.planner.choose.devices import DEVICES, DeviceSpec
 from thinwire.planner.choose.explain import ExplainedBucket, explain
-from thinwire.planner.choose.grid import Cell, Map, map_of
+from thinwire.planner.choose.grid import Map, map_of
 from thinwire.planner.choose.knee import knee
 from thinwire.planner.choose.rank import choose
 from thinwire.planner.choose.result import Entry, Ranking
-from thinwire.planner.choose.spread import UNCERTAINTY
 
 __all__ = [
     "DEVICES",
-    "UNCERTAINTY",
-    "Cell",
     "DeviceSpec",
     "Entry",
     "ExplainedBucket",

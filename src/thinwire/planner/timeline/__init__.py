@@ -6,6 +6,6 @@ What does not live here: prices (planner/costs, the methods), real runs (engine/
 from thinwire.planner.timeline.bottleneck import bound_by
 from thinwire.planner.timeline.result import LANES, Event, Timeline
 from thinwire.planner.timeline.simulate import simulate
-from thinwire.planner.timeline.trace_json import to_chrome_trace, write_trace
+from thinwire.planner.timeline.trace_json import write_trace
 
-__all__ = ["LANES", "Event", "Timeline", "bound_by", "simulate", "to_chrome_trace", "write_trace"]
+__all__ = ["LANES", "Event", "Timeline", "bound_by", "simulate", "write_trace"]

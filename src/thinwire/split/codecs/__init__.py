@@ -3,7 +3,6 @@
 What does not live here: frames and sockets, and codecs of model gradients (``methods``).
 """
 
-from thinwire.split.codecs.base import Codec
 from thinwire.split.codecs.chain import Chain, Visit, check_chain
 
-__all__ = ["Chain", "Codec", "Visit", "check_chain"]
+__all__ = ["Chain", "Visit", "check_chain"]

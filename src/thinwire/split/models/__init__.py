@@ -18,7 +18,7 @@ from thinwire.split.models.vit import ViTView
 VIEWS: tuple[type[View], ...] = (BertView, RobertaView, DistilBertView, ViTView, GPT2View)
 """The kinds of model that can be cut."""
 
-__all__ = ["VIEWS", "Parts", "View", "build", "dense_bias", "dense_weight", "view_of"]
+__all__ = ["Parts", "View", "build", "dense_bias", "dense_weight", "view_of"]
 
 
 def view_of(model: nn.Module) -> View:

@@ -8,11 +8,11 @@ from thinwire.supernet.stereo.export import export
 from thinwire.supernet.stereo.files import StereoFiles
 from thinwire.supernet.stereo.latency import LatencyTable, build_table, measure_net
 from thinwire.supernet.stereo.loss import pyramid_loss
-from thinwire.supernet.stereo.metrics import Metrics, measure
-from thinwire.supernet.stereo.network import ElasticStereo, Stereo
-from thinwire.supernet.stereo.pairs import Pairs, StereoBatch, batches, pad
+from thinwire.supernet.stereo.metrics import measure
+from thinwire.supernet.stereo.network import ElasticStereo
+from thinwire.supernet.stereo.pairs import Pairs, batches, pad
 from thinwire.supernet.stereo.phases import Phase, published, short
-from thinwire.supernet.stereo.shrink import ShrinkReport, shrink
+from thinwire.supernet.stereo.shrink import shrink
 from thinwire.supernet.stereo.step import SupernetTrainer
 from thinwire.supernet.stereo.stereograms import RandomDots, random_dot_pair
 from thinwire.supernet.stereo.store import load_net, save_net
@@ -20,13 +20,9 @@ from thinwire.supernet.stereo.store import load_net, save_net
 __all__ = [
     "ElasticStereo",
     "LatencyTable",
-    "Metrics",
     "Pairs",
     "Phase",
     "RandomDots",
-    "ShrinkReport",
-    "Stereo",
-    "StereoBatch",
     "StereoFiles",
     "SupernetTrainer",
     "batches",
