@@ -123,12 +123,12 @@ def trajectories(
 def _key(spec: BenchSpec, row: Row) -> str:
     """A digest of everything that a trajectory follows from."""
     told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
-            "row": [row.kind, row.options], "text": _text(), "python": sys.version}  # fmt: skip
+            "row": [row.kind, row.options], "text": text_digest(), "python": sys.version}  # fmt: skip
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 @cache
-def _text() -> str:
+def text_digest() -> str:
     import torch
 
     digest = hashlib.blake2b(torch.__version__.encode(), digest_size=12)

@@ -78,7 +78,7 @@ def test_trajectories_are_trained_once(tmp_path, monkeypatch):
     trajectories(track, rows[:1], 2.0, 6, None, folder=tmp_path)
     trajectories(track, rows[:1], 1.0, 5, None, folder=tmp_path)
     trajectories(Track("mlp", steps=8, workers=3), rows[:1], 2.0, 5, None, folder=tmp_path)
-    monkeypatch.setattr(race, "_text", lambda: "another")
+    monkeypatch.setattr(race, "text_digest", lambda: "another")
     trajectories(track, rows[:1], 2.0, 5, None, folder=tmp_path)
     assert len(asked) == 6
     assert json.loads(next(iter(tmp_path.iterdir())).read_text())["steps"] == [0, 8]
