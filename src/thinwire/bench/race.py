@@ -129,6 +129,7 @@ def _key(spec: BenchSpec, row: Row) -> str:
 
 @cache
 def text_digest() -> str:
+    """Of everything in the package that decides losses, and of torch."""
     import torch
 
     digest = hashlib.blake2b(torch.__version__.encode(), digest_size=12)
