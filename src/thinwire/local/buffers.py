@@ -58,3 +58,13 @@ class BufferAverages:
                 for x, part in zip(some, received.split([x.numel() for x in some])):
                     x.copy_(part.view(x.shape))
         self._received.clear()
+
+    def snapshot(self) -> list[Tensor]:
+        """What has come and is not merged, cloned."""
+        return [x.clone() for x in self._received.values()]
+
+    def restore(self, saved: Iterable[Tensor]) -> None:
+        """Take over a snapshot of the same model."""
+        self._received = {
+            dtype: x.to(some[0].device, copy=True) for (dtype, some), x in zip(self._by_dtype.items(), saved)
+        }
