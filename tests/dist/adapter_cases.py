@@ -76,6 +76,56 @@ def oracle(net, fed, method, options):
     return net.losses, cases.weights(net), residuals
 
 
+LOCALS = {
+    "local": {"sync_every": 3},
+    "diloco": {"sync_every": 3, "codec": "int8", "outer": tw.Nesterov(0.7, 0.5), "fragment_sync_delay": 2},
+}
+"""Of local steps: their rounds end in neither half of eight steps, so that a checkpoint is made in the midst of one."""
+
+
+def local_oracle(net, fed, method, options):
+    """The losses, the outer weights and those after ``finish`` of a plain loop with ``attach`` on the same batches."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
+    sync = tw.attach(net, optimizer, method, **options)
+    outer = []
+    for step in range(len(fed) // ACCUMULATE):
+        for x, y in fed[step * ACCUMULATE : (step + 1) * ACCUMULATE]:
+            (net(x, y)["loss"] / ACCUMULATE).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        with sync.outer_weights():
+            outer.append(cases.weights(net))
+    sync.finish()
+    sync.close()
+    return net.losses, outer, cases.weights(net)
+
+
+def locally_compared(net, sync, fed, losses, method, options, *, saved, at, seen, make=Net):
+    """What is equal to a plain loop's, bit for bit.
+
+    Args:
+        saved: the weights in the framework's own checkpoint, made after step ``at``.
+        seen: (step, weights) of evaluations.
+    """
+    expected, outer, weights = local_oracle(make(), fed, method, options)
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (losses, [x.numpy() for x in cases.weights(net)]))
+    return {
+        "losses": losses == expected,
+        "weights": _same(cases.weights(net), weights),
+        "the checkpoint": _same(saved, outer[at - 1]),
+        "evaluations": all(_same(found, outer[step - 1]) for step, found in seen),
+        "equal on all ranks": all((a == b).all() for a, b in zip(everyone[0][1], everyone[1][1])),
+        "each has trained by itself": everyone[0][0] != everyone[1][0],
+        "sent": 0 < sync.stats().bytes_sent < sync.stats().dense_bytes,
+    }
+
+
+def _same(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
 def compared(net, sync, fed, losses, method, options, make=Net):
     """Differences to the oracle, of the same make: in losses, weights, residuals; with the counters."""
     expected, weights, residuals = oracle(make(), fed, method, options)

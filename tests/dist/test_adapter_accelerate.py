@@ -11,6 +11,7 @@ import torch
 from adapter_cases import (
     ACCUMULATE,
     CLIP,
+    LOCALS,
     LR,
     METHODS,
     MOMENTUM,
@@ -22,6 +23,7 @@ from adapter_cases import (
     check_misuse,
     compared,
     forget,
+    locally_compared,
     misuse,
     quiet_rank,
     run_block,
@@ -85,6 +87,84 @@ def _trained(folder, method, options):
     return compared(net, sync, fed, losses, method, options)
 
 
+def _trained_locally(rank, folder, method, options):
+    """As above, under local steps; in the second half nobody has loaded anything before ``load_state``."""
+    from safetensors.torch import load_file
+
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    fed, losses, at = [], [], str(Path(folder, f"{method} locally"))
+    for epoch in range(2):
+        accelerator = _accelerator()
+        net, model, optimizer, loader = _prepared(accelerator)
+        sync = register_comm_hook(accelerator, model, method, optimizer=optimizer, **options)
+        if epoch:
+            accelerator.load_state(at)
+        _epoch(accelerator, model, optimizer, loader)
+        if not epoch:
+            accelerator.save_state(at)
+            _epoch(accelerator, model, optimizer, loader)  # else what is still under way would be waited for
+            net.fed, net.losses = net.fed[: STEPS * ACCUMULATE], net.losses[: STEPS * ACCUMULATE]
+            sync.close()
+        fed += net.fed
+        losses += net.losses
+    sync.finish()
+    found = load_file(Path(at, "model.safetensors"))
+    saved = [found[name] for name, _ in net.named_parameters()]
+    result = locally_compared(net, sync, fed, losses, method, options, saved=saved, at=STEPS, seen=[])
+    sync.close()
+    return result
+
+
+def _against_accelerates_own():
+    """Its LocalSGD, which averages every few steps and at the end; ours beside it."""
+    from accelerate.local_sgd import LocalSGD
+
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    weights = []
+    for ours in (False, True):
+        accelerator = _accelerator()
+        net, model, optimizer, loader = _prepared(accelerator)
+        if ours:
+            sync = register_comm_hook(accelerator, model, "local", optimizer=optimizer, sync_every=3)
+            _steps(accelerator, model, optimizer, loader)
+            sync.finish()
+            sync.close()
+        else:
+            with LocalSGD(accelerator, model, local_sgd_steps=3) as local_sgd:
+                _steps(accelerator, model, optimizer, loader, local_sgd.step)
+        weights.append([p.detach().clone() for p in net.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def _steps(accelerator, model, optimizer, loader, every=lambda: None):
+    for x, y in loader:
+        accelerator.backward(model(x, y)["loss"])
+        optimizer.optimizer.step()
+        optimizer.optimizer.zero_grad()
+        every()
+
+
+def _back_to_ddp(rank):
+    """After ``close`` DDP averages again."""
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    accelerator = _accelerator()
+    _, model, optimizer, _ = _prepared(accelerator)
+    sync = register_comm_hook(accelerator, model, "local", optimizer=optimizer)
+    for _ in range(2):
+        model(torch.full((2, 24), 1.0 + rank), torch.ones(2, 5))["loss"].backward()
+        model.require_backward_grad_sync = True  # as trigger_sync_in_backward does: each keeps its own all the same
+    apart = next(model.parameters()).grad.clone()
+    optimizer.optimizer.zero_grad()
+    sync.close()
+    model(torch.full((2, 24), 1.0 + rank), torch.ones(2, 5))["loss"].backward()
+    none = sentence(lambda: register_comm_hook(accelerator, model, "local"))
+    needless = sentence(lambda: register_comm_hook(accelerator, model, "acp", optimizer=optimizer))
+    return apart.numpy(), next(model.parameters()).grad.numpy(), none, needless
+
+
 def _refused(rank, folder):
     """Bad states: rank 1's file is missing; the model has a hook; a folder of plain DDP."""
     from accelerate.utils import DDPCommunicationHookType
@@ -135,6 +215,9 @@ def _two_models(folder):
 def _everything(rank, size, folder):
     found = {
         "trained": {method: _trained(folder, method, options) for method, options in METHODS.items()},
+        "local": {method: _trained_locally(rank, folder, method, options) for method, options in LOCALS.items()},
+        "their LocalSGD": _against_accelerates_own(),
+        "ddp": _back_to_ddp(rank),
         "refused": _refused(rank, folder),
         "pair": _two_models(folder),
         "files": sorted(os.listdir(Path(folder, "acp"))),
@@ -159,6 +242,24 @@ def test_equals_attach_also_after_a_resume(two, method):
     """With accumulation and clipping, in several buckets, over ``save_state`` and ``load_state``; bit for bit."""
     for result in two:
         check(result["trained"][method], method, 2 * STEPS)
+
+
+@pytest.mark.parametrize("method", LOCALS)
+def test_local_steps_equal_attach_also_after_a_resume(two, method):
+    for result in two:
+        assert all(result["local"][method].values()), result["local"][method]
+
+
+def test_local_steps_equal_accelerates_own(two):
+    assert [result["their LocalSGD"] for result in two] == [True, True]
+
+
+def test_ddp_averages_when_local_steps_have_ended_and_not_before(two):
+    (apart, after, none, needless), (other, after_there, *_) = (result["ddp"] for result in two)
+    assert not (apart == other).all()
+    assert (after == after_there).all()
+    assert none.startswith("ValueError: local steps are counted by the optimizer's")
+    assert needless.startswith("ValueError: optimizer= is for local steps")
 
 
 def test_every_rank_has_a_file_beside_accelerates(two):
@@ -225,6 +326,38 @@ def _more(rank, size, folder):
     }
 
 
+@quiet_rank()
+def _more_locally(rank, size, folder):
+    """Another number of ranks begins from the outer weights, after what was under way."""
+    from thinwire.adapters.accelerate import register_comm_hook
+
+    without = size == 1
+    if without:
+        without_launcher()
+    accelerator = _accelerator()
+    net, model, optimizer, loader = _prepared(accelerator)
+    sync = register_comm_hook(accelerator, model, "diloco", optimizer=optimizer, **LOCALS["diloco"])
+    accelerator.load_state(str(Path(folder, "diloco locally")))
+    own = [p.detach().clone() for p in net.parameters()]
+    with sync.outer_weights():
+        outer = [p.detach().clone() for p in net.parameters()]
+    _epoch(accelerator, model, optimizer, loader)
+    sync.finish()
+    sync.close()
+    return [x.numpy() for x in own], [x.numpy() for x in outer], [p.detach().numpy() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_another_number_of_ranks_begins_from_the_outer_weights(two, folder, size):
+    ranks = run(_more_locally, size, folder, init=size > 1)
+    for own, outer, ended in ranks:
+        for row, at_first, a, b, c, d in zip(own, ranks[0][0], own, outer, ended, ranks[0][2]):
+            assert (row == at_first).all()
+            assert (a == b).all()
+            assert (c == d).all()
+            assert not (a == c).all()
+
+
 @pytest.mark.slow
 def test_another_number_of_ranks_gets_the_mean(two, folder):
     for found in run(_more, 3, folder):
@@ -233,14 +366,21 @@ def test_another_number_of_ranks_gets_the_mean(two, folder):
 
 
 @quiet_rank()
-def _page(rank, size, folder):
-    return run_block("accelerate", folder).sync.stats()
+def _page(rank, size, folder, block="accelerate"):
+    return run_block(block, folder).sync.stats()
 
 
 def test_the_page_runs_on_two_ranks(tmp_path):
     for stats in run(_page, 2, str(tmp_path), init=False):
         assert stats.method == "acp"
         assert 0 < stats.bytes_sent < stats.dense_bytes
+    assert (tmp_path / "checkpoint" / "thinwire_rank1.pt").exists()
+
+
+def test_the_page_runs_on_two_ranks_under_local_steps(tmp_path):
+    for stats in run(_page, 2, str(tmp_path), "accelerate_local", init=False):
+        assert stats.method == "local"
+        assert 0 < stats.bytes_sent < stats.dense_bytes / 2
     assert (tmp_path / "checkpoint" / "thinwire_rank1.pt").exists()
 
 

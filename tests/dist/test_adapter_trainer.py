@@ -12,6 +12,7 @@ import torch
 from adapter_cases import (
     ACCUMULATE,
     CLIP,
+    LOCALS,
     LR,
     METHODS,
     MOMENTUM,
@@ -23,6 +24,7 @@ from adapter_cases import (
     check_misuse,
     compared,
     forget,
+    locally_compared,
     misuse,
     quiet_rank,
     run_block,
@@ -55,7 +57,8 @@ def _trainer(net, folder, steps, **more):
         ddp_find_unused_parameters=False, dataloader_pin_memory=False, **more,
     )  # fmt: skip
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
-    return Trainer(net, arguments, train_dataset=Points(2 * STEPS, named=True), optimizers=(optimizer, None))
+    data, some = Points(2 * STEPS, named=True), Points(1, named=True)
+    return Trainer(net, arguments, train_dataset=data, eval_dataset=some, optimizers=(optimizer, None))
 
 
 def _trained(folder, method, options):
@@ -72,6 +75,57 @@ def _trained(folder, method, options):
         fed += net.fed
         losses += net.losses
     return compared(net, callback.sync, fed, losses, method, options)
+
+
+def _trained_locally(folder, method, options):
+    """As above, under local steps, with an evaluation at each checkpoint."""
+    from safetensors.torch import load_file
+
+    from thinwire.adapters.trainer import ThinwireCallback
+
+    class Seen(Net):
+        def forward(self, x, y):
+            if self.training:
+                return super().forward(x, y)
+            seen.append((trainer.state.global_step, [p.detach().clone() for p in self.parameters()]))
+            return {"loss": (self.net(x) - y).square().mean(), "logits": x}
+
+    fed, losses, seen, at = [], [], [], Path(folder, f"{method} locally")
+    for part in range(2):
+        net = Seen()
+        trainer = _trainer(net, at, STEPS * (1 + part), eval_strategy="steps", eval_steps=STEPS)
+        callback = ThinwireCallback(trainer, method, **options)
+        trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=bool(part))
+        fed += net.fed
+        losses += net.losses
+    found = load_file(at / f"checkpoint-{STEPS}" / "model.safetensors")
+    saved = [found[name] for name, _ in net.named_parameters()]
+    assert {step for step, _ in seen} == {STEPS, 2 * STEPS}
+    result = locally_compared(net, callback.sync, fed, losses, method, options, saved=saved, at=STEPS, seen=seen)
+    callback.sync.close()
+    return result
+
+
+def _best_and_again(folder):
+    """The best model is what remains after training; another training goes on from it."""
+    from safetensors.torch import load_file
+
+    from thinwire.adapters.trainer import ThinwireCallback
+
+    net = Net()
+    more = {"eval_strategy": "steps", "eval_steps": STEPS, "load_best_model_at_end": True, "label_names": ["y"]}
+    trainer = _trainer(net, Path(folder, "best"), STEPS + 2, **more)
+    callback = ThinwireCallback(trainer, "local", sync_every=3)
+    trainer.add_callback(callback)
+    trainer.train()
+    best = load_file(Path(trainer.state.best_model_checkpoint, "model.safetensors"))
+    kept = all(torch.equal(best[name], p) for name, p in net.named_parameters())
+    trainer.args.load_best_model_at_end = False
+    trainer.train()
+    weights = [p.detach().numpy() for p in net.parameters()]
+    callback.sync.close()
+    return kept, callback.sync.stats().steps, weights
 
 
 def _trained_twice(folder):
@@ -110,6 +164,8 @@ def _everything(rank, size, folder):
     trainer = _trainer(Net(), folder, 1)
     return {
         "trained": trained,
+        "local": {method: _trained_locally(folder, method, options) for method, options in LOCALS.items()},
+        "best": _best_and_again(folder),
         "twice": _trained_twice(folder),
         "elsewhere": _resumed(folder, source, "elsewhere"),
         "named": _resumed(folder, source, "elsewhere", resume_from=source),
@@ -134,6 +190,21 @@ def test_equals_attach_also_after_a_resume(two, method):
     """With accumulation and clipping, in several buckets, over a checkpoint of the Trainer's own; bit for bit."""
     for result in two:
         check(result["trained"][method], method, 2 * STEPS)
+
+
+@pytest.mark.parametrize("method", LOCALS)
+def test_local_steps_equal_attach_also_after_a_resume(two, method):
+    """Evaluation and the Trainer's checkpoint have the outer weights, ``train`` ends with equal ones; bit for bit."""
+    for result in two:
+        assert all(result["local"][method].values()), result["local"][method]
+
+
+def test_the_best_model_stays_and_a_second_train_ends_with_equal_weights(two):
+    (kept, steps, weights), (kept_there, _, others) = (result["best"] for result in two)
+    assert kept
+    assert kept_there
+    assert steps == 2 * (STEPS + 2)
+    assert all((a == b).all() for a, b in zip(weights, others))
 
 
 def test_every_rank_has_a_file_in_the_checkpoint(two):
@@ -190,14 +261,21 @@ def test_one_rank_sends_nothing(two, folder):
 
 
 @quiet_rank()
-def _page(rank, size, folder):
-    return run_block("trainer", folder).callback.sync.stats()
+def _page(rank, size, folder, block="trainer"):
+    return run_block(block, folder).callback.sync.stats()
 
 
 def test_the_page_runs_on_two_ranks(tmp_path):
     for stats in run(_page, 2, str(tmp_path), init=False):
         assert stats.method == "acp"
         assert 0 < stats.bytes_sent < stats.dense_bytes
+    assert (tmp_path / "out" / "checkpoint-8" / "thinwire_rank1.pt").exists()
+
+
+def test_the_page_runs_on_two_ranks_under_local_steps(tmp_path):
+    for stats in run(_page, 2, str(tmp_path), "trainer_local", init=False):
+        assert stats.method == "local"
+        assert 0 < stats.bytes_sent < stats.dense_bytes / 2
     assert (tmp_path / "out" / "checkpoint-8" / "thinwire_rank1.pt").exists()
 
 

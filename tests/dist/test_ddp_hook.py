@@ -382,3 +382,9 @@ def test_one_rank_keeps_what_several_owed_until_there_are_several_again(tmp_path
                 owing.add(name)
                 torch.testing.assert_close(after[parameter], mean, rtol=1e-6, atol=1e-7, msg=name)
     assert owing == {"acp", "topk", "dgc", "hitopk", "signsgd"}
+
+
+@pytest.mark.parametrize("method", ["local", "diloco", tw.Local(4)])
+def test_local_steps_are_for_the_bare_model(method):
+    with pytest.raises(ValueError, match=r"attach to the bare model, thinwire\.attach\(model, optimizer, Local\("):
+        tw.ddp_hook(method)

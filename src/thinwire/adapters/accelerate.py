@@ -6,15 +6,23 @@ subclass of it is refused by ``Accelerator``. So the hook is registered on what 
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
+
+from torch.optim import Optimizer
 
 from thinwire.adapters.ddp_module import checked, register
 from thinwire.adapters.ddp_ranks import load_from, save_in
 from thinwire.adapters.ddp_sync import DDPSync
+from thinwire.adapters.local_ddp import attach_local
+from thinwire.adapters.local_rank import LocalRank
+from thinwire.engine.local_sync import LocalSync
+from thinwire.local import Local
+from thinwire.local.named import named_local
 from thinwire.program import Method
 
 try:
@@ -29,15 +37,26 @@ log = logging.getLogger("thinwire")
 _registered: weakref.WeakKeyDictionary[Accelerator, int] = weakref.WeakKeyDictionary()
 
 
+@overload
+def register_comm_hook(
+    accelerator: Accelerator, model: Any, method: Local | Literal["local", "diloco"], **options: Any
+) -> LocalSync: ...
+
+
+@overload
+def register_comm_hook(accelerator: Accelerator, model: Any, method: Method | str, **options: Any) -> DDPSync: ...
+
+
 def register_comm_hook(
     accelerator: Accelerator,
     model: Any,
-    method: Method | str,
+    method: Method | Local | str,
     *,
+    optimizer: Any = None,
     start_compression_step: int | None = None,
     timeout: timedelta | float | None = None,
     **options: Any,
-) -> DDPSync:
+) -> DDPSync | LocalSync:
     """Exchange a prepared model's gradients by a method of thinwire. On one rank nothing is exchanged.
 
     All ranks call it, before the first backward. ``accelerator.accumulate``, ``clip_grad_norm_`` and mixed precision
@@ -48,12 +67,15 @@ def register_comm_hook(
         accelerator: whose ``prepare`` made the model.
         model: what ``accelerator.prepare`` returned.
         method: a name with its ``options``, or an instance. Buckets are DDP's:
-            ``DistributedDataParallelKwargs(bucket_cap_mb=...)``.
+            ``DistributedDataParallelKwargs(bucket_cap_mb=...)``. "local", "diloco" or ``thinwire.Local(...)``: DDP
+            averages no gradients, and weights are averaged after some of the optimizer's steps.
+        optimizer: what ``prepare`` returned, or a list of several; for local steps only.
         start_compression_step: steps that are exact before a lossy method begins, as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
 
     Returns:
-        The hook's state: ``stats()``, ``state_dict()``.
+        The hook's state: ``stats()``, ``state_dict()``; of local steps, what :func:`thinwire.attach` returns: call its
+        ``finish()`` after training.
 
     Raises:
         ValueError: a bad method or option, or the model is not plain DDP, although there are several ranks.
@@ -61,6 +83,10 @@ def register_comm_hook(
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"register_comm_hook takes the Accelerator first, not {type(accelerator).__name__}")
+    if (local := named_local(method, options)) is not None:
+        return _register_local(accelerator, model, local, optimizer, start_compression_step, timeout)
+    if optimizer is not None:
+        raise ValueError("optimizer= is for local steps: other methods exchange gradients, and need none")
     chosen = checked(method, **options)
     sync = register(
         model,
@@ -71,9 +97,7 @@ def register_comm_hook(
         start_compression_step=start_compression_step,
         timeout=timeout,
     )
-    count = _registered.get(accelerator, 0)
-    _registered[accelerator] = count + 1
-    name = "thinwire" if count == 0 else f"thinwire_{count}"
+    name = _file_of_next(accelerator)
 
     def save(models: Any, weights: Any, output_dir: str) -> None:
         save_in(Path(output_dir), name, sync)
@@ -85,3 +109,73 @@ def register_comm_hook(
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
     return sync
+
+
+def _file_of_next(accelerator: Accelerator) -> str:
+    count = _registered.get(accelerator, 0)
+    _registered[accelerator] = count + 1
+    return "thinwire" if count == 0 else f"thinwire_{count}"
+
+
+def _register_local(
+    accelerator: Accelerator,
+    model: Any,
+    local: Local,
+    optimizer: Any,
+    start: int | None,
+    timeout: timedelta | float | None,
+) -> LocalSync:
+    """Local steps, and their part in ``save_state`` and ``load_state``."""
+    if optimizer is None:
+        raise ValueError(
+            "local steps are counted by the optimizer's: add optimizer=, which accelerator.prepare has returned"
+        )
+    rank = attach_local(
+        model,
+        optimizer if isinstance(optimizer, (list, tuple)) else [optimizer],
+        local,
+        framework="Accelerate",
+        world_size=accelerator.num_processes,
+        start_compression_step=start,
+        timeout=timeout,
+    )
+    name, again = _file_of_next(accelerator), _Again(rank)
+
+    def save(models: Any, weights: Any, output_dir: str) -> None:
+        save_in(Path(output_dir), name, rank)
+        for one, found in zip(models, weights):
+            if one is model or one is rank.sync.services.model:  # Accelerate keeps one or the other
+                with rank.outer():
+                    outer = accelerator.get_state_dict(one, unwrap=False)
+                    found.update({key: value.clone() for key, value in outer.items()})
+
+    def load(models: Any, input_dir: str) -> None:
+        if load_from(Path(input_dir), name, rank):
+            again.expect()
+
+    for handle in (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)):
+        rank.sync.services.handles.append(handle)
+    return rank.sync
+
+
+class _Again:
+    """After its hooks, ``load_state`` gives each rank rank 0's weights and optimizer state: put its own back then."""
+
+    def __init__(self, rank: LocalRank) -> None:
+        self._rank, self._waiting = rank, set[int]()
+        self._own: dict[str, Any] = {}
+        self._optimizers = rank.sync.services.optimizers
+        handles = rank.sync.services.handles
+        handles.extend(o.register_load_state_dict_post_hook(self._loaded) for o in self._optimizers)
+
+    def expect(self) -> None:
+        """This rank has taken over its state, and Accelerate goes on."""
+        self._own, self._waiting = copy.deepcopy(self._rank.own()), {id(o) for o in self._optimizers}
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._optimizers or not self._waiting:
+            return
+        self._waiting.discard(id(optimizer))
+        if not self._waiting:
+            own, self._own = self._own, {}
+            self._rank.put(own)

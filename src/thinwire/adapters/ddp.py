@@ -17,6 +17,8 @@ from torch import Tensor
 
 from thinwire.adapters.ddp_sync import DDPSync, HookOptions
 from thinwire.engine.settings import check_scaler, check_topology, checked_timeout
+from thinwire.local import Local
+from thinwire.local.named import named_local
 from thinwire.methods.base import check_count
 from thinwire.methods.registry import resolve
 from thinwire.program import Method, Topology
@@ -30,7 +32,7 @@ Hook = Callable[[DDPSync, GradBucket], "torch.futures.Future[Tensor]"]
 
 
 def ddp_hook(
-    method: Method | str,
+    method: Method | Local | str,
     *,
     scaler: Any = None,
     start_compression_step: int | None = None,
@@ -52,8 +54,15 @@ def ddp_hook(
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
-        ValueError: the method's name or an option is unknown or out of range, or its schedule is decoupled.
+        ValueError: the method's name or an option is unknown or out of range, its schedule is decoupled, or it is
+            local steps.
     """
+    if (local := named_local(method, options)) is not None:
+        raise ValueError(
+            "local steps exchange weights, and DDP gives its hook gradients: leave DistributedDataParallel out, and "
+            f"attach to the bare model, thinwire.attach(model, optimizer, {local!r})"
+        )
+    assert not isinstance(method, Local)
     chosen = resolve(method, **options)
     if chosen.decoupled:
         raise ValueError(

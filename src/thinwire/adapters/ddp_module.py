@@ -15,13 +15,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp import ddp_hook
 from thinwire.adapters.ddp_sync import DDPSync
+from thinwire.local import Local
+from thinwire.local.named import named_local
 from thinwire.methods.registry import resolve
 from thinwire.program import Method, Topology
 
 log = logging.getLogger("thinwire")
 
 
-def checked(method: Method | str, **options: Any) -> Method:
+def chosen(method: Method | Local | str, **options: Any) -> Method | Local:
+    """What a trainer's adapter can run: local steps, or a method that a DDP hook can.
+
+    Raises:
+        ValueError: as ``checked``.
+    """
+    return named_local(method, options) or checked(method, **options)
+
+
+def checked(method: Method | Local | str, **options: Any) -> Method:
     """The method, if a DDP hook can run it.
 
     Raises:
@@ -32,9 +43,9 @@ def checked(method: Method | str, **options: Any) -> Method:
             '"auto" chooses buckets too, which are DDP\'s here: name a method (`thinwire plan` or `thinwire bench` say '
             "which), or use thinwire.attach in a loop of your own"
         )
-    chosen = resolve(method, **options)
-    ddp_hook(chosen)
-    return chosen
+    ddp_hook(method, **options)
+    assert not isinstance(method, Local)
+    return resolve(method, **options)
 
 
 def ddp_of(model: Any) -> DistributedDataParallel | None:
@@ -69,10 +80,7 @@ def register(
     ddp = ddp_of(model)
     if ddp is None:
         if world_size > 1:
-            raise ValueError(
-                f"{framework} gives a {type(model).__name__}, not a DistributedDataParallel, whose hook thinwire is: "
-                "choose plain DDP there (FSDP, DeepSpeed and model parallelism shard the model)"
-            )
+            raise ValueError(no_ddp(model, framework))
         sync, _ = ddp_hook(method, topology=Topology(1))
         sync.learn_names(model)
         log.info("thinwire: one rank only: nothing is sent, so nothing is compressed")
@@ -88,18 +96,36 @@ def register(
         process_group=process_group,
         topology=topology,
     )
-    sync.learn_names(_inside(ddp))
+    sync.learn_names(inside(ddp))
+    register_hook(ddp, framework, sync, hook)
+    return sync
+
+
+def no_ddp(model: Any, framework: str) -> str:
+    """What is said where there are several ranks and no DDP."""
+    return (
+        f"{framework} gives a {type(model).__name__}, not a DistributedDataParallel, whose hook thinwire is: "
+        "choose plain DDP there (FSDP, DeepSpeed and model parallelism shard the model)"
+    )
+
+
+def register_hook(ddp: DistributedDataParallel, framework: str, state: Any, hook: Any) -> None:
+    """Register a hook.
+
+    Raises:
+        RuntimeError: the DDP module has one already.
+    """
     try:
-        ddp.register_comm_hook(sync, hook)
+        ddp.register_comm_hook(state, hook)
     except RuntimeError as error:
         raise RuntimeError(
             f"the model that {framework} has wrapped has a communication hook already, and DDP takes one in its life: "
             "leave the other one out"
         ) from error
-    return sync
 
 
-def _inside(ddp: DistributedDataParallel) -> nn.Module:
+def inside(ddp: DistributedDataParallel) -> nn.Module:
+    """The model in the wrapper."""
     inner = getattr(ddp.module, "_orig_mod", ddp.module)
     assert isinstance(inner, nn.Module)
     return inner

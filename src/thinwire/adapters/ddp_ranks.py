@@ -1,6 +1,6 @@
 """The states of all ranks for a framework's checkpoint: gathered on rank 0, or a file for each rank in a folder.
 
-Residuals differ between ranks, and most frameworks save rank 0's objects alone.
+Residuals differ between ranks, under local steps all does, and most frameworks save rank 0's objects alone.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import torch.distributed as dist
 
 from thinwire.adapters.ddp_group import control_device
 from thinwire.adapters.ddp_sync import DDPSync
+from thinwire.adapters.local_rank import LocalRank
 from thinwire.durable import read_file, write_whole
 
 log = logging.getLogger("thinwire")
 
-_OWN = ("residual/", "local/")
+_OWN = ("residual/", "local/", "offset/", "sent/", "own/")
 
 
-def gathered_state(sync: DDPSync) -> dict[str, Any]:
+def gathered_state(sync: DDPSync | LocalRank) -> dict[str, Any]:
     """The state of all ranks on rank 0, this rank's elsewhere; on the CPU. All ranks must call it, between steps.
 
-    The residuals of one rank after the other cross the network, uncompressed.
+    What one rank after the other has of its own crosses the network, uncompressed.
     """
     state = _on_cpu(sync.state_dict())
     if not sync.agree(any(key.startswith(_OWN) for key in state)) or sync.state.size == 1:
@@ -54,7 +55,7 @@ def _received(source: int, group: Any, device: torch.device) -> Mapping[str, Any
     return found
 
 
-def save_in(folder: Path, name: str, sync: DDPSync, **facts: Any) -> None:
+def save_in(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> None:
     """Write this rank's file, whole or not at all. No collective.
 
     Args:
@@ -64,7 +65,7 @@ def save_in(folder: Path, name: str, sync: DDPSync, **facts: Any) -> None:
     write_whole(_file(folder, name, sync.state.rank), {"state": _on_cpu(sync.state_dict()), **facts})
 
 
-def load_from(folder: Path, name: str, sync: DDPSync, **facts: Any) -> bool:
+def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> bool:
     """Take over what ``save_in`` wrote; on another number of ranks, the mean. All ranks must call it.
 
     Returns:
@@ -87,7 +88,7 @@ def load_from(folder: Path, name: str, sync: DDPSync, **facts: Any) -> bool:
     return True
 
 
-def _read(folder: Path, name: str, sync: DDPSync, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _read(folder: Path, name: str, sync: DDPSync | LocalRank, facts: Mapping[str, Any]) -> dict[str, Any]:
     own, start = _file(folder, name, sync.state.rank), _file(folder, name, 0)
     if not start.exists():  # the folder is another machine's
         start = own
@@ -128,4 +129,12 @@ def _file(folder: Path, name: str, rank: int) -> Path:
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    return {key: _moved(value) for key, value in state.items()}
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _moved(one) for key, one in value.items()}
+    return type(value)(map(_moved, value)) if isinstance(value, (list, tuple)) else value

@@ -14,9 +14,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from thinwire.adapters.ddp_module import checked, register
+from thinwire.adapters.ddp_module import chosen, register
 from thinwire.adapters.ddp_ranks import gathered_state
 from thinwire.adapters.ddp_sync import DDPSync
+from thinwire.adapters.local_ddp import attach_local
+from thinwire.adapters.local_rank import LocalRank
+from thinwire.engine.local_sync import LocalSync
+from thinwire.local import Local
 from thinwire.program import Method, Topology
 
 log = logging.getLogger("thinwire")
@@ -43,13 +47,19 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
     Clipping, accumulation and mixed precision are Lightning's, as with plain DDP. Checkpoints of Lightning hold the
     residuals of every rank, which for that travel to rank 0.
 
+    Under local steps they hold the outer weights, and for the callback every rank's own model and optimizer. Validation
+    sees the outer weights, and when ``fit`` ends all ranks have the same.
+
     Args:
         method: a name with its ``options``, or an instance. Buckets are DDP's: ``DDPStrategy(bucket_cap_mb=...)``.
+            "local", "diloco" or ``thinwire.Local(...)``: DDP averages no gradients, and weights are averaged after some
+            of the optimizer's steps.
         start_compression_step: steps that are exact before a lossy method begins, as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
 
     Attributes:
-        sync: the hook's state after the start of ``fit``: ``sync.stats()``.
+        sync: the hook's state after the start of ``fit``: ``sync.stats()``. Of local steps, what
+            :func:`thinwire.attach` returns.
 
     Raises:
         ValueError: the method's name or an option is unknown or out of range, or its schedule is decoupled.
@@ -57,22 +67,23 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
 
     def __init__(
         self,
-        method: Method | str,
+        method: Method | Local | str,
         *,
         start_compression_step: int | None = None,
         timeout: timedelta | float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self._method, self._timeout = checked(method, **options), timeout
-        self._start = start_compression_step
-        self.sync: DDPSync | None = None
+        self._method = chosen(method, **options)
+        self._timeout, self._start = timeout, start_compression_step
+        self.sync: DDPSync | LocalSync | None = None
+        self._local: LocalRank | None = None
         self._running = self._failed = False
         self._saved: Mapping[str, Any] | None = None
         self._model: weakref.ref[Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Register the hook: the strategy has made its DDP module just before."""
+        """Register the hook, or attach: the strategy has made its DDP module just before."""
         strategy = trainer.strategy
         if getattr(strategy, "_ddp_comm_hook", None) is not None:
             fate = "drops" if strategy.root_device.type != "cuda" else "has registered"
@@ -80,10 +91,25 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
                 f"the strategy was given ddp_comm_hook=, which it {fate} on {strategy.root_device.type}, and DDP takes "
                 "one hook: leave out ddp_comm_hook, ddp_comm_state and ddp_comm_wrapper, or ThinwireCallback"
             )
+        world, here = trainer.world_size, trainer.num_devices
+        topology = Topology(world, here) if world % here == 0 else None
+        self._running, self._failed = True, False
+        if isinstance(self._method, Local):  # what is saved is taken over when training starts: optimizers come later
+            self._local = attach_local(
+                strategy.model,
+                trainer.optimizers,
+                self._method,
+                framework="Lightning",
+                world_size=world,
+                start_compression_step=self._start,
+                timeout=self._timeout,
+                topology=topology,
+            )
+            self.sync = self._local.sync
+            return
         same = self._model is not None and self._model() is pl_module
         if self._saved is None and same and self.sync is not None:
             self._saved = self.sync.state_dict()  # fit goes on, with a new DDP module
-        world, here = trainer.world_size, trainer.num_devices
         self.sync = register(
             strategy.model,
             self._method,
@@ -92,14 +118,42 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             start_compression_step=self._start,
             timeout=self._timeout,
-            topology=Topology(world, here) if world % here == 0 else None,
+            topology=topology,
         )
         if self._saved is not None:
             self.sync.load_state_dict(self._saved)
         elif trainer.ckpt_path and self._method.has_residual:
             log.warning("thinwire: %s holds no state of ThinwireCallback: residuals begin at zero", trainer.ckpt_path)
         self._saved, self._model = None, weakref.ref(pl_module)
-        self._running, self._failed = True, False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Under local steps, take over what a checkpoint has of this rank: Lightning has given all ranks rank 0's."""
+        if self._local is not None and self._saved:
+            self._local.load_state_dict(self._saved)
+        if self._local is not None:
+            self._saved = None
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Under local steps, lend the model the outer weights, which are equal on all ranks."""
+        if self._local is not None and self._running:
+            self._local.lend()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give each rank its own again."""
+        if self._local is not None:
+            self._local.take_back()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Under local steps, average once more: all ranks end with the same weights."""
+        if self._local is not None:
+            self._local.sync.finish()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Under local steps, the model in a checkpoint has the outer weights."""
+        if self._local is not None and self._running and not self._failed:
+            with self._local.outer():
+                outer = trainer.strategy.lightning_module_state_dict()
+                checkpoint["state_dict"] = {key: value.clone() for key, value in outer.items()}
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End the communicator thread; the state stays, for another ``fit`` or ``save_checkpoint``."""
@@ -118,15 +172,19 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         if self._failed:
             log.warning("thinwire: a checkpoint after an exception holds no residuals: other ranks may be gone")
             return {}
+        if self._local is not None:
+            self._local.take_back()  # saved in the midst of a validation: what follows sees this rank's own
+            return gathered_state(self._local)
+        assert not isinstance(self.sync, LocalSync)
         return gathered_state(self.sync)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep a state for the start of ``fit``, before which there is no DDP module; during it, take it over."""
         if self._running and self.sync is not None:
-            self.sync.load_state_dict(state_dict)
+            (self._local or self.sync).load_state_dict(state_dict)
         else:
             self._saved = dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """For strategies that start processes: the method travels, what belongs to this process does not."""
-        return {**self.__dict__, "sync": None, "_model": None, "_running": False}
+        return {**self.__dict__, "sync": None, "_local": None, "_model": None, "_running": False}

@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.adapters.ddp_module import checked, register
+from thinwire.adapters.ddp_module import chosen, register
 from thinwire.adapters.ddp_ranks import load_from, save_in
 from thinwire.adapters.ddp_sync import DDPSync
+from thinwire.adapters.local_ddp import attach_local
+from thinwire.adapters.local_rank import LocalRank
+from thinwire.engine.local_sync import LocalSync
+from thinwire.local import Local
 from thinwire.program import Method
 
 try:
@@ -40,17 +44,22 @@ class ThinwireCallback(TrainerCallback):
     Clipping, accumulation and mixed precision are the Trainer's, as with plain DDP. Each checkpoint folder gets a file
     for each rank next to the Trainer's own, and ``resume_from_checkpoint`` takes them over.
 
+    Under local steps these files hold each rank's model and optimizer too, and the Trainer's own the outer weights.
+    Evaluation sees these as well, and when ``train`` ends all ranks have the same.
+
     Args:
         trainer: the one to which the callback is added.
         method: a name with its ``options``, or an instance. Buckets are DDP's:
-            ``TrainingArguments(ddp_bucket_cap_mb=...)``.
+            ``TrainingArguments(ddp_bucket_cap_mb=...)``. "local", "diloco" or ``thinwire.Local(...)``: DDP averages no
+            gradients, and weights are averaged after some of the optimizer's steps.
         start_compression_step: steps that are exact before a lossy method begins, as of :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         resume_from: the checkpoint that ``train`` resumes from, where it is not one of ``output_dir``; callbacks are
             not told.
 
     Attributes:
-        sync: the hook's state after the start of training: ``sync.stats()``.
+        sync: the hook's state after the start of training: ``sync.stats()``. Of local steps, what
+            :func:`thinwire.attach` returns.
 
     Raises:
         ValueError: the method's name or an option is unknown or out of range, or its schedule is decoupled.
@@ -59,7 +68,7 @@ class ThinwireCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        method: Method | str,
+        method: Method | Local | str,
         *,
         start_compression_step: int | None = None,
         timeout: timedelta | float | None = None,
@@ -70,14 +79,18 @@ class ThinwireCallback(TrainerCallback):
             raise TypeError(f"ThinwireCallback takes the Trainer first, not {type(trainer).__name__}")
         self._trainer, self._resume_from, self._timeout = trainer, resume_from, timeout
         self._start = start_compression_step
-        self._method = checked(method, **options)
-        self.sync: DDPSync | None = None
+        self._method = chosen(method, **options)
+        self.sync: DDPSync | LocalSync | None = None
         self._module: Any = None
+        self._local: LocalRank | None = None
+        self._finished = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Register the hook; the Trainer has wrapped its model. A second ``train`` keeps the wrapper and the hook."""
         module = self._trainer.model_wrapped
-        if self.sync is None or module is not self._module:
+        if isinstance(self._method, Local):
+            self._attach(module, self._method)
+        elif self.sync is None or module is not self._module:
             self.sync = register(
                 module,
                 self._method,
@@ -91,20 +104,76 @@ class ThinwireCallback(TrainerCallback):
         if state.global_step > 0:
             self._resume(args, state.global_step)
 
+    def _attach(self, module: Any, local: Local) -> None:
+        optimizer, self._finished = self._trainer.optimizer, False
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if self._local is not None and module is self._module and inner in self._local.sync.services.optimizers:
+            return
+        if self._local is not None:
+            self._local.sync.close()
+        self._local = attach_local(
+            module,
+            [optimizer],
+            local,
+            framework="Trainer",
+            world_size=self._trainer.accelerator.num_processes,
+            start_compression_step=self._start,
+            timeout=self._timeout,
+        )
+        self.sync, self._module = self._local.sync, module
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Train on from this rank's own weights."""
+        if self._local is not None:
+            self._local.take_back()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate and save the outer weights, which are equal on all ranks."""
+        if self._local is not None and (control.should_evaluate or control.should_save):
+            self._local.lend()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """As at the end of a step; after the last one, average once more."""
+        if self._local is None:
+            return
+        self._local.take_back()
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            self._finish()
+        self.on_step_end(args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """All ranks end with the same weights: those of the last round, or of the best checkpoint, if it was loaded."""
+        if self._local is None:
+            return
+        self._local.take_back()
+        if not (self._finished or (args.load_best_model_at_end and state.best_model_checkpoint is not None)):
+            self._finish()
+
+    def _finish(self) -> None:
+        assert self._local is not None
+        self._local.sync.finish()
+        self._finished = True
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write this rank's file into the checkpoint that was just made."""
-        if self.sync is None or args.save_only_model:
+        kept, weights = self._local or self.sync, _checksum(self._trainer.model)
+        if self._local is not None:
+            self._local.take_back()
+        if kept is None or args.save_only_model:
             return
         if state.is_hyper_param_search:
             log.warning("thinwire: checkpoints of a hyper-parameter search hold no residuals")
             return
-        save_in(_folder(args, state.global_step), "thinwire", self.sync, weights=_checksum(self._trainer.model))
+        assert not isinstance(kept, LocalSync)
+        save_in(_folder(args, state.global_step), "thinwire", kept, weights=weights)
 
     def _resume(self, args: Any, step: int) -> None:
-        assert self.sync is not None
+        kept = self._local or self.sync
+        assert kept is not None
+        assert not isinstance(kept, LocalSync)
         folder = Path(self._resume_from) if self._resume_from else _folder(args, step)
-        if not load_from(folder, "thinwire", self.sync, weights=_checksum(self._trainer.model)) and (
-            self._method.has_residual
+        if not load_from(folder, "thinwire", kept, weights=_checksum(self._trainer.model)) and (
+            isinstance(self._method, Local) or self._method.has_residual
         ):
             log.warning(
                 "thinwire: training goes on at step %d, but %s holds no state of ThinwireCallback: residuals begin at "

@@ -25,6 +25,7 @@ from thinwire.engine.ranks.communicator import Communicator
 from thinwire.engine.services import Services
 from thinwire.engine.session import Session
 from thinwire.engine.settings import AttachSettings
+from thinwire.engine.state import local_persistence
 from thinwire.engine.state.scaler import SkippedSteps
 from thinwire.engine.stats import Stats
 from thinwire.engine.sync import GradientSync
@@ -218,38 +219,20 @@ class LocalSync:
 
         Waits for what is under way; not a collective.
         """
-        for fragment in self._rounds.travelling():
-            if self._travel is not None:
-                self._travel.receive(fragment)
-        return {
-            "version": 1,
-            "method": "local",
-            "local": repr(self.settings),
-            "world_size": self._session.state.size,
-            "rank": self._session.rank,
-            "rounds": self._rounds.snapshot(),
-        }
+        return local_persistence.to_state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a ``state_dict`` of this rank: training goes on bit for bit.
 
+        On another number of ranks, give the union of all old ranks' dicts: what was under way is merged into the outer
+        weights, from which the model goes on, and every rank gets the mean of the residuals. ``finish`` before saving
+        keeps the steps made since the last round, too.
+
         Raises:
-            ValueError: it was saved by another rank, number of ranks, or under other settings; nothing has changed.
+            ValueError: it was saved by another rank or under other settings, or does not fit the model; nothing has
+                changed.
         """
-        if state.get("method") != "local" or state.get("version") != 1:
-            raise ValueError(f"this is no state of local steps: it says {state.get('method')!r}")
-        for key, here in (
-            ("local", repr(self.settings)),
-            ("world_size", self._session.state.size),
-            ("rank", self._session.rank),
-        ):
-            if state[key] != here:
-                raise ValueError(
-                    f"the state was saved with {key}={state[key]}, but here it is {here}; to go on otherwise, call "
-                    "finish() before saving, and begin from the saved weights"
-                )
-        self._rounds.restore(state["rounds"])
-        self._session.state.step = self._rounds.count
+        local_persistence.fitting(self, state).restore()
 
     def close(self) -> None:
         """Take the hooks out and give the process groups back. Idempotent; what is under way is waited for and dropped.
@@ -392,6 +375,18 @@ class Travel:
         self.receive(fragment)
         fragment.merge(self._rounds.count)
         if fragment is self._rounds.fragments[-1]:
+            self._averages.merge()
+
+    def snapshot(self) -> list[Tensor]:
+        """Wait for all that is under way. Returns the buffers that came with it."""
+        for fragment in self._rounds.travelling():
+            self.receive(fragment)
+        return self._averages.snapshot()
+
+    def restore(self, buffers: Sequence[Tensor], *, merged: bool) -> None:
+        """Take over buffers from a snapshot; ``merged``: into the model, at once."""
+        self._averages.restore(buffers, self._buffers)
+        if merged:
             self._averages.merge()
 
     def ledger(self) -> Ledger:

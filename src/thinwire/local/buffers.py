@@ -27,13 +27,16 @@ class Averages:
 
     def send(self, tensors: Iterable[Tensor]) -> Program:
         """A round's program; the tensors, in an order that is equal on all ranks, may change while it runs."""
+        self._aim(tensors)
+        return self._exchange(
+            {dtype: torch.cat([x.reshape(-1) for x in some]) for dtype, some in self._by_dtype.items()}
+        )
+
+    def _aim(self, tensors: Iterable[Tensor]) -> None:
         self._by_dtype.clear()
         for x in tensors:
             if x.numel():
                 self._by_dtype.setdefault(x.dtype, []).append(x)
-        return self._exchange(
-            {dtype: torch.cat([x.reshape(-1) for x in some]) for dtype, some in self._by_dtype.items()}
-        )
 
     def _exchange(self, sent: dict[torch.dtype, Tensor]) -> Program:
         for dtype, x in sent.items():
@@ -53,6 +56,17 @@ class Averages:
                 for x, part in zip(some, received.split([x.numel() for x in some])):
                     x.copy_(part.view(x.shape))
         self._received.clear()
+
+    def snapshot(self) -> list[Tensor]:
+        """What has come and is not merged, cloned."""
+        return [x.clone() for x in self._received.values()]
+
+    def restore(self, saved: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+        """Take over a snapshot, for tensors like those that were sent."""
+        self._aim(tensors)
+        self._received = {
+            dtype: x.to(some[0].device, copy=True) for (dtype, some), x in zip(self._by_dtype.items(), saved)
+        }
 
 
 class Moments:

@@ -144,6 +144,13 @@ class Rounds:
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
             fragment.restore(one)
 
+    def begin_again(self) -> None:
+        """Merge what has come, and go on from the outer weights: what is restored was another number of ranks'."""
+        for fragment in self.travelling():
+            fragment.merge(self.count)
+        for fragment in self.fragments:
+            fragment.return_to_outer_weights()
+
 
 class Fragment:
     """A part of the parameters that is exchanged at a time.
@@ -308,13 +315,23 @@ class Fragment:
         return {
             "codec": self.state.snapshot(),
             "rejected": self.rejected,
-            "anchors": _clones(self.anchors),
+            "anchors": self._outer_weights(),
             "momenta": _clones(self.momenta),
             "left": self.left,
             "due": self.due,
             "sent": [] if self.due is None else _clones(self._sent),
             "mean": None if self._mean is None else _clones(self._mean),
         }
+
+    def _outer_weights(self) -> list[Tensor]:
+        if self.state.size > 1:
+            return _clones(self.anchors)
+        return [x.detach().to(anchor.dtype, copy=True) for x, anchor in zip(self.parameters.values(), self.anchors)]
+
+    @torch.no_grad()
+    def return_to_outer_weights(self) -> None:
+        """Give up what this rank has learnt since its last round."""
+        torch._foreach_copy_([x.detach() for x in self.parameters.values()], self.anchors)
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -326,7 +343,8 @@ class Fragment:
             own.copy_(value)
         for own, value in zip(self._sent, saved["sent"]):
             own.copy_(value)
-        self._mean = None if saved["mean"] is None else [x.clone() for x in saved["mean"]]
+        mean = saved["mean"]
+        self._mean = None if mean is None else [x.to(a.device, copy=True) for x, a in zip(mean, self.anchors)]
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:

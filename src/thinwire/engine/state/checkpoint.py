@@ -1,9 +1,10 @@
 """Checkpoints that survive a kill, a full disk and another number of ranks.
 
 A checkpoint is a directory ``step-<n>``: ``model.pt`` (model, optimizer, step; from rank 0, equal on all),
-``rank-<r>.pt`` for every rank's residuals, and ``files.json`` with the checksums of these. It is written under another
-name, flushed to disk, and renamed when all ranks have finished, so what is called ``step-<n>`` is always whole. Files
-are read with ``weights_only=True``.
+``rank-<r>.pt`` for every rank's residuals, and ``files.json`` with the checksums of these. Under local steps, where
+every rank has a model and an optimizer of its own, both are in its file too, and ``model.pt`` has the outer weights
+with rank 0's optimizer. It is written under another name, flushed to disk, and renamed when all ranks have finished, so
+what is called ``step-<n>`` is always whole. Files are read with ``weights_only=True``.
 
 What one rank meets, all ranks are told: they leave ``save`` and ``load`` together, with or without an exception.
 """
@@ -14,6 +15,7 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,11 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.durable import CheckpointDirectory, digest_of, read_file, write_file
-from thinwire.engine.state import persistence
+from thinwire.engine.local_sync import LocalSync
+from thinwire.engine.state import local_persistence, persistence
 from thinwire.engine.state.claim import hold
 from thinwire.engine.sync import GradientSync
 
 _MODEL, _SUMS = "model.pt", "files.json"
+_OWN = ("model", "optimizer")  # of a rank, under local steps
 _QUOTED = 3  # ranks, at most
 log = logging.getLogger("thinwire")
 
@@ -35,7 +39,7 @@ def save(
     checkpoint_dir: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    sync: GradientSync,
+    sync: GradientSync | LocalSync,
     step: int,
     *,
     keep: int = 2,
@@ -68,10 +72,16 @@ def save(
     sums: dict[str, str] = {}
     with _Together(sync, directory, step) as written:
         name = _rank_name(sync.services.rank)
-        sums[name] = write_file(partial / name, sync.state_dict())
+        mine: dict[str, Any] = sync.state_dict()
+        outer: AbstractContextManager[None] = nullcontext()
+        if isinstance(sync, LocalSync):
+            mine |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            outer = sync.outer_weights()
+        sums[name] = write_file(partial / name, mine)
         if sync.services.rank == 0:
-            content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            sums[_MODEL] = write_file(partial / _MODEL, content)
+            with outer:
+                content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                sums[_MODEL] = write_file(partial / _MODEL, content)
         written.mine = sums
     with _Together(sync, directory, step):
         if sync.services.rank == 0:
@@ -86,14 +96,15 @@ def load(
     checkpoint_dir: str | Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    sync: GradientSync,
+    sync: GradientSync | LocalSync,
     step: int | None = None,
 ) -> int | None:
     """Take over the newest whole checkpoint, or that of ``step``. All ranks must call it.
 
     With the number of ranks it was saved from, training goes on bit for bit; with another, every rank gets the mean of
     the old residuals, which keeps the update still owed to the model. One rank keeps it without paying it, for when
-    there are several again: see ``GradientSync.load_state_dict``.
+    there are several again: see ``GradientSync.load_state_dict``. Under local steps another number of ranks begins from
+    the outer weights, with rank 0's optimizer: see ``LocalSync.load_state_dict``.
 
     If the newest is damaged (a file that is missing, cut off, or changed since), all ranks go back to the last one that
     is whole, with a warning in the log ``thinwire`` that says what is wrong with it.
@@ -121,7 +132,7 @@ def load(
             bad = _words(error)
         else:
             try:
-                fitting = persistence.fitting(sync, state)
+                fitting = _fitting(sync, state)
             except Exception as error:
                 misfit = _words(error)
         rows = _tell(sync, [bad, misfit])
@@ -150,11 +161,16 @@ def complete(checkpoint_dir: str | Path) -> list[Path]:
 
 
 def _check_handle(sync: Any) -> None:
-    if not isinstance(sync, GradientSync):
-        raise TypeError(
-            "a checkpoint holds one model, equal on all ranks, but under local steps each rank has its own: save "
-            "model, optimizer and sync.state_dict() on every rank, or the model inside `with sync.outer_weights():`"
-        )
+    if not isinstance(sync, (GradientSync, LocalSync)):
+        raise TypeError(f"a checkpoint is of what thinwire.attach returned, not of a {type(sync).__name__}")
+
+
+def _fitting(
+    sync: GradientSync | LocalSync, state: dict[str, Any]
+) -> persistence.Fitting | local_persistence.LocalFitting:
+    if isinstance(sync, LocalSync):
+        return local_persistence.fitting(sync, state)
+    return persistence.fitting(sync, state)
 
 
 def _directory(checkpoint_dir: str | Path, keep: int = 0) -> CheckpointDirectory:
@@ -175,7 +191,7 @@ class _Together:
         everyones: afterwards, by rank.
     """
 
-    def __init__(self, sync: GradientSync, directory: CheckpointDirectory, step: int) -> None:
+    def __init__(self, sync: GradientSync | LocalSync, directory: CheckpointDirectory, step: int) -> None:
         self._sync, self._directory, self._step = sync, directory, step
         self.mine: Any = None
         self.everyones: list[Any] = []
@@ -194,7 +210,7 @@ class _Together:
             raise OSError(f"no checkpoint was written at {self._directory.path(self._step)}: {problem}") from error
 
 
-def _tell(sync: GradientSync, mine: Any) -> list[Any]:
+def _tell(sync: GradientSync | LocalSync, mine: Any) -> list[Any]:
     """What every rank has to say, in plain data."""
     return [json.loads(row) for row in sync.services.gather(json.dumps(mine).encode())]
 
@@ -226,7 +242,7 @@ def _rank_name(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def _begin(directory: CheckpointDirectory, step: int, sync: GradientSync) -> None:
+def _begin(directory: CheckpointDirectory, step: int, sync: GradientSync | LocalSync) -> None:
     """Make the directory this job's, and begin a checkpoint there."""
     _found(directory)
     directory.folder.mkdir(parents=True, exist_ok=True)
@@ -235,7 +251,7 @@ def _begin(directory: CheckpointDirectory, step: int, sync: GradientSync) -> Non
     directory.begin(step)
 
 
-def _agreed(root: Path, sync: GradientSync, step: int | None) -> list[Path]:
+def _agreed(root: Path, sync: GradientSync | LocalSync, step: int | None) -> list[Path]:
     """The checkpoints that rank 0 sees, oldest first; of ``step``, if given."""
     problem, names = "", []
     try:
@@ -258,7 +274,7 @@ def _agreed(root: Path, sync: GradientSync, step: int | None) -> list[Path]:
     return [root / name for name in names]
 
 
-def _read(path: Path, sync: GradientSync) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(path: Path, sync: GradientSync | LocalSync) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's part, and the state for this rank: its own, or on another number of ranks that of all.
 
     Raises:
@@ -271,7 +287,8 @@ def _read(path: Path, sync: GradientSync) -> tuple[dict[str, Any], dict[str, Any
     state = _checked(first, sums, ("version", "method", "options", "step", "world_size"))
     size = int(state["world_size"])
     if size == sync.services.topology.world_size:
-        return content, state if first == own else _checked(own, sums, ())  # the latter says that it is missing
+        mine = state if first == own else _checked(own, sums, ())  # the latter says that it is missing
+        return content | {key: mine[key] for key in _OWN if key in mine}, mine
     for rank in range(size):
         other = path / _rank_name(rank)
         if other != first:
@@ -305,8 +322,8 @@ def _take_over(
     content: dict[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    sync: GradientSync,
-    fitting: persistence.Fitting,
+    sync: GradientSync | LocalSync,
+    fitting: persistence.Fitting | local_persistence.LocalFitting,
 ) -> None:
     """Into model, optimizer and sync, on all ranks; or nowhere, if it does not fit on one."""
     problem = ""
@@ -318,7 +335,7 @@ def _take_over(
         moments = optimizer.state_dict()
         undo.append(lambda: optimizer.load_state_dict(moments))
         optimizer.load_state_dict(content["optimizer"])
-        undo.append(persistence.restore(sync, fitting))
+        undo.append(fitting.restore())
     except Exception as error:
         problem = _words(error)
     everyones = _tell(sync, problem)
@@ -326,7 +343,7 @@ def _take_over(
         for back in reversed(undo):
             back()
         raise ValueError(f"{path} does not fit: {problem}")
-    persistence.adopt(sync, fitting)
+    fitting.adopt()
 
 
 def _kept(value: Any) -> Any:

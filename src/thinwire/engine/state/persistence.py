@@ -2,7 +2,8 @@
 
 Keys: ``residual/<rank>/<name>`` and ``local/<rank>/<field>/<name>`` (ranks have different ones),
 ``shared/<field>/<name>`` (equal on all ranks), and plain values. Residuals are in unscaled gradient units, so neither a
-bucket plan nor a loss scale is in them. ``attach``, the DDP hook and FSDP2's replicas each add what only they have.
+bucket plan nor a loss scale is in them. ``attach``, local steps (whose residuals are of weights), the DDP hook and
+FSDP2's replicas each add what only they have.
 """
 
 from __future__ import annotations
@@ -26,22 +27,29 @@ if TYPE_CHECKING:
     from thinwire.engine.sync import GradientSync
 
 VERSION = 1
+LOCAL = "local steps"  # a key that states of local steps have, and no others
 log = logging.getLogger("thinwire")
 
 
-# --- what all three have in common -------------------------------------------------------------------------------
+# --- what all have in common -------------------------------------------------------------------------------------
 
 
-def to_flat(session: Session, blanks: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None) -> dict[str, Any]:
+def to_flat(
+    session: Session,
+    blanks: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]] | None,
+    snapshot: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The state of this rank.
 
     Args:
         session: whose.
         blanks: zeros for what it will remember: DCP fills only the keys that a state_dict shows it before.
         shapes: of the parameters, in which slices are saved, with zeros around them; None: with their offsets.
+        snapshot: of what is remembered, where the session's own state is not all; None: of that.
     """
     state, method = session.state, session.named
-    snapshot, rank = state.snapshot(), state.rank
+    rank, snapshot = state.rank, state.snapshot() if snapshot is None else snapshot
     flat: dict[str, Any] = {
         "version": VERSION,
         "method": method.name,
@@ -138,6 +146,14 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
         "shared": shared,
         "local": local,
     }
+
+
+def on_device(snapshot: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What ``from_flat`` gives, with its tensors there."""
+    moved = {"residual": {name: value.to(device) for name, value in snapshot["residual"].items()}}
+    for kind in ("shared", "local"):
+        moved[kind] = {f: {n: x.to(device) for n, x in named.items()} for f, named in snapshot[kind].items()}
+    return {**snapshot, **moved}
 
 
 def owes(state: Mapping[str, Any]) -> bool:
@@ -269,24 +285,55 @@ def _blanks_of(sync: GradientSync) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A state that was found to fit, for ``restore`` and then ``adopt``.
+    """A state that was found to fit: ``restore``, and then ``adopt``.
 
     Attributes:
+        sync: that takes it over.
         snapshot: for ``State.restore``.
         companions: what was saved of each; none of one that was not there.
         plan: to be put in force, if any.
     """
 
+    sync: GradientSync
     snapshot: dict[str, Any]
     companions: dict[str, dict[str, Any]]
     plan: Plan | None
+
+    def restore(self) -> Callable[[], None]:
+        """Restore memory and companions. Returns what undoes it; if it raises, it is undone already."""
+        state, companions_of = self.sync._session.state, self.sync.services.companions
+        before, restored = state.snapshot(), state.restored
+        companions = [(companions_of[name], saved) for name, saved in self.companions.items()]
+        earlier = [companion.state_dict() for companion, _ in companions]
+        loaded = 0
+
+        def undo() -> None:  # the step first: companions count from it
+            state.restore(before)
+            state.restored = restored
+            for (companion, _), held in zip(companions[:loaded], earlier):
+                companion.load_state_dict(held)
+
+        state.restore(self.snapshot)
+        try:
+            for companion, saved in companions:
+                companion.load_state_dict(saved)
+                loaded += 1
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+    def adopt(self) -> None:
+        """Put the saved plan in force, if it is to be. All ranks must call it."""
+        if self.plan is not None:
+            self.sync.adopt_plan(self.plan)
 
 
 def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
     """Restore; see ``GradientSync.load_state_dict``."""
     found = fitting(sync, state)
-    restore(sync, found)
-    adopt(sync, found)
+    found.restore()
+    found.adopt()
 
 
 def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
@@ -295,14 +342,14 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
     Raises:
         ValueError: it does not fit the model or the method, or lacks what this rank needs.
     """
-    if state.get("version") != VERSION:
-        raise ValueError(f"this is not a thinwire state of version {VERSION}; it says {state.get('version')!r}")
+    check_version(state)
+    if LOCAL in state:
+        raise ValueError(
+            f"the state was saved under local steps, {state[LOCAL]}, and here gradients are exchanged: attach with "
+            "those, or begin from the weights in the checkpoint's model.pt"
+        )
     session, managed = sync._session, sync._buckets.parameters.managed
-    snapshot = from_flat(session, state, {m.name: m.shape for m in managed})
-    device = sync.services.device
-    snapshot["residual"] = {name: value.to(device) for name, value in snapshot["residual"].items()}
-    for kind in ("shared", "local"):
-        snapshot[kind] = {f: {n: x.to(device) for n, x in named.items()} for f, named in snapshot[kind].items()}
+    snapshot = on_device(from_flat(session, state, {m.name: m.shape for m in managed}), sync.services.device)
     companions: dict[str, dict[str, Any]] = {}
     for name in sync.services.companions:
         prefix = f"companion/{name}/"
@@ -320,35 +367,10 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
             plan.check(m.name for m in managed)
         except ValueError:
             plan = None  # another set of trainable parameters: the fresh plan stays
-    return Fitting(snapshot, companions, plan)
+    return Fitting(sync, snapshot, companions, plan)
 
 
-def restore(sync: GradientSync, found: Fitting) -> Callable[[], None]:
-    """Restore memory and companions. Returns what undoes it; if it raises, it is undone already."""
-    state, companions_of = sync._session.state, sync.services.companions
-    before, restored = state.snapshot(), state.restored
-    companions = [(companions_of[name], saved) for name, saved in found.companions.items()]
-    earlier = [companion.state_dict() for companion, _ in companions]
-    loaded = 0
-
-    def undo() -> None:  # the step first: companions count from it
-        state.restore(before)
-        state.restored = restored
-        for (companion, _), held in zip(companions[:loaded], earlier):
-            companion.load_state_dict(held)
-
-    state.restore(found.snapshot)
-    try:
-        for companion, saved in companions:
-            companion.load_state_dict(saved)
-            loaded += 1
-    except BaseException:
-        undo()
-        raise
-    return undo
-
-
-def adopt(sync: GradientSync, found: Fitting) -> None:
-    """Put the saved plan in force, if it is to be. All ranks must call it."""
-    if found.plan is not None:
-        sync.adopt_plan(found.plan)
+def check_version(state: Mapping[str, Any]) -> None:
+    """Refuse what is no state of this version."""
+    if state.get("version") != VERSION:
+        raise ValueError(f"this is not a thinwire state of version {VERSION}; it says {state.get('version')!r}")

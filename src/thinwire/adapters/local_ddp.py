@@ -1,0 +1,121 @@
+"""Local steps on a model that a framework has wrapped in DDP, which then averages no gradients.
+
+Two things keep DDP from it: it is told not to synchronize, which costs nothing; and where a framework tells it to again
+(Lightning does, under manual optimization), a communication hook leaves each rank its own gradients.
+
+No ``from __future__ import annotations`` here: see :mod:`thinwire.adapters.ddp`.
+"""
+
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.adapters.ddp_module import ddp_of, inside, no_ddp, register_hook
+from thinwire.adapters.local_rank import LocalRank
+from thinwire.engine.attach import attach
+from thinwire.local import Local
+from thinwire.program import Topology
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    GradBucket = getattr(dist, "GradBucket", None)
+
+
+class OwnGradients:
+    """Of one DDP module, which takes one hook in its life.
+
+    Attributes:
+        kept: ranks keep their own gradients; False: they are averaged as without a hook.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.kept = group, False
+
+
+_hooked: "weakref.WeakKeyDictionary[DistributedDataParallel, OwnGradients]" = weakref.WeakKeyDictionary()
+
+
+def own_gradients(state: OwnGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook."""
+    if not state.kept:
+        return allreduce_hook(state.group, bucket)
+    buffer = bucket.buffer()
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    done.set_result(buffer)
+    return done
+
+
+class _Apart:
+    """DDP averages no gradients until ``remove``."""
+
+    def __init__(self, ddp: DistributedDataParallel, framework: str) -> None:
+        if ddp not in _hooked:
+            state = OwnGradients(ddp.process_group)
+            register_hook(ddp, framework, state, own_gradients)
+            _hooked[ddp] = state
+        self._ddp = ddp
+        self._set(True)
+
+    def _set(self, kept: bool) -> None:
+        _hooked[self._ddp].kept = kept
+        self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = not kept
+
+    def remove(self) -> None:
+        """Let it average again."""
+        self._set(False)
+
+
+def attach_local(
+    model: Any,
+    optimizers: Iterable[Any],
+    local: Local,
+    *,
+    framework: str,
+    world_size: int,
+    start_compression_step: int | None = None,
+    timeout: timedelta | float | None = None,
+    topology: Topology | None = None,
+) -> LocalRank:
+    """Attach local steps to the framework's model. All ranks call it, before the first backward.
+
+    Args:
+        model: what the framework trains: a DDP module, or on one rank a bare model.
+        optimizers: of its parameters, wrapped by the framework or not.
+        framework: its name, for errors.
+        world_size: ranks that train, as the framework says.
+        start_compression_step, timeout, topology: as of :func:`thinwire.attach`.
+
+    Raises:
+        ValueError: several ranks and no DDP, or bad options.
+        RuntimeError: the DDP module has another hook already.
+    """
+    ddp = ddp_of(model)
+    if ddp is None and world_size > 1:
+        raise ValueError(no_ddp(model, framework))
+    group = None if ddp is None or ddp.process_group == dist.group.WORLD else ddp.process_group
+    apart = None if ddp is None else _Apart(ddp, framework)
+    try:
+        sync = attach(
+            getattr(model, "_orig_mod", model) if ddp is None else inside(ddp),
+            [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers],
+            local,
+            process_group=group,
+            start_compression_step=start_compression_step,
+            timeout=timeout,
+            topology=topology if topology is not None and topology.world_size == world_size else None,
+        )
+    except BaseException:
+        if apart is not None:
+            apart.remove()
+        raise
+    if apart is not None:
+        sync.services.handles.append(apart)
+    return LocalRank(sync, None if ddp is None else ddp.process_group)

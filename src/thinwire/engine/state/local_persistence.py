@@ -1,0 +1,144 @@
+"""The state of local steps as a flat dict, and back, also on another number of ranks.
+
+The codec's memory is under the keys of :mod:`~thinwire.engine.state.persistence`. Beside it are ``outer``, equal on all
+ranks: outer weights and momenta, counters, means that have come; and ``sent/<rank>``: the weights of what is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from thinwire.engine.state.persistence import LOCAL, check_version, from_flat, on_device, to_flat
+from thinwire.local.rounds import Fragment
+
+if TYPE_CHECKING:
+    from thinwire.engine.local_sync import LocalSync
+
+
+def to_state_dict(sync: LocalSync) -> dict[str, Any]:
+    """The state of this rank. Waits for what is under way."""
+    buffers = [] if sync._travel is None else sync._travel.snapshot()
+    outer = sync._rounds.snapshot()
+    codec: dict[str, Any] = {"step": outer["count"], "dropped": 0, "residual": {}, "offset": {}}
+    codec |= {"shared": {}, "local": {}}
+    sent = []
+    for fragment, saved in zip(sync._rounds.fragments, outer["fragments"]):
+        part = saved.pop("codec")
+        for kind in ("residual", "offset"):
+            codec[kind] |= part[kind]
+        for kind in ("shared", "local"):
+            for field, named in part[kind].items():
+                codec[kind].setdefault(field, {}).update(named)
+        saved |= {"names": list(fragment.parameters), "rounds": part["step"], "dropped": part["dropped"]}
+        sent.append(saved.pop("sent"))
+    flat = to_flat(sync.services.session, {}, None, codec)
+    own = {f"sent/{sync.services.rank}": sent}
+    return flat | {LOCAL: repr(sync.settings), "outer": {**outer, "buffers": buffers}} | own
+
+
+@dataclass(frozen=True)
+class LocalFitting:
+    """A state that was found to fit: ``restore``, and then ``adopt``.
+
+    Attributes:
+        sync: that takes it over.
+        snapshot: of its rounds.
+        buffers: that came with what was under way.
+        again: it is another number of ranks', so that this rank begins again from the outer weights.
+    """
+
+    sync: LocalSync
+    snapshot: dict[str, Any]
+    buffers: list[Tensor]
+    again: bool
+
+    def restore(self) -> Callable[[], None]:
+        """Take it over. Returns what undoes it, but for the model's weights."""
+        sync = self.sync
+        held = [] if sync._travel is None else sync._travel.snapshot()
+        before = sync._rounds.snapshot()
+        self._put(self.snapshot, self.buffers, self.again)
+        return lambda: self._put(before, held, False)
+
+    def _put(self, snapshot: Mapping[str, Any], buffers: list[Tensor], again: bool) -> None:
+        rounds, travel = self.sync._rounds, self.sync._travel
+        rounds.restore(snapshot)
+        if again:
+            rounds.begin_again()
+        if travel is not None:
+            travel.restore(buffers, merged=again)
+        self.sync.services.state.step = rounds.count
+
+    def adopt(self) -> None:
+        """Nothing: there is no plan."""
+
+
+def fitting(sync: LocalSync, state: Mapping[str, Any]) -> LocalFitting:
+    """What is to be taken over of a state. Changes nothing.
+
+    Raises:
+        ValueError: it does not fit the model or the settings, or lacks what this rank needs.
+    """
+    check_version(state)
+    if LOCAL not in state:
+        raise ValueError(
+            f"the state was saved by {state.get('method')!r}, under which gradients are exchanged, and here steps are "
+            "local: attach with that, or begin from the saved weights"
+        )
+    services, rounds = sync.services, sync._rounds
+    rank, same = services.rank, int(state["world_size"]) == services.topology.world_size
+    if state[LOCAL] != repr(sync.settings):
+        raise ValueError(
+            f"the state was saved with {state[LOCAL]}, but here it is {sync.settings!r}; to go on otherwise, call "
+            "finish() before saving, and begin from the saved weights"
+        )
+    if same and state["rank"] != rank:
+        raise ValueError(
+            f"the state is rank {state['rank']}'s, and this is rank {rank}: under local steps each has its own, with a "
+            "model and an optimizer, which thinwire.checkpoint.save keeps, and torch.distributed.checkpoint does not"
+        )
+    if not same and sync.settings.inside is not None:
+        raise ValueError(
+            f"the state was saved on {state['world_size']} ranks, and with inside= what is owed is a machine's: call "
+            "finish() before saving, and begin from the saved weights"
+        )
+    outer = dict(state["outer"])
+    if len(outer["fragments"]) != len(rounds.fragments):
+        raise ValueError("the state was saved of a model with other parameters")
+    for fragment, saved in zip(rounds.fragments, outer["fragments"]):
+        _check(fragment, saved)
+    shapes = {name: tuple(x.shape) for fragment in rounds.fragments for name, x in fragment.parameters.items()}
+    codec = on_device(from_flat(services.session, state, shapes), services.device)
+    sent = state[f"sent/{rank}"] if same else [[]] * len(rounds.fragments)
+    fragments = [
+        {**saved, "codec": _part(codec, fragment, saved), "sent": own}
+        for fragment, saved, own in zip(rounds.fragments, outer["fragments"], sent, strict=True)
+    ]
+    return LocalFitting(sync, {**outer, "fragments": fragments}, outer["buffers"], not same)
+
+
+def _check(fragment: Fragment, saved: Mapping[str, Any]) -> None:
+    here = {name: list(x.shape) for name, x in fragment.parameters.items()}
+    there = {name: list(x.shape) for name, x in zip(saved["names"], saved["anchors"], strict=True)}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            raise ValueError(
+                f"the state holds outer weights of {name} of shape {there.get(name)}, but the model's parameter has "
+                f"{here.get(name)}"
+            )
+
+
+def _part(codec: Mapping[str, Any], fragment: Fragment, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What the codec remembers of one fragment's parameters."""
+    names = fragment.parameters
+    part: dict[str, Any] = {"step": saved["rounds"], "dropped": saved["dropped"]}
+    for kind in ("residual", "offset"):
+        part[kind] = {name: x for name, x in codec[kind].items() if name in names}
+    for kind in ("shared", "local"):
+        fields = {field: {n: x for n, x in named.items() if n in names} for field, named in codec[kind].items()}
+        part[kind] = {field: named for field, named in fields.items() if named}
+    return part
