@@ -127,7 +127,9 @@ def _against_accelerates_own():
         accelerator = _accelerator()
         net, model, optimizer, loader = _prepared(accelerator)
         if ours:
-            sync = register_comm_hook(accelerator, model, "local", optimizer=optimizer, sync_every=3)
+            sync = register_comm_hook(
+                accelerator, model, "local", optimizer=optimizer, sync_every=3, codec=None, fragment_sync_delay=0
+            )
             _steps(accelerator, model, optimizer, loader)
             sync.finish()
             sync.close()

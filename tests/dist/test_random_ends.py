@@ -25,7 +25,7 @@ METHODS = [
     ("topk", {"density": 0.1, "start_compression_step": 0}),
     ("dear", {}),
     ("cast", {"dtype": "int8"}),
-    ("local", {"sync_every": 2, "codec": "int8"}),
+    ("local", {"sync_every": 2, "codec": "int8", "fragment_sync_delay": 0}),
     ("local", {"sync_every": 2, "codec": "int8", "fragment_sync_delay": 1}),
 ]
 TIMEOUT = 6.0
