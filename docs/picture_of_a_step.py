@@ -1,7 +1,8 @@
-"""The picture in "How it works": ``python docs/picture_of_a_step.py`` draws ``docs/images/step-*.svg``, light and dark.
+"""The pictures of steps: ``python docs/picture_of_a_step.py`` draws ``docs/images/step-*.svg`` and ``rounds-*.svg``.
 
-What is drawn is what the simulator says of one step, as ``thinwire plan MODEL --link LINK --workers N --trace FILE``
-writes it; lengths, lanes and the exposed share are the simulator's own. It needs matplotlib.
+What is drawn is what the simulator says of one step, or of one period of local steps, as ``thinwire plan MODEL --link
+LINK --workers N --trace FILE`` writes it; lengths, lanes and the exposed share are the simulator's own. Each is there
+light and dark. It needs matplotlib.
 """
 
 from __future__ import annotations
@@ -15,19 +16,30 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from thinwire.bench.words import split_options
 from thinwire.cli.plan_inputs import read_question
-from thinwire.methods.registry import method
 from thinwire.planner.timeline import Event, Timeline, simulate
 from thinwire.planner.timeline.result import COMPUTE, METHOD
 from thinwire.report.traces import joined
 
 FOLDER = Path(__file__).parent / "images"
-MODEL, BATCH, LINK, WORKERS = "resnet50", 128, "25gbit", 8
-ROWS = {
-    "ssgd": "ssgd: each bucket is all-reduced while backward goes on",
-    "dear": "dear: reduce-scatter in backward, all-gather in the next forward",
-    "acp:rank=4": "acp: one thin factor of each matrix is all-reduced",
+MODEL, BATCH, WORKERS = "resnet50", 128, 8
+PICTURES = {  # file -> link, and what is drawn
+    "step": (
+        "25gbit",
+        {
+            "ssgd": "ssgd: each bucket is all-reduced while backward goes on",
+            "dear": "dear: reduce-scatter in backward, all-gather in the next forward",
+            "acp:rank=4": "acp: one thin factor of each matrix is all-reduced",
+        },
+    ),
+    "rounds": (
+        "5gbit",
+        {
+            "ssgd": "ssgd, one step",
+            "local:sync_every=4:fragment_sync_delay=0": "local, four steps and a round that is waited for",
+            "local:sync_every=4": "local, four steps and a round behind them",
+        },
+    ),
 }
 LANES = ("compute", "method", "link")
 FORWARD, BACKWARD, WORK, EXPOSED = "#4c8dae", "#2f6690", "#9a6fb0", "#d1603d"
@@ -35,27 +47,28 @@ BUCKETS = ("#3a7d44", "#6a994e", "#8fb85a", "#a9b665")
 INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 
 
-def timeline(label: str) -> Timeline:
+def timeline(label: str, link: str) -> Timeline:
     """The simulated step, with the defaults of ``thinwire plan``."""
     asked = read_question(
         MODEL,
-        link=LINK,
+        link=link,
         latency=None,
         costs=None,
         workers=WORKERS,
         ranks_per_node=1,
-        methods="ssgd",
+        methods=label,
         batch_size=BATCH,
         device=None,
         flops=None,
         profile=None,
     )
-    name, options = split_options(label)
-    return simulate(method(name, **options), asked.profile, asked.topology, asked.costs(), **asked.where)
+    return simulate(dict(asked.candidates)[label], asked.profile, asked.topology, asked.costs(), **asked.where)
 
 
 def one_step(found: Timeline) -> list[Event]:
     """The events of the first step; of a method of two phases the timeline has two, each with the same forward."""
+    if found.every > 1:  # a period
+        return list(found.events)
     first = next(event.name for event in found.events if event.lane == COMPUTE)
     starts = [event.start_seconds for event in found.events if event.name == first]
     return [event for event in found.events if len(starts) == 1 or event.start_seconds < starts[1] - 1e-12]
@@ -90,12 +103,13 @@ def draw(axes: Any, found: Timeline, title: str, ink: str) -> None:
         axes.broken_barh([(start, width)], (2.1 - lane, 0.8), facecolors=colour)
         if lane == 2 and width > 2:
             name = f"bucket {event.bucket}" if width > 7 else f"{event.bucket}"
+            name = "all changes" if found.every > 1 else name
             axes.text(start + width / 2, 0.5, name, ha="center", va="center", color="white", size=8)
     for first, last in exposed_intervals(events):
         axes.axvspan(1e3 * first, 1e3 * last, color=EXPOSED, alpha=0.25, linewidth=0, zorder=0)
     axes.set_yticks([2.5, 1.5, 0.5], LANES)
     axes.set_ylim(0, 3)
-    figures = f"{1e3 * found.step_seconds:.1f} ms, {1e3 * found.exposed_seconds:.1f} ms exposed"
+    figures = f"{1e3 * found.step_seconds:.1f} ms a step, {1e3 * found.exposed_seconds:.1f} ms exposed"
     axes.set_title(f"{title}: {figures}", loc="left", size=10, color=ink)
     axes.tick_params(colors=ink, labelsize=9)
     for side, spine in axes.spines.items():
@@ -103,13 +117,14 @@ def draw(axes: Any, found: Timeline, title: str, ink: str) -> None:
         spine.set_color(ink)
 
 
-def picture(theme: str, found: dict[str, Timeline]) -> None:
+def picture(name: str, theme: str, found: dict[str, Timeline]) -> None:
     """One file; the background is left transparent."""
+    link, titles = PICTURES[name]
     ink = INK[theme]
     figure, rows = plt.subplots(len(found), 1, sharex=True, figsize=(9, 5.6))
     for axes, (label, step) in zip(rows, found.items()):
-        draw(axes, step, ROWS[label], ink)
-    where = f"milliseconds; predicted: {MODEL}, {WORKERS} workers of one A100 and {BATCH} samples, {LINK}"
+        draw(axes, step, titles[label], ink)
+    where = f"milliseconds; predicted: {MODEL}, {WORKERS} workers of one A100 and {BATCH} samples, {link}"
     rows[-1].set_xlabel(where, color=ink, size=9)
     marks = {"forward": FORWARD, "backward": BACKWARD, "method's own work": WORK, "exchange": BUCKETS[0]}
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in marks.values()]
@@ -118,13 +133,14 @@ def picture(theme: str, found: dict[str, Timeline]) -> None:
     plt.setp(legend.get_texts(), color=ink)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "thinwire", "font.family": "sans-serif"})
-    figure.savefig(FOLDER / f"step-{theme}.svg", transparent=True, metadata={"Date": None})
+    figure.savefig(FOLDER / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None})
     plt.close(figure)
 
 
 if __name__ == "__main__":
-    steps = {label: timeline(label) for label in ROWS}
-    for each in INK:
-        picture(each, steps)
-    for label, step in steps.items():
-        print(f"{label}: {1e3 * step.step_seconds:.1f} ms, {1e3 * step.exposed_seconds:.1f} ms exposed")
+    for name, (link, titles) in PICTURES.items():
+        steps = {label: timeline(label, link) for label in titles}
+        for each in INK:
+            picture(name, each, steps)
+        for label, step in steps.items():
+            print(f"{label}: {1e3 * step.step_seconds:.1f} ms a step, {1e3 * step.exposed_seconds:.1f} ms exposed")
