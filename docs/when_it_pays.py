@@ -10,9 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from thinwire.bench.words import split_options
-from thinwire.cli.plan_inputs import Question, read_question
-from thinwire.methods.registry import METHODS, classes, label_of, method
+from thinwire.cli.plan_inputs import Question, read_methods, read_question
+from thinwire.methods.registry import classes, label_of
 from thinwire.planner.measured import Measured, needs_measurement
 from thinwire.planner.plans import PlanTensor, make_plan
 from thinwire.planner.timeline import simulate
@@ -34,6 +33,7 @@ LABELS = {
     "hitopk": ("hitopk:density=0.01", "ssgd:collective=torus"),
     "omgs": ("omgs:density=0.01",),
     "lags": ("lags:max_ratio=1000",),
+    "local": ("local", "local:codec=int2"),
 }
 """Of each page: what its tables are of."""
 
@@ -59,8 +59,7 @@ def question(model: str, link: str, workers: int, per_node: int) -> Question:
 @cache
 def step_seconds(label: str, model: str, link: str, workers: int, per_node: int) -> float:
     """The predicted step; where a method makes its plan from measured times, under that plan."""
-    asked, (name, options) = question(model, link, workers, per_node), split_options(label)
-    chosen = method(name, **options)
+    asked, chosen = question(model, link, workers, per_node), dict(read_methods(label)[0])[label]
     plan = planned(chosen, asked) if needs_measurement(chosen) else None
     return simulate(chosen, asked.profile, asked.topology, asked.costs(), plan=plan, **asked.where).step_seconds
 
@@ -106,8 +105,8 @@ def fragment(page: str) -> str:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    if unknown := set(sys.argv[1:]) - set(METHODS):
-        sys.exit(f"unknown method {', '.join(sorted(unknown))}: give names of the registry, or none for all")
-    for name in sys.argv[1:] or METHODS:
+    if unknown := set(sys.argv[1:]) - set(LABELS):
+        sys.exit(f"unknown method {', '.join(sorted(unknown))}: give names of pages, or none for all")
+    for name in sys.argv[1:] or LABELS:
         (FOLDER / f"{name}.md").write_text(fragment(name), encoding="utf-8")
         print(f"\n{fragment(name)}", end="", flush=True)
