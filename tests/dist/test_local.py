@@ -128,6 +128,65 @@ def test_the_engine_does_what_the_rounds_say():
             torch.testing.assert_close(x, world.weights[rank][name], rtol=1e-12, atol=1e-12)
 
 
+PERIOD, SOME_STEPS, RATE, PARTS = 6, 20, 0.1, (4, 6)
+FORMULA = [(2, 2, 0.5), (1, 5, 0.0), (2, 5, 0.25)]  # fragments, delay, share of the own weights
+
+
+def _drift(theta, rank, step):
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    return 0.3 * theta + torch.randn(sum(PARTS), generator=draw, dtype=torch.float64)
+
+
+def _start():
+    return torch.linspace(0, 1, sum(PARTS), dtype=torch.float64)
+
+
+def _streaming(rank, size):
+    rows = []
+    for fragments, delay, alpha in FORMULA:
+        model = nn.ParameterList(nn.Parameter(part.clone()) for part in _start().split(PARTS))
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        settings = Local(PERIOD, outer=Nesterov(0.7, 0.9), fragments=fragments, fragment_sync_delay=delay,
+                         fragment_update_alpha=alpha)  # fmt: skip
+        with tw.attach(model, inner, settings, keep_dense="none"):
+            for step in range(SOME_STEPS):
+                theta = torch.cat([p.detach() for p in model])
+                for p, g in zip(model, _drift(theta, rank, step).split(PARTS)):
+                    p.grad = g
+                inner.step()
+            rows.append(torch.cat([p.detach() for p in model]))
+    return rows
+
+
+def _streaming_by_formula(size, fragments, delay, alpha):
+    """Streaming DiLoCo in one process, with torch's outer optimizer; fragments may be under way together."""
+    every, theta = PERIOD // fragments, [_start() for _ in range(size)]
+    cuts = [slice(0, sum(PARTS))] if fragments == 1 else [slice(0, PARTS[0]), slice(PARTS[0], sum(PARTS))]
+    anchors = [_start()[cut].clone() for cut in cuts]
+    outers = [torch.optim.SGD([a], lr=0.7, momentum=0.9, nesterov=True) for a in anchors]
+    under_way = {}
+    for step in range(1, SOME_STEPS + 1):
+        for rank, x in enumerate(theta):
+            x -= RATE * _drift(x, rank, step - 1)
+        for part, mean in under_way.pop(step, []):
+            anchors[part].grad = mean
+            outers[part].step()
+            for x in theta:
+                x[cuts[part]] = alpha * x[cuts[part]] + (1 - alpha) * anchors[part]
+        if step % every == 0:
+            part = (step // every - 1) % fragments
+            mean = sum(anchors[part] - x[cuts[part]] for x in theta) / size
+            under_way.setdefault(step + delay, []).append((part, mean))
+    return theta
+
+
+def test_streaming_is_the_formula():
+    found = run(_streaming, 2, seconds=120)
+    for place, case in enumerate(FORMULA):
+        for rank, expected in enumerate(_streaming_by_formula(2, *case)):
+            torch.testing.assert_close(found[rank][place], expected, rtol=1e-12, atol=1e-12)
+
+
 def _scaled(rank, size):
     """Rank 1's gradient overflows in one step: its scaler keeps the optimizer from stepping."""
     net = cases.model()

@@ -3,7 +3,6 @@ for the slowest. What does not live here: the synchronous exchange (``engine``),
 """
 
 from thinwire.parameter_server import presets
-from thinwire.parameter_server.diloco import DiLoCo
 from thinwire.parameter_server.journal import Journal, replay
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.node import Node
@@ -22,7 +21,6 @@ from thinwire.parameter_server.worker import NodeRefused, ServerLost, Worker
 
 __all__ = [
     "DelayedNesterov",
-    "DiLoCo",
     "Fault",
     "Journal",
     "Layout",
