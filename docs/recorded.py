@@ -343,7 +343,25 @@ def race(data: Any) -> Iterator[Row]:
             yield Row(f"{where}: {label}", f"{middle} ({low} to {high}), rate x{NBSP}{row['rate']:g}")
 
 
+def local_steps(data: Any) -> Iterator[Row]:
+    """Mean steps over compute alone, and what the training thread computes more."""
+    bounds = {"100mbit": {"fragment_sync_delay=0": 1.08, "codec=int8": 1.03}, "10mbit": {"local": 1.15}}
+    for network in data:
+        found, where = network["result"], f"{network['workers']} workers, {network['link']}"
+        rows = {row["label"]: row for row in found["rows"]}
+        alone = found["rows"][0]
+        for label, row in rows.items():
+            if row is not alone and not row["error"]:
+                bound = next((b for end, b in bounds[network["link"]].items() if label.endswith(end)), None)
+                yield claim(f"{where}: {label}, step over compute alone", row["step_seconds"] / found["compute_seconds"],
+                            at_most=bound)  # fmt: skip
+                if label.startswith("local sync_every=8"):
+                    more = 100 * (row["host_seconds"] / alone["host_seconds"] - 1)
+                    yield claim(f"{where}: {label}, more CPU time of the training thread", more, PERCENT, at_most=5.0)
+
+
 SOURCES = {
+    "local_steps": Source("python benchmarks/local_steps.py", "methods/local.md", local_steps),
     "race": Source("python benchmarks/race.py", "methods/local.md", race),
     "main_figures": Source("python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures),
     "predictions": Source("python benchmarks/predictions.py", "plan.md", predictions),
