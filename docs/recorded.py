@@ -353,8 +353,8 @@ def local_steps(data: Any) -> Iterator[Row]:
         for label, row in rows.items():
             if row is not alone and not row["error"]:
                 bound = next((b for end, b in bounds[network["link"]].items() if label.endswith(end)), None)
-                yield claim(f"{where}: {label}, step over compute alone", row["step_seconds"] / found["compute_seconds"],
-                            at_most=bound)  # fmt: skip
+                share = row["step_seconds"] / found["compute_seconds"]
+                yield claim(f"{where}: {label}, step over compute alone", share, at_most=bound)
                 if label.startswith("local sync_every=8"):
                     more = 100 * (row["host_seconds"] / alone["host_seconds"] - 1)
                     yield claim(f"{where}: {label}, more CPU time of the training thread", more, PERCENT, at_most=5.0)
