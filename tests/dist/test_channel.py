@@ -1,5 +1,8 @@
 """A channel: rounds of programs on tensors that are not parameters, in the order of their numbers."""
 
+import os
+import signal
+
 import pytest
 import torch
 
@@ -85,3 +88,20 @@ def test_alone():
         channel.ready(0)
         assert channel.wait() >= 0
         assert found[0].tolist() == [1, 1]
+
+
+def _dies_before_the_channel(rank, size):
+    net = torch.nn.Linear(3, 2)
+    sync = tw.attach(net, torch.optim.SGD(net.parameters(), 0.1), timeout=6)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as error:
+        sync.services.channel("late", {WORLD: 2})
+    sync.close()
+    return str(error.value)
+
+
+def test_who_does_not_come_to_a_channel_is_named():
+    said, _ = run(_dies_before_the_channel, 2, expect_exit={1: -signal.SIGKILL})
+    assert said.startswith("rank 0: connecting failed: ")
+    assert said.endswith("rank 1 did not report: dead or late.".replace("rank", "Rank"))

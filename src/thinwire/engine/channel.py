@@ -49,11 +49,7 @@ class Channel:
         if communicator is None:
             self._steps = Alone(torch.device("cpu")).steps
         else:
-            lanes = communicator.lanes_of(topology)
-            for scope in sorted(depth, key=lambda s: s.value):
-                for round_ in range(1 if communicator.backend == "nccl" else depth[scope]):
-                    lanes.get(purpose, scope, round_)
-            self._lanes = lanes
+            self._lanes = lanes = communicator.lanes_for(purpose, depth, topology)
             issuer = _Purposed(lanes, self.ledger, purpose)
             executor = executor_for(communicator.backend, issuer, communicator.device)
             self._steps = ProgramSteps(executor, communicator.sentence)

@@ -183,6 +183,19 @@ class Communicator:
                     mesh_only = bidirectional and self.device.type == "cpu"
                     self._lanes.get("bucket", scope, round_, bidirectional=bidirectional, mesh_only=mesh_only)
 
+    def lanes_for(self, purpose: str, depth: Mapping[Scope, int], topology: Topology) -> Lanes:
+        """Lanes for programs that issue so many exchanges within each scope. All ranks must call it."""
+        lanes = self.lanes_of(topology)
+        try:
+            with self._meeting("connecting"):
+                for scope in sorted(depth, key=lambda s: s.value):
+                    for round_ in range(1 if self.backend == "nccl" else depth[scope]):
+                        lanes.get(purpose, scope, round_)
+        except BaseException:
+            lanes.release(broken=True)
+            raise
+        return lanes
+
     def sentence(self, failure: Failure, step: int, names: Names) -> str:
         """A failure in words, with who was late; ``names``: of the step's buckets."""
         bucket = "none"
