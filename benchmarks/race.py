@@ -29,9 +29,11 @@ SIZES = {
     "10m": "chargpt:layers=8:width=320:heads=8",
 }
 COMPRESSED = "cast:dtype=int8,cast:dtype=int4,cast:dtype=int2,powersgd:rank=4,acp:rank=4,acp:rank=16,topk:density=0.01"
-BLOCKING = ",".join(f"local:sync_every={h}:codec=int8:fragment_sync_delay=0" for h in (2, 4, 8, 16))
-OVERLAPPED = ",".join(f"local:sync_every={h}:codec={c}" for c in ("int8", "int2") for h in (2, 4, 8))
-ROWS = ",".join(["ddp", COMPRESSED, BLOCKING, OVERLAPPED, "local:sync_every=8:codec=none:fragment_sync_delay=0"])
+BLOCKING = ",".join(f"local:sync_every={h}:codec=int8" for h in (2, 4, 8, 16))
+OVERLAPPED = ",".join(
+    f"local:sync_every={h}:codec={c}:fragment_sync_delay=full" for c in ("int8", "int2") for h in (2, 4, 8)
+)
+ROWS = ",".join(["ddp", COMPRESSED, BLOCKING, OVERLAPPED, "local:sync_every=8:codec=none"])
 RESULTS = Path(__file__).parent / "results" / "race.json"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from thinwire.cli.plan_inputs import Question, read_methods, read_question
 from thinwire.methods.registry import classes, label_of
+from thinwire.planner.choose import resolved
 from thinwire.planner.measured import Measured, needs_measurement
 from thinwire.planner.plans import PlanTensor, make_plan
 from thinwire.planner.timeline import simulate
@@ -60,6 +61,7 @@ def question(model: str, link: str, workers: int, per_node: int) -> Question:
 def step_seconds(label: str, model: str, link: str, workers: int, per_node: int) -> float:
     """The predicted step; where a method makes its plan from measured times, under that plan."""
     asked, chosen = question(model, link, workers, per_node), dict(read_methods(label)[0])[label]
+    chosen = resolved(chosen, asked.profile, asked.topology, asked.costs(), **asked.where)
     plan = planned(chosen, asked) if needs_measurement(chosen) else None
     return simulate(chosen, asked.profile, asked.topology, asked.costs(), plan=plan, **asked.where).step_seconds
 

@@ -159,11 +159,13 @@ def _map(question: Question, console: Console, lossy: bool) -> Map:
 
 def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: Path | None, out: Path | None) -> None:
     """The best method's timeline, and its plan, which ``Plan.from_json`` reads."""
+    from thinwire.planner.choose import resolved
     from thinwire.planner.timeline import simulate, write_trace
 
     label = ranking.best.label
-    method = dict(question.candidates)[label]
-    timeline = simulate(method, question.profile, question.topology, question.costs(), **question.where)
+    setting = (question.profile, question.topology, question.costs())
+    method = resolved(dict(question.candidates)[label], *setting, **question.where)
+    timeline = simulate(method, *setting, **question.where)
     if trace is not None:
         write_trace(trace, timeline.events, label=f"predicted, {label}")
     if out is not None:

@@ -33,7 +33,8 @@ from thinwire.local.buffers import Averages, Moments
 from thinwire.local.rounds import Fragment, Rounds
 from thinwire.local.settings import Local
 from thinwire.methods.ssgd import SSGD
-from thinwire.planner.periods import period_of
+from thinwire.planner.choose.worth import period_worth, shipped
+from thinwire.planner.periods import best_period
 from thinwire.program import Scope, State, Topology
 from thinwire.program.trace import depths
 
@@ -270,13 +271,14 @@ class RoundTimes:
 
     Args:
         services: of the handle.
+        elements: of the model.
 
     Attributes:
         said: what was measured, in words.
     """
 
-    def __init__(self, services: Services) -> None:
-        self._services, self.said = services, ""
+    def __init__(self, services: Services, elements: int) -> None:
+        self._services, self._elements, self.said = services, elements, ""
         self._left: float | None = None
         self._entered = self._exchange = 0.0
         self._steps: list[float] = []
@@ -293,7 +295,7 @@ class RoundTimes:
         self._left = time.perf_counter()
         self._exchange += self._left - self._entered
 
-    def period(self, settings: Local) -> int | None:
+    def period(self, settings: Local) -> tuple[int, int] | None:
         """A period has ended: what is measured of it; after enough of them what all ranks take from now on."""
         self._rounds.append(self._exchange)
         self._exchange = 0.0
@@ -304,8 +306,8 @@ class RoundTimes:
         rows = [struct.unpack("<dd", row) for row in self._services.gather(struct.pack("<dd", *own))]
         step, round_ = max(row[0] for row in rows), min(row[1] for row in rows)
         self.said = f"measured: a step takes {step * 1e3:.3g} ms, an exchange {round_ * 1e3:.3g} ms"
-        overlapped = settings.fragment_sync_delay != 0
-        return period_of(step, round_, overlapped=overlapped, most=settings.sync_every_max)
+        steps = period_worth(shipped(), settings.codec or SSGD(), self._elements, self._services.topology.world_size)
+        return best_period(step, round_, steps, delay=settings.fragment_sync_delay, most=settings.sync_every_max)
 
 
 class Travel:
@@ -340,7 +342,8 @@ class Travel:
         self._channels = [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
         self._next = 0
         self._under_way: dict[int, int] = {}
-        self.seconds, self.times = 0.0, RoundTimes(services)
+        elements = sum(x.numel() for fragment in rounds.fragments for x in fragment.parameters.values())
+        self.seconds, self.times = 0.0, RoundTimes(services, elements)
 
     def leave(self, fragments: Sequence[Fragment]) -> None:
         """Let the programs of fragments run."""

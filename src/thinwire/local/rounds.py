@@ -45,7 +45,7 @@ class Rounds:
         count: optimizer steps so far.
         begun: of them, those before the present period.
         period: its steps.
-        measured: the period that "auto" has found; None: none yet.
+        measured: the period and the delay that "auto" has found; None: none yet.
         fragments: parts of the parameters.
     """
 
@@ -65,7 +65,7 @@ class Rounds:
                 f"fragments={settings.fragments}: the model has only {len(parameters)} trainable parameters"
             )
         self.settings, self.count, self.begun = settings, 0, 0
-        self.measured: int | None = None
+        self.measured: tuple[int, int] | None = None
         self.period = 0  # the first one begins with the first step
         named = list(parameters.items())
         parts = cut([x.numel() for _, x in named], settings.fragments)
@@ -115,7 +115,7 @@ class Rounds:
     def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
         """As :meth:`Fragment.send`, after the optimizer step that was counted last."""
         waited = last or self.settings.measures(self.measured)
-        return fragment.send(self.count, 0 if waited else self.settings.delay_in(self.period), last=last)
+        return fragment.send(self.count, 0 if waited else self.settings.delay_in(self.period, self.measured), last=last)
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:

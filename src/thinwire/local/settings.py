@@ -91,8 +91,8 @@ class Local:
 
     Args:
         sync_every: H, optimizer steps between two exchanges of a parameter. "auto": three rounds of 2 steps are
-            measured, then it is the smallest H whose steps hide the exchange, or, where the exchange is waited for, at
-            which it adds a twentieth to the mean step. Or a :class:`QSR`.
+            measured, then it is the H with the least time to a loss: mean step times the steps that
+            ``benchmarks/race.py`` has found such a period to need. Or a :class:`QSR`.
         codec: the method that carries the mean change, with its residual; None: weights are averaged as they are.
             ``attach`` takes "int8", "int4", "int2", "bf16", "fp16" or a method's name too, and on a command
             line "none".
@@ -100,7 +100,7 @@ class Local:
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
         fragment_sync_delay: optimizer steps that go on while a fragment travels. 0: the exchange is waited for. "full":
-            one less than the period.
+            one less than the period. "auto": 0 or that, whichever is sooner; with ``sync_every="auto"``.
         fragment_update_alpha: share of its own weights that a rank keeps when a fragment comes back: 0 takes the outer
             weights, which throws away the steps made meanwhile. None: the outer weights, and those steps on top.
         sync_every_max: the largest H that "auto" takes.
@@ -136,7 +136,9 @@ class Local:
         check_count("warmup_steps", self.warmup_steps)
         check_count("fragments", self.fragments, least=1)
         if isinstance(self.fragment_sync_delay, str):
-            check_choice("fragment_sync_delay", self.fragment_sync_delay, ("full",))
+            check_choice("fragment_sync_delay", self.fragment_sync_delay, ("full", "auto"))
+            if self.fragment_sync_delay == "auto" and self.sync_every != "auto":
+                raise ValueError('fragment_sync_delay="auto" goes with sync_every="auto": write a number, or "full"')
         else:
             check_count("fragment_sync_delay", self.fragment_sync_delay)
             self._check_delay(self.fragment_sync_delay)
@@ -171,23 +173,23 @@ class Local:
                 "before it is sent again"
             )
 
-    def measures(self, measured: int | None) -> bool:
+    def measures(self, measured: tuple[int, int] | None) -> bool:
         """Whether rounds are waited for, as "auto" has not found a period yet."""
         return self.sync_every == "auto" and measured is None
 
-    def period_at(self, count: int, lr: float, measured: int | None) -> int:
+    def period_at(self, count: int, lr: float, measured: tuple[int, int] | None) -> int:
         """Steps of the period that begins after this many optimizer steps.
 
         Args:
             count: optimizer steps so far.
             lr: the learning rate.
-            measured: what "auto" has found, or None.
+            measured: the period and the delay that "auto" has found, or None.
         """
         if count < self.warmup_steps:
             return 1
         if isinstance(self.sync_every, QSR):
             return self.sync_every.period(lr)
-        return self.sync_every if isinstance(self.sync_every, int) else measured or 2
+        return self.sync_every if isinstance(self.sync_every, int) else measured[0] if measured else 2
 
     def priced(self) -> Periodic:
         """What the planner knows of it.
@@ -200,26 +202,24 @@ class Local:
         every, delay = self.sync_every, self.fragment_sync_delay
         if isinstance(every, QSR):
             raise ValueError("a period that follows the learning rate has no price: name sync_every")
-        return Periodic(
-            self.codec or SSGD(),
-            None if isinstance(every, str) else every,
-            None if isinstance(delay, str) else delay,
-            self.sync_every_max,
-            self.outer is not None,
-        )
+        fixed = None if isinstance(every, str) else every
+        return Periodic(self.codec or SSGD(), fixed, delay, self.sync_every_max, self.outer is not None)
 
-    def delay_in(self, period: int) -> int:
+    def delay_in(self, period: int, measured: tuple[int, int] | None = None) -> int:
         """Optimizer steps that go on while a fragment of this period travels."""
         delay = self.fragment_sync_delay
+        if delay == "auto":
+            delay = measured[1] if measured else 0
         return period - 1 if isinstance(delay, str) else min(delay, period - 1)
 
 
 _DTYPES = ("fp16", "bf16", "int8", "int4", "int2")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "local": {"sync_every": "auto", "codec": "int8", "fragment_sync_delay": "full"},
+    "local": {"sync_every": "auto", "codec": "int8", "fragment_sync_delay": "auto"},
     "diloco": {"sync_every": 64, "outer": Nesterov()},
 }
-"""What the names stand for; an option that a user names replaces that one alone."""
+"""What the names stand for; an option that a user names replaces that one alone. With a named period rounds are waited for,
+unless a delay is named too."""
 CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("local", {}), ("local", {"codec": "int2"}), ("local", {"codec": "none"}), ("diloco", {}),
 )  # fmt: skip
@@ -241,6 +241,8 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
     chosen = {**PRESETS[name], **options}
+    if chosen.get("sync_every") != "auto" and "fragment_sync_delay" not in options:
+        chosen.pop("fragment_sync_delay", None)
     if isinstance(codec := chosen.get("codec"), str):
         chosen["codec"] = None if codec == "none" else Cast(codec) if codec in _DTYPES else resolve(codec)
     if isinstance(inside := chosen.get("inside"), str):

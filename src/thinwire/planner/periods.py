@@ -1,35 +1,47 @@
-"""How often workers that train apart should exchange."""
+"""How often workers that train apart exchange, and whether they wait for it: the least time to a loss."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 LONGEST = 16
-"""Steps of a period that a training from scratch bears; a longer one costs more steps than it saves waiting."""
+"""Steps of a period that a training from scratch bears."""
 
-WAITING = 0.05
-"""Of a step: what an exchange that is waited for may add to it on average."""
+EVERY = (2, 4, 8, LONGEST)
+"""Periods to choose from."""
 
 
-def period_of(step_seconds: float, round_seconds: float, *, overlapped: bool, most: int = LONGEST) -> int:
-    """The smallest number of steps between two exchanges at which they cost next to no time.
+def mean_step(step_seconds: float, round_seconds: float, every: int, delay: int) -> float:
+    """Of a period whose round travels while ``delay`` steps go on.
+
+    Example:
+        >>> mean_step(1.0, 3.0, 4, 0), mean_step(1.0, 3.0, 4, 2), mean_step(1.0, 3.0, 4, 3)
+        (1.75, 1.25, 1.0)
+    """
+    return step_seconds + max(0.0, round_seconds - delay * step_seconds) / every
+
+
+def best_period(
+    step_seconds: float,
+    round_seconds: float,
+    steps: Callable[[int, int], float],
+    *,
+    delay: int | str = "auto",
+    most: int = LONGEST,
+) -> tuple[int, int]:
+    """Steps of a period, and how many of them go on while a round travels.
 
     Args:
         step_seconds: of a step that exchanges nothing.
         round_seconds: of an exchange of the whole model.
-        overlapped: it runs while training goes on, and must be back before the next: then it is hidden. Else it is
-            waited for, and may add a twentieth to the mean step.
-        most: the answer, at most.
-
-    Example:
-        >>> period_of(0.3, 0.7, overlapped=True), period_of(0.3, 0.07, overlapped=False)
-        (4, 5)
+        steps: (period, delay) -> steps to a loss, over those of exact averaging; infinite: not known.
+        delay: a number of steps; "full": all but one of the period; "auto": none or that.
+        most: steps of a period.
     """
-    if step_seconds <= 0:
-        return most
-    steps = (
-        1 + math.ceil(round_seconds / step_seconds)
-        if overlapped
-        else math.ceil(round_seconds / (WAITING * step_seconds))
-    )
-    return max(2, min(most, steps))
+    options = []
+    for every in (each for each in EVERY if each <= max(2, most)):
+        delays = {0, every - 1} if delay == "auto" else {every - 1 if delay == "full" else min(int(delay), every - 1)}
+        options += [(every, some) for some in sorted(delays)]
+    known = [option for option in options if math.isfinite(steps(*option))] or options[:1]
+    return min(known, key=lambda option: mean_step(step_seconds, round_seconds, *option) * min(steps(*option), 1e9))

@@ -9,6 +9,7 @@ from thinwire.planner.choose.explain import ExplainedBucket, explain
 from thinwire.planner.choose.grid import Map, map_of
 from thinwire.planner.choose.knee import knee
 from thinwire.planner.choose.rank import choose
+from thinwire.planner.choose.resolved import resolved
 from thinwire.planner.choose.result import Entry, Ranking
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "explain",
     "knee",
     "map_of",
+    "resolved",
 ]

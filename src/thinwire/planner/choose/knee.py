@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from thinwire.planner.choose.resolved import resolved
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import simulate
@@ -60,9 +61,9 @@ def knee(
             return False
         topology = Topology(workers, ranks_per_node)
         priced = costs if isinstance(costs, Costs) else costs(topology)
-        step = simulate(
-            method, model_profile, topology, priced, backend=backend, shared_compute=shared_compute
-        ).step_seconds
+        where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
+        ran = resolved(method, model_profile, topology, priced, **where)
+        step = simulate(ran, model_profile, topology, priced, **where).step_seconds
         return alone < efficiency * step
 
     last = most // ranks_per_node

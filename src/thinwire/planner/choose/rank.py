@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from thinwire.methods.cast import Cast
 from thinwire.methods.ssgd import SSGD
+from thinwire.planner.choose.resolved import resolved
 from thinwire.planner.choose.result import Entry, Ranking
 from thinwire.planner.choose.spread import measured_share, spread_costs, spread_profile
 from thinwire.planner.choose.worth import Worth, WorthOf, shipped
@@ -16,7 +17,6 @@ from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import Timeline, bound_by, simulate
 from thinwire.planner.timeline.bottleneck import network_free
-from thinwire.planner.timeline.local_steps import Periodic
 from thinwire.program import Method, Topology
 
 Candidates = Sequence[tuple[str, Method]]
@@ -171,8 +171,8 @@ def price(
         if not (lossy or dense or method.exact):
             continue
         try:
-            timeline = simulate(method, profile, topology, costs, **where)
-            ran = replace(method, every=timeline.every) if isinstance(method, Periodic) else method
+            ran = resolved(method, profile, topology, costs, worth=worth_of, **where)
+            timeline = simulate(ran, profile, topology, costs, **where)
             value = worth_of(ran, profile.elements, topology.world_size)
             points.append(SimulatedMethod(label, ran, timeline, value))
         except (LookupError, ValueError) as error:

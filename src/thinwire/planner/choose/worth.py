@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from thinwire.methods.cast import Cast
 from thinwire.planner.timeline.local_steps import Periodic
 from thinwire.program import Method
 from thinwire.program.plan import UNREADABLE
@@ -75,7 +76,7 @@ class MeasuredWorth:
         if isinstance(method, Periodic):
             if method.every is None or method.outer:
                 return False
-            every, overlapped = method.every, method.delay is None or method.delay > 0
+            every, overlapped = method.every, method.overlapped
             method = method.codec
         if method.name != self.method or every > self.every or (every == 1) != (self.every == 1):
             return False
@@ -118,6 +119,16 @@ def worth_from(rows: tuple[MeasuredWorth, ...]) -> WorthOf:
         return min(found, key=apart).worth()
 
     return worth_of
+
+
+def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> Callable[[int, int], float]:
+    """(period, delay) -> steps to a loss of local steps with a codec; where that was not measured, with 8 bits."""
+
+    def steps(every: int, delay: int) -> float:
+        own = worth(Periodic(codec, every, delay), elements, workers)
+        return (own if own.known else worth(Periodic(Cast("int8"), every, delay), elements, workers)).middle
+
+    return steps
 
 
 def read_worth(path: Path) -> WorthOf:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from thinwire.planner.periods import LONGEST, period_of
+from thinwire.planner.periods import LONGEST
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline.machine import ComputeTask, Machine
 from thinwire.planner.timeline.programs import ProgramPart
@@ -20,8 +20,8 @@ class Periodic(Method):
 
     Args:
         codec: carries the weights, or their changes.
-        every: steps between two rounds; None: as many as hide the exchange, see ``planner.periods``.
-        delay: steps that go on while a round travels; None: all but one.
+        every: steps between two rounds; None: ``planner.choose.resolved`` chooses.
+        delay: steps that go on while a round travels; "full": all but one; "auto": chosen with ``every``.
         most: steps between two rounds, where ``every`` is None.
         outer: an outer optimizer makes something else of the mean change.
     """
@@ -31,7 +31,7 @@ class Periodic(Method):
 
     codec: Method
     every: int | None = None
-    delay: int | None = None
+    delay: int | str = "auto"
     most: int = LONGEST
     outer: bool = False
 
@@ -42,6 +42,11 @@ class Periodic(Method):
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
         """As the codec has it."""
         return self.codec.dense(name, shape, embedding)
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether training goes on while a round travels."""
+        return self.delay != 0
 
     @property
     def carrier(self) -> Method:
@@ -90,20 +95,17 @@ def simulate_period(
     backward = sum(t.backward_seconds for t in profile.tensors)
     step = [("forward", profile.forward_seconds), ("backward", backward), ("optimizer", optimizer_seconds)]
 
-    def run(steps: int, delay: int) -> tuple[float, Machine]:
-        tasks = []
-        for number in range(steps + 1):
-            if number == delay:
-                tasks += [ComputeTask("merge", 0.0, needs=position) for position in range(len(parts))]
-            if number < steps:
-                tasks += [ComputeTask(f"{name} {number + 1}", seconds) for name, seconds in step]
-        machine = Machine(tasks, list(parts), [], shared=shared, streams=streams)
-        return machine.run(), machine
-
-    every = method.every
-    if every is None:
-        alone = sum(seconds for _, seconds in step)
-        every = period_of(alone, run(0, 0)[0], overlapped=method.delay is None or method.delay > 0, most=method.most)
-    seconds, machine = run(every, every - 1 if method.delay is None else min(method.delay, every - 1))
+    every, delay = method.every, method.delay
+    if every is None or delay == "auto":
+        raise ValueError("local steps without a period: planner.choose.resolved chooses one")
+    tasks = []
+    travelling = every - 1 if isinstance(delay, str) else min(delay, every - 1)
+    for number in range(every + 1):
+        if number == travelling:
+            tasks += [ComputeTask("merge", 0.0, needs=position) for position in range(len(parts))]
+        if number < every:
+            tasks += [ComputeTask(f"{name} {number + 1}", seconds) for name, seconds in step]
+    machine = Machine(tasks, list(parts), [], shared=shared, streams=streams)
+    seconds = machine.run()
     sent = sum(event.bytes for event in machine.events)
     return Period(every, seconds, exposed_seconds(machine.events), tuple(machine.events), sent)

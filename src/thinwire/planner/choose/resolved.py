@@ -1,0 +1,38 @@
+"""Local steps without a period: the one that is the soonest at a loss, on this model and network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from thinwire.planner.choose.worth import WorthOf, period_worth, shipped
+from thinwire.planner.costs import Costs
+from thinwire.planner.periods import best_period
+from thinwire.planner.profiles import ModelProfile
+from thinwire.planner.timeline import simulate
+from thinwire.planner.timeline.local_steps import Periodic
+from thinwire.program import Method, Topology
+
+
+def resolved(
+    method: Method,
+    model_profile: ModelProfile,
+    topology: Topology,
+    costs: Costs,
+    *,
+    worth: WorthOf | None = None,
+    **where: Any,
+) -> Method:
+    """The method, with a period and a delay if it is local steps without; ``where``: as of ``simulate``."""
+    if not isinstance(method, Periodic) or (method.every is not None and method.delay != "auto"):
+        return method
+    step = model_profile.forward_seconds + sum(model_profile.backward_seconds)
+    waited = replace(method, every=1, delay=0)
+    round_ = simulate(waited, model_profile, topology, costs, **where).step_seconds - step
+    steps = period_worth(worth or shipped(), method.codec, model_profile.elements, topology.world_size)
+    if method.every is None:
+        every, delay = best_period(step, round_, steps, delay=method.delay, most=method.most)
+    else:
+        every = method.every
+        delay = min((0, every - 1), key=lambda some: steps(every, some))
+    return replace(method, every=every, delay=delay)
