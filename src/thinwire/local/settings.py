@@ -218,8 +218,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "local": {"sync_every": "auto", "codec": "int8", "fragment_sync_delay": "auto"},
     "diloco": {"sync_every": 64, "outer": Nesterov()},
 }
-"""What the names stand for; an option that a user names replaces that one alone. With a named period rounds are waited for,
-unless a delay is named too."""
+"""What the names stand for; an option that a user names replaces that one alone.
+
+With a named period rounds are waited for, unless a delay is named too.
+"""
 CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("local", {}), ("local", {"codec": "int2"}), ("local", {"codec": "none"}), ("diloco", {}),
 )  # fmt: skip
