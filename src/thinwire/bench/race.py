@@ -46,6 +46,14 @@ class Trajectory:
         """Steps until the loss is at or below ``target``, linear between points; None: it never is."""
         return reached(zip(map(float, self.steps), self.losses), target)
 
+    def smoothed(self, points: int = 5) -> Trajectory:
+        """The mean over as many neighbouring points, fewer at the ends: one evaluation is a matter of luck."""
+        last, made = len(self.losses) - 1, []
+        for place in range(len(self.losses)):
+            reach = min(points // 2, place, last - place)
+            made.append(statistics.fmean(self.losses[place - reach : place + reach + 1]))
+        return replace(self, losses=tuple(made))
+
     def loss_at(self, step: float) -> float:
         """The loss after so many steps, linear between points.
 
@@ -180,7 +188,7 @@ def tuned(
     rates: Sequence[float] = (0.5, 1.0, 2.0, 4.0),
     seeds: Sequence[int] = (1, 2, 3),
 ) -> dict[str, StepsFactor]:
-    """Tune every row's rate alike on seed 0, and compare them on others.
+    """Tune every row's rate alike on seed 0, and compare them on others, by smoothed losses.
 
     Args:
         run: (labels, factor on the rate, seed) -> their trajectories.
@@ -190,7 +198,11 @@ def tuned(
         rates: that are tried.
         seeds: on which rows are compared.
     """
-    tried = {rate: run(labels, rate, 0) for rate in rates}
+
+    def smooth(labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
+        return {label: found.smoothed() for label, found in run(labels, rate, seed).items()}
+
+    tried = {rate: smooth(labels, rate, 0) for rate in rates}
     at = max(t.steps[-1] for t in tried[rates[0]].values()) * share
     target = min(runs[base].loss_at(at) for runs in tried.values() if not runs[base].error)
     best = {label: min(rates, key=lambda r, name=label: _or_never(tried[r][name].steps_to(target)))  # type: ignore[misc]
@@ -199,7 +211,7 @@ def tuned(
     for seed in seeds:
         runs: dict[str, Trajectory] = {}
         for rate in dict.fromkeys(best.values()):
-            runs.update(run([label for label in labels if best[label] == rate], rate, seed))
+            runs.update(smooth([label for label in labels if best[label] == rate], rate, seed))
         target = runs[base].loss_at(at)
         for label in labels:
             steps = runs[label].steps_to(target)

@@ -25,6 +25,13 @@ def test_the_loss_at_a_step():
         FALLING.loss_at(31)
 
 
+def test_smoothing_leaves_what_is_straight_and_takes_out_what_leaps():
+    line = Trajectory(tuple(range(7)), (7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0))
+    assert line.smoothed() == line
+    leaping = Trajectory(tuple(range(7)), (7.0, 6.0, 5.0, 9.0, 3.0, 2.0, 1.0))
+    assert leaping.smoothed().losses == pytest.approx((7.0, 6.0, 6.0, 5.0, 4.0, 2.0, 1.0))
+
+
 def falling(slope, start=4.0, steps=100):
     return Trajectory(tuple(range(0, steps + 1, 10)), tuple(start - slope * step for step in range(0, steps + 1, 10)))
 
