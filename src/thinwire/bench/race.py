@@ -24,6 +24,7 @@ from thinwire.bench.session import Launch, Progress, run_session
 from thinwire.bench.spec import BenchSpec
 from thinwire.durable import write_whole
 
+_AROUND = (0.75, 0.875, 1.0, 1.125, 1.25)
 _DECIDE = ("program", "kernels", "methods", "local", "bench/models", "bench/corpus.py")
 """Parts of the package whose text decides losses."""
 
@@ -190,6 +191,9 @@ def tuned(
 ) -> dict[str, StepsFactor]:
     """Tune every row's rate alike on seed 0, and compare them on others, by smoothed losses.
 
+    A factor is the median over five targets around the share, of the base on the same seed: one target is a matter of
+    luck, and so is how fast a seed's weights learn.
+
     Args:
         run: (labels, factor on the rate, seed) -> their trajectories.
         labels: of the rows.
@@ -203,19 +207,24 @@ def tuned(
         return {label: found.smoothed() for label, found in run(labels, rate, seed).items()}
 
     tried = {rate: smooth(labels, rate, 0) for rate in rates}
-    at = max(t.steps[-1] for t in tried[rates[0]].values()) * share
-    target = min(runs[base].loss_at(at) for runs in tried.values() if not runs[base].error)
-    best = {label: min(rates, key=lambda r, name=label: _or_never(tried[r][name].steps_to(target)))  # type: ignore[misc]
+    last = max(t.steps[-1] for t in tried[rates[0]].values())
+    around = [last * share * near for near in _AROUND]
+
+    def steps_to(row: Trajectory, mark: Trajectory) -> float:
+        """Over those of ``mark``, at its losses around the share."""
+        return statistics.median(_or_never(row.steps_to(mark.loss_at(at))) / at for at in around)
+
+    fastest = min((runs[base] for runs in tried.values() if not runs[base].error), key=lambda t: t.loss_at(around[2]))
+    best = {label: min(rates, key=lambda r, name=label: steps_to(tried[r][name], fastest))  # type: ignore[misc]
             for label in labels}  # fmt: skip
-    factors: dict[str, list[float | None]] = {label: [] for label in best}
+    factors: dict[str, list[float | None]] = {label: [] for label in labels}
     for seed in seeds:
         runs: dict[str, Trajectory] = {}
         for rate in dict.fromkeys(best.values()):
             runs.update(smooth([label for label in labels if best[label] == rate], rate, seed))
-        target = runs[base].loss_at(at)
         for label in labels:
-            steps = runs[label].steps_to(target)
-            factors[label].append(None if steps is None else steps / at)
+            factor = steps_to(runs[label], runs[base])
+            factors[label].append(None if factor == float("inf") else factor)
     return {label: StepsFactor(best[label], tuple(found)) for label, found in factors.items()}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from thinwire.methods.cast import Cast
+from thinwire.planner.periods import EVERY
 from thinwire.planner.timeline.local_steps import Periodic
 from thinwire.program import Method
 from thinwire.program.plan import UNREADABLE
@@ -83,8 +84,8 @@ class MeasuredWorth:
         return overlapped == self.overlapped and all(_covers(getattr(method, k), v) for k, v in self.options.items())
 
     def worth(self) -> Worth:
-        """As figures."""
-        ordered = sorted(math.inf if factor is None else factor for factor in self.factors)
+        """As figures; fewer steps than exact averaging's are luck."""
+        ordered = sorted(math.inf if factor is None else max(1.0, factor) for factor in self.factors)
         source = f"measured with {self.elements / 1e6:.2g} M parameters, {self.workers} workers"
         return Worth(ordered[0], ordered[len(ordered) // 2], ordered[-1], source)
 
@@ -122,13 +123,14 @@ def worth_from(rows: tuple[MeasuredWorth, ...]) -> WorthOf:
 
 
 def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> Callable[[int, int], float]:
-    """(period, delay) -> steps to a loss of local steps with a codec; where that was not measured, with 8 bits."""
+    """(period, delay) -> steps to a loss of local steps with a codec; of one that was not measured, with 8 bits."""
 
-    def steps(every: int, delay: int) -> float:
-        own = worth(Periodic(codec, every, delay), elements, workers)
-        return (own if own.known else worth(Periodic(Cast("int8"), every, delay), elements, workers)).middle
+    def steps_with(code: Method) -> Callable[[int, int], float]:
+        return lambda every, delay: worth(Periodic(code, every, delay), elements, workers).middle
 
-    return steps
+    own = steps_with(codec)
+    measured = any(math.isfinite(own(every, delay)) for every in EVERY for delay in (0, every - 1))
+    return own if measured else steps_with(Cast("int8"))
 
 
 def read_worth(path: Path) -> WorthOf:
