@@ -64,8 +64,10 @@ def test_a_row_that_fails_is_in_the_table_and_the_others_go_on(tmp_path, monkeyp
     )
     monkeypatch.chdir(tmp_path)
     words = ["bench", "--model", "fails_late:build", "--steps", "2", "--rounds", "2", "--json", "--methods", "ddp,ssgd"]
-    words += ["--operation-timeout", "20"]  # a busy machine may keep a live rank for seconds
-    result = CliRunner().invoke(app, words)
+    for seconds in ("20", "90"):  # a very busy machine may keep a live rank as long as the shorter one
+        result = CliRunner().invoke(app, [*words, "--operation-timeout", seconds])
+        if result.exit_code == 0:
+            break
     rows = {row["label"]: row for row in json.loads(result.stdout)["rows"]}
     assert result.exit_code == 0
     assert rows["ddp"]["error"]

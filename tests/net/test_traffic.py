@@ -70,12 +70,15 @@ def test_ranks_of_a_node_do_not_use_its_link(mode):
 @pytest.mark.parametrize("direction", ["to-zero", "from-zero"])
 def test_links_of_different_rates(mode, direction):
     cluster = lab.Cluster.parse(3, 1, "unlimited,20mbit,2mbit")
-    result, _ = traffic(cluster, direction, "seconds", 1)
-    counts = result.sent_bytes if direction == "to-zero" else result.received_bytes
-    assert counts[1] > 2 * counts[2] > 0
-    for node in (1, 2):
-        link = cluster.link(node)
-        assert counts[node] <= link.rate / 8 * result.seconds + 2 * link.burst_bytes
+    for seconds in (1, 4, 16):  # on a busy machine the sender of the faster link may hardly run at first
+        result, _ = traffic(cluster, direction, "seconds", seconds)
+        counts = result.sent_bytes if direction == "to-zero" else result.received_bytes
+        for node in (1, 2):
+            link = cluster.link(node)
+            assert 0 < counts[node] <= link.rate / 8 * result.seconds + 2 * link.burst_bytes
+        if counts[1] > 2 * counts[2]:
+            return
+    pytest.fail(f"node 1 has ten times the rate of node 2 and sent no more: {counts}")
 
 
 def test_nodes_have_names_and_the_machine_keeps_its_own(mode):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -122,9 +123,14 @@ def test_others_are_ended_after_the_grace_period():
     assert result.exit_code == 3
 
 
-def test_who_ignores_sigterm_is_killed(monkeypatch):
+def test_who_ignores_sigterm_is_killed(monkeypatch, tmp_path):
     monkeypatch.setattr("thinwire.lab.supervise._KILL_AFTER_SECONDS", 0.3)
-    command = ["sh", "-c", "trap '' TERM; [ $RANK = 1 ] && exit 3; while :; do sleep 0.1; done"]
+    ready = shlex.quote(str(tmp_path / "ready"))  # rank 1 fails when rank 0 is deaf, however slow its shell is
+    deaf, fails = (
+        f"trap '' TERM; touch {ready}; while :; do sleep 0.1; done",
+        f"until [ -e {ready} ]; do sleep 0.1; done; exit 3",
+    )
+    command = ["sh", "-c", f"if [ $RANK = 1 ]; then {fails}; fi; {deaf}"]
     result, _ = run(lab.Cluster(2), command, grace_seconds=0.2)
     assert result.exit_codes == (137, 3)
 
