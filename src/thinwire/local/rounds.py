@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.local.machine import by_first_ranks, exchanges_of
-from thinwire.local.settings import Local
+from thinwire.local.settings import QSR, Local
 from thinwire.methods.base import all_finite
 from thinwire.methods.ssgd import SSGD
 from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
@@ -90,6 +90,9 @@ class Rounds:
         """The optimizer has stepped, or was kept from it. ``lr``: its learning rate."""
         if self.ends:
             self.begun, self.period = self.count, self.settings.period_at(self.count, lr, self.measured)
+        elif isinstance(self.settings.sync_every, QSR):  # a rate that has risen ends a period that is too long for it
+            shorter = self.settings.period_at(self.count, lr, None)
+            self.period = min(self.period, max(shorter, self.count - self.begun + 1))
         self.count += 1
 
     def arriving(self) -> list[Fragment]:
@@ -110,7 +113,8 @@ class Rounds:
         return [f for f in self.fragments if self._leaves(f)]
 
     def _leaves(self, fragment: Fragment) -> bool:
-        return self.count - self.begun == _offset(fragment.index, len(self.fragments), self.period)
+        made, turn = self.count - self.begun, _offset(fragment.index, len(self.fragments), self.period)
+        return made == turn or (made > turn and fragment.left <= self.begun)  # the period has become shorter
 
     def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
         """As :meth:`Fragment.send`, after the optimizer step that was counted last."""
@@ -270,13 +274,18 @@ class Fragment:
         self.rejected += not accepted
         return accepted
 
+    @property
+    def sent_finite(self) -> bool:
+        """Whether the weights of this rank were finite as they were sent last."""
+        return all(bool(all_finite(x)) for x in self._sent)
+
     @torch.no_grad()
     def merge(self, count: int) -> None:
         """The outer step on what was received, and its way into the weights, after the step of this number."""
         self.due = None
         weights = [x.detach() for x in self.parameters.values()]
         if self._mean is None:
-            if not all(bool(all_finite(x)) for x in self._sent):
+            if not self.sent_finite:
                 torch._foreach_copy_(weights, self.anchors)
             return
         mean, self._mean = self._mean, None

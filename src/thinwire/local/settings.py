@@ -60,7 +60,8 @@ class QSR:
 
     Paper: Gu et al.: A Quadratic Synchronization Rule for Distributed Deep Learning, ICLR 2024, arXiv 2310.14423.
 
-    The rate is that of the optimizer's first group when a period begins, and must be equal on all ranks.
+    The rate is that of the optimizer's first group when a period begins, and must be equal on all ranks. Where it rises
+    afterwards, as in a warm-up from 0, the period ends as soon as it is too long for the new rate.
 
     Args:
         alpha: the paper takes 0.0175 to 0.03 for SGD on ImageNet and AdamW on ViT; tune it.

@@ -122,7 +122,24 @@ def test_nor_does_a_period_that_changes(codec, fragments, delay):
         world.step(lr)
         close(virtual(world), mean_walk(3, step + 1))
         seen.append(world.rounds[0].period)
-    assert seen == [1] * 3 + [4] * 4 + [4] * 4 + [6] * 6 + [6] * 6 + [4] * 10  # as of the rate at the period's start
+    # As of the rate at the period's start; the one that begins with 0.02 ends when the rate has risen to 0.1.
+    assert seen == [1] * 3 + [4] * 8 + [6] * 7 + [2] + [1] * 2 + [4] * 12
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_rate_that_warms_up_from_nothing_does_not_keep_ranks_apart(fragments):
+    world = Ranks(Local(QSR(0.1), TopK(0.1), fragments=fragments, fragment_sync_delay="full"), equal(2))
+    left = []
+    for step in range(30):
+        for own, change in zip(world.weights, drawn(1000 + step, 2), strict=True):
+            for name, x in own.items():
+                x.sub_(0.01 * change[name])
+        world.step(0.05 * min(1.0, step / 5))
+        close(virtual(world), mean_walk(2, step + 1))
+        left.append([f.left for f in world.rounds[0].fragments])
+    assert world.rounds[0].period == 4
+    assert min(left[9]) > 0  # every fragment has been sent
+    assert min(left[-1]) > 30 - 4 - 1
 
 
 def test_a_warm_up_averages_after_every_step_and_auto_waits_until_it_has_measured():
