@@ -44,8 +44,7 @@ class Averages:
                 total = yield AllReduce(x.to(working_dtype(dtype)))
                 self._received[dtype] = total / self._ranks
             else:
-                wire = x.view(torch.uint8) if dtype is torch.bool else x
-                self._received[dtype] = (yield Broadcast(wire)).view(dtype)
+                self._received[dtype] = (yield Broadcast(x.view(torch.uint8))).view(dtype)  # Gloo lacks some dtypes
 
     @torch.no_grad()
     def merge(self) -> None:
