@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 
 import cases
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import thinwire as tw
+import thinwire.checkpoint
 from spawned import run
 from thinwire.local import Local, Nesterov
 
@@ -154,6 +156,113 @@ def test_a_step_that_a_scaler_skips_is_counted():
     assert all(x.isfinite().all() for x in first)
 
 
+def _scaled_after_plain_steps(rank, size):
+    """One optimizer steps by itself, before and beside the one whose scaler skips a step on rank 1."""
+    net = cases.model()
+    some = list(net.parameters())
+    first, second = torch.optim.SGD(some[:2], lr=0.05), torch.optim.SGD(some[2:], lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with tw.attach(net, [first, second], Local(2), detect_desync=True) as sync:
+        for step in range(8):
+            loss = cases.loss_of(net, rank, step)
+            if rank == 1 and step in (2, 5):
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+            for p in some[2:]:
+                p.grad.nan_to_num_(0.0, 0.0, 0.0)
+            second.step()
+            scaler.step(first)
+            scaler.update()
+            first.zero_grad()
+            second.zero_grad()
+        return cases.weights(net), sync.stats().steps
+
+
+def test_a_skipped_step_is_counted_beside_an_optimizer_without_a_scaler():
+    (first, *one), (second, *other) = run(_scaled_after_plain_steps, 2, seconds=120)
+    assert one == other == [8]
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def _lost_moments(rank, size):
+    """A single loss of rank 1 is NaN, and its Adam remembers it for ever."""
+    net, lines = cases.model(), _Lines()
+    optimizer = _adamw(net)
+    logging.getLogger("thinwire").addHandler(lines)
+    try:
+        with tw.attach(net, optimizer, Local(2)) as sync:
+            for step in range(12):
+                (cases.loss_of(net, rank, step) * (torch.nan if rank == 1 and step == 3 else 1.0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return lines.said, sync.stats().rejected_steps
+    finally:
+        logging.getLogger("thinwire").removeHandler(lines)
+
+
+def test_it_is_said_when_no_round_is_kept_any_more():
+    for rank, (said, rejected) in enumerate(run(_lost_moments, 2, seconds=120)):
+        assert rejected == 5
+        (line,) = [one for one in said if "nothing was averaged" in one]
+        assert f"last 3 rounds: {('another', 'this')[rank]} rank's weights were not finite" in line
+
+
+def _lent(rank, size, folder):
+    """Inside outer_weights, also after an inner one, nothing takes what is lent for this rank's own."""
+    said, net = [], cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with tw.attach(net, optimizer, Local(4)) as sync:
+        _train(net, optimizer, rank, 6)
+        own, state = cases.weights(net), sync.state_dict()
+        with sync.outer_weights():
+            with sync.outer_weights():
+                pass
+            for call in (
+                optimizer.step,
+                sync.finish,
+                sync.state_dict,
+                lambda: sync.load_state_dict(state),
+                lambda: tw.checkpoint.save(folder, net, optimizer, sync, 6),
+            ):
+                with pytest.raises((RuntimeError, OSError)) as error:
+                    call()
+                said.append(str(error.value))
+        kept = all(torch.equal(a, b) for a, b in zip(own, cases.weights(net), strict=True))
+    return said, kept
+
+
+def test_what_is_lent_is_not_taken_for_the_own(tmp_path):
+    for said, kept in run(_lent, 2, str(tmp_path), seconds=120):
+        assert kept
+        for sentence, words in zip(said, ("step", "finish()", "state_dict()", "load_state_dict()", "state_dict()")):
+            assert f"{words} inside outer_weights()" in sentence or "optimizer.step() inside" in sentence
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.complex64, torch.float16], ids=str)
+def test_buffers_of_any_dtype_travel(dtype):
+    for value in run(_marked, 2, dtype, seconds=120):
+        assert torch.equal(value, torch.ones(3).to(dtype))
+
+
+def _marked(rank, size, dtype):
+    net = cases.model()
+    net.register_buffer("mark", torch.zeros(3).to(dtype))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with tw.attach(net, optimizer, Local(2)):
+        net.mark.copy_(torch.ones(3) if rank == 0 or dtype.is_floating_point else torch.zeros(3))
+        _train(net, optimizer, rank, 2)
+    return net.mark.clone()
+
+
 def _buffers(rank, size):
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -282,6 +391,32 @@ def _resumed(rank, size):
     return rows
 
 
+def _resumed_inside(rank, size):
+    """The method inside machines has a residual of its own."""
+    settings = Local(3, tw.Cast("int8"), inside=tw.TopK(0.1), fragment_sync_delay=2)
+    attach = {"topology": tw.Topology(4, 2), "start_compression_step": 0}
+    net = cases.model()
+    optimizer = _adamw(net)
+    with tw.attach(net, optimizer, settings, **attach) as sync:
+        _train(net, optimizer, rank, 7)
+        saved = sync.state_dict(), copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+        _train(net, optimizer, rank, 6, first=7)
+        through = cases.weights(net)
+    again = cases.model()
+    other = _adamw(again)
+    with tw.attach(again, other, settings, **attach) as sync:
+        again.load_state_dict(saved[1])
+        other.load_state_dict(saved[2])
+        sync.load_state_dict(saved[0])
+        _train(again, other, rank, 6, first=7)
+    return through, cases.weights(again)
+
+
+def test_what_is_owed_inside_a_machine_is_saved_too():
+    for through, again in run(_resumed_inside, 4, seconds=240):
+        assert all(torch.equal(a, b) for a, b in zip(through, again, strict=True))
+
+
 def test_training_goes_on_bit_for_bit():
     for rows in run(_resumed, 2, seconds=120):
         for through, again in rows:
@@ -388,6 +523,7 @@ def test_one_rank_is_plain_training():
             _train(net, optimizer, 0, 7)
             if attached:
                 sync.finish()
+                assert sync.stats().steps == 7
         weights.append(cases.weights(net))
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import statistics
 import struct
 import sys
@@ -37,7 +38,9 @@ from thinwire.planner.periods import period_of
 from thinwire.program import Scope, State, Topology
 from thinwire.program.trace import depths
 
+logger = logging.getLogger("thinwire")
 _MEASURED = 3  # periods, of which the first opens connections and does not count
+_IN_VAIN = 3  # rounds of a fragment, one after another, of which nothing was kept: no accident of one step
 
 
 class LocalSync:
@@ -65,7 +68,7 @@ class LocalSync:
         self._late, self.settings = LateParameters(model), local
         self.services = Services(model, optimizers, managed[0].device, self._session, None, None)
         self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
-        self._lent = self._called = False  # an optimizer's step hooks were, since its scaler was asked to step it
+        self._lent = False
         self._handles: list[Any] = []
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
         self._travel: Travel | None = None
@@ -84,10 +87,9 @@ class LocalSync:
             moments = Moments(dict(local.moments), optimizers, weights.values())
             buffers = model.buffers() if settings.broadcast_buffers else ()
             self._travel = Travel(self.services, self._rounds, list(buffers), moments, settings.detect_desync)
-            for optimizer in optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-                self._handles.append(optimizer.register_step_post_hook(self._after_step))
-            self._handles.append(SkippedSteps(self._scaler_stepped))
+            self._handles += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        self._handles += [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        self._handles.append(SkippedSteps(self._skipped))
         remember(model, self)
 
     # --- hooks ---------------------------------------------------------------------------------------------------
@@ -99,14 +101,12 @@ class LocalSync:
         self._late.check(optimizer, self._parameters)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._called = True
         self._count(optimizer)
 
-    def _scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """A GradScaler was asked to step an optimizer: if it has not, the others count the step all the same."""
-        if not self._called and optimizer in self.services.optimizers:
+    def _skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """A GradScaler has kept an optimizer from stepping: the other ranks count the step all the same."""
+        if optimizer in self.services.optimizers:
             self._count(optimizer)
-        self._called = False
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
         everyone = {id(o) for o in self.services.optimizers}
@@ -114,10 +114,12 @@ class LocalSync:
         if self._waiting:
             return
         rounds, travel, session = self._rounds, self._travel, self._session
-        assert travel is not None
-        travel.times.stepped()
+        if travel is not None:
+            travel.times.stepped()
         rounds.stepped(self._lr)
         session.state.step = rounds.count
+        if travel is None:
+            return
         session.counters.sent(sum(m.parameter.nbytes for m in self._parameters.values()), session.state.size)
         for fragment in rounds.arriving():
             travel.merge(fragment)
@@ -150,12 +152,12 @@ class LocalSync:
         if self._travel is None:
             yield
             return
-        self._lent = True
+        lent, self._lent = self._lent, True
         try:
             with self._rounds.outer_weights():
                 yield
         finally:
-            self._lent = False
+            self._lent = lent
 
     def finish(self) -> None:
         """Merge what is under way, and average once more, exactly: then all ranks have the same weights.
@@ -169,6 +171,7 @@ class LocalSync:
         if travel is None:
             return
         self._session.check_usable()
+        self._check_own("finish()")
         for fragment in sorted(self._rounds.travelling(), key=lambda f: f.due or 0):
             travel.merge(fragment)
         for fragment in self._rounds.fragments:
@@ -177,6 +180,10 @@ class LocalSync:
             travel.merge(fragment)
             if fragment.rejected > rejected:
                 raise RuntimeError("finish() has averaged nothing: some rank's weights are not finite")
+
+    def _check_own(self, call: str) -> None:
+        if self._lent:
+            raise RuntimeError(f"{call} inside outer_weights() would miss this rank's own weights: call it outside")
 
     @property
     def period(self) -> int:
@@ -218,7 +225,11 @@ class LocalSync:
         """This rank's state beside its model and its optimizer, which are its own too: save all three on every rank.
 
         Waits for what is under way; not a collective.
+
+        Raises:
+            RuntimeError: inside ``outer_weights``, where the model beside it has not this rank's own weights.
         """
+        self._check_own("state_dict()")
         return local_persistence.to_state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,8 +242,12 @@ class LocalSync:
         Raises:
             ValueError: it was saved by another rank or under other settings, or does not fit the model; nothing has
                 changed.
+            RuntimeError: inside ``outer_weights``.
         """
-        local_persistence.fitting(self, state).restore()
+        self._check_own("load_state_dict()")
+        found = local_persistence.fitting(self, state)
+        found.restore()
+        found.adopt()
 
     def close(self) -> None:
         """Take the hooks out and give the process groups back. Idempotent; what is under way is waited for and dropped.
@@ -340,6 +355,7 @@ class Travel:
         self._channels = [services.channel(f"local {k}", wanted) for k in range(rounds.most_travelling())]
         self._next = 0
         self._under_way: dict[int, int] = {}
+        self._in_vain = Counter[int]()
         self.seconds, self.times = 0.0, RoundTimes(services)
 
     def leave(self, fragments: Sequence[Fragment]) -> None:
@@ -368,7 +384,13 @@ class Travel:
         """Wait for a fragment, if it has not come."""
         if not fragment.received:
             self.seconds += self._channels[self._under_way.pop(fragment.index)].wait()
-            fragment.receive()
+            self._in_vain[fragment.index] = 0 if fragment.receive() else self._in_vain[fragment.index] + 1
+            if self._in_vain[fragment.index] == _IN_VAIN:
+                logger.warning(
+                    "thinwire: nothing was averaged in the last %d rounds: %s weights were not finite in each. An "
+                    "optimizer's state that is not finite stays so: begin from a checkpoint",
+                    _IN_VAIN, "another rank's" if fragment.sent_finite else "this rank's",
+                )  # fmt: skip
 
     def merge(self, fragment: Fragment) -> None:
         """Wait for it, and take it over."""

@@ -1,7 +1,8 @@
 """The state of local steps as a flat dict, and back, also on another number of ranks.
 
 The codec's memory is under the keys of :mod:`~thinwire.engine.state.persistence`. Beside it are ``outer``, equal on all
-ranks: outer weights and momenta, counters, means that have come; and ``sent/<rank>``: the weights of what is under way.
+ranks: outer weights and momenta, counters, means that have come; ``sent/<rank>``: the weights of what is under way; and
+``inside/<rank>``: the state of the method that averages gradients inside machines, if there is one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from thinwire.engine.state.persistence import LOCAL, check_version, from_flat, on_device, to_flat
+from thinwire.engine.state import persistence
+from thinwire.engine.state.persistence import LOCAL, Fitting, check_version, from_flat, on_device, to_flat
 from thinwire.local.rounds import Fragment
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ def to_state_dict(sync: LocalSync) -> dict[str, Any]:
         saved |= {"names": list(fragment.parameters), "rounds": part["step"], "dropped": part["dropped"]}
         sent.append(saved.pop("sent"))
     flat = to_flat(sync.services.session, {}, None, codec)
-    own = {f"sent/{sync.services.rank}": sent}
+    own: dict[str, Any] = {f"sent/{sync.services.rank}": sent}
+    if sync._inner is not None:
+        own[f"inside/{sync.services.rank}"] = sync._inner.state_dict()
     return flat | {LOCAL: repr(sync.settings), "outer": {**outer, "buffers": buffers}} | own
 
 
@@ -49,20 +53,29 @@ class LocalFitting:
         snapshot: of its rounds.
         buffers: that came with what was under way.
         again: it is another number of ranks', so that this rank begins again from the outer weights.
+        inside: the state of the method inside machines, if there is one.
     """
 
     sync: LocalSync
     snapshot: dict[str, Any]
     buffers: list[Tensor]
     again: bool
+    inside: Fitting | None
 
     def restore(self) -> Callable[[], None]:
         """Take it over. Returns what undoes it, but for the model's weights."""
         sync = self.sync
         held = [] if sync._travel is None else sync._travel.snapshot()
         before = sync._rounds.snapshot()
+        undo_inside = None if self.inside is None else self.inside.restore()
         self._put(self.snapshot, self.buffers, self.again)
-        return lambda: self._put(before, held, False)
+
+        def undo() -> None:
+            self._put(before, held, False)
+            if undo_inside is not None:
+                undo_inside()
+
+        return undo
 
     def _put(self, snapshot: Mapping[str, Any], buffers: list[Tensor], again: bool) -> None:
         rounds, travel = self.sync._rounds, self.sync._travel
@@ -74,7 +87,9 @@ class LocalFitting:
         self.sync.services.state.step = rounds.count
 
     def adopt(self) -> None:
-        """Nothing: there is no plan."""
+        """Put the plan inside machines in force, if one was saved. All ranks must call it."""
+        if self.inside is not None:
+            self.inside.adopt()
 
 
 def fitting(sync: LocalSync, state: Mapping[str, Any]) -> LocalFitting:
@@ -118,7 +133,8 @@ def fitting(sync: LocalSync, state: Mapping[str, Any]) -> LocalFitting:
         {**saved, "codec": _part(codec, fragment, saved), "sent": own}
         for fragment, saved, own in zip(rounds.fragments, outer["fragments"], sent, strict=True)
     ]
-    return LocalFitting(sync, {**outer, "fragments": fragments}, outer["buffers"], not same)
+    inside = None if sync._inner is None else persistence.fitting(sync._inner, state[f"inside/{rank}"])
+    return LocalFitting(sync, {**outer, "fragments": fragments}, outer["buffers"], not same, inside)
 
 
 def _check(fragment: Fragment, saved: Mapping[str, Any]) -> None:

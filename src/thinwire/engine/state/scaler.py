@@ -125,12 +125,12 @@ def refuse_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 class SkippedSteps:
-    """Tells of each call of ``step`` of any ``GradScaler``: it may have kept its optimizer from stepping.
+    """Tells of each call of ``step`` of any ``GradScaler`` that has kept its optimizer from stepping.
 
     No hook of torch says so, so ``GradScaler.step`` is wrapped while somebody listens.
 
     Args:
-        listener: a bound method, called after each call with the optimizer.
+        listener: a bound method, called after each such call with the optimizer.
     """
 
     _listeners: ClassVar[list[weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]]] = []
@@ -144,8 +144,13 @@ class SkippedSteps:
 
             @functools.wraps(original)
             def step(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-                result = original(scaler, optimizer, *args, **kwargs)
-                for reference in list(cls._listeners):
+                made: list[bool] = []
+                hook = optimizer.register_step_post_hook(lambda *_: made.append(True))
+                try:
+                    result = original(scaler, optimizer, *args, **kwargs)
+                finally:
+                    hook.remove()
+                for reference in [] if made else list(cls._listeners):
                     if (found := reference()) is not None:
                         found(optimizer)
                 return result
