@@ -115,7 +115,7 @@ def _trials(count, how, seed):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_survivors_end_with_one_sentence(how):
-    assert _trials(2 * len(METHODS), how, 1) == []
+    assert _trials(TOGETHER, how, 1) == []
 
 
 @pytest.mark.slow
