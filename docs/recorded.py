@@ -345,7 +345,10 @@ def race(data: Any) -> Iterator[Row]:
 
 def local_steps(data: Any) -> Iterator[Row]:
     """Mean steps over compute alone, and what the training thread computes more."""
-    bounds = {"100mbit": {"fragment_sync_delay=full": 1.03, "sync_every=8 codec=int8": 1.08}, "10mbit": {"local": 1.15}}
+    bounds = {
+        "100mbit": {"fragment_sync_delay=full": 1.03, "sync_every=8 codec=int8": 1.08},
+        "10mbit": {"local": 1.15, "codec=int2": 1.15},
+    }
     for network in data:
         found, where = network["result"], f"{network['workers']} workers, {network['link']}"
         rows = {row["label"]: row for row in found["rows"]}
