@@ -21,7 +21,8 @@ from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, man
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.engine.settings import AttachSettings, capped, check_scaler, check_topology, checked_timeout
 from thinwire.engine.sync import GradientSync
-from thinwire.local.settings import PRESETS, Local, local_settings
+from thinwire.local.named import named_local
+from thinwire.local.settings import Local
 from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
@@ -113,13 +114,12 @@ def attach(
     """
     _check_model(model)
     optimizers = _listed(optimizer)
-    if isinstance(method, Local) or (isinstance(method, str) and method.lower() in PRESETS):
-        local = local_settings(method, options)
+    local = named_local(method, options)
+    if local is not None:
         if not (plan is None and bucket_cap_mb is None and costs is None and not lossy):
             raise ValueError("local steps send no gradients: leave out plan, bucket_cap_mb, costs and lossy")
         method, options = local.codec or SSGD(), {}
-    else:
-        local = None
+    assert not isinstance(method, Local)  # named_local has taken it
     auto = isinstance(method, str) and method.lower() == "auto"
     if bucket_cap_mb is not None:
         options = capped(method, options, bucket_cap_mb)
