@@ -814,7 +814,7 @@ def test_sentences():
         assert "optimizer.step() in the middle of the exchange" in inside
 
 
-# --- exact steps at the start ---------------------------------------------------------------------------------------
+# --- the first steps ---------------------------------------------------------------------------------------
 
 STARTS = [
     ("acp", {"rank": 1}),
@@ -827,35 +827,46 @@ STARTS = [
 ]
 
 
+def _weights(net):
+    return torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+
+
 def _starts(rank, size):
-    """Per method and start: at which of five steps the weights move as under exact averages."""
+    """Per method and start: how far each of five steps is from that under exact averages, over its length."""
     found = {}
     for name, options in STARTS:
         for start in (None, 0, 3):
             nets = [cases.model(), cases.model()]
             optimizers = [_sgd(net) for net in nets]
-            exact = []
+            apart = []
             with (
                 tw.attach(nets[0], optimizers[0], "ssgd", fusion="none"),
                 tw.attach(nets[1], optimizers[1], name, start_compression_step=start, **options) as sync,
             ):
                 for step in range(5):
+                    before = _weights(nets[0])
+                    nets[1].load_state_dict(nets[0].state_dict())
                     for net, optimizer in zip(nets, optimizers):
                         cases.loss_of(net, rank, step).backward()
                         optimizer.step()
                         optimizer.zero_grad()
                     sync.synchronize()
-                    pairs = zip(nets[0].parameters(), nets[1].parameters())
-                    exact.append(all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs))
-            found[name, str(options), start] = exact.index(False) if False in exact else 5
+                    right = _weights(nets[0])
+                    apart.append(float((_weights(nets[1]) - right).norm() / (right - before).norm()))
+            found[name, str(options), start] = apart
     return found
 
 
-def test_low_rank_and_topk_begin_with_two_exact_steps():
+def test_low_rank_and_topk_begin_with_two_steps_of_eight_bits():
     for found in run(_starts, 2):
-        for (name, _, start), exact in found.items():
-            default = 0 if name in ("signsgd", "cast") else 2
-            assert exact == (default if start is None else start), (name, start)
+        for (name, options, start), apart in found.items():
+            if start is not None:
+                assert max(apart[:start], default=0.0) < 1e-4, (name, start)
+            elif name not in ("signsgd", "cast"):
+                start = 2
+                rounded = "decoupled" not in options
+                assert 1e-3 * rounded <= max(apart[:2]) < 0.04, name
+            assert min(apart[start or 0 :]) > 1e-3, (name, start)
 
 
 # --- options of DDP and its groups that a hook meets ----------------------------------------------------------------

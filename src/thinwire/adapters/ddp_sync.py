@@ -35,7 +35,7 @@ from thinwire.program.trace import TracedExchange
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
-Layout = list[tuple[tuple[str, ...], int, bool]]
+Layout = list[tuple[tuple[str, ...], int, bool, str]]
 """Of each program of a step: the names of its parameters, their elements, and whether it is plain averaging."""
 
 
@@ -91,7 +91,7 @@ class DDPSync:
         self._ordinals = Ordinals()
         self._kept: dict[str, bool] = {}
         self._buffers: dict[tuple[str, ...], Tensor] = {}
-        self._traces: dict[tuple[tuple[str, ...], bool], list[list[TracedExchange]]] = {}
+        self._traces: dict[tuple[tuple[str, ...], str], list[list[TracedExchange]]] = {}
         self._step = _Step(False)
         self._layouts: list[Layout] = []
         self._lock = threading.Lock()
@@ -179,7 +179,9 @@ class DDPSync:
         names = self._ordinals.of(parameters, last, self.state)
         views = gradient_views(buffer, parameters)
         job = _Job(buffer, promise_on(buffer.device))
-        kept = [self.session.exact or self._dense(name, p) for name, p in zip(names, parameters)]
+        session = self.session
+        plain = session.starting and session.first == session.dense
+        kept = [plain or self._dense(name, p) for name, p in zip(names, parameters)]
         programs: list[int] = []
         for dense in (False, True):
             slots = [
@@ -209,7 +211,8 @@ class DDPSync:
         """One program: its lanes, its bucket, its place in the step."""
         session, step = self.session, self._step
         names = tuple(slot.name for slot in slots)
-        method, key = session.method_of(dense), (names, dense)
+        method = session.method_of(dense)
+        key = (names, method.name)
         if key not in self._traces:
             shapes = [(slot.name, slot.shape) for slot in slots]
             dtype = slots[0].dtype
@@ -224,7 +227,7 @@ class DDPSync:
         job.parts.append(part)
         step.programs.append(self._to_the_end(method.reduce(part, session.state), job))
         step.names.append(list(names))
-        step.layout.append((names, part.numel, dense))
+        step.layout.append((names, part.numel, dense, method.name))
         session.counters.sent(part.numel * job.buffer.element_size(), session.state.size)
 
     def _dense(self, name: str, parameter: Tensor) -> bool:
@@ -296,12 +299,11 @@ class DDPSync:
 
     def stats(self) -> Stats:
         """Counters since the start. DDP waits in C++, so ``exposed_seconds`` is not known here and stays 0."""
-        state = self.state
-        phase = state.turn % self.session.method.phases
+        phase = self.state.turn % self.session.method.phases
         buckets = []
-        for names, elements, dense in self._layouts[-1] if self._layouts else ():
-            found = self._traces[names, dense]
-            sent = sum(step.sent_bytes for step in found[phase if not dense else 0])
+        for names, elements, dense, method in self._layouts[-1] if self._layouts else ():
+            found = self._traces[names, method]
+            sent = sum(step.sent_bytes for step in found[phase if method == self.session.method.name else 0])
             buckets.append(BucketStats(names, elements, dense, sent))
         return self.session.stats(self._note, buckets, rebuilt=len(self._layouts) > 1)
 

@@ -71,8 +71,8 @@ class ReplicaSync:
             comm.broadcast([*(p.to_local() for p in self._parameters()), *model.buffers()])
             for parts in self._parts:
                 for pieces, dense in parts:
-                    shapes, plain = [(piece.name, piece.shape) for piece in pieces], self._session.dense
-                    for runs in (plain,) if dense else (plain, method):
+                    shapes, session = [(piece.name, piece.shape) for piece in pieces], self._session
+                    for runs in (session.dense,) if dense else (session.first, method):
                         comm.open_lanes(traced(runs, shapes, state.topology, rank=state.rank))
             for group in groups:
                 self._undo.append(group.take_over(partial(self._reduce, group)))

@@ -92,8 +92,8 @@ def attach(
         scaler: the GradScaler in use, so that residuals are kept in unscaled units; LARS and LAMB watch it too. None:
             it is found at its first ``scaler.step(optimizer)``.
         keep_dense: "auto" (the method names what it does not compress), "none", or (name, parameter) -> bool.
-        start_compression_step: steps that are exact before a lossy method begins. None: 2 with low rank and Top-k,
-            whose first steps say little yet; else 0.
+        start_compression_step: steps that are exact before a lossy method begins. None: low rank and Top-k, whose
+            first steps say little yet, begin with 2 steps in 8 bits; else 0.
         find_unused_parameters: with exact methods, and in 16 bits, ``.grad`` of what no rank used stays None anyway;
             True: with every method, and before ``step()`` with decoupled ones, for one small exchange more per step.
         gradient_as_bucket_view: ``.grad`` may be memory that the next backward overwrites; False: each has its own, as

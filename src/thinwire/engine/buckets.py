@@ -66,6 +66,7 @@ class Buckets:
         self.inline = False  # programs of one exchange run in the thread of backward
         self.step: Step | None = None
         self._traced: list[list[list[TracedExchange]]] = []
+        self._starting = self._traced
         self._where: list[list[int]] = []
         self._memory: dict[tuple[int, int], Memory] = {}
 
@@ -78,8 +79,8 @@ class Buckets:
         self._traced = trace_plan(plan, session.method, session.dense, managed, state.topology, state.rank)
         comm.open_lanes(program for phase in self._traced for program in with_rare_rounds(session.method, phase))
         if state.step < state.start:
-            exact = trace_plan(plan, session.dense, session.dense, managed, state.topology, state.rank)
-            comm.open_lanes(bucket for phase in exact for bucket in phase)
+            self._starting = trace_plan(plan, session.first, session.dense, managed, state.topology, state.rank)
+            comm.open_lanes(bucket for phase in self._starting for bucket in phase)
         self._where = []
         for phase in plan.phases:
             where = [0] * len(managed)
@@ -92,9 +93,9 @@ class Buckets:
     def begin(self, expected: frozenset[int] | None, began: float) -> Step:
         """Open a step. ``expected``: the parameters that gradients can come of, by index; None: all."""
         session, by_name = self.session, self.parameters.by_name
-        before = session.exact
+        before = session.starting
         session.begin()
-        if session.exact != before:
+        if session.starting != before:
             self._memory.clear()  # it is the other method's
         phase = session.state.turn % len(self.plan.phases)
         entries = self.plan.phases[phase]
@@ -110,7 +111,8 @@ class Buckets:
         assert comm is not None
         # A program of one exchange in backward needs nobody who sees to a second.
         cheap = self.method_of(index).cheap_pack
-        once = self.pauses or len(self._traced[step.phase][index]) <= 1
+        traced = self._starting if self.session.starting else self._traced
+        once = self.pauses or len(traced[step.phase][index]) <= 1
         started = comm.steps.executor.ready(index, inline=once and (cheap or self.inline))
         if started and cheap and once and self.views and (memory := self.memory(index)).filled:
             memory.hand_over(shown=not self.pauses)

@@ -24,8 +24,7 @@ from thinwire.engine.state.restart import warn_if_state_missing
 from thinwire.engine.state.scaler import LossScale
 from thinwire.engine.state.step_watch import StepWatch, owned
 from thinwire.engine.stats import BucketStats, Stats
-from thinwire.methods.decoupling import schedule
-from thinwire.methods.ssgd import SSGD
+from thinwire.methods.start import exact_method, start_method
 from thinwire.program import Method, State, Topology
 
 INTERRUPTED = "an earlier backward ended with an exception in the middle of the exchange"
@@ -45,13 +44,6 @@ class Counters:
         self.dense_bytes += 2 * (ranks - 1) * nbytes / ranks
 
 
-def dense_method(method: Method) -> Method:
-    """The method of what another leaves dense, and of the steps before it begins."""
-    return method.dense_method() or SSGD(
-        deterministic=method.deterministic, collective=method.collective, **schedule(method)
-    )
-
-
 class Session:
     """Of one handle that a user holds.
 
@@ -68,7 +60,8 @@ class Session:
 
     Attributes:
         dense: the method of what is not compressed.
-        exact: the method has not begun: ``dense`` runs in its stead.
+        first: the method of the steps before it begins.
+        starting: it has not begun: ``first`` runs in its stead.
         running: a step is under way.
         broken: why there can be no other step.
     """
@@ -87,9 +80,9 @@ class Session:
         before_step: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         self.named, self.comm, self.state = named or method, comm, state
-        self.dense = dense_method(method)
+        self.dense = exact_method(method)
         self.run_as(method, start)
-        self.exact = self.running = False
+        self.starting = self.running = False
         self.broken: str | None = None
         self.loss_scale = LossScale(scaler)
         self.counters = Counters()
@@ -97,8 +90,8 @@ class Session:
 
     def run_as(self, method: Method, start: int | None) -> None:
         """Run a method from the next step on; ``start``: as above."""
-        self.method = method
-        self.state.start = method.exact_start if start is None else start
+        self.method, self.first = method, start_method(method, self.state.topology, start)
+        self.state.start = method.start_steps if start is None else start
 
     @property
     def topology(self) -> Topology:
@@ -112,11 +105,12 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What ranks must have alike."""
         options = {key: str(value) for key, value in self.method.options().items()}
-        return {"method": self.method.name, "options": options, "start_compression_step": self.state.start}
+        start = {"start_compression_step": self.state.start, "starts as": self.first.name}
+        return {"method": self.method.name, "options": options} | start
 
     def method_of(self, dense: bool) -> Method:
         """The one that runs in this step, for what is ``dense`` or not."""
-        return self.dense if dense or self.exact else self.method
+        return self.dense if dense else self.first if self.starting else self.method
 
     def find_scaler(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: a GradScaler that nobody has named may be calling it."""
@@ -140,7 +134,7 @@ class Session:
         assert self.comm is not None
         self.watch.begin()
         warn_if_state_missing(self.method, self.state)
-        self.exact = self.state.step < self.state.start
+        self.starting = self.state.step < self.state.start
         self.loss_scale.begin(self.comm.device)
         self.state.lr = None
         self.running = True

@@ -21,6 +21,7 @@ from thinwire.local.machine import by_first_ranks, exchanges_of
 from thinwire.local.settings import QSR, Local
 from thinwire.methods.base import all_finite
 from thinwire.methods.ssgd import SSGD
+from thinwire.methods.start import exact_method, start_method
 from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
 from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 
@@ -70,12 +71,9 @@ class Rounds:
         named = list(parameters.items())
         parts = cut([x.numel() for _, x in named], settings.fragments)
         self.fragments = [
-            Fragment(settings, index, dict(named[places.start : places.stop]), set(dense), State(rank, topology), first)
-            for index, places in enumerate(parts)
+            Fragment(settings, i, dict(named[at.start : at.stop]), set(dense), State(rank, topology), first, start)
+            for i, at in enumerate(parts)
         ]
-        if start is not None:
-            for fragment in self.fragments:
-                fragment.state.start = start
 
     def most_travelling(self) -> int:
         """How many fragments are on their way at a time, at most."""
@@ -165,7 +163,7 @@ class Fragment:
         parameters: by name.
         dense: names of those whose change travels outside the codec.
         state: of the codec; its steps are this fragment's rounds.
-        first: as of ``Rounds``.
+        first, start: as of ``Rounds``.
 
     Attributes:
         anchors: the outer weights, in the order of ``parameters``.
@@ -184,6 +182,7 @@ class Fragment:
         dense: Container[str],
         state: State,
         first: bool | None = None,
+        start: int | None = None,
     ) -> None:
         self.index, self.parameters, self.state = index, dict(parameters), state
         self._settings, self._first = settings, first
@@ -199,8 +198,9 @@ class Fragment:
         self.received = self._last = False
         self.rejected = 0
         self._codec = settings.codec or SSGD()
-        self._exact = self._codec.dense_method() or SSGD(deterministic=self._codec.deterministic)
-        state.start = self._codec.exact_start
+        self._exact = exact_method(self._codec)
+        self._start = start_method(self._codec, state.topology, start)
+        state.start = self._codec.start_steps if start is None else start
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self._settings.averages else working_dtype(dtype)
@@ -223,7 +223,7 @@ class Fragment:
         topology, rank = self.state.topology, self.state.rank
         for dense, bucket in self._buckets:
             shapes = [(slot.name, slot.shape) for slot in bucket.slots]
-            for method in {self._exact, self._exact if dense else self._codec}:
+            for method in {self._exact} if dense else {self._exact, self._start, self._codec}:
                 for phase in range(method.phases):
                     step = steady_step(method, phase)
                     one = trace(method, shapes, topology, rank=rank, step=step, dtype=bucket.dtype)
@@ -252,8 +252,8 @@ class Fragment:
             for slot in bucket.slots:
                 slot.value, slot.result = given[slot.name], None
             bucket.renew(None)
-            exact = last or dense or self.state.step < self.state.start
-            program = (self._exact if exact else self._codec).reduce(bucket, self.state)
+            early = self._start if self.state.step < self.state.start else self._codec
+            program = (self._exact if last or dense else early).reduce(bucket, self.state)
             programs.append(program if self._first is None else by_first_ranks(program, bucket, first=self._first))
         return programs
 

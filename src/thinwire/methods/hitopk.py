@@ -60,7 +60,7 @@ class HiTopK(Method):
 
     name: ClassVar[str] = "hitopk"
     has_residual: ClassVar[bool] = True
-    exact_start: ClassVar[int] = 2
+    start_steps: ClassVar[int] = 2
     shards: ClassVar[bool] = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it is for machines of several ranks
     unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "machines"}

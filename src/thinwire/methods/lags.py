@@ -39,7 +39,7 @@ class LAGS(Method):
 
     name: ClassVar[str] = "lags"
     has_residual: ClassVar[bool] = True
-    exact_start: ClassVar[int] = 2
+    start_steps: ClassVar[int] = 2
     fusion_rule: ClassVar[str] = "lags"
     unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "a plan of its own"}
 

@@ -27,7 +27,7 @@ class LowRank(Method):
     """The options of the low-rank methods; see :class:`~thinwire.methods.acp.ACP`."""
 
     has_residual: ClassVar[bool] = True
-    exact_start: ClassVar[int] = 2
+    start_steps: ClassVar[int] = 2
     bucket_unit: ClassVar[str] = "payload"
     factors: ClassVar[float] = 1.0  # of r (n + m) elements, the share that one step sends
 

@@ -59,7 +59,7 @@ class TopK(Method):
 
     name: ClassVar[str] = "topk"
     has_residual: ClassVar[bool] = True
-    exact_start: ClassVar[int] = 2
+    start_steps: ClassVar[int] = 2
     selects: ClassVar[bool] = True
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.01}, {"density": 0.001})
     auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (4, {"density": 0.01, "exchange": "auto"})

@@ -85,18 +85,25 @@ class Code:
         add_decoded(out, *rows, self.bits, self.size, None if means is None else means[None])
 
 
-def two_step(bucket: Bucket, state: State, bits: int, block: int) -> Program:
-    """All-to-all of codes, sum, encode again, all-gather."""
+def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: bool = True) -> Program:
+    """All-to-all of codes, sum, encode again, all-gather. Without ``feedback`` nothing is kept for later."""
     n, ranks = bucket.numel, state.size
     code = Code.of(bits, block, n, ranks)
-    a = accumulate_flat(bucket, state, ranks * code.chunk)
+    a = accumulate_flat(bucket, state, ranks * code.chunk) if feedback else _padded(bucket, ranks * code.chunk)
     total = yield from scatter(a, code)
     everyone = yield AllGather(code.encode(total).view(-1))
-    a[state.rank * code.chunk : (state.rank + 1) * code.chunk] += total
-    stage_flat(bucket, state, a[:n])
+    if feedback:
+        a[state.rank * code.chunk : (state.rank + 1) * code.chunk] += total
+        stage_flat(bucket, state, a[:n])
     mean, finite = code.decode(everyone, a.dtype)
     state.verdict(finite)
     bucket.write_gradient(mean[:n].div_(poison(finite, ranks, a.dtype)))
+
+
+def _padded(bucket: Bucket, size: int) -> Tensor:
+    """The bucket's gradients, unscaled, with zeros behind them."""
+    gradient = bucket.gradient()
+    return torch.nn.functional.pad(gradient, (0, size - gradient.numel()))
 
 
 def scatter(a: Tensor, code: Code) -> Generator[Any, Tensor, Tensor]:

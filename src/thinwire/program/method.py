@@ -30,7 +30,8 @@ class Method(abc.ABC):
         phases: number of fusion plans; step % phases chooses (ACP has two).
         has_residual: whether something is held back for a later step.
         exact: whether the result is the plain average.
-        exact_start: exact steps that a training begins with by default, before residuals and bases say anything.
+        start_steps: steps with which a training begins by default before the method does, whose residuals and bases
+            say nothing yet (see ``methods/start.py``).
         cheap_pack: whether what comes before the first exchange costs no more than a copy.
         shards: whether its residual is of a part of the bucket, a slice of each parameter (``State.stage_slice``).
         single_rank_note: what a single rank, which runs S-SGD instead, has to do without; a clause for people.
@@ -52,7 +53,7 @@ class Method(abc.ABC):
     phases: ClassVar[int] = 1
     has_residual: ClassVar[bool] = False
     exact: ClassVar[bool] = False
-    exact_start: ClassVar[int] = 0
+    start_steps: ClassVar[int] = 0
     cheap_pack: ClassVar[bool] = False
     shards: ClassVar[bool] = False
     single_rank_note: ClassVar[str] = ""

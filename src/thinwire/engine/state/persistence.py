@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from thinwire.engine.parameters import managed_parameters
-from thinwire.engine.session import Session, dense_method
+from thinwire.engine.session import Session
+from thinwire.methods.start import exact_method
 from thinwire.program import Method, Plan, Topology, working_dtype
 from thinwire.program.state import extend
 from thinwire.program.trace import memory
@@ -263,7 +264,7 @@ def _blanks_of(sync: GradientSync) -> dict[str, Any]:
     managed, dense = parameters.managed, session.dense
     if method is not session.method:
         managed = managed_parameters(sync.services.model, method, sync._settings.keep_dense)
-        dense = dense_method(method)
+        dense = exact_method(method)
     compressed = [(m.name, m.parameter) for m in managed if not m.dense]
     flat: dict[str, Any] = {}
     if not method.shards:
