@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 DOCS_STAMP := $(VENV)/.installed-docs
 
 # Where it is set, each of the tests' processes would compile all that it imports, and pytest every test file.
@@ -19,7 +20,13 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-demo: $(STAMP)
+# What the demonstration needs, in less time than all that the tests do.
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	touch $@
+
+demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
 	$(BIN)/thinwire demo
 
 # See tests/sharing.py. In one process: .venv/bin/python -m pytest

@@ -23,8 +23,7 @@ import torch
 from catalogue import GROUPS, INSTALLED, LINKS, MODEL, MOST_STEPS, TARGET, WORKERS, Group
 
 from thinwire import lab
-from thinwire.bench.compare import seconds_to
-from thinwire.bench.record import RowRecord
+from thinwire.bench.record import RowRecord, seconds_to
 from thinwire.bench.rows import COMPUTE
 from thinwire.bench.session import BenchError, run_session
 from thinwire.bench.spec import BenchSpec

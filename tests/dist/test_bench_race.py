@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from spawned import run
 from thinwire.bench import worker
-from thinwire.bench.compare import seconds_to
 from thinwire.bench.models.registry import build_model
+from thinwire.bench.record import seconds_to
 from thinwire.bench.rows import Row, parse_rows
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.trainer import Trainer

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-
 from thinwire.bench.curves import evaluate
 from thinwire.bench.record import Point
 from thinwire.bench.round_robin import RoundRobin, RowRun, say
@@ -37,22 +34,6 @@ def seconds_of(row_run: RowRun) -> float:
     return row_run.record.untimed_seconds + sum(row_run.record.step_seconds)
 
 
-def seconds_to(curve: list[Point], target: float) -> float | None:
-    """When a curve first is at or below a loss, linear between points; None if it never is."""
-    return reached(((p.seconds, p.loss if p.validation is None else p.validation) for p in curve), target)
-
-
-def reached(points: Iterable[tuple[float, float]], target: float) -> float | None:
-    """Where (place, loss) first is at or below a loss, linear between points; None if it never is."""
-    start, above = 0.0, math.nan  # of the point before
-    for place, loss in points:
-        if loss <= target:
-            share = 1.0 if math.isnan(above) else (above - target) / (above - loss)
-            return start + (place - start) * share
-        start, above = place, loss
-    return None
-
-
 def _note(row_run: RowRun, round_robin: RoundRobin) -> None:
     """One more point of the row's curve."""
     if row_run.contender is None or row_run.record.kind == COMPUTE:
@@ -74,6 +55,4 @@ def _done(spec: BenchSpec, row_run: RowRun) -> bool:
     if record.kind == COMPUTE:
         return len(record.losses) >= min(spec.steps, spec.rounds * spec.every)
     assert spec.target is not None
-    last = record.curve[-1]
-    reached = (last.loss if last.validation is None else last.validation) <= spec.target
-    return reached or len(record.losses) >= spec.steps
+    return record.curve[-1].judged <= spec.target or len(record.losses) >= spec.steps

@@ -1,18 +1,17 @@
-"""The demonstration: the same model, text and weights under DDP, exact and compressed; loss against seconds."""
+"""The demonstration: the same model, text and weights under DDP and compressed, each until DDP's loss."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from itertools import pairwise
 
-from thinwire.bench.record import Point, RowRecord, RunRecord
+from thinwire.bench.record import Point, RowRecord, RunRecord, reached, seconds_to
 from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.summary import BenchResult, summarise
 
-ROWS = (Row("ddp", "ddp"), Row("thinwire ssgd", "ssgd"), Row("thinwire powersgd", "powersgd", {"rank": 4}))
-_TOLD = 0.01  # nats: less is no lead
+ROWS = (Row("ddp", "ddp"), Row("thinwire powersgd", "powersgd", {"rank": 4}))
+_LEAD = 0.9  # of DDP's seconds: more is no lead
 
 
 @dataclass(frozen=True)
@@ -20,30 +19,47 @@ class DemoRow:
     """One line of the demonstration's table.
 
     Attributes:
-        predicted_seconds: step on the link that could not be emulated; None where it was measured.
+        steps, seconds: until the loss was DDP's, from the first step on; None: it never was.
+        predicted_seconds: of a step on the link where that could not be emulated, and ``seconds`` are so many steps of
+            that; None: they were measured.
     """
 
     label: str
-    steps: int
-    seconds: float
     step_seconds: float
     bytes_per_step: float | None
     bytes_source: str
-    loss_at_equal_steps: float | None
-    loss_at_equal_seconds: float | None
+    steps: float | None
+    seconds: float | None
     predicted_seconds: float | None = None
     error: str = ""
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """All rows, the points that were equal, and the bench figures they come from."""
+    """All rows, DDP's loss at its end, and the bench figures they come from."""
 
     bench: BenchResult
-    equal_steps: int
-    equal_seconds: float
+    target: float | None
     rows: tuple[DemoRow, ...]
     curves: dict[str, list[Point]]
+
+    @property
+    def times_sooner(self) -> float | None:
+        """DDP's seconds over those of the first of the others; None: none has got there, or DDP has failed."""
+        ddp, first = self.row("ddp"), self.first
+        if ddp is None or ddp.seconds is None or first is None or first.seconds is None:
+            return None
+        return ddp.seconds / first.seconds
+
+    @property
+    def first(self) -> DemoRow | None:
+        """Of those that are not DDP, the one that was there first; None: none was."""
+        there = [row for row in self.rows if row.label != "ddp" and row.seconds is not None]
+        return min(there, key=lambda row: row.seconds or 0.0, default=None)
+
+    def row(self, label: str) -> DemoRow | None:
+        """By its label; None: there is none."""
+        return next((row for row in self.rows if row.label == label), None)
 
 
 def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpec:
@@ -57,71 +73,61 @@ def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpe
         steps=steps,
         warmup=0,
         curves=True,
-        every=5,
-        seconds_as=True,
+        every=3,
+        loss_as=True,
         timeout_seconds=600.0,
     )
 
 
 def judge_demo(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) -> DemoResult:
-    """Losses at equal steps and at equal seconds."""
+    """Steps and seconds of every row to the loss that DDP ended with."""
     bench = summarise(spec, record, emulated=emulated, note=note)
-    trained = [row for row in record.rows if row.curve]
-    whole = [row for row in trained if not row.error]
-    equal_steps = min((row.curve[-1].step for row in whole), default=0)
-    equal_seconds = min((row.curve[-1].seconds for row in whole), default=0.0)
-    rows = tuple(
-        _demo_row(row, spec, bench, equal_steps, equal_seconds) for row in record.rows if row.kind != "compute"
-    )
-    return DemoResult(bench, equal_steps, equal_seconds, rows, {row.label: row.curve for row in trained})
+    curves = {row.label: row.curve for row in record.rows if row.curve}
+    target = next((row.curve[-1].judged for row in record.rows if row.kind == "ddp" and row.curve), None)
+    rows = tuple(_demo_row(row, spec, bench, target) for row in record.rows if row.kind != "compute")
+    return DemoResult(bench, target, rows, curves)
 
 
-def _demo_row(row: RowRecord, spec: BenchSpec, bench: BenchResult, steps: int, seconds: float) -> DemoRow:
+def _demo_row(row: RowRecord, spec: BenchSpec, bench: BenchResult, target: float | None) -> DemoRow:
     step = statistics.median(row.step_seconds) if row.step_seconds else 0.0
+    steps = seconds = None
+    if target is not None and not row.error:
+        steps = reached(((float(p.step), p.judged) for p in row.curve), target)
+        seconds = seconds_to(row.curve, target)
     predicted = None
-    if not bench.emulated and spec.link_bits and row.wire_bytes is not None and row.step_seconds:
-        wire = row.wire_bytes * 8 / spec.link_bits
-        predicted = max(bench.compute_seconds, bench.forward_seconds + wire)
-    good = not row.error and bool(row.curve)
-    return DemoRow(
-        label=row.label,
-        steps=len(row.losses),
-        seconds=sum(row.step_seconds),
-        step_seconds=step,
-        bytes_per_step=row.wire_bytes,
-        bytes_source=row.wire_source,
-        loss_at_equal_steps=at(row.curve, "step", steps) if good else None,
-        loss_at_equal_seconds=at(row.curve, "seconds", seconds) if good else None,
-        predicted_seconds=predicted,
-        error=row.error,
-    )
+    if not bench.emulated and spec.link_bits and row.wire_bytes is not None:
+        predicted = max(bench.compute_seconds, bench.forward_seconds + row.wire_bytes * 8 / spec.link_bits)
+        seconds = None if steps is None else steps * predicted
+    return DemoRow(row.label, step, row.wire_bytes, row.wire_source, steps, seconds, predicted, row.error)
+
+
+def headline(result: DemoResult) -> str:
+    """One sentence on who was sooner."""
+    ddp, first, times = result.row("ddp"), result.first, result.times_sooner
+    if ddp is None or result.target is None or ddp.seconds is None:
+        return ""
+    if first is None or first.seconds is None or times is None:
+        return f"No row came to DDP's loss ({result.target:.3f}) in the {ddp.seconds:.1f} s that DDP took."
+    computed = ", computed for this link, not measured" if first.predicted_seconds else ""
+    if times * _LEAD < 1:
+        return f"The same loss ({result.target:.3f}) took {first.seconds:.1f} s, and DDP {ddp.seconds:.1f} s{computed}."
+    pair = f"{first.seconds:.1f} s instead of {ddp.seconds:.1f} s"
+    return f"The same loss ({result.target:.3f}) in {pair}: {times:.1f} times sooner{computed}."
 
 
 def advice(result: DemoResult) -> str:
-    """What to write into a script, by the losses at equal seconds that the table shows; or why nothing."""
-    found = {row.label: row.loss_at_equal_seconds for row in result.rows if row.loss_at_equal_seconds is not None}
-    ddp = found.pop("ddp", None)
-    if ddp is None or not found:
+    """What to write into a script, if it has won in the figures that the table shows; or why nothing."""
+    first, times = result.first, result.times_sooner
+    if result.target is None or not any(row.label != "ddp" and not row.error for row in result.rows):
         return ""
-    best = min(found, key=lambda label: found[label])
-    if found[best] > ddp - _TOLD:
+    if first is None or times is None or times * _LEAD < 1:
         return (
-            f"After {result.equal_seconds:.0f} s no row was ahead of DDP, so there is nothing to change for a network "
-            "like this one. For yours: thinwire plan --help"
+            "That is no lead over DDP, so there is nothing to change for a network like this one. For yours: thinwire "
+            "plan --help"
         )
-    row = next(row for row in ROWS if row.label == best)
+    row = next(row for row in ROWS if row.label == first.label)
     options = "".join(f", {name}={value!r}" for name, value in row.options.items())
     return (
-        f"After {result.equal_seconds:.0f} s {best} was first: {found[best]:.3f} against {ddp:.3f}. "
-        f"In your own script, before the loop:\n\nimport thinwire as tw\n"
+        "In your own script, before the loop:\n\nimport thinwire as tw\n"
         f'sync = tw.attach(model, optimizer, "{row.kind}"{options})'
     )
-
-
-def at(curve: list[Point], axis: str, where: float) -> float:
-    """The curve's loss (held-out where there is one) at a step or a second, linear between points."""
-    points = [(float(getattr(p, axis)), p.loss if p.validation is None else p.validation) for p in curve]
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= where <= x1 and x1 > x0:
-            return y0 + (y1 - y0) * (where - x0) / (x1 - x0)
-    return points[-1][1] if where > points[0][0] else points[0][1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.record import RowRecord
+from thinwire.bench.record import RowRecord, seconds_to
 from thinwire.bench.summary import BenchResult
 
 
@@ -46,15 +46,21 @@ def plot_bench(result: BenchResult, path: Path) -> None:
     _save(plt, figure, path)
 
 
-def plot_curves(rows: list[RowRecord], path: Path, title: str) -> None:
-    """Held-out loss (training loss where there is none) against seconds of training."""
+def plot_curves(rows: list[RowRecord], path: Path, title: str, *, target: float | None = None) -> None:
+    """Held-out loss (training loss where there is none) against seconds of training, and when each is at ``target``."""
     plt = _pyplot()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(8, 4.8))
     for row in rows:
         if row.curve:
-            values = [p.loss if p.validation is None else p.validation for p in row.curve]
-            axes.plot([p.seconds for p in row.curve], values, marker="o", markersize=3, label=row.label)
+            values = [p.judged for p in row.curve]
+            (line,) = axes.plot([p.seconds for p in row.curve], values, marker="o", markersize=3, label=row.label)
+            if target is not None and (there := seconds_to(row.curve, target)) is not None:
+                axes.axvline(there, color=line.get_color(), linestyle=":")
+                axes.annotate(f"{there:.1f} s", (there, max(values)), xytext=(4, -8), textcoords="offset points",
+                              color=line.get_color())  # fmt: skip
+    if target is not None:
+        axes.axhline(target, color="#8c9bab", linestyle="--", linewidth=1, label=f"loss {target:.3f}")
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("loss on held-out text")
     axes.set_title(title, fontsize=10)

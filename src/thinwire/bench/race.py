@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.compare import reached
+from thinwire.bench.record import reached
 from thinwire.bench.rows import Row
 from thinwire.bench.session import Launch, Progress, run_session
 from thinwire.bench.spec import BenchSpec
@@ -120,7 +120,7 @@ def trajectories(
     if missing:
         record, _ = run_session(replace(spec, rows=tuple(missing)), launch, on_progress)
         for row in (row for row in record.rows if row.label in places):  # not the one that exchanges nothing
-            points = [(p.step, p.loss if p.validation is None else p.validation) for p in row.curve]
+            points = [(p.step, p.judged) for p in row.curve]
             made = Trajectory(tuple(step for step, _ in points), tuple(loss for _, loss in points), row.error)
             found[row.label] = made
             if not row.error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ class Point:
     seconds: float
     loss: float
     validation: float | None = None
+
+    @property
+    def judged(self) -> float:
+        """By which rows are compared: the held-out loss, or the training loss where nothing is held out."""
+        return self.loss if self.validation is None else self.validation
 
 
 @dataclass
@@ -76,3 +83,19 @@ class RunRecord:
         data: dict[str, Any] = json.loads(path.read_text())
         rows = [RowRecord(**{**row, "curve": [Point(**point) for point in row["curve"]]}) for row in data["rows"]]
         return cls(**{**data, "rows": rows})
+
+
+def seconds_to(curve: list[Point], target: float) -> float | None:
+    """When a curve first is at or below a loss, linear between points; None if it never is."""
+    return reached(((p.seconds, p.judged) for p in curve), target)
+
+
+def reached(points: Iterable[tuple[float, float]], target: float) -> float | None:
+    """Where (place, loss) first is at or below a loss, linear between points; None if it never is."""
+    start, above = 0.0, math.nan  # of the point before
+    for place, loss in points:
+        if loss <= target:
+            share = 1.0 if math.isnan(above) else (above - target) / (above - loss)
+            return start + (place - start) * share
+        start, above = place, loss
+    return None

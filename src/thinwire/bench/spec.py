@@ -21,7 +21,7 @@ class BenchSpec:
         steps: timed steps of one row in one round.
         rounds: how often every row gets its turn.
         warmup: untimed steps before a row's first turn; later turns begin with one untimed step.
-        seconds_as: curves only: the last row trains as many seconds as the first took, not as many steps.
+        loss_as: curves only: rows after the first train until they have its last loss, at most as many seconds as it.
         predict: also say what the planner predicts for each row.
         target: a held-out loss: rows train in turns of ``every`` steps, each until it is there or made ``steps``.
         every: curves and target only: steps between two points of the curve.
@@ -40,7 +40,7 @@ class BenchSpec:
     seed: int = 0
     curves: bool = False
     every: int = 5
-    seconds_as: bool = False
+    loss_as: bool = False
     operation_seconds: float = 300.0
     timeout_seconds: float = 3600.0
     predict: bool = False

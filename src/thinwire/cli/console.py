@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,18 +14,26 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-@dataclass(frozen=True)
+_EVERY_SECONDS = 15.0  # of lines where there is no bar
+
+
+@dataclass
 class Bar:
-    """A bar that work moves."""
+    """A bar that work moves; where stderr is no terminal, a line now and then."""
 
     shown: Progress
     task: TaskID
+    told: float = field(default_factory=time.monotonic)
 
     def __call__(
         self, completed: float | None = None, total: float | None = None, description: str | None = None
     ) -> None:
         """Change what is given."""
         self.shown.update(self.task, completed=completed, total=total, description=description)
+        if self.shown.disable and time.monotonic() - self.told > _EVERY_SECONDS:
+            task, self.told = self.shown.tasks[0], time.monotonic()
+            of = "" if task.total is None else f" of {task.total:.0f}"
+            self.shown.console.print(f"{task.description}  {task.completed:.0f}{of}", markup=False, highlight=False)
 
     @property
     def completed(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -58,16 +57,8 @@ def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[R
                 bar(completed=bar.completed + 1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
             elif "error" in event:
                 bar.say(f"{event['row']} failed: {event['error']}", "red")
-            elif "clock" in event and event.get("of"):
-                bar(total=_total(bar.completed, event))
 
         return run_session(spec, functools.partial(lab.run, cluster), on_progress)
-
-
-def _total(completed: float, event: dict[str, Any]) -> float:
-    """Steps in all when a row trains for a time: so far, and what fits into the rest of it."""
-    left = max(float(event["of"]) - float(event["clock"]), 0.0)
-    return completed + math.ceil(left * int(event["steps"]) / float(event["clock"]))
 
 
 def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:

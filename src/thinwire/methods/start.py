@@ -15,7 +15,7 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class EightBits(Method):
-    """The average in 8 bits, without a residual: what is rounded off is lost, twice 1/254 of a block's largest at most."""
+    """The average in 8 bits, without a residual: at most 1/254 of a block's largest is rounded off and lost, twice."""
 
     name: ClassVar[str] = "start"
     loss: ClassVar[str] = "rounded to 8 bits"

@@ -6,10 +6,9 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
-from thinwire.bench.compare import seconds_to
-from thinwire.bench.demo import advice, at, judge_demo
+from thinwire.bench.demo import advice, headline, judge_demo
 from thinwire.bench.plots import check_plot, plot_bench
-from thinwire.bench.record import Point, RowRecord, RunRecord
+from thinwire.bench.record import Point, RowRecord, RunRecord, seconds_to
 from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.summary import floor, summarise
@@ -77,13 +76,6 @@ def test_records_go_through_json(tmp_path):
     assert RunRecord.read(tmp_path / "r.json") == whole
 
 
-def test_a_curve_between_its_points():
-    curve = [Point(0, 0.0, math.nan, 5.0), Point(5, 10.0, 4.0, 3.0)]
-    assert at(curve, "seconds", 5.0) == pytest.approx(4.0)
-    assert at(curve, "step", 5) == 3.0
-    assert at(curve, "seconds", 99.0) == 3.0
-
-
 def test_when_a_curve_reaches_a_loss():
     curve = [
         Point(0, 0.0, math.nan, 5.0),
@@ -105,24 +97,28 @@ def test_the_demo_predicts_only_what_it_could_not_measure():
     measured = judge_demo(SPEC, whole, emulated=True, note="").rows[0]
     predicted = judge_demo(SPEC, whole, emulated=False, note="").rows[0]
     assert measured.predicted_seconds is None
+    assert (measured.steps, measured.seconds) == (3.0, 12.0)
     assert predicted.predicted_seconds == pytest.approx(0.3 + 8e6 * 8 / 1e7)
-    assert (measured.loss_at_equal_steps, measured.loss_at_equal_seconds) == (4.0, 4.0)
+    assert predicted.seconds == pytest.approx(3 * predicted.predicted_seconds)
 
 
 @pytest.mark.parametrize(
     ("losses", "said"),
     [
-        (
-            {"ddp": 2.9, "thinwire ssgd": 2.9, "thinwire powersgd": 2.5},
-            'tw.attach(model, optimizer, "powersgd", rank=4)',
-        ),
-        ({"ddp": 2.9, "thinwire ssgd": 2.4, "thinwire powersgd": 2.5}, 'tw.attach(model, optimizer, "ssgd")'),
-        ({"ddp": 2.4, "thinwire ssgd": 2.4, "thinwire powersgd": 2.5}, "no row was ahead of DDP"),
-        ({"ddp": 2.4, "thinwire ssgd": 2.395}, "no row was ahead of DDP"),
+        ([4.0, 2.0], ["The same loss (3.000) in 4.5 s instead of 12.0 s: 2.7 times sooner.", "tw.attach(model"]),
+        ([4.0, 3.05, 3.02, 2.9], ["9.5 s instead of 12.0 s: 1.3 times sooner.", "tw.attach(model"]),
+        ([4.0, 3.1, 3.01, 3.005, 2.9], ["took 12.1 s, and DDP 12.0 s.", "no lead over DDP"]),
+        ([4.0, 3.5, 3.4, 3.3], ["No row came to DDP's loss (3.000) in the 12.0 s", "no lead over DDP"]),
     ],
 )
 def test_the_demo_recommends_what_won_and_nothing_else(losses, said):
-    rows = [row(n, 1.0, curve=[Point(0, 0.0, 5.0, 5.0), Point(9, 12.0, x, x)]) for n, x in losses.items()]
-    words = advice(judge_demo(SPEC, record(*rows), emulated=True, note=""))
-    assert said in words
-    assert ("tw.attach" in words) == ("tw.attach" in said)
+    curve = [Point(3 * i, 3.0 * i, x, x) for i, x in enumerate([5.0, *losses])]
+    rows = [
+        row("ddp", 4.0, curve=[Point(0, 0.0, 5.0, 5.0), Point(3, 12.0, 3.0, 3.0)]),
+        row("thinwire powersgd", 1.0, "powersgd", curve=curve),
+    ]
+    result = judge_demo(SPEC, record(*rows), emulated=True, note="")
+    words = headline(result) + "\n" + advice(result)
+    for one in said:
+        assert one in words
+    assert ('tw.attach(model, optimizer, "powersgd", rank=4)' in words) == ("tw.attach(model" in said)

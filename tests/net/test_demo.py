@@ -1,0 +1,31 @@
+"""The demonstration over a real emulated link: what it says is what it has measured."""
+
+import json
+
+import pytest
+
+from thinwire import lab
+from thinwire.cli.main import app
+from verbs import CliRunner
+
+pytestmark = pytest.mark.net
+
+
+def test_what_it_says_is_what_it_measured(tmp_path):
+    done = CliRunner().invoke(app, ["demo", "--quick", "--steps", "6", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    ddp, ours = found["rows"]
+    assert (ddp["label"], ours["label"]) == ("ddp", "thinwire powersgd")
+    assert ddp["steps"] <= 6
+    assert found["target"] == found["curves"]["ddp"][-1]["validation"]
+    assert ours["bytes_per_step"] < 0.3 * ddp["bytes_per_step"] or lab.available() == "loopback"
+    if ours["seconds"] is None:
+        assert "No row came to DDP's loss" in done.stdout
+        assert min(p["validation"] for p in found["curves"]["thinwire powersgd"]) > found["target"]
+    elif ours["seconds"] < 0.9 * ddp["seconds"]:
+        assert f"in {ours['seconds']:.1f} s instead of {ddp['seconds']:.1f} s" in done.stdout
+        assert 'sync = tw.attach(model, optimizer, "powersgd", rank=4)' in done.stdout
+    else:
+        assert "no lead over DDP" in done.stdout
