@@ -62,9 +62,9 @@ def spoken_for(row: Row) -> dict[str, Any] | None:
 
 
 def ship(known: list[dict[str, Any]]) -> None:
-    """Write the table that ``thinwire plan`` and ``"auto"`` go by."""
+    """Write the table that ``thinwire plan`` and ``"auto"`` go by: of ranks whose data is alike."""
     rows = []
-    for one in known:
+    for one in (one for one in known if "shares" not in one["track"]["model"]):
         about = {"elements": one["elements"], "workers": one["track"]["workers"]}
         for row in parse_rows(",".join(found["methods"] for found in one["rows"].values())):
             if (said := spoken_for(row)) is not None:
@@ -81,8 +81,10 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.4, help="of DDP's run, at which its loss is the target")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--methods", default=ROWS)
+    parser.add_argument("--apart", action="store_true", help="each rank trains on its own share of the text")
     told = parser.parse_args()
-    track = Track(SIZES[told.size], told.workers, told.steps)
+    model = SIZES[told.size] + (f":shares={told.workers}" if told.apart else "")
+    track = Track(model, told.workers, told.steps)
     found = factors(track, parse_rows(told.methods), told.share, told.rates)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     mine = {"size": told.size, "track": asdict(track), "share": told.share}

@@ -23,9 +23,15 @@ class Corpus:
     train: Tensor
     validation: Tensor
 
-    def batch(self, size: int, length: int, *, step: int, rank: int, validation: bool = False) -> tuple[Tensor, Tensor]:
-        """Inputs and next characters, ``(size, length)`` int64 each; the same arguments give the same batch."""
+    def batch(
+        self, size: int, length: int, *, step: int, rank: int, validation: bool = False, shares: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and next characters, ``(size, length)`` int64 each; the same arguments give the same batch.
+
+        With ``shares`` the text is cut into as many pieces, and the batch is of the rank's.
+        """
         text = self.validation if validation else self.train
+        text = text.tensor_split(shares)[rank % shares]
         generator = torch.Generator().manual_seed(step * 1_000_003 + rank * 7919 + (1 << 40) * validation)
         starts = torch.randint(text.numel() - length - 1, (size,), generator=generator)
         windows = text[starts[:, None] + torch.arange(length + 1)].long()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from thinwire.bench.functions import load_function
 from thinwire.bench.words import Value, nearest, split_options
@@ -45,9 +44,6 @@ class Row:
     def is_custom(self) -> bool:
         """Whether a function of the user's own makes it."""
         return ":" in self.kind
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def parse_rows(text: str) -> tuple[Row, ...]:
@@ -107,11 +103,11 @@ def _is_method(name: str) -> bool:
 
 
 def _check_method(name: str, options: dict[str, Value]) -> None:
-    from thinwire.local.settings import PRESETS, local_settings
+    from thinwire.local.named import named_local
+    from thinwire.local.settings import PRESETS
     from thinwire.methods.registry import METHODS, method
 
-    if name in PRESETS:
-        local_settings(name, options)
+    if named_local(name, options) is not None:
         return
     if name == "auto":
         if set(options) - {"lossy"}:

@@ -321,7 +321,9 @@ class RoundTimes:
         rows = [struct.unpack("<dd", row) for row in self._services.gather(struct.pack("<dd", *own))]
         step, round_ = max(row[0] for row in rows), min(row[1] for row in rows)
         self.said = f"measured: a step takes {step * 1e3:.3g} ms, an exchange {round_ * 1e3:.3g} ms"
-        steps = period_worth(shipped(), settings.codec or SSGD(), self._elements, self._services.topology.world_size)
+        topology = self._services.topology
+        apart = topology.world_size if settings.inside is None else topology.nodes
+        steps = period_worth(shipped(), settings.codec or SSGD(), self._elements, apart)
         return best_period(step, round_, steps, delay=settings.fragment_sync_delay, most=settings.sync_every_max)
 
 

@@ -21,3 +21,12 @@ def test_it_is_python_and_the_validation_text_is_apart():
     assert len(text) > 1_000_000
     assert corpus.validation.numel() > 100_000
     assert not torch.equal(*(corpus.batch(2, 16, step=0, rank=0, validation=v)[0] for v in (False, True)))
+
+
+def test_shares_are_apart():
+    corpus = standard_library()
+    pieces = [bytes(piece.tolist()) for piece in corpus.train.tensor_split(3)]
+    for rank in range(3):
+        text, _ = corpus.batch(8, 64, step=0, rank=rank, shares=3)
+        assert [[bytes(row.tolist()) in piece for piece in pieces].count(True) for row in text] == [1] * 8
+        assert all(bytes(row.tolist()) in pieces[rank] for row in text)

@@ -66,14 +66,20 @@ def build(
     batch: int = 8,
     lr: float = 1e-3,
     fused: bool = True,
+    shares: int = 1,
 ) -> Workload:
-    """The workload; ``batch`` sequences of ``block`` characters per rank and step; AdamW, fused or torch's default."""
+    """The workload; ``batch`` sequences of ``block`` characters per rank and step; AdamW, fused or torch's default.
+
+    With ``shares`` the training text is cut into as many pieces, and rank r trains on piece r alone: other packages.
+    """
+    if shares < 1:
+        raise ValueError(f"chargpt: shares={shares} must be at least 1")
     if width % heads:
         raise ValueError(f"chargpt: width={width} is no multiple of heads={heads}")
     corpus = standard_library()
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
-        text, target = corpus.batch(batch, block, step=step, rank=rank)
+        text, target = corpus.batch(batch, block, step=step, rank=rank, shares=shares)
         return F.cross_entropy(model(text).flatten(0, 1), target.flatten())
 
     def evaluate(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -92,6 +98,7 @@ def build(
             fused=fused or None,  # None leaves the form to torch, False forbids one
         ),
         describe=f"character GPT, {layers} layers, width {width}, batch {batch} x {block}, text: the standard library"
+        + (f" in {shares} shares" if shares > 1 else "")
         + ("" if fused else ", torch's default AdamW"),
         evaluate=evaluate,
     )
