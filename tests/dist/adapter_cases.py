@@ -18,7 +18,7 @@ import thinwire as tw
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters" / "trainers.md"
 BLOCK = re.compile(r"^<!-- run on two ranks: (\w+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-METHODS = {"ssgd": {}, "acp": {"rank": 2}}
+METHODS = {"ssgd": {}, "acp": {"rank": 2, "start_compression_step": 2}}
 SMALL = 0.003  # MiB: several buckets
 CLIP, LR, MOMENTUM, ACCUMULATE = 0.2, 0.05, 0.9, 2
 RANKS, ROWS = 2, 6

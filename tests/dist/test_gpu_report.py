@@ -19,7 +19,7 @@ pytestmark = pytest.mark.dist
 @pytest.mark.parametrize(
     "names",
     [
-        ["acp", "topk", "qsgd"],
+        pytest.param(["acp", "topk", "qsgd"], marks=pytest.mark.slow),
         pytest.param(sorted({name for name, _ in on_ranks.METHODS}), marks=pytest.mark.slow, id="every method"),
     ],
 )

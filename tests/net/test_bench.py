@@ -39,6 +39,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula():
     assert re.search(r", TCP with \w+$", result["note"])
 
 
+@pytest.mark.slow
 def test_without_rights_the_bytes_are_labelled_otherwise(monkeypatch):
     monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
     code, result = bench("--link", "50mbit", "--rounds", "1", "--methods", "ddp,ssgd")

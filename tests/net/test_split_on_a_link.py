@@ -41,6 +41,7 @@ with CloudClient(far, 7443, keys, reconnect_seconds=150) as link:  # the other's
 """
 
 
+@pytest.mark.slow  # tests/dist has the two processes, tests/unit/split the bytes of messages
 def test_a_step_across_a_slow_link(any_mode, tmp_path):
     plan = SplitPlan(1, "boundary")
     prepare(preset("bert", classes=2, vocabulary=100, length=32, layers=2, hidden=128, heads=2), plan, tmp_path)

@@ -5,7 +5,6 @@ import io
 import numpy as np
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from thinwire.data import CachedDataset
 from thinwire.data.arena_file import table_bytes
@@ -16,6 +15,8 @@ class Digits:
     """(image, label) as scikit-learn has them: a float64 array and a numpy integer."""
 
     def __init__(self, count=60):
+        from sklearn.datasets import load_digits  # seconds, which every process that collects tests would spend
+
         data = load_digits()
         self.images, self.labels = data.images[:count], data.target[:count]
 

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from sklearn.metrics import matthews_corrcoef
 
 from thinwire.split.tasks import COLUMNS, TextData, glue_task, local_tokenizer, stdlib_task, trained_tokenizer
 from thinwire.split.tasks.base import Task
@@ -134,6 +133,8 @@ def test_metrics():
 
     logits = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
     assert task([0, 1, 1, 1], "accuracy").score(logits) == 0.75
+    from sklearn.metrics import matthews_corrcoef
+
     assert task([0, 1, 1, 1], "matthews").score(logits) == pytest.approx(matthews_corrcoef([0, 1, 1, 1], [0, 1, 0, 1]))
     numbers = torch.tensor([[0.1], [0.5], [0.4], [9.0]])
     assert task([1.0, 2.0, 3.0, 4.0], "spearman").score(numbers) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
