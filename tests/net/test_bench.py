@@ -35,7 +35,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula():
     assert result["floor_seconds"] >= PAYLOAD * 8 / 50e6
     assert rows["ssgd"]["step_seconds"] > 0.8 * result["floor_seconds"]
     assert rows["ddp"]["loss"] == pytest.approx(rows["ssgd"]["loss"], rel=1e-4)
-    assert rows["ddp"]["ratio"] == 1.0
+    assert rows["ddp"]["speedup"] == 1.0
     assert re.search(r", TCP with \w+$", result["note"])
 
 

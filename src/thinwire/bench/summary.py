@@ -25,7 +25,7 @@ class RowSummary:
             ledger, per rank) or "formula" (per rank).
         host_seconds: median CPU seconds of the main thread in a step.
         loss: training loss, mean over ranks and the last steps, after ``loss_steps`` steps.
-        ratio: step over that of the ``ddp`` row, or None without one.
+        speedup: how many times faster a step is than that of the ``ddp`` row; None without one.
         predicted_seconds: what the planner makes of measured network and model.
         waited_backward_seconds, waited_forward_seconds: of a step of thinwire's, for communication, on rank 0.
         variants: label -> step seconds of the variants of which this is the fastest; see ``families``.
@@ -41,7 +41,7 @@ class RowSummary:
     host_seconds: float | None = None
     loss: float | None = None
     loss_steps: int = 0
-    ratio: float | None = None
+    speedup: float | None = None
     predicted_seconds: float | None = None
     waited_backward_seconds: float | None = None
     waited_forward_seconds: float | None = None
@@ -135,7 +135,7 @@ def _summary(row: RowRecord, variants: dict[str, float], compute: float, referen
         host_seconds=statistics.median(row.host_seconds),
         loss=statistics.fmean(row.losses[-SMOOTH:]) if row.kind != COMPUTE else None,
         loss_steps=len(row.losses),
-        ratio=step / reference if reference else None,
+        speedup=reference / step if reference else None,
         predicted_seconds=row.predicted_seconds,
         waited_backward_seconds=backward,
         waited_forward_seconds=forward,

@@ -30,7 +30,7 @@ def bench_table(result: BenchResult) -> RenderableType:
     table = Table(title=_title(result), title_justify="left")
     table.add_column("method")
     predicted = any(row.predicted_seconds is not None for row in result.rows)
-    for name in ("step", "spread", "exposed", "MB/step", "loss", "x ddp", *(["predicted"] if predicted else [])):
+    for name in ("step", "spread", "exposed", "MB/step", "loss", "x", *(["predicted"] if predicted else [])):
         table.add_column(name, justify="right")
     for row in result.rows:
         last = "-" if row.predicted_seconds is None else seconds(row.predicted_seconds)
@@ -49,7 +49,7 @@ def _cells(row: RowSummary) -> list[str | Text]:
     if row.error:
         return [row.label, Text(f"failed: {row.error}", style="red")]
     loss = "-" if row.loss is None else f"{row.loss:.3f}"
-    ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
+    speedup = "-" if row.speedup is None else f"{row.speedup:.2f}"
     source = {"interface": "", "stats": " (l)", "formula": " (f)"}.get(row.bytes_source, "")
     return [
         row.label,
@@ -58,7 +58,7 @@ def _cells(row: RowSummary) -> list[str | Text]:
         seconds(row.exposed_seconds),
         megabytes(row.bytes_per_step) + (source if row.bytes_per_step is not None else ""),
         loss,
-        ratio,
+        speedup,
     ]
 
 
@@ -70,6 +70,8 @@ def _notes(result: BenchResult) -> list[str]:
         " = max(compute, forward + ring bytes / rate)",
         "step: median over steps of the slowest rank; spread: interquartile; exposed: step - compute alone",
     ]
+    if any(row.speedup is not None for row in result.rows):
+        notes.append("x: times faster than ddp, by steps; a lossy step is worth less than an exact one")
     if steps:
         notes.append(f"loss: training loss after {min(steps)} steps, same weights and data at the start")
     sources = {row.bytes_source for row in result.rows if row.bytes_per_step is not None}

@@ -18,7 +18,7 @@ class BenchRow:
     bytes_per_step: float | None = None
     bytes_source: str = ""
     loss: float | None = None
-    ratio: float | None = None
+    speedup: float | None = None
     predicted_seconds: float | None = None
     error: str = ""
 
@@ -103,7 +103,7 @@ def _row(row: Data, predicted: dict[str, float | None]) -> BenchRow:
         bytes_per_step=maybe_number(row, "bytes_per_step"),
         bytes_source=text(row, "bytes_source"),
         loss=maybe_number(row, "loss"),
-        ratio=maybe_number(row, "ratio"),
+        speedup=maybe_number(row, "speedup"),
         predicted_seconds=predicted.get(label),
         error=text(row, "error"),
     )

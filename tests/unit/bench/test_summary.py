@@ -40,7 +40,7 @@ def test_figures_families_failures_and_their_table(tmp_path):
     result = summarise(SPEC, record(*rows), emulated=True, note="")
     assert [r.label for r in result.rows] == ["compute", "ddp", "b (4 MB)", "acp"]
     best = result.row("b")
-    assert (best.step_seconds, best.exposed_seconds, best.ratio) == pytest.approx((2.0, 1.0, 0.5))
+    assert (best.step_seconds, best.exposed_seconds, best.speedup) == pytest.approx((2.0, 1.0, 2.0))
     assert best.spread_seconds == pytest.approx(0.1)
     assert best.loss == 2.0
     assert set(best.variants) == {"b (1 MB)", "b (4 MB)"}
@@ -48,7 +48,7 @@ def test_figures_families_failures_and_their_table(tmp_path):
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(bench_table(result))
     text = console.export_text()
-    for wanted in ("failed: rank 1: ValueError: no", "floor", "3.50 s", "0.500", "tried: b (1 MB) 3.00 s"):
+    for wanted in ("failed: rank 1: ValueError: no", "floor", "3.50 s", "2.00", "tried: b (1 MB) 3.00 s"):
         assert wanted in text
     shape = json.loads(json.dumps(asdict(result)))
     assert {"floor_seconds", "compute_seconds", "emulated", "rows"} <= set(shape)

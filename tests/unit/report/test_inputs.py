@@ -60,7 +60,7 @@ def test_a_file_that_is_no_text(tmp_path):
 def test_bench(tmp_path):
     (found,) = read_files(results.write(tmp_path, a=results.bench())).benches
     assert [row.label for row in found.rows] == list(results.LABELS)
-    assert (found.rows[0].step_seconds, found.rows[0].ratio, found.floor_seconds) == pytest.approx((4.0, 1.0, 3.5))
+    assert (found.rows[0].step_seconds, found.rows[0].speedup, found.floor_seconds) == pytest.approx((4.0, 1.0, 3.5))
     assert found.curves == ()
 
 

@@ -40,7 +40,7 @@ def _block(bench: Bench, colours: Colours) -> Block:
     charts: list[Chart] = []
     if rows:
         best = min(rows, key=lambda row: row.step_seconds or 0.0)
-        gain = f", {factor(1 / best.ratio)} as fast as ddp" if best.ratio and best.label != "ddp" else ""
+        gain = f", {factor(best.speedup)} as fast as ddp" if best.speedup and best.label != "ddp" else ""
         lines.append(f"Shortest step: {best.label}, {duration(best.step_seconds or 0.0)}{gain}.")
         charts.append(Chart(_steps(bench, rows, colours), "Time of a step", share=3))
         if any(row.bytes_per_step is not None for row in rows):
@@ -140,11 +140,11 @@ def _bytes(rows: Sequence[BenchRow], colours: Colours) -> Any:
 
 def _table(bench: Bench, rows: Sequence[BenchRow]) -> tuple[tuple[str, ...], ...]:
     predicted = any(row.predicted_seconds is not None for row in rows)
-    head = ["method", "step", "spread", "exposed", "sent", "loss", "× ddp"]
+    head = ["method", "step", "spread", "exposed", "sent", "loss", "×"]
     lines = [tuple(head + ([f"predicted at {bench.link}"] if predicted else []))]
     for row in rows:
         cells = [row.label, *(map(_time, (row.step_seconds, row.spread_seconds, row.exposed_seconds)))]
-        cells += [megabytes(row.bytes_per_step), _decimal(row.loss), _decimal(row.ratio)]
+        cells += [megabytes(row.bytes_per_step), _decimal(row.loss), _decimal(row.speedup)]
         lines.append(tuple(cells + ([_time(row.predicted_seconds)] if predicted else [])))
     return tuple(lines)
 
