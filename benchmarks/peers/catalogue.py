@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from thinwire.bench.rows import Row, parse_rows
 
-MODEL = "chargpt:layers=2:width=128:heads=4:batch=8"
-TARGET = 2.7  # held-out loss, nats per character
-MOST_STEPS = 256
 LINKS = ("100mbit", "1gbit")
 WORKERS = (2, 4)
 EVERY = 8  # steps of a turn, and between two averages of the parameters
@@ -33,31 +30,67 @@ def _peer(label: str, function: str, **options: int) -> Row:
     return Row(label, f"contenders.{function}", dict(options))
 
 
-GROUPS = {
-    "gradients": Group(
-        (
-            *BASELINE,
-            *parse_rows("ddp-best:buckets=0.25, ddp-fp16, torch-powersgd:rank=4"),
-            *parse_rows("ssgd, dear, powersgd:rank=4, acp:rank=4, acp:rank=16, topk:density=0.01, auto:lossy=true"),
-        )
+@dataclass(frozen=True)
+class Size:
+    """A model, and the loss to which rows train it.
+
+    Attributes:
+        target: held-out loss, nats per character.
+        most_steps: of a row that does not get there.
+        exchanging: rows that send something in every step, and thinwire's local steps.
+        beside: of thinwire's, in the runs of other libraries.
+    """
+
+    model: str
+    target: float
+    most_steps: int
+    exchanging: str
+    beside: str
+
+    @property
+    def setting(self) -> dict[str, object]:
+        """What runs must have in common."""
+        return {"model": self.model, "target": self.target, "most_steps": self.most_steps}
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """Of rows, by name."""
+        beside = parse_rows(self.beside)
+        return {
+            "gradients": Group((*BASELINE, *parse_rows(self.exchanging))),
+            "averaging": Group(
+                (
+                    *BASELINE,
+                    _peer("Accelerate LocalSGD", "accelerate_rows:local_sgd", every=EVERY),
+                    _peer("torchft DDP", "torchft_rows:ddp"),
+                    _peer("torchft LocalSGD", "torchft_rows:local_sgd", every=EVERY),
+                    _peer("torchft DiLoCo", "torchft_rows:diloco", every=EVERY),
+                    *beside,
+                )
+            ),
+            "hivemind": Group(
+                (*BASELINE, _peer("hivemind, local updates", "hivemind_rows:local_updates", every=2 * EVERY), *beside),
+                every=2 * EVERY,
+            ),
+        }
+
+
+SIZES = {
+    "3.3M": Size(
+        "chargpt:layers=6:width=208:heads=4",
+        2.85,
+        200,
+        "ddp-best:buckets=1/4, ddp-fp16, torch-powersgd:rank=4, ssgd, cast:dtype=int8, powersgd:rank=4, acp:rank=16, "
+        "local:sync_every=4:codec=int8, local:sync_every=8:codec=int8, auto:lossy=true",
+        "powersgd:rank=4",
     ),
-    "averaging": Group(
-        (
-            *BASELINE,
-            _peer("Accelerate LocalSGD", "accelerate_rows:local_sgd", every=EVERY),
-            _peer("torchft DDP", "torchft_rows:ddp"),
-            _peer("torchft LocalSGD", "torchft_rows:local_sgd", every=EVERY),
-            _peer("torchft DiLoCo", "torchft_rows:diloco", every=EVERY),
-            *parse_rows("acp:rank=4"),
-        )
-    ),
-    "hivemind": Group(
-        (
-            *BASELINE,
-            _peer("hivemind, local updates", "hivemind_rows:local_updates", every=2 * EVERY),
-            *parse_rows("acp:rank=4"),
-        ),
-        every=2 * EVERY,
+    "0.5M": Size(
+        "chargpt:layers=2:width=128:heads=4:batch=8",
+        2.7,
+        256,
+        "ddp-best:buckets=0.25, ddp-fp16, torch-powersgd:rank=4, ssgd, dear, powersgd:rank=4, acp:rank=4, acp:rank=16, "
+        "topk:density=0.01, auto:lossy=true",
+        "acp:rank=4",
     ),
 }
 

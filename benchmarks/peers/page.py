@@ -23,15 +23,19 @@ DRAWN = (
     "ddp-fp16",
     "torch-powersgd rank=4",
     "ssgd",
-    "acp rank=4",
-    "topk density=0.01",
+    "cast dtype=int8",
+    "powersgd rank=4",
+    "local sync_every=4 codec=int8",
     "Accelerate LocalSGD",
+    "torchft LocalSGD",
     "torchft DiLoCo",
     "hivemind, local updates",
 )
 
 Run = dict[str, Any]
 Row = dict[str, Any]
+Cell = tuple[str, str, int]
+"""Size of the model, link, workers."""
 
 
 def title(row: Row) -> str:
@@ -57,14 +61,24 @@ def shown(run: Run) -> list[Row]:
     return [row for row in rows if row not in tuned or row is best]
 
 
-def cells(results: Run) -> list[tuple[str, int]]:
-    """Links with workers, in the order of the runs."""
-    return list(dict.fromkeys((run["link"], run["workers"]) for run in results["runs"]))
+def cell_of(run: Run) -> Cell:
+    """Where a run belongs."""
+    return run["size"], run["link"], run["workers"]
 
 
-def of_cell(results: Run, cell: tuple[str, int]) -> list[Run]:
-    """The runs on one link with so many workers."""
-    return [run for run in results["runs"] if (run["link"], run["workers"]) == cell]
+def cells(results: Run) -> list[Cell]:
+    """In the order of the runs."""
+    return list(dict.fromkeys(cell_of(run) for run in results["runs"]))
+
+
+def of_cell(results: Run, cell: Cell) -> list[Run]:
+    """The runs of one model, on one link, with so many workers."""
+    return [run for run in results["runs"] if cell_of(run) == cell]
+
+
+def named(cell: Cell) -> str:
+    """As headings say it."""
+    return f"{cell[0]}, {cell[1]}, {cell[2]} workers"
 
 
 def _family(row: Row) -> str:
@@ -73,13 +87,13 @@ def _family(row: Row) -> str:
 
 def _overview(results: Run, figure: Callable[[Row], str]) -> str:
     """A line a row, a column a cell; a row that is in several runs shows its first."""
-    found: dict[str, dict[tuple[str, int], str]] = {}
+    found: dict[str, dict[Cell, str]] = {}
     for run in results["runs"]:
         for row in shown(run):
             if row["label"] != "ddp":
-                found.setdefault(_family(row), {}).setdefault((run["link"], run["workers"]), figure(row))
+                found.setdefault(_family(row), {}).setdefault(cell_of(run), figure(row))
     columns = cells(results)
-    lines = ["| row | " + " | ".join(f"{link}, {workers} workers" for link, workers in columns) + " |"]
+    lines = ["| row | " + " | ".join(map(named, columns)) + " |"]
     lines.append("|---" + "|---:" * len(columns) + "|")
     for name, figures in found.items():
         lines.append(f"| {name} | " + " | ".join(figures.get(column, "-") for column in columns) + " |")
@@ -89,49 +103,49 @@ def _overview(results: Run, figure: Callable[[Row], str]) -> str:
 def _to_loss(row: Row) -> str:
     if row["error"]:
         return "failed"
-    return f"{row['target_ratio']:.2f}" if row["target_ratio"] else "not reached"
+    return f"{1 / row['target_ratio']:.2f}" if row["target_ratio"] else "not reached"
 
 
 def _step(row: Row) -> str:
-    return "failed" if row["error"] or not row["step_ratio"] else f"{row['step_ratio']:.2f}"
+    return "failed" if row["error"] or not row["step_ratio"] else f"{1 / row['step_ratio']:.2f}"
 
 
 def losses(results: Run) -> str:
-    """Seconds to the loss over DDP's."""
+    """How many times sooner at the loss than DDP."""
     return _overview(results, _to_loss)
 
 
 def steps(results: Run) -> str:
-    """Seconds a step over DDP's."""
+    """How many times faster a step is than DDP's."""
     return _overview(results, _step)
 
 
 def winners(results: Run) -> str:
     """Of every cell: the first at the loss, thinwire's first, and the others that were there before it."""
-    lines = ["| link | first at the loss | thinwire's first | others before it |", "|---|---|---|---|"]
+    lines = ["| model, link | first at the loss | thinwire's first | others before it |", "|---|---|---|---|"]
     for cell in cells(results):
         there = [(row["target_ratio"], row) for run in of_cell(results, cell) for row in shown(run)]
         there = sorted(((ratio, row) for ratio, row in there if ratio), key=lambda pair: pair[0])
         ours = next(((r, row) for r, row in there if title(row).startswith("thinwire")), None)
         if not there or ours is None:
             continue
-        before = dict.fromkeys(f"{title(row)} ({r:.2f})" for r, row in there if r < ours[0])
-        first = f"{title(there[0][1])} ({there[0][0]:.2f})"
-        mine = f"{title(ours[1])} ({ours[0]:.2f})"
-        lines.append(f"| {cell[0]}, {cell[1]} workers | {first} | {mine} | {'; '.join(before) or 'none'} |")
+        before = dict.fromkeys(f"{title(row)} ({1 / r:.2f})" for r, row in there if r < ours[0])
+        first = f"{title(there[0][1])} ({1 / there[0][0]:.2f})"
+        mine = f"{title(ours[1])} ({1 / ours[0]:.2f})"
+        lines.append(f"| {named(cell)} | {first} | {mine} | {'; '.join(before) or 'none'} |")
     return "\n".join(lines)
 
 
 def details(results: Run) -> str:
     """All rows of all runs."""
     parts = []
-    for link, workers in cells(results):
-        runs = of_cell(results, (link, workers))
+    for cell in cells(results):
+        runs = of_cell(results, cell)
         compute = [row["step_seconds"] for run in runs for row in run["rows"] if row["kind"] == COMPUTE]
         alone = f"{seconds(min(compute))} to {seconds(max(compute))}"
-        lines = [f"### {link}, {workers} workers", ""]
+        lines = [f"### {named(cell)}", ""]
         lines.append(f"A step without any exchange: {alone}. Floor of an exact method: {seconds(_floor(runs))}.")
-        lines += ["", "| row | step | x DDP | MB per step | steps made | to the loss | x DDP | last loss |"]
+        lines += ["", "| row | step | x | MB per step | steps made | to the loss | x | last loss |"]
         lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
         for number, run in enumerate(runs, 1):
             for row in shown(run):
@@ -163,14 +177,17 @@ def _detail(row: Row, more: str) -> str:
 
 def setting(results: Run) -> str:
     """What was trained, on what, with which versions."""
-    run = results["runs"][0]
-    machine, versions = results["machine"], results["versions"]
-    size = f"{run['parameters'] / 1e6:.2f} million parameters, {run['gradient_bytes'] / 1e6:.2f} MB of gradients"
+    machine, versions, lines = results["machine"], results["versions"], []
+    for name, told in results["settings"].items():
+        run = next(run for run in results["runs"] if run["size"] == name)
+        size = f"{run['parameters'] / 1e6:.2f} million parameters, {run['gradient_bytes'] / 1e6:.2f} MB of gradients"
+        lines.append(
+            f"* {name}: {run['describe']}; {size}; AdamW (`{told['model']}`); until a held-out loss of "
+            f"{told['target']} nats per character, at most {told['most_steps']} steps."
+        )
     return "\n".join(
         [
-            f"* Model: {run['describe']}; {size}; AdamW (`{results['setting']['model']}`).",
-            f"* Until a held-out loss of {results['setting']['target']} nats per character, "
-            f"at most {results['setting']['most_steps']} steps.",
+            *lines,
             f"* Machine: {machine['cores']} shared cores, Python {machine['python']}. "
             + ", ".join(f"{name} {version.partition('+')[0]}" for name, version in versions.items())
             + ".",

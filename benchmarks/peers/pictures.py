@@ -9,7 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from page import DRAWN, cells, of_cell, shown, title
+from page import DRAWN, cells, named, of_cell, shown, title
 
 Run = dict[str, Any]
 DASHES = {"thinwire": "-", "DDP": "--"}
@@ -40,12 +40,13 @@ def draw_curves(results: Run, path: Path) -> None:
                     dash = next((d for start, d in DASHES.items() if title(row).startswith(start)), ":")
                     colour = f"C{DRAWN.index(row['label'])}"
                     axis.plot(*zip(*points), dash, color=colour, linewidth=1.6, label=title(row))
-        axis.axhline(results["setting"]["target"], color="black", linewidth=0.8)
+        target = results["settings"][cell[0]]["target"]
+        axis.axhline(target, color="black", linewidth=0.8)
         axis.set_xscale("log")
         axis.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
         axis.minorticks_off()
-        axis.set_ylim(results["setting"]["target"] - 0.1, 4.5)
-        axis.set_title(f"{cell[0]}, {cell[1]} workers", fontsize=10)
+        axis.set_ylim(target - 0.1, 4.5)
+        axis.set_title(named(cell), fontsize=10)
         axis.set_xlabel("seconds of training / DDP's seconds to the loss")
         axis.set_ylabel("held-out loss")
         axis.grid(alpha=0.3)
@@ -54,7 +55,7 @@ def draw_curves(results: Run, path: Path) -> None:
 
 
 def draw_steps(results: Run, path: Path) -> None:
-    """A bar for every row: its step over DDP's in the same run."""
+    """A bar for every row: how many times faster its step is than DDP's in the same run."""
     figure, axes = _panels(results, 5.0)
     for axis, cell in zip(axes, cells(results)):
         bars: dict[str, tuple[float, str]] = {}
@@ -62,12 +63,12 @@ def draw_steps(results: Run, path: Path) -> None:
             for row in shown(run):
                 if row["step_ratio"] and not row["error"] and row["label"] != "ddp":
                     colour = {"t": "#2a6f97", "D": "#8c9bab"}["t" if title(row).startswith("thinwire") else "D"]
-                    bars.setdefault(title(row), (row["step_ratio"], colour))
+                    bars.setdefault(title(row), (1 / row["step_ratio"], colour))
         names = list(bars)[::-1]
         axis.barh(names, [bars[name][0] for name in names], color=[bars[name][1] for name in names])
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.tick_params(axis="y", labelsize=7)
-        axis.set_title(f"{cell[0]}, {cell[1]} workers: step / DDP's step", fontsize=10)
+        axis.set_title(f"{named(cell)}: times faster than DDP, by steps", fontsize=10)
     _save(figure, path)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import itertools
 import math
 import os
 import platform
@@ -20,7 +21,7 @@ from typing import Any
 
 import store
 import torch
-from catalogue import GROUPS, INSTALLED, LINKS, MODEL, MOST_STEPS, TARGET, WORKERS, Group
+from catalogue import INSTALLED, LINKS, SIZES, WORKERS, Size
 
 from thinwire import lab
 from thinwire.bench.record import RowRecord, seconds_to
@@ -29,21 +30,20 @@ from thinwire.bench.session import BenchError, run_session
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.summary import summarise
 
-SETTING = {"model": MODEL, "target": TARGET, "most_steps": MOST_STEPS}
 
-
-def measure(link: str, workers: int, group: Group, seconds: float) -> dict[str, Any]:
+def measure(size: Size, link: str, workers: int, name: str, seconds: float) -> dict[str, Any]:
     """One run, as JSON."""
+    group = size.groups[name]
     spec = BenchSpec(
-        MODEL,
+        size.model,
         group.rows,
         workers,
         link,
         lab.parse_rate(link),
-        steps=MOST_STEPS,
+        steps=size.most_steps,
         rounds=5,
         every=group.every,
-        target=TARGET,
+        target=size.target,
         operation_seconds=60.0,
         timeout_seconds=seconds,
     )
@@ -57,7 +57,7 @@ def measure(link: str, workers: int, group: Group, seconds: float) -> dict[str, 
     record, launched = run_session(spec, launch, say)
     result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
     ddp = next(row for row in record.rows if row.label == "ddp")
-    rows = [_row(row, ddp, group.every) for row in record.rows]
+    rows = [_row(row, ddp, group.every, size.target) for row in record.rows]
     return {
         "describe": result.describe,
         "parameters": result.parameters,
@@ -78,9 +78,9 @@ def step_of(row: RowRecord, every: int) -> float | None:
     return statistics.median(whole) if whole else None
 
 
-def _row(row: RowRecord, ddp: RowRecord, every: int) -> dict[str, Any]:
+def _row(row: RowRecord, ddp: RowRecord, every: int, target: float) -> dict[str, Any]:
     step, baseline = step_of(row, every), step_of(ddp, every)
-    reached, reference = seconds_to(row.curve, TARGET), seconds_to(ddp.curve, TARGET)
+    reached, reference = seconds_to(row.curve, target), seconds_to(ddp.curve, target)
     trains = row.kind != COMPUTE
     return {
         "label": row.label,
@@ -107,40 +107,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=LINKS, help=f"such as {' '.join(LINKS)}")
     parser.add_argument("--workers", nargs="+", type=int, default=WORKERS)
-    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
+    names = list(next(iter(SIZES.values())).groups)
+    parser.add_argument("--groups", nargs="+", default=names, choices=names)
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--again", action="store_true", help="also what is measured already")
-    parser.add_argument("--seconds", type=float, default=600.0, help="when a run is ended")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="when a run is ended")
     options = parser.parse_args()
     os.chdir(Path(__file__).parent)  # the ranks import contenders/ from here
     failed = 0
-    for link in options.links:
-        for workers in options.workers:
-            for name in options.groups:
-                failed += not _once(link, workers, name, again=options.again, seconds=options.seconds)
+    for key in itertools.product(options.sizes, options.links, options.workers, options.groups):
+        failed += not _once(*key, again=options.again, seconds=options.seconds)
     sys.exit(1 if failed else 0)
 
 
-def _once(link: str, workers: int, name: str, *, again: bool, seconds: float) -> bool:
+def _once(size: str, link: str, workers: int, name: str, *, again: bool, seconds: float) -> bool:
     """Measure and store a run unless it is there; whether it is there now."""
-    key = {"link": link, "workers": workers, "group": name}
-    results = store.read()
-    if results["runs"] and results["setting"] != SETTING:
-        sys.exit(f"{store.RESULTS} was measured with {results['setting']}; remove it to measure with {SETTING}")
+    key = {"size": size, "link": link, "workers": workers, "group": name}
+    results, setting = store.read(), SIZES[size].setting
+    if (old := results["settings"].get(size, setting)) != setting:
+        sys.exit(f"{store.RESULTS} was measured with {old}; remove it to measure with {setting}")
     old = [run for run in results["runs"] if {k: run[k] for k in key} == key]
     if old and not again:
         return True
-    print(f"... {link}, {workers} workers: {name}", flush=True)
+    print(f"... {size}, {link}, {workers} workers: {name}", flush=True)
     try:
-        run = measure(link, workers, GROUPS[name], seconds)
+        run = measure(SIZES[size], link, workers, name, seconds)
     except BenchError as error:
         print(f"    the run failed: {error}", flush=True)
         return False
     results = store.read()
-    results["setting"] = SETTING
+    results["settings"][size] = setting
     results["machine"] = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     results["versions"] = {name: importlib.metadata.version(name) for name in INSTALLED}
     results["runs"] = [other for other in results["runs"] if other not in old] + [{**key, **run}]
-    results["runs"].sort(key=lambda r: (lab.parse_rate(r["link"]), r["workers"], list(GROUPS).index(r["group"])))
+    sizes, groups = list(SIZES), list(SIZES[size].groups)
+    results["runs"].sort(
+        key=lambda r: (
+            sizes.index(r["size"]),
+            lab.parse_rate(r["link"]),
+            r["workers"],
+            groups.index(r["group"]),
+        )
+    )
     store.write(results)
     return True
 

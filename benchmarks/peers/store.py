@@ -14,7 +14,7 @@ def read() -> dict[str, Any]:
     if RESULTS.exists():
         found: dict[str, Any] = json.loads(RESULTS.read_text())
         return found
-    return {"machine": {}, "setting": {}, "versions": {}, "tried": {}, "runs": []}
+    return {"machine": {}, "settings": {}, "versions": {}, "tried": {}, "runs": []}
 
 
 def write(results: dict[str, Any]) -> None:

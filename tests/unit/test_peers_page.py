@@ -36,18 +36,17 @@ def test_tables_are_those_of_the_results(peers):
 
 def test_results_are_of_the_catalogue_and_ratios_of_their_run(peers):
     catalogue, results = peers["catalogue"], peers["store"].read()
-    assert results["setting"]["model"] == catalogue.MODEL
-    assert results["setting"]["target"] == catalogue.TARGET
+    assert results["settings"] == {name: catalogue.SIZES[name].setting for name in results["settings"]}
     assert set(results["tried"]) == set(catalogue.TRIED)
     for run in results["runs"]:
         rows = {row["label"]: row for row in run["rows"]}
-        assert {row.label for row in catalogue.GROUPS[run["group"]].rows} <= set(rows)
+        assert {row.label for row in catalogue.SIZES[run["size"]].groups[run["group"]].rows} <= set(rows)
         for row in rows.values():
             if row["step_ratio"]:
                 assert row["step_ratio"] == pytest.approx(row["step_seconds"] / rows["ddp"]["step_seconds"])
             if row["target_ratio"]:
                 assert row["target_ratio"] == pytest.approx(row["target_seconds"] / rows["ddp"]["target_seconds"])
-                assert row["last_loss"] <= catalogue.TARGET
+                assert row["last_loss"] <= catalogue.SIZES[run["size"]].target
 
 
 def test_a_loss_of_ours_and_a_failure_are_shown(peers):
@@ -57,8 +56,8 @@ def test_a_loss_of_ours_and_a_failure_are_shown(peers):
     for row in run["rows"]:
         row["target_ratio"] = 2.0 if page.title(row).startswith("thinwire") else row["target_ratio"] and 0.5
     run["rows"][-1]["error"] = "rank 1: RuntimeError: gone"
-    assert "(2.00) |" in page.winners(results)
-    assert "(0.50)" in page.winners(results).splitlines()[-1].split("|")[-2]
+    assert "(0.50) |" in page.winners(results)
+    assert "(2.00)" in page.winners(results).splitlines()[-1].split("|")[-2]
     assert "failed: rank 1: RuntimeError: gone" in page.details(results)
     with pytest.raises(ValueError, match="no block"):
         page.fill("nothing", results)
