@@ -334,7 +334,8 @@ def race(data: Any) -> Iterator[Row]:
     """Steps to DDP's loss, over DDP's: the median of three seeds, and their ends."""
     for one in data:
         track = one["track"]
-        where = f"{one['elements'] / 1e6:.1f}{NBSP}M parameters, {track['workers']} workers"
+        apart = ", each with its own share of the text" if "shares" in track["model"] else ""
+        where = f"{one['elements'] / 1e6:.1f}{NBSP}M parameters, {track['workers']} workers{apart}"
         for label, row in one["rows"].items():
             ordered = sorted(float("inf") if factor is None else factor for factor in row["factors"])
             low, middle, high = (

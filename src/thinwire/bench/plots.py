@@ -57,8 +57,8 @@ def plot_curves(rows: list[RowRecord], path: Path, title: str, *, target: float 
             (line,) = axes.plot([p.seconds for p in row.curve], values, marker="o", markersize=3, label=row.label)
             if target is not None and (there := seconds_to(row.curve, target)) is not None:
                 axes.axvline(there, color=line.get_color(), linestyle=":")
-                axes.annotate(f"{there:.1f} s", (there, max(values)), xytext=(4, -8), textcoords="offset points",
-                              color=line.get_color())  # fmt: skip
+                axes.annotate(f"{there:.1f} s", (there, max(values)), xytext=(-4, -8), textcoords="offset points",
+                              color=line.get_color(), ha="right")  # fmt: skip
     if target is not None:
         axes.axhline(target, color="#8c9bab", linestyle="--", linewidth=1, label=f"loss {target:.3f}")
     axes.set_xlabel("seconds of training")

@@ -81,9 +81,9 @@ def demo_table(result: DemoResult) -> Table:
 
     from thinwire.bench.table import megabytes, seconds
 
-    there = "to DDP's loss" if result.target is None else f"to loss {result.target:.3f}"
-    columns = ["method", "step", "MB/step", f"steps {there}", f"seconds {there}"]
-    table = plain_table(f"{result.bench.describe}; {result.bench.parameters / 1e6:.1f} M parameters", columns)
+    until = "" if result.target is None else f"; until a held-out loss of {result.target:.3f}"
+    title = f"{result.bench.describe}; {result.bench.parameters / 1e6:.1f} M parameters{until}"
+    table = plain_table(title, ["method", "step", "MB/step", "steps", "seconds"])
     for row in result.rows:
         if row.error:
             table.add_row(row.label, Text(f"failed: {row.error}"))
