@@ -23,7 +23,10 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help=f"2 workers, {QUICK_LINK}, a smaller model: half a minute.")
     ] = False,
-    steps: Annotated[int, typer.Option(help="Steps of DDP, whose loss then is what the others train to.")] = 25,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps of DDP, whose loss then is what Power-SGD trains to: 25, or 15 with --quick."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where demo.png and demo.json go.")] = Path("thinwire-out"),
     json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
@@ -38,6 +41,7 @@ def demo(
 
     console = Console(stderr=json)
     link = QUICK_LINK if quick else LINK
+    steps = (15 if quick else 25) if steps is None else steps
     spec = demo_spec(quick=quick, link=link, link_bits=lab.parse_rate(link), steps=steps)
     cluster = lab.Cluster.parse(spec.workers, 1, link, None)
     console.print(
