@@ -1,8 +1,12 @@
 """Makes the helpers in tests/ importable and keeps torch to one thread."""
 
+import atexit
 import gc
+import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,8 @@ from hypothesis import settings
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "dist"), str(HERE / "unit")]
 torch.set_num_threads(1)
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="thinwire-tests-")  # nothing is remembered from other runs
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 settings.register_profile("thinwire", settings(deadline=None))  # other work on the machine is no failure
 settings.load_profile("thinwire")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what we start would inherit it

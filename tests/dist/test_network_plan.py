@@ -7,20 +7,21 @@ import thinwire as tw
 from spawned import run
 
 pytestmark = pytest.mark.dist
+BYTES = 10 * 300 * 300 * 4
 
 
 def _train(rank, size, seconds, backward=None):
     from thinwire.engine.controller import rebuild
 
-    rate, gain = rebuild.all_reduce_rate, rebuild.gain_of_overlap
+    typical, gain = rebuild.typical, rebuild.gain_of_overlap
     if seconds is not None:
-        rebuild.all_reduce_rate = lambda lane, device: lambda total: seconds
+        rebuild.typical = lambda totals, ranks: (BYTES, seconds)
     if backward is not None:
         rebuild.gain_of_overlap = lambda all_reduce, measured: gain(all_reduce, backward)
     try:
         return _steps(rank)
     finally:
-        rebuild.all_reduce_rate, rebuild.gain_of_overlap = rate, gain
+        rebuild.typical, rebuild.gain_of_overlap = typical, gain
 
 
 def _steps(rank):
@@ -35,6 +36,8 @@ def _steps(rank):
             counts.append(len(sync.plan.phases[0]))
             optimizer.step()
         plan = sync.plan.hash
+        issued = dict(sync.stats().collectives)
+    assert issued == {"AllReduce": sum([1, *counts[:-1]])}  # nothing but the gradients' own
     return counts, plan, [p.detach().sum().item() for p in net.parameters()]
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from thinwire.collectives.topology import topology_of
 from thinwire.engine.attached import attached_to
+from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.pilot import Pilot, wanted
 from thinwire.engine.controller.tuner import Tuner
 from thinwire.engine.local_sync import LocalSync
@@ -23,6 +24,7 @@ from thinwire.engine.settings import AttachSettings, capped, check_scaler, check
 from thinwire.engine.sync import GradientSync
 from thinwire.local.named import named_local
 from thinwire.local.settings import Local
+from thinwire.measure.kernels import KERNELS
 from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
@@ -81,7 +83,8 @@ def attach(
         optimizer: any ``torch.optim`` optimizer that owns the trainable parameters, or a list of several. None: the
             script updates the weights by itself; not for decoupled methods.
         method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" begins as
-            S-SGD, measures the first dozen steps and the network (5 s), and takes what it predicts to be fastest.
+            S-SGD, times the first dozen steps, measures the network between them (a step's time in all), and takes what
+            it predicts to be fastest.
             "local" and "diloco", or a ``Local``: no gradient is exchanged, but weights now and then.
         bucket_cap_mb: MiB of gradients in a bucket, DDP's word: the same as the ``fusion=`` of a named method.
         plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
@@ -103,7 +106,7 @@ def attach(
         detect_desync: compare the sequence of issued collectives over ranks at every step (debugging).
         lossy: "auto" may choose a method that is not exact.
         costs: of the network and of compute, where a plan needs them: ``Costs.from_json`` of what ``thinwire
-            probe --out`` has written. None: measured (5 s).
+            probe --out`` has written. None: remembered from an earlier start, or measured between the first steps.
 
     Returns:
         The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...; of local steps a ``LocalSync``.
@@ -173,7 +176,8 @@ def attach(
         if wanted(chosen, settings.pinned, adaptive, auto):
             pilot = (Tuner if rule_of(chosen) == "tune" else Pilot)(
                 communicator, lambda m: managed_parameters(model, m, keep_dense),
-                auto=auto, lossy=lossy, adaptive=adaptive, costs=costs,
+                auto=auto, lossy=lossy, adaptive=adaptive,
+                network=NetworkPrices(communicator, costs, KERNELS if lossy or not chosen.exact else ("memory",)),
             )  # fmt: skip
     elif deferring(chosen) is not None:
         communicator = Alone(managed[0].parameter.device)

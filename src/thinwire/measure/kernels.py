@@ -6,7 +6,7 @@ Tensors come from a pool larger than the caches, and so does the memory of sums,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import torch
@@ -22,6 +22,7 @@ from thinwire.planner.curves import Curve, Table
 KERNELS = ("select", "orthogonalise", "memory", "multiply", "thin")
 """The curves, named as in ``planner.Costs.compute``."""
 DENSITY = 0.01
+LEAST_CALLS = 3
 RANK, THIN = 16, 4  # products of more columns take as long as their FLOPs; of few, as the large matrix
 
 POOL = 1 << 25  # elements: 128 MiB
@@ -62,8 +63,33 @@ def kernel_points(
     device: torch.device, *, seconds: float, meet: Callable[[], None] = lambda: None, clock: Clock = time.perf_counter
 ) -> dict[str, list[Point]]:
     """(amount, seconds) by curve; the amounts are the same on all ranks."""
+    return dict(kernel_cases(device, seconds=seconds, meet=meet, clock=clock))
+
+
+def kernel_cases(
+    device: torch.device,
+    *,
+    seconds: float,
+    meet: Callable[[], None] = lambda: None,
+    clock: Clock = time.perf_counter,
+    names: Sequence[str] = KERNELS,
+    largest: int | None = None,
+    least: int = LEAST_CALLS,
+) -> Iterator[tuple[str, list[Point]]]:
+    """The same, curve after curve: each is measured when it is asked for.
+
+    Args:
+        device: that computes.
+        seconds: for all of them.
+        meet: called before each.
+        clock: seconds.
+        names: of the curves.
+        largest: elements of the largest tensor, an eighth of what they come from; None: as large as is of interest.
+        least: calls that are timed of each, whatever they cost.
+    """
+    pool_size, random = (POOL, RANDOM) if largest is None else (8 * largest, largest)
     generator = torch.Generator(device).manual_seed(0)
-    pool = torch.randn(RANDOM, device=device, generator=generator).repeat(POOL // RANDOM)
+    pool = torch.randn(random, device=device, generator=generator).repeat(pool_size // random)
     whole = {
         "select": _select,
         "orthogonalise": _orthogonalise,
@@ -72,19 +98,26 @@ def kernel_points(
         "thin": _thin,
     }
     share = seconds / sum(map(len, (SELECT, TALL, MEMORY, SQUARES, SQUARES)))
-    found: dict[str, list[Point]] = {}
-    with torch.no_grad():
-        for name in KERNELS:
+    for name in names:
+        with torch.no_grad():
             meet()
-            found[name] = [
-                (amount, median_seconds(call, device, seconds=share, clock=clock) / parts)
-                for amount, parts, call in whole[name](pool)
+            points = [
+                (amount, median_seconds(call, device, seconds=share, least=least, clock=clock) / parts)
+                for amount, parts, call in whole[name](pool, largest or pool_size)
             ]
-    return found
+        yield name, points
 
 
 Case = tuple[float, int, Callable[[], object]]
 """Amount of one operation, operations in a call, the call."""
+
+
+def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
+    return [size for size in sizes if size <= largest]
+
+
+def _sides(largest: int) -> list[int]:
+    return [side for side in SQUARES if side * side <= largest]
 
 
 def _pieces(pool: Tensor, size: int) -> Callable[[], Tensor]:
@@ -94,13 +127,13 @@ def _pieces(pool: Tensor, size: int) -> Callable[[], Tensor]:
     return lambda: pool.narrow(0, next(turn) % places * size, size)
 
 
-def _select(pool: Tensor) -> Iterator[Case]:
-    for size in SELECT:
+def _select(pool: Tensor, largest: int) -> Iterator[Case]:
+    for size in _up_to(largest, SELECT):
         piece, k = _pieces(pool, size), keep_count(size, DENSITY)
         yield size, 1, lambda piece=piece, k=k: top_k(piece(), k)  # type: ignore[misc]
 
 
-def _orthogonalise(pool: Tensor) -> Iterator[Case]:
+def _orthogonalise(pool: Tensor, largest: int) -> Iterator[Case]:
     for rows, columns in TALL:
         piece = _pieces(pool, rows * columns)
         yield (
@@ -110,22 +143,22 @@ def _orthogonalise(pool: Tensor) -> Iterator[Case]:
         )
 
 
-def _memory(pool: Tensor) -> Iterator[Case]:
+def _memory(pool: Tensor, largest: int) -> Iterator[Case]:
     """A sum of two pieces into a third: 3 passes, all over memory that is not in a cache."""
-    for size in MEMORY:
+    for size in _up_to(largest, MEMORY):
         piece = _pieces(pool, size)
         yield 3 * 4 * size, 1, lambda piece=piece: torch.add(piece(), piece(), out=piece())  # type: ignore[misc]
 
 
-def _multiply(pool: Tensor) -> Iterator[Case]:
+def _multiply(pool: Tensor, largest: int) -> Iterator[Case]:
     """A projection and a reconstruction, as in ``kernels.lowrank``."""
-    for side in SQUARES:
+    for side in _sides(largest):
         yield multiply_flops(side, side, RANK), 2, _products(pool, side, RANK)
 
 
-def _thin(pool: Tensor) -> Iterator[Case]:
+def _thin(pool: Tensor, largest: int) -> Iterator[Case]:
     """The same with few columns, by the elements of the large matrix."""
-    for side in SQUARES:
+    for side in _sides(largest):
         yield side * side, 2, _products(pool, side, THIN)
 
 

@@ -7,9 +7,6 @@ with the same costs.
 from __future__ import annotations
 
 import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
 from datetime import date, timedelta
 
 import torch
@@ -17,21 +14,11 @@ import torch.distributed as dist
 
 from thinwire.collectives.lanes import Lanes
 from thinwire.collectives.topology import topology_of
-from thinwire.measure.fit import never_falling
-from thinwire.measure.kernels import KERNELS, kernel_points
-from thinwire.measure.result import Measurement, ProbeResult
-from thinwire.measure.schedule import LARGEST, coarse_to_fine, expected_seconds, message_sizes, repeats
+from thinwire.measure.probe_run import ProbeRun, Progress
+from thinwire.measure.result import ProbeResult
+from thinwire.measure.schedule import LARGEST, message_sizes
 from thinwire.measure.wire import ExchangeTimer
-from thinwire.planner.curves import Curve, Table
-from thinwire.planner.formulas import KINDS
-from thinwire.program.ops import Scope
 from thinwire.program.topology import Topology
-
-Progress = Callable[[float, str], None]
-"""Called with the share that is done and what comes next."""
-
-_ALWAYS = 2  # sizes that are measured whatever they cost: without two there is no rate
-_MOST_BYTES = 1 << 30  # that an all-gather may fill
 
 
 def probe(
@@ -80,88 +67,21 @@ def probe(
     broken = True
     try:
         wire = ExchangeTimer(lanes, topology, rank, device, counts_cpu="gloo" in backend)
-        run = _Run(wire, seconds, on_progress)
+        run = ProbeRun(wire, seconds, on_progress=on_progress)
         if len(ranks) > 1:
-            run.exchanges(sizes)
-        compute = run.compute(kernel_seconds, wire.text(_source(backend, len(ranks))))
+            for _ in run.exchanges(sizes):
+                pass
+            run.flow()
+        source = wire.text(source_of(backend, len(ranks)))
+        for _ in run.kernels(kernel_seconds, source) if kernel_seconds else ():
+            pass
         broken = False
     finally:
         lanes.release(broken=broken)
     on_progress(1.0, "done")
-    return run.result(backend, topology.layout, compute)
+    return run.result(backend, topology.layout, source)
 
 
-def _source(backend: str, world: int) -> str:
+def source_of(backend: str, world: int) -> str:
+    """Where figures come from that are measured now, by this rank among so many."""
     return f"{platform.node()}, {date.today()}, {backend}, torch {torch.__version__}, {world} ranks"
-
-
-class _Run:
-    """One probe: what is known so far, and what is left of the time."""
-
-    def __init__(self, wire: ExchangeTimer, seconds: float, on_progress: Progress) -> None:
-        self._wire, self._seconds, self._progress = wire, seconds, on_progress
-        self._began = time.perf_counter()
-        self._elapsed = 0.0
-        self._known: dict[tuple[str, Scope], dict[int, float]] = {}  # slowest group's seconds by nominal size
-        self._found: list[Measurement] = []
-        self._dropped: list[tuple[str, str, int, int]] = []
-        self._flow: float | None = None
-        self._source = ""
-
-    def exchanges(self, sizes: Sequence[int]) -> None:
-        """Measure every operation in every scope, coarse sizes first."""
-        wanted = [(kind, scope) for scope in self._wire.scopes for kind in KINDS]
-        order = coarse_to_fine(list(sizes))
-        for position, size in enumerate(order):
-            for i, (kind, scope) in enumerate(wanted):
-                self._progress(0.9 * (position + i / len(wanted)) / len(order), f"{kind} {scope.value} {size} bytes")
-                known = self._known.setdefault((kind, scope), {})
-                share = max(0.0, self._seconds - self._elapsed) / (len(wanted) - i)
-                if position < _ALWAYS or (
-                    2 * expected_seconds(size, known) <= share and size * self._wire.members(scope) <= _MOST_BYTES
-                ):
-                    self._measure(kind, scope, size, share)
-                else:
-                    self._dropped += [
-                        (kind, scope.value, n, self._wire.message_bytes(size, n)) for n in self._wire.counts(scope)
-                    ]
-        size, lasted = max(self._known["Broadcast", Scope.WORLD].items())
-        times = self._wire.time_flow(size, repeats(lasted, max(1.0, self._seconds - self._elapsed)))
-        self._flow = 8 * size / max(statistics.median(of_rank.seconds) for of_rank in times)
-
-    def _measure(self, kind: str, scope: Scope, size: int, share: float) -> None:
-        if not self._known[kind, scope]:
-            self._wire.time(kind, scope, size, 1)  # opens connections
-        times = self._wire.time(kind, scope, size, 1)
-        more = repeats(max(of_rank.seconds[0] for of_rank in times), share) - 1
-        if more:
-            times = [a + b for a, b in zip(times, self._wire.time(kind, scope, size, more))]
-        for members in self._wire.counts(scope):
-            group = [t for t, n in zip(times, self._wire.counts_of_ranks(scope)) if n == members]
-            seconds = max(statistics.median(t.seconds) for t in group)
-            cpu = max(statistics.median(t.cpu_seconds) for t in group) if self._wire.counts_cpu else None
-            sent = self._wire.message_bytes(size, members)
-            self._found.append(Measurement(kind, scope.value, members, sent, seconds, more + 1, cpu))
-            slowest = self._known[kind, scope].get(size, 0.0)
-            self._known[kind, scope][size] = max(slowest, seconds)
-        self._elapsed = max(self._wire.gather([time.perf_counter() - self._began]))[0]
-
-    def compute(self, seconds: float, source: str) -> dict[str, Curve]:
-        """Measure compute on all ranks at once; the slowest rank counts."""
-        self._source = source
-        if not seconds:
-            return {}
-        self._progress(0.9, "compute")
-        points = kernel_points(self._wire.device, seconds=seconds, meet=self._wire.meet)
-        curves: dict[str, Curve] = {}
-        for name in KERNELS:
-            sizes = [x for x, _ in points[name]]
-            slowest = [max(column) for column in zip(*self._wire.gather([y for _, y in points[name]]))]
-            curves[name] = Table(never_falling(list(zip(sizes, slowest))), "measured here", source)
-        return curves
-
-    def result(self, backend: str, layout: tuple[int, ...], compute: dict[str, Curve]) -> ProbeResult:
-        seconds = self._elapsed
-        found = tuple(sorted(self._found, key=lambda m: (*m.key, m.bytes)))
-        dropped = tuple(sorted(self._dropped))
-        return ProbeResult(self._source, backend, layout, found, dropped, self._flow, compute, seconds)

@@ -8,7 +8,7 @@ SMALLEST = 4 << 10
 LARGEST = 16 << 20
 _STRIDES = (4, 2, 1)
 _SLICE_SECONDS = 0.5
-_MOST = 15
+MOST_REPEATS = 15
 
 
 def message_sizes(smallest: int = SMALLEST, largest: int = LARGEST) -> list[int]:
@@ -50,4 +50,4 @@ def repeats(first_seconds: float, share_seconds: float) -> int:
     Never more than half of the share, so that something is left for the sizes between.
     """
     wanted = min(share_seconds / 2, max(_SLICE_SECONDS, min(3 * first_seconds, 3 * _SLICE_SECONDS)))
-    return max(1, min(_MOST, int(wanted / max(first_seconds, 1e-6) + 1e-6)))
+    return max(1, min(MOST_REPEATS, int(wanted / max(first_seconds, 1e-6) + 1e-6)))

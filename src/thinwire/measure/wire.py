@@ -53,19 +53,34 @@ class ExchangeTimer:
         rank: this rank's place in it.
         device: of the messages.
         counts_cpu: whether the process itself moves the bytes (Gloo).
+        purpose: of the lanes that are timed.
+        mesh_only: of the one over all ranks, see ``Lanes.get``.
+        idle_seconds: in which it is found out what the process computes besides.
     """
 
-    def __init__(self, lanes: Lanes, topology: Topology, rank: int, device: torch.device, *, counts_cpu: bool) -> None:
-        self._lanes, self._topology, self._rank = lanes, topology, rank
+    def __init__(
+        self,
+        lanes: Lanes,
+        topology: Topology,
+        rank: int,
+        device: torch.device,
+        *,
+        counts_cpu: bool,
+        purpose: str = "probe",
+        mesh_only: bool = False,
+        idle_seconds: float = _IDLE_SECONDS,
+    ) -> None:
+        self._lanes, self._topology, self._rank, self._purpose = lanes, topology, rank, purpose
         self.device, self.counts_cpu = device, counts_cpu
         self.scopes = tuple(Scope) if topology.two_levels else (Scope.WORLD,)
         self._control: Lane = lanes.get("agreement", Scope.WORLD, 0)
         for scope in self.scopes:  # also groups of one: torch names groups by how many a rank has, so all need as many
-            lanes.get("probe", scope, 0, bidirectional=scope is Scope.WORLD)
+            world = scope is Scope.WORLD
+            lanes.get(purpose, scope, 0, bidirectional=world, mesh_only=world and mesh_only)
         self._tick = torch.zeros(1, device=device)
         self.meet()
         cpu, start = time.process_time(), time.perf_counter()
-        time.sleep(_IDLE_SECONDS)
+        time.sleep(idle_seconds)
         self._idle = (time.process_time() - cpu) / (time.perf_counter() - start)
 
     def meet(self) -> None:
@@ -112,13 +127,13 @@ class ExchangeTimer:
         """Time an operation so often, in all groups of the scope at once; everybody's times, in rank order."""
         if len(self._topology.members(scope, self._rank)) < 2:
             return self._timed(lambda: None, count)
-        lane = self._lanes.get("probe", scope, 0)
+        lane = self._lanes.get(self._purpose, scope, 0)
         op = self._message(kind, scope, size, lane)
         return self._timed(lambda: issue(op, lane).wait(), count)
 
     def time_flow(self, size: int, count: int) -> list[Times]:
         """The same for one message from the first rank to the first of the upper half, alone and in one direction."""
-        lane = self._lanes.get("probe", Scope.WORLD, 0)
+        lane = self._lanes.get(self._purpose, Scope.WORLD, 0)
         x, to = torch.empty(size // 4, device=self.device).fill_(0.0), lane.size // 2
 
         def flow() -> None:

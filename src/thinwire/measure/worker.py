@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from thinwire.measure.probe import Progress, probe
+from thinwire.measure.probe import probe
+from thinwire.measure.probe_run import Progress
 from thinwire.measure.result import ProbeResult
 
 _TIMEOUT = timedelta(seconds=120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from thinwire.engine.buckets import Buckets, Step
 from thinwire.engine.controller.pilot import Decision, Pilot
 from thinwire.engine.controller.rebuild import rebuild
+from thinwire.engine.executors.watch import ExchangeWatch
 from thinwire.engine.schedules.schedule import Schedule
 
 
@@ -28,6 +29,9 @@ class Controller:
         self.rebuilt = pinned
         self.why: tuple[str, ...] = ()
         self.waiting: Decision | None = None
+        comm = buckets.session.comm
+        if comm is not None and (pilot is not None or not pinned):
+            comm.steps.executor.watch = ExchangeWatch()
 
     @property
     def settled(self) -> bool:
@@ -49,6 +53,8 @@ class Controller:
             return None
         session = self._buckets.session
         decision = self.pilot.after_step(session.method, session.dense)
+        if self.pilot.costs is not None:
+            self._watch_no_more()
         if decision is not None and self._buckets.pauses:  # the updates of this step are still to come
             self.waiting, decision = decision, None
         return decision
@@ -68,4 +74,11 @@ class Controller:
         order = self._schedule.order() or [*step.arrival, *unseen]
         measured = self.pilot is not None
         plan = rebuild(session.method, managed, session.comm, order, unseen, seconds, measured=measured)
+        if not measured:
+            self._watch_no_more()
         return None if plan == buckets.plan else Decision(plan, 0.0)
+
+    def _watch_no_more(self) -> None:
+        comm = self._buckets.session.comm
+        assert comm is not None
+        comm.steps.executor.watch = None

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from thinwire.engine.controller.network import NetworkPrices
 from thinwire.engine.controller.prices import PlanPrices
 from thinwire.engine.controller.timings import AgreedTimes, Timings
 from thinwire.engine.parameters import Managed
@@ -23,6 +26,7 @@ logger = logging.getLogger("thinwire")
 
 SETTLE_STEPS, PROFILE_STEPS, WATCH_STEPS = 2, 8, 100
 TOLERANCE = 0.15
+_UNKNOWN_SECONDS = 0.1  # of a step whose forward was not seen
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Pilot:
         auto: choose the method too.
         lossy: ``auto`` may choose lossy ones.
         adaptive: plan again where measured and predicted differ.
-        costs: None: probed when first needed.
+        network: prices of exchanges and compute.
     """
 
     def __init__(
@@ -55,27 +59,37 @@ class Pilot:
         auto: bool,
         lossy: bool,
         adaptive: bool,
-        costs: Costs | None = None,
+        network: NetworkPrices,
     ) -> None:
         self._comm, self._manage = communicator, manage
         self._auto, self._lossy, self._adaptive = auto, lossy, adaptive
         self.timings = Timings(communicator.device)
-        self.costs = costs
+        self.network = network
         self.predicted: float | None = None
         self._left: int | None = SETTLE_STEPS
         self._profiling = False
         self.warned = False
         self.decisions = 0
 
+    @property
+    def costs(self) -> Costs | None:
+        """None: not known yet."""
+        return self.network.costs
+
     def after_step(self, method: Method, dense: Method) -> Decision | None:
         """Called at the end of each synchronised backward on all ranks alike; now and then it is a collective."""
         if self._left is None:
             return None
+        if self._profiling:
+            began = time.perf_counter()
+            self.network.advance()
+            self.timings.pause(time.perf_counter() - began)
         if self._left > 0:
             self._left -= 1
             if self._left:
                 return None
         if not self._profiling and self.predicted is None:
+            self.network.begin(statistics.median(self.timings.intervals() or [_UNKNOWN_SECONDS]), PROFILE_STEPS)
             self._restart(PROFILE_STEPS, profiling=True)
             return None
         if len(self.timings) == 0:  # accumulation only, or forwards that we did not see
@@ -112,11 +126,12 @@ class Pilot:
         self._restart(WATCH_STEPS if self._adaptive else None, profiling=False)
 
     def _decide(self, measurement: AgreedTimes, method: Method, dense: Method) -> Decision:
-        self._probe()
+        self.network.finish()
         text = b""
         if self._comm.rank == 0:
             prices = self._prices(measurement, dense)
             made = prices.best(self._lossy) if self._auto else prices.planned(method)
+            made["why"] += [self.network.why] if self.network.why else []
             text = json.dumps(made).encode()
         chosen = json.loads(self._comm.gather(text)[0])
         for line in chosen["why"]:
@@ -130,18 +145,6 @@ class Pilot:
         return PlanPrices(
             self._comm.backend, self._comm.members.topology, self._manage, dense, self.costs, measurement, side_stream
         )
-
-    def _probe(self) -> None:
-        if self.costs is None:
-            from thinwire.measure.probe import probe
-
-            members = self._comm.members
-            scopes = 3 if members.topology.two_levels else 1  # to be measured
-            result = probe(
-                members.group, members.topology, largest_bytes=4 << 20, seconds=4.0 * scopes, kernel_seconds=1.0,
-                device=members.device,
-            )  # fmt: skip
-            self.costs = result.costs
 
     def _say(self, line: str, level: int = logging.INFO) -> None:
         if self._comm.rank == 0:

@@ -25,6 +25,7 @@ class _Marks:
     start: Any
     arrivals: dict[int, Any]
     end: Any = None
+    paused: float = 0.0  # seconds after it, of measuring
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,15 @@ class Timings:
             self._steps.append(self._open)
         self._open = None
 
+    def pause(self, seconds: float) -> None:
+        """So long nothing of the training was done, after the step that has ended last."""
+        if self._steps:
+            self._steps[-1].paused += seconds
+
     def intervals(self) -> list[float]:
         """Seconds from forward to forward, of the whole steps noted so far, on this rank."""
         self.stopwatch.settle()
-        return [self.stopwatch.between(a.start, b.start) for a, b in pairwise(self._steps)]
+        return [self.stopwatch.between(a.start, b.start) - a.paused for a, b in pairwise(self._steps)]
 
     def agreed(self, managed: Sequence[Managed], lane: Lane, device: torch.device) -> AgreedTimes:
         """The medians, of each the slowest rank's. All ranks call it."""
@@ -99,7 +105,7 @@ class Timings:
         between, steps = self.stopwatch.between, self._steps
         first = [next(iter(s.arrivals.values())) for s in steps]
         forward = statistics.median(between(s.start, f) for s, f in zip(steps, first))
-        outside = statistics.median(between(a.end, b.start) for a, b in pairwise(steps))
+        outside = statistics.median(between(a.end, b.start) - a.paused for a, b in pairwise(steps))
         step = statistics.median(self.intervals())
         offsets = []
         for i in range(count):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.engine.executors.issuer import Failure, MakeProgram
 from thinwire.engine.executors.recorder import Recorder
+from thinwire.engine.executors.watch import ExchangeWatch
 from thinwire.program.drive import Paused, drive
 from thinwire.program.ops import AllGather, NextForward, Op, Program
 
@@ -30,6 +31,7 @@ class AloneExecutor:
     """Runs programs in the calling thread, as soon as they are ready."""
 
     failure = None
+    watch: ExchangeWatch | None = None  # not used: nothing takes time
 
     def __init__(self) -> None:
         self._make: MakeProgram | None = None

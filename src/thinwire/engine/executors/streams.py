@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire.engine.executors import ranges
 from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
 from thinwire.engine.executors.recorder import Recorder
+from thinwire.engine.executors.watch import ExchangeWatch
 from thinwire.program.drive import Paused, drive
 from thinwire.program.ops import NextForward, Op, Program
 from thinwire.program.plan import SIDE_STREAMS
@@ -42,6 +43,8 @@ class _Segments:
 
 class StreamExecutor:
     """The host issues each program whole, in plan order, on side streams by turns, and never blocks (NCCL)."""
+
+    watch: ExchangeWatch | None = None  # not used: the host does not know when an exchange ends
 
     def __init__(self, issuer: OpIssuer, device: torch.device) -> None:
         self._issuer, self._device = issuer, device

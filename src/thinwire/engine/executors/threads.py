@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from thinwire.engine.executors import ranges
 from thinwire.engine.executors.issuer import Failure, MakeProgram, OpIssuer
 from thinwire.engine.executors.recorder import Recorder
 from thinwire.engine.executors.runner import Runner
+from thinwire.engine.executors.watch import ExchangeWatch
 from thinwire.program.drive import Paused
 from thinwire.program.ops import Collective, Scope
 
@@ -81,6 +83,7 @@ class ThreadExecutor:
         self._second: _Step | None = None  # the same of a second half
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
+        self.watch: ExchangeWatch | None = None
         self._thread = threading.Thread(target=self._loop, name="thinwire-communicator", daemon=True)
         self._thread.start()
 
@@ -264,16 +267,20 @@ class ThreadExecutor:
         assert bucket is not None
         step.bucket, step.where = bucket, where
         recorder, over = self.recorder, ranges.exchange(type(op).__name__, bucket)
-        start, before = (recorder.now(), self._issuer.ledger.total) if recorder else (0.0, 0)
+        watch = self.watch if scope is Scope.WORLD else None
+        begun, before = time.perf_counter(), self._issuer.ledger.total if recorder or watch else 0
+        start = recorder.now() if recorder else 0.0
         pending = self._issuer.issue(op, scope, round_, bucket)
         event = _Event(step, place, pending, where=where)
         queue_ = step.to_complete if place in step.inline else self._events
-        if recorder is None and over is None and place in step.inline:
+        if recorder is None and watch is None and over is None and place in step.inline:
             queue_.put(event)
             return
         sent = self._issuer.ledger.total - before
 
         def done() -> None:
+            if watch is not None:
+                watch.add(begun, sent)
             if recorder is not None:
                 recorder.exchange(type(op).__name__, scope, start, bucket, sent)
             if over is not None:

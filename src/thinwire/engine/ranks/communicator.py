@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from thinwire.program import NextForward, Program, Scope, Topology
 from thinwire.program.drive import drive
 from thinwire.program.ops import AllGather, Broadcast, Collective, Op
 from thinwire.program.trace import TracedExchange, depths
+
+if TYPE_CHECKING:
+    from thinwire.measure.gradual import GradualProbe
 
 _numbers = itertools.count()
 
@@ -83,7 +86,7 @@ class Communicator:
         self._lanes = self.lanes_of(topology)
         label = f"{next(_numbers)}/{'-'.join(map(str, ranks[:64]))}"
         self._late = LateRanks(ranks, rank, label, seconds_of(self.members.timeout))
-        with self._meeting("connecting"):
+        with self.meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self.ledger = Ledger()
         self.order: OrderWatch | None = None
@@ -114,22 +117,22 @@ class Communicator:
 
     def machine_group(self) -> dist.ProcessGroup:
         """A process group of this machine's ranks, given back with the lanes. All ranks must ask."""
-        with self._meeting("connecting"):
+        with self.meeting("connecting"):
             return self._lanes.get("inside", Scope.NODE, 0).group
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise ``ValueError``, naming the difference, unless all ranks bring the same facts."""
-        with self._meeting("agreeing on the plan"):
+        with self.meeting("agreeing on the plan"):
             agree(facts, self.control, self.device)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""
-        with self._meeting("sending the weights"):
+        with self.meeting("sending the weights"):
             broadcast_tensors(tensors, self.control)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Every rank's message, in rank order."""
-        with self._meeting("gathering"):
+        with self.meeting("gathering"):
             return gather_bytes(message, self.control, self.device)
 
     def spare_cores(self) -> bool:
@@ -138,13 +141,21 @@ class Communicator:
             self._spare = spare_places(self.gather(place()), self.rank)
         return self._spare
 
+    def gradual_probe(self) -> GradualProbe:
+        """Measures the network between steps, on the lanes of buckets; made and used under ``meeting``."""
+        from thinwire.measure.gradual import GradualProbe
+
+        who = self.members
+        mesh_only = who.device.type == "cpu" and "AllGather" in pairwise(who.topology)
+        return GradualProbe(self._lanes, who.topology, who.rank, who.device, who.backend, mesh_only=mesh_only)
+
     def gather_tensor(self, x: Tensor) -> Tensor:
         """Every rank's 1-D tensor, of one length on all: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""
         return self.gather_later(x)()
 
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
         """The same; between CPUs with connections of our own, only who calls what is returned waits."""
-        with self._meeting("gathering"):
+        with self.meeting("gathering"):
             if self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology):
                 lane = self._lanes.get("answers", Scope.WORLD, 0, mesh_only=True)
                 return self._told(issue(AllGather(x), lane), "gathering")
@@ -155,7 +166,7 @@ class Communicator:
     def broadcast_later(self, x: Tensor) -> Callable[[], Tensor]:
         """Rank 0's 1-D tensor, in place; who calls what is returned waits. All ranks must call it in the same order."""
         mesh_only = self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology)
-        with self._meeting("sending the buffers"):
+        with self.meeting("sending the buffers"):
             lane = self._lanes.get("buffers", Scope.WORLD, 0, mesh_only=True) if mesh_only else self.control
             return self._told(issue(Broadcast(x), lane), "sending the buffers")
 
@@ -176,7 +187,7 @@ class Communicator:
         if self.members.topology.two_levels:
             # A leader's program has more exchanges, but torch names groups by how many a rank has.
             deepest = deepest_of_all(deepest, self.gather)
-        with self._meeting("connecting"):
+        with self.meeting("connecting"):
             for scope in sorted(deepest, key=lambda s: s.value):
                 for round_ in range(deepest[scope]):
                     bidirectional = scope is Scope.WORLD and round_ in paired
@@ -187,7 +198,7 @@ class Communicator:
         """Lanes for programs that issue so many exchanges within each scope. All ranks must call it."""
         lanes = self.lanes_of(topology)
         try:
-            with self._meeting("connecting"):
+            with self.meeting("connecting"):
                 for scope in sorted(depth, key=lambda s: s.value):
                     for round_ in range(1 if self.backend == "nccl" else depth[scope]):
                         lanes.get(purpose, scope, round_)
@@ -214,13 +225,13 @@ class Communicator:
 
     def _told(self, pending: Pending, doing: str) -> Callable[[], Tensor]:
         def wait() -> Tensor:
-            with self._meeting(doing):
+            with self.meeting(doing):
                 return pending.wait()
 
         return wait
 
     @contextmanager
-    def _meeting(self, doing: str) -> Iterator[None]:
+    def meeting(self, doing: str) -> Iterator[None]:
         """Exchanges outside of programs: what the network does to them is told in the same words."""
         try:
             yield

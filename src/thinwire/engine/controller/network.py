@@ -1,0 +1,133 @@
+"""What exchanges and compute cost here: given, remembered from an earlier start, or measured between the first steps.
+
+Exchanges are measured for half a step in all, in as many pieces as there are steps to be timed, so that no pause is as
+long as a step; a few of up to 64 KiB are, whatever they cost. Larger messages than there was time for are priced by
+those that the steps themselves have sent. Compute, of which lossy methods alone need all prices, is a piece of some
+tens of milliseconds for each curve. What is remembered costs five short all-reduces, of 10 ms at most.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from thinwire.engine.controller import remembered
+from thinwire.engine.executors.watch import typical
+from thinwire.engine.ranks.communicator import Communicator
+from thinwire.planner.costs import Costs, assumed_compute
+
+if TYPE_CHECKING:
+    from thinwire.measure.gradual import GradualProbe
+
+_SHARE = 0.5  # of a step
+TOLERANCE = 0.25  # of a short all-reduce; what is off by more is measured anew
+_NOTHING = Costs({})
+_MEASURING = "measuring the network"
+
+
+class NetworkPrices:
+    """Of the ranks of one GradientSync. Every method but ``priced`` is a call of all of them, between two steps.
+
+    Args:
+        communicator: of the ranks.
+        costs: that the user gave; None: to be found out.
+        compute: names of the curves of compute that are wanted.
+
+    Attributes:
+        costs: None: not known yet.
+        why: where they come from, in words; empty where they were given.
+        measured, checked: exchanges timed for curves, and to see whether what is remembered still holds.
+        seconds: of measuring, on this rank, in which no training was done.
+    """
+
+    def __init__(self, communicator: Communicator, costs: Costs | None, compute: Sequence[str]) -> None:
+        self.costs, self.why = costs, ""
+        self.measured = self.checked = 0
+        self.seconds = 0.0
+        self._comm, self._wanted = communicator, tuple(compute)
+        self._probe: GradualProbe | None = None
+        self._known = _NOTHING
+        self._facts: dict[str, Any] = {}
+
+    def begin(self, step_seconds: float, pieces: int) -> None:
+        """Look for what is remembered, and begin to measure what is missing, in so many pieces.
+
+        Args:
+            step_seconds: of a step, on this rank.
+            pieces: how often ``advance`` will be called.
+        """
+        if self.costs is not None:
+            return
+        from thinwire.measure.card import card
+
+        if (watch := self._comm.steps.executor.watch) is not None:
+            watch.clear()
+        began = time.perf_counter()
+        with self._comm.meeting(_MEASURING):
+            mine = json.dumps([platform.node(), *card(self._comm.backend), torch.get_num_threads(), step_seconds])
+            rows = [json.loads(row) for row in self._comm.gather(mine.encode())]
+            self._probe = probe = self._comm.gradual_probe()
+            found = self._recall([row[:-1] for row in rows])
+            holds = found is not None and self._holds(probe, found)
+            missing = [name for name in self._wanted if name not in self._known.compute]
+            slowest = max(row[-1] for row in rows)
+            probe.begin(_SHARE * slowest, pieces, exchanges=not holds, compute=missing)
+        self.seconds += time.perf_counter() - began
+
+    def advance(self) -> None:
+        """Measure a piece."""
+        if self._probe is not None:
+            began = time.perf_counter()
+            with self._comm.meeting(_MEASURING):
+                self._probe.advance()
+            self.seconds += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """From what was measured to costs, which rank 0 remembers."""
+        probe = self._probe
+        if probe is None:
+            return
+        began, watch = time.perf_counter(), self._comm.steps.executor.watch
+        totals = [0.0] * 6 if watch is None else watch.totals()
+        rows = self._comm.gather_tensor(torch.tensor(totals, dtype=torch.float64, device=self._comm.device))
+        seen = typical(rows.tolist(), len(rows))
+        known = Costs(self._known.exchanges, {**assumed_compute(), **self._known.compute}, self._known.cpu_share)
+        self.costs = probe.costs(seen, known)
+        self.measured, self.checked = probe.measured, probe.checked
+        if self._comm.rank == 0 and (self.measured or set(self._wanted) - set(self._known.compute)):
+            compute = {name: curve for name, curve in self.costs.compute.items() if curve.provenance != "assumed"}
+            remembered.keep(self._facts, Costs(self.costs.exchanges, compute, self.costs.cpu_share))
+        self._probe = None
+        self.seconds += time.perf_counter() - began
+        self.why += f" in {1e3 * self.seconds:.0f} ms between steps" if self.measured else ""
+
+    def _recall(self, machines: list[list[object]]) -> remembered.Remembered | None:
+        """What rank 0 remembers of these ranks' machines."""
+        who = self._comm.members
+        self._facts = {
+            "machines": machines,
+            "layout": list(who.topology.layout),
+            "backend": who.backend,
+            "device": who.device.type,
+            "torch": torch.__version__,
+        }
+        found = remembered.recall(self._facts) if who.rank == 0 else None
+        text = self._comm.gather(json.dumps([found.day, found.costs.to_json()]).encode() if found else b"")[0]
+        if not text:
+            self.why = "prices: measured"
+            return None
+        day, costs = json.loads(text)
+        return remembered.Remembered(day, Costs.from_json(costs))
+
+    def _holds(self, probe: GradualProbe, found: remembered.Remembered) -> bool:
+        times = probe.check(found.costs)
+        if abs(times - 1) < TOLERANCE:
+            self._known, self.why = found.costs, f"prices: remembered from {found.day}"
+            return True
+        self.why = f"prices: an all-reduce took {times:.3g} times what is remembered from {found.day}: measured anew"
+        return False

@@ -1,0 +1,72 @@
+"""What was measured of a network, in a file of rank 0's, for the next start on the same machines.
+
+``$XDG_CACHE_HOME/thinwire/network-<digest>.json``, else below ``~/.cache``. What cannot be read or written is a line in
+the log, and as if nothing were remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from thinwire.durable import write_whole
+from thinwire.planner.costs import Costs
+from thinwire.program.plan import UNREADABLE
+
+SWITCH = "THINWIRE_REMEMBER"
+"""The environment variable that says ``0`` where nothing is to be remembered; rank 0's counts."""
+
+logger = logging.getLogger("thinwire")
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Costs that were measured on a day."""
+
+    day: str
+    costs: Costs
+
+
+def recall(network: dict[str, Any]) -> Remembered | None:
+    """What is known of a network that these facts describe."""
+    path = _path(network)
+    if path is None or not path.exists():
+        return None
+    try:
+        data = json.loads(path.read_text())
+        if data["network"] != network:
+            raise ValueError("it is of another network")
+        return Remembered(date.fromisoformat(data["day"]).isoformat(), Costs.from_json(json.dumps(data["costs"])))
+    except (*UNREADABLE, OSError) as error:
+        logger.info("thinwire: what is remembered of this network cannot be read: %s: %s", path, error)
+        return None
+
+
+def keep(network: dict[str, Any], costs: Costs) -> None:
+    """Remember costs that were measured today."""
+    path = _path(network)
+    if path is None:
+        return
+    data = {"day": date.today().isoformat(), "network": network, "costs": json.loads(costs.to_json())}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(data), shared=True)
+    except (OSError, ValueError) as error:
+        logger.info("thinwire: this network cannot be remembered: %s", error)
+
+
+def _path(network: dict[str, Any]) -> Path | None:
+    if os.environ.get(SWITCH, "") == "0":
+        return None
+    digest = hashlib.blake2b(json.dumps(network, sort_keys=True).encode(), digest_size=8).hexdigest()
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # nobody's home
+        return None
+    return base / "thinwire" / f"network-{digest}.json"

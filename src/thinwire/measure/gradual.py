@@ -1,0 +1,132 @@
+"""A probe in pieces, between steps of training and on the connections that these use, so that nobody stops for it.
+
+What it costs: of every operation two sizes (4 and 64 KiB), whatever they cost, repeated for up to a millisecond; larger
+ones as far as the time reaches that was given for all of it. A piece ends with the measurement in which its share runs
+out. Compute, where it is asked for, is one curve a piece: some tens of milliseconds, on tensors of up to a million
+elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from thinwire.collectives.lanes import Lanes
+from thinwire.measure.fit import Point, never_falling
+from thinwire.measure.probe import source_of
+from thinwire.measure.probe_run import ProbeRun
+from thinwire.measure.schedule import message_sizes
+from thinwire.measure.wire import ExchangeTimer
+from thinwire.planner.costs import Costs, Key
+from thinwire.planner.curves import Curve, Table
+from thinwire.planner.formulas import KINDS, copies
+from thinwire.program.ops import Scope
+from thinwire.program.topology import Topology
+
+_LARGEST, _REPEATS = 4 << 20, 5
+_ELEMENTS = 1 << 20
+_CHECKS, _CHECK_SECONDS = 5, 0.01
+_IDLE_SECONDS = 0.005
+_SHARE_SECONDS = 0.002  # half of it for the repeats of one measurement
+_FAR = 4.0  # times the largest message
+_OVER = object()
+
+
+class GradualProbe:
+    """Of ranks that train. Every method is a call of all of them, between two steps.
+
+    Args:
+        lanes: theirs, with those of their buckets.
+        topology: of them.
+        rank: this one's place.
+        device: of the messages.
+        backend: "gloo" or "nccl".
+        mesh_only: see ``Lanes.get``.
+
+    Attributes:
+        checked: exchanges that ``check`` has timed.
+    """
+
+    def __init__(
+        self, lanes: Lanes, topology: Topology, rank: int, device: torch.device, backend: str, *, mesh_only: bool
+    ) -> None:
+        self._topology, self._backend = topology, backend
+        self._wire = ExchangeTimer(
+            lanes, topology, rank, device,
+            counts_cpu=backend == "gloo", purpose="bucket", mesh_only=mesh_only, idle_seconds=_IDLE_SECONDS,
+        )  # fmt: skip
+        self.checked = 0
+        self._run = ProbeRun(self._wire, 0.0)
+        self._source = ""
+        self._share, self._least = 0.0, 0
+        self._exchanges: Iterator[None] = iter(())
+        self._kernels: Iterator[None] = iter(())
+
+    @property
+    def measured(self) -> int:
+        """Exchanges that were timed for curves."""
+        return self._run.exchanged
+
+    def check(self, costs: Costs) -> float:
+        """How many times as long a short all-reduce takes as these costs say: the median of five.
+
+        Of the sizes that a probe takes it is the largest that needs at most 10 ms by the costs.
+        """
+        world = self._topology.world_size
+        said, sizes = costs.lookup("AllReduce", Scope.WORLD, world), message_sizes()
+        size = max((size for size in sizes if said(size) <= _CHECK_SECONDS), default=sizes[0])
+        times = self._wire.time("AllReduce", Scope.WORLD, size, _CHECKS)
+        self.checked += _CHECKS
+        slowest: list[float] = sorted(max(row) for row in zip(*(of_rank.seconds for of_rank in times)))
+        return slowest[_CHECKS // 2] / max(said(self._wire.message_bytes(size, world)), 1e-9)
+
+    def begin(self, seconds: float, pieces: int, *, exchanges: bool, compute: Sequence[str]) -> None:
+        """Say what is to be measured in so many pieces: exchanges, for so long in all; and these curves of compute."""
+        self._share, self._least = seconds / pieces, -(-self._run.always // pieces)
+        self._source = self._wire.text(source_of(self._backend, self._topology.world_size))
+        self._run = ProbeRun(self._wire, seconds, most=_REPEATS, least_share=_SHARE_SECONDS)
+        if exchanges:
+            self._exchanges = self._run.exchanges(message_sizes(largest=_LARGEST))
+        if compute:
+            self._kernels = self._run.kernels(0.0, self._source, names=compute, largest=_ELEMENTS, least=1)
+
+    def advance(self) -> None:
+        """One piece: exchanges for its share of the time, then one curve of compute."""
+        end, count = self._run.elapsed + self._share, 0
+        while (self._run.elapsed < end or count < self._least) and next(self._exchanges, _OVER) is not _OVER:
+            count += 1
+        next(self._kernels, None)
+
+    def costs(self, seen: Point | None, known: Costs) -> Costs:
+        """What was measured.
+
+        Args:
+            seen: bytes and seconds of an all-reduce in steps of training. Where it is larger than what was measured, it
+                gives the rate of large messages; that of the other operations by how often their bytes pass the busiest
+                link.
+            known: stands in for what was not measured.
+        """
+        found = self._run.result(self._backend, self._topology.layout, self._source).costs
+        exchanges = found.exchanges or known.exchanges
+        if seen is not None and found.exchanges:
+            exchanges = with_seen(exchanges, self._topology.world_size, seen)
+        return Costs(exchanges, {**known.compute, **found.compute}, found.cpu_share or known.cpu_share)
+
+
+def with_seen(exchanges: Mapping[Key, Curve], world: int, seen: Point) -> dict[Key, Curve]:
+    """Curves over all ranks, which go on beyond what was measured through what was seen."""
+    made = dict(exchanges)
+    for kind in KINDS:
+        key = (kind, Scope.WORLD.value, world)
+        curve = made[key]
+        assert isinstance(curve, Table)
+        measured = curve.points[:-1] or curve.points  # of several, the last one is extrapolated
+        (x, y), size = measured[-1], seen[0] * copies("AllReduce", world) / copies(kind, world)
+        if size < 2 * x or seen[1] <= y:
+            continue
+        far = (_FAR * size, seen[1] + (seen[1] - y) / (size - x) * (_FAR - 1) * size)
+        points = never_falling([*measured, (size, seen[1]), far])
+        made[key] = replace(curve, points=points, source=f"{curve.source}; above {x:.0f} bytes as seen in training")
+    return made

@@ -1,0 +1,134 @@
+"""What a probe does, piece after piece: what is known so far, and what is left of its time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from thinwire.measure.fit import never_falling
+from thinwire.measure.kernels import KERNELS, LEAST_CALLS, kernel_cases
+from thinwire.measure.result import Measurement, ProbeResult
+from thinwire.measure.schedule import MOST_REPEATS, coarse_to_fine, expected_seconds, repeats
+from thinwire.measure.wire import ExchangeTimer
+from thinwire.planner.curves import Curve, Table
+from thinwire.planner.formulas import KINDS
+from thinwire.program.ops import Scope
+
+Progress = Callable[[float, str], None]
+"""Called with the share that is done and what comes next."""
+
+_ALWAYS = 2  # sizes that are measured whatever they cost: without two there is no rate
+_MOST_BYTES = 1 << 30  # that an all-gather may fill
+
+
+class ProbeRun:
+    """One probe. Every method, and every piece of what the generators do, is a call of all ranks alike.
+
+    Args:
+        wire: times exchanges.
+        seconds: for them; what does not fit is left out, the largest messages first.
+        most: repeats of one measurement.
+        least_share: of the time, for one measurement.
+        on_progress: see ``Progress``.
+
+    Attributes:
+        elapsed: seconds in measurements of exchanges so far, of the slowest rank.
+        exchanged: exchanges timed so far.
+    """
+
+    def __init__(
+        self,
+        wire: ExchangeTimer,
+        seconds: float,
+        *,
+        most: int = MOST_REPEATS,
+        least_share: float = 0.0,
+        on_progress: Progress = lambda done, text: None,
+    ) -> None:
+        self._wire, self._seconds, self._progress = wire, seconds, on_progress
+        self._most, self._least_share = most, least_share
+        self.elapsed, self.exchanged = 0.0, 0
+        self._known: dict[tuple[str, Scope], dict[int, float]] = {}  # slowest group's seconds by nominal size
+        self._found: list[Measurement] = []
+        self._dropped: list[tuple[str, str, int, int]] = []
+        self._flow: float | None = None
+        self._compute: dict[str, Curve] = {}
+
+    @property
+    def always(self) -> int:
+        """Measurements of exchanges, the first ones, that are made whatever they cost."""
+        return _ALWAYS * len(KINDS) * len(self._wire.scopes)
+
+    def exchanges(self, sizes: Sequence[int]) -> Iterator[None]:
+        """Measure every operation in every scope, coarse sizes first; stops after each that was measured."""
+        wanted = [(kind, scope) for scope in self._wire.scopes for kind in KINDS]
+        order = coarse_to_fine(list(sizes))
+        for position, size in enumerate(order):
+            for i, (kind, scope) in enumerate(wanted):
+                self._progress(0.9 * (position + i / len(wanted)) / len(order), f"{kind} {scope.value} {size} bytes")
+                known = self._known.setdefault((kind, scope), {})
+                share = max(0.0, self._seconds - self.elapsed) / (len(wanted) - i)
+                if position < _ALWAYS or (
+                    2 * expected_seconds(size, known) <= share and size * self._wire.members(scope) <= _MOST_BYTES
+                ):
+                    self._measure(kind, scope, size, max(share, self._least_share))
+                    yield
+                else:
+                    self._dropped += [
+                        (kind, scope.value, n, self._wire.message_bytes(size, n)) for n in self._wire.counts(scope)
+                    ]
+
+    def flow(self) -> None:
+        """Measure one pair of ranks that exchanges alone, with the largest broadcast that was measured."""
+        size, lasted = max(self._known["Broadcast", Scope.WORLD].items())
+        times = self._wire.time_flow(size, repeats(lasted, max(1.0, self._seconds - self.elapsed)))
+        self._flow = 8 * size / max(statistics.median(of_rank.seconds) for of_rank in times)
+
+    def _measure(self, kind: str, scope: Scope, size: int, share: float) -> None:
+        began, count = time.perf_counter(), 1
+        if not self._known[kind, scope]:
+            self._wire.time(kind, scope, size, 1)  # opens connections
+            count += 1
+        times = self._wire.time(kind, scope, size, 1)
+        more = min(self._most, repeats(max(of_rank.seconds[0] for of_rank in times), share)) - 1
+        if more:
+            times = [a + b for a, b in zip(times, self._wire.time(kind, scope, size, more))]
+        for members in self._wire.counts(scope):
+            group = [t for t, n in zip(times, self._wire.counts_of_ranks(scope)) if n == members]
+            seconds = max(statistics.median(t.seconds) for t in group)
+            cpu = max(statistics.median(t.cpu_seconds) for t in group) if self._wire.counts_cpu else None
+            sent = self._wire.message_bytes(size, members)
+            self._found.append(Measurement(kind, scope.value, members, sent, seconds, more + 1, cpu))
+            slowest = self._known[kind, scope].get(size, 0.0)
+            self._known[kind, scope][size] = max(slowest, seconds)
+        self.exchanged += count + more
+        self.elapsed += max(self._wire.gather([time.perf_counter() - began]))[0]
+
+    def kernels(
+        self,
+        seconds: float,
+        source: str,
+        *,
+        names: Sequence[str] = KERNELS,
+        largest: int | None = None,
+        least: int = LEAST_CALLS,
+    ) -> Iterator[None]:
+        """Measure compute on all ranks at once, of which the slowest counts; stops after each curve.
+
+        Arguments as of :func:`~thinwire.measure.kernels.kernel_cases`; ``source``: what the curves say of themselves.
+        """
+        self._progress(0.9, "compute")
+        for name, points in kernel_cases(
+            self._wire.device, seconds=seconds, meet=self._wire.meet, names=names, largest=largest, least=least
+        ):
+            slowest = [max(column) for column in zip(*self._wire.gather([y for _, y in points]))]
+            pairs = [(x, y) for (x, _), y in zip(points, slowest)]
+            self._compute[name] = Table(never_falling(pairs), "measured here", source)
+            yield
+
+    def result(self, backend: str, layout: tuple[int, ...], source: str) -> ProbeResult:
+        """What was found so far."""
+        found = tuple(sorted(self._found, key=lambda m: (*m.key, m.bytes)))
+        dropped = tuple(sorted(self._dropped))
+        return ProbeResult(source, backend, layout, found, dropped, self._flow, dict(self._compute), self.elapsed)
