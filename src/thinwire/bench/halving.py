@@ -15,7 +15,9 @@ SHARE = 0.4
 FEWEST, ENOUGH, MOST = 48, 120, 480
 """Steps of a run: at least, before more seeds are better, and at most."""
 
-_RATES = (0.5, 1.0, 2.0)
+RATES = (0.5, 1.0, 2.0)
+"""Factors on the learning rate that are tried where the time suffices."""
+
 _POINTS = 24  # of a run, at which losses are taken
 
 
@@ -77,9 +79,7 @@ def fit(
         seeds: as many are wished for; None: up to three.
     """
     dearest = sorted(others, reverse=True)  # as if the dearest went on: what halving leaves is never more
-    wished = (
-        [(_RATES, 3), ((1.0,), 3), ((1.0,), 2), ((1.0,), 1)] if seeds is None else [(_RATES, seeds), ((1.0,), seeds)]
-    )
+    wished = [(RATES, 3), ((1.0,), 3), ((1.0,), 2), ((1.0,), 1)] if seeds is None else [(RATES, seeds), ((1.0,), seeds)]
     for place, (rates, count) in enumerate(wished):
         budget = Budget(0, rates, count)
         plan = budget.row_runs(len(dearest))

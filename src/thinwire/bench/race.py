@@ -162,7 +162,7 @@ def own_digest(name: str) -> str:
     loaded = {Path(file).resolve() for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))}
     libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
     digest = hashlib.blake2b(digest_size=12)
-    for file in sorted(loaded):
+    for file in sorted(file for file in loaded if file.is_file()):  # torch has modules whose file is none
         if file == main or (main.parent in file.parents and not any(place in file.parents for place in libraries)):
             digest.update(file.read_bytes())
     return digest.hexdigest()

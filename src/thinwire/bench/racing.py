@@ -75,7 +75,9 @@ class RaceSpec:
             raise ValueError(f"--seeds {self.seeds} must be at least 1")
         if self.workers < 2:
             raise ValueError(f"--workers {self.workers}: a race needs 2 at least, as one has nobody to exchange with")
-        object.__setattr__(self, "rows", (Row(BASE, BASE), *(row for row in self.rows if row.label != BASE)))
+        object.__setattr__(
+            self, "rows", (Row(BASE, BASE), *(row for row in self.rows if row.label not in (BASE, COMPUTE)))
+        )
 
     @property
     def key(self) -> str:
@@ -198,6 +200,7 @@ class Outcome:
         budget: of the training.
         target: DDP's loss on seed 0, at its best rate, after ``ddp_steps``.
         rows: the soonest first; what did not get there last.
+        raced: steps to the loss, over DDP's, of the rows that were trained.
         curves: losses on seed 0 at each row's best rate, over steps, smoothed as they are compared.
         trained, known: trajectories that were trained now, and that were known before.
         left_out: rounds that the minutes did not suffice for.
@@ -208,6 +211,7 @@ class Outcome:
     target: float
     ddp_steps: float
     rows: tuple[Finish, ...]
+    raced: dict[str, StepsFactor]
     curves: dict[str, Trajectory]
     trained: int
     known: int
@@ -315,8 +319,9 @@ def run_race(asked: RaceSpec, course: Course) -> Outcome:
     base = rows[0].seconds
     rows = [replace(row, sooner=base / row.seconds) if base and row.seconds else row for row in rows]
     rows.sort(key=lambda row: (row.seconds or math.inf, row.step_seconds or math.inf))
+    trained = {label: factor for label, factor in factors.items() if label != BASE}
     left_out = budget.rounds - ended[0] if ended else 0
-    return Outcome(measured, budget, target, ddp_steps, tuple(rows), curves, runs.trained,
+    return Outcome(measured, budget, target, ddp_steps, tuple(rows), trained, curves, runs.trained,
                    len(runs.found) - runs.trained, left_out)  # fmt: skip
 
 
