@@ -30,16 +30,22 @@ class Pace:
     error: str = ""
 
 
-def pace_of(row: RowRecord, turns: int, apart: RowRecord) -> Pace:
-    """From what was recorded on the link, in so many turns, and apart from it."""
-    if row.error or apart.error or not row.step_seconds:
-        return Pace(error=row.error or apart.error or "no step was timed")
+def pace_of(row: RowRecord, turns: int, compute: RowRecord) -> Pace:
+    """From what was recorded on the link, in so many turns; ``compute``: the row that exchanges nothing.
+
+    Without a link a step is what it takes of the CPU, and as much longer as one without exchange is, where ranks share
+    cores.
+    """
+    if row.error or not row.step_seconds:
+        return Pace(error=row.error or "no step was timed")
     each = len(row.step_seconds) // turns
     means = [statistics.fmean(row.step_seconds[i * each : (i + 1) * each]) for i in range(turns)]
     step = statistics.median(means)
     untimed = len(row.losses) - len(row.step_seconds)
     start = max(0.0, row.untimed_seconds - untimed * step)
-    return Pace(step, min(means), max(means), start, statistics.fmean(apart.step_seconds))
+    alone = statistics.fmean(compute.step_seconds)
+    busy = statistics.fmean(row.host_seconds) * max(1.0, alone / statistics.fmean(compute.host_seconds))
+    return Pace(step, min(means), max(means), start, min(step, max(alone, busy)))
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def race_data(asked: RaceSpec, found: Outcome) -> dict[str, Any]:
     measured = found.measured
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,
                      ranks_per_node=asked.ranks_per_node, link=asked.link, link_bits=asked.link_bits)  # fmt: skip
-    bench = summarise(spec, measured.link, emulated=measured.emulated, note=measured.note)
+    bench = summarise(spec, measured.record, emulated=measured.emulated, note=measured.note)
     about = {"elements": bench.parameters, "workers": asked.workers}
     worth = []
     for row in asked.rows:

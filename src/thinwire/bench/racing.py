@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import statistics
 import time
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.bench.finish import Finish, Pace, finish, pace_of
+from thinwire.bench.functions import told
 from thinwire.bench.halving import BASE, FEWEST, SHARE, Budget, fit, halve
+from thinwire.bench.models.registry import build_model, loss_of
 from thinwire.bench.race import (
     StepsFactor,
     Track,
@@ -28,13 +31,13 @@ from thinwire.bench.race import (
     text_digest,
     trajectories,
 )
-from thinwire.bench.record import RunRecord
+from thinwire.bench.record import RowRecord, RunRecord
 from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.session import BenchError, Launch, Progress, run_session
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.words import split_options
 from thinwire.durable import write_whole
-from thinwire.local.settings import local_settings
+from thinwire.local.settings import PRESETS, local_settings
 from thinwire.methods.registry import METHODS, method
 
 DEFAULT_METHODS = (
@@ -107,31 +110,29 @@ class Course:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of steps, on the link and apart from it; ``walls``: of both sessions in all."""
+    """What was recorded on the link, in so many turns; ``wall_seconds``: in all."""
 
-    apart: RunRecord
-    link: RunRecord
+    record: RunRecord
     turns: int
-    walls: tuple[float, float]
+    wall_seconds: float
     emulated: bool
     note: str
     known_since: str = ""
 
     @property
+    def compute(self) -> RowRecord:
+        """The row that exchanges nothing."""
+        return next(row for row in self.record.rows if row.kind == COMPUTE)
+
+    @property
     def start_seconds(self) -> float:
         """Until ranks train."""
-        return max(0.0, self.walls[0] - seconds_in(self.apart))
+        steps = sum(row.untimed_seconds + sum(row.step_seconds) for row in self.record.rows)
+        return max(0.0, self.wall_seconds - steps)
 
     def paces(self) -> dict[str, Pace]:
         """Of every row, by label."""
-        apart = {row.label: row for row in self.apart.rows}
-        found = {row.label: pace_of(row, self.turns, apart[row.label]) for row in self.link.rows}
-        return {**{label: Pace(error=row.error) for label, row in apart.items() if row.error}, **found}
-
-
-def seconds_in(record: RunRecord) -> float:
-    """Of all steps that were made."""
-    return sum(row.untimed_seconds + sum(row.step_seconds) for row in record.rows)
+        return {row.label: pace_of(row, self.turns, self.compute) for row in self.record.rows}
 
 
 def measure(asked: RaceSpec, course: Course) -> Measured:
@@ -139,56 +140,71 @@ def measure(asked: RaceSpec, course: Course) -> Measured:
 
     Raises:
         BenchError: the model or DDP does not train, or not within the minutes.
+        ValueError: the user's loss fails.
     """
     place = (course.folder or cache_folder()) / f"measured-{asked.key}.json"
     if place.exists():
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().st_mtime))
-        return replace(_read(json.loads(place.read_text())), known_since=since)
-    spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, steps=2, rounds=1, warmup=1,
-                     ranks_per_node=asked.ranks_per_node, operation_seconds=max(300.0, 60 * asked.minutes))  # fmt: skip
-    course.tell(f"what a step computes: {len(spec.rows)} methods without a network", 4 * len(spec.rows))
+        data = json.loads(place.read_text())
+        return Measured(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
+    course.tell("what a step computes", 1)
+    steps = _timed_steps(asked, *_computing(asked.model, asked.workers))
+    spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
+                     link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=_TURNS, warmup=_WARMUP,
+                     operation_seconds=max(300.0, 60 * asked.minutes))  # fmt: skip
+    total = sum(_steps_of(row, steps) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
+    course.tell(f"seconds per step on {asked.link or 'a link without a limit'}", total)
     began = time.monotonic()
-    apart, _ = run_session(spec, course.apart, course.on_progress)
-    between = time.monotonic()
-    by_label = {row.label: row for row in apart.rows}
+    record, launched = run_session(spec, course.on_link, course.on_progress)
+    found = Measured(record, _TURNS, time.monotonic() - began, launched.emulated, launched.note)
     for label, what in ((COMPUTE, "the model does not train"), (BASE, "DDP does not train this model")):
-        if error := by_label[label].error:
+        if error := next(row.error for row in record.rows if row.label == label):
             raise BenchError(f"{what}: {error}")
-    alone = statistics.fmean(by_label[COMPUTE].step_seconds)
-    nodes = asked.workers // asked.ranks_per_node
-    wire = 2 * (nodes - 1) / nodes * apart.gradient_bytes * 8 / asked.link_bits if asked.link_bits else 0.0
-    steps = _timed_steps(max(alone, wire), asked.minutes)
-    good = tuple(row for row in asked.rows if not by_label[row.label].error)
-    spec = replace(
-        spec, rows=good, link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=_TURNS, warmup=_WARMUP
-    )
-    course.tell(f"seconds per step on {asked.link or 'a link without a limit'}", _steps_in(spec))
-    link, launched = run_session(spec, course.on_link, course.on_progress)
-    if error := next(row.error for row in link.rows if row.label == BASE):
-        raise BenchError(f"DDP does not train this model on the link: {error}")
-    walls = between - began, time.monotonic() - between
-    found = Measured(apart, link, _TURNS, walls, launched.emulated, launched.note)
     place.parent.mkdir(parents=True, exist_ok=True)
     write_whole(place, json.dumps(asdict(found)), synced=False)
     return found
 
 
-def _timed_steps(step: float, minutes: float) -> int:
-    """Of one turn, so that DDP's take a twelfth of the minutes; it is the slowest, or nearly."""
-    least = (_WARMUP + _TURNS - 1 + 2 * _TURNS) * step
-    if least > 0.3 * 60 * minutes:
-        enough = math.ceil(least / 0.3 / 60)
+def _computing(model: str, workers: int) -> tuple[float, int]:
+    """Seconds of forward and backward on a rank, by those of this process, and bytes of the gradients."""
+    import torch
+
+    workload = build_model(model)
+    loss, seconds, threads = loss_of(workload, 0), 0.0, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for step in range(2):
+            began = time.perf_counter()
+            with told(f"the loss of {workload.name!r}"):
+                loss(workload.model, step).backward()
+            seconds = time.perf_counter() - began
+    finally:
+        torch.set_num_threads(threads)
+    return seconds * max(1.0, workers / (os.cpu_count() or 1)), workload.gradient_bytes
+
+
+def _timed_steps(asked: RaceSpec, alone: float, gradient_bytes: int) -> int:
+    """Of one turn, so that all turns take a fifth of the minutes, by what exact averages have to send."""
+    nodes = asked.workers // asked.ranks_per_node
+    wire = 2 * (nodes - 1) / nodes * gradient_bytes * 8 / asked.link_bits if asked.link_bits else 0.0
+
+    def seconds(steps: int) -> float:
+        exact = sum(_steps_of(row, steps) for row in asked.rows if is_exact(row))
+        return exact * wire + alone * sum(_steps_of(row, steps) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
+
+    if seconds(2) > 0.4 * 60 * asked.minutes:
+        enough = math.ceil(seconds(2) / 0.4 / 60)
+        step = max(alone, wire)
         raise BenchError(f"a step of DDP takes {step:.3g} s on this link at least: give --minutes {enough} or more")
-    return max(2, min(10, int((60 * minutes / 12 / step - _WARMUP - _TURNS + 1) / _TURNS)))
+    return max(steps for steps in range(2, 11) if steps == 2 or seconds(steps) <= 0.2 * 60 * asked.minutes)
 
 
-def _steps_in(spec: BenchSpec) -> int:
-    return (len(spec.rows) + 1) * (spec.warmup + spec.rounds * (spec.steps + 1) - 1)
-
-
-def _read(data: dict[str, Any]) -> Measured:
-    records = {name: RunRecord.from_data(data[name]) for name in ("apart", "link")}
-    return Measured(**{**data, **records, "walls": tuple(data["walls"])})
+def _steps_of(row: Row, steps: int) -> int:
+    """That a row makes in all turns of so many, in whole periods."""
+    settings = local_settings(row.kind, row.options) if row.kind in PRESETS else None
+    period = settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
+    turns = [_WARMUP, *[1] * (_TURNS - 1), *[steps] * _TURNS]
+    return sum(-(-some // period) * period for some in turns)
 
 
 @dataclass(frozen=True)
@@ -265,8 +281,8 @@ def run_race(asked: RaceSpec, course: Course) -> Outcome:
                 raced.append(row)
             else:
                 notes[row.label] = "no step is shorter than DDP's: not trained"
-    raced.sort(key=lambda row: paces[row.label].seconds * _prior(row, measured.link))
-    left = _SPEND * 60 * asked.minutes - sum(measured.walls)
+    raced.sort(key=lambda row: paces[row.label].seconds * _prior(row, measured.record))
+    left = _SPEND * 60 * asked.minutes - measured.wall_seconds
 
     def fitting() -> Budget | None:
         apart = [paces[row.label].apart_seconds for row in raced]
@@ -275,7 +291,7 @@ def run_race(asked: RaceSpec, course: Course) -> Outcome:
     while (budget := fitting()) is None and len(raced) > 1:
         notes[raced.pop().label] = "not trained: the minutes do not suffice"
     if budget is None:
-        needs = sum(measured.walls) + 2 * measured.start_seconds
+        needs = measured.wall_seconds + 2 * measured.start_seconds
         needs += (
             FEWEST * (asked.seeds or 1) * (ddp.apart_seconds + sum(paces[row.label].apart_seconds for row in raced))
         )
@@ -305,7 +321,7 @@ def run_race(asked: RaceSpec, course: Course) -> Outcome:
         falls = f"DDP's loss does not fall in {budget.steps} steps: there is nothing to race to"
         raise BenchError(f"{falls}; another learning rate, or more --minutes")
     same = StepsFactor(factors[BASE].rate, (1.0,))
-    compute = statistics.fmean(next(row for row in measured.link.rows if row.kind == COMPUTE).step_seconds)
+    compute = statistics.fmean(measured.compute.step_seconds)
     rows = []
     for row in asked.rows:
         factor = factors.get(row.label) or (same if is_exact(row) else None)

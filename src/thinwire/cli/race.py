@@ -103,7 +103,7 @@ def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -
 
 
 def _title(asked: RaceSpec, found: Outcome) -> str:
-    record = found.measured.link
+    record = found.measured.record
     link = f"link {asked.link}" if asked.link else "link without a limit"
     return f"{record.describe}; {record.parameters / 1e6:.3g} M parameters, {asked.workers} workers, {link}"
 
