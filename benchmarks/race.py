@@ -18,9 +18,8 @@ from typing import Any
 
 from thinwire import lab
 from thinwire.bench.models.registry import build_model
-from thinwire.bench.race import StepsFactor, Track, Trajectory, trajectories, tuned
+from thinwire.bench.race import StepsFactor, Track, Trajectory, spoken_for, trajectories, tuned
 from thinwire.bench.rows import Row, parse_rows
-from thinwire.local.settings import local_settings
 from thinwire.planner.choose.worth import TABLE
 
 SIZES = {
@@ -47,18 +46,6 @@ def factors(track: Track, rows: tuple[Row, ...], share: float, rates: list[float
         return trajectories(track, [row for row in rows if row.label in labels], factor, seed, launch)
 
     return tuned(run, [row.label for row in rows], "ddp", share, rates=rates)
-
-
-def spoken_for(row: Row) -> dict[str, Any] | None:
-    """What a row of the planner's table says of itself; None: it has no place there."""
-    if row.kind == "local":
-        settings = local_settings("local", row.options)
-        codec = str(row.options.get("codec", "int8"))
-        code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
-        return code | {"every": settings.sync_every, "overlapped": settings.fragment_sync_delay != 0}
-    if not row.is_thinwire:
-        return None
-    return {"method": row.kind, "options": row.options, "every": 1, "overlapped": False}
 
 
 def ship(known: list[dict[str, Any]]) -> None:

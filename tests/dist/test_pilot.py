@@ -1,5 +1,7 @@
 """Plans made while training goes on: measured merges, auto, adaptive. The same on all ranks, and harmless."""
 
+import json
+
 import cases
 import pytest
 import torch
@@ -103,6 +105,39 @@ def test_auto_chooses_alike_and_says_why():
     assert len(exact[2]) == 2
     assert "auto: ssgd" in exact[2][0]
     assert "lossy" in exact[2][1]
+
+
+RACED = {"method": "topk", "options": {"density": 0.001}, "every": 1, "overlapped": False, "elements": 10_000,
+         "workers": 2, "factors": [1.1, 1.2]}  # fmt: skip
+
+
+def _by_a_race(rank, size, path):
+    _, sync, _ = _train(rank, "auto", {}, SLOW, lossy=True, worth=path)
+    return sync.services.method.name, sync.stats().why[0]
+
+
+def test_auto_goes_by_what_a_race_has_found(tmp_path):
+    """Only what was raced may be chosen: of Top-k the shipped table says that it does not pay."""
+    (tmp_path / "race.json").write_text(json.dumps({"rows": [RACED]}))
+    for name, why in run(_by_a_race, 2, str(tmp_path / "race.json")):
+        assert name == "topk"
+        assert "x 1.20 steps (measured with 0.01 M parameters, 2 workers)" in why
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"method": "ssgd", "worth": "race.json"}, "worth= is for attach"),
+        ({"method": "auto", "worth": "race.json"}, "worth= is for attach"),
+        ({"method": "local", "worth": "race.json"}, "leave out plan, bucket_cap_mb, costs, worth and lossy"),
+        ({"method": "auto", "lossy": True, "worth": "none.json"}, "none.json cannot be read: No such file"),
+        ({"method": "auto", "lossy": True, "worth": __file__}, "holds no table of steps to a loss"),
+    ],
+)
+def test_worth_is_for_auto_and_a_file_of_a_race(options, says):
+    net = cases.model()
+    with pytest.raises(ValueError, match=says):
+        tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.05), **options)
 
 
 def _probed(rank, size):

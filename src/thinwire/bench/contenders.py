@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,9 @@ class StepTime:
 class Contender:
     """Builds a row and runs its steps."""
 
-    def __init__(self, row: Row, model: str, seed: int, group: Any) -> None:
+    def __init__(self, row: Row, model: str, seed: int, group: Any, rate_factor: float = 1.0) -> None:
         self.row = row
-        self.workload: Workload = build_model(model, seed)
+        self.workload: Workload = at_rate(build_model(model, seed), rate_factor)
         self.optimizer: OptimizerLike
         self.module: nn.Module = self.workload.model
         self.sync: Any = None
@@ -136,6 +136,18 @@ class Contender:
         rank = int(self.row.options.get("rank", 4))
         state = PowerSGDState(group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
+
+
+def at_rate(workload: Workload, factor: float) -> Workload:
+    """The same with its optimizer's learning rates times ``factor``."""
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        made = workload.optimizer(model)
+        for parameters in made.param_groups:
+            parameters["lr"] *= factor
+        return made
+
+    return workload if factor == 1 else replace(workload, optimizer=optimizer)
 
 
 def dense_ring_bytes(gradient_bytes: int, workers: int) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.record import RowRecord, seconds_to
+from thinwire.bench.record import Point, RowRecord, reached, seconds_to
 from thinwire.bench.summary import BenchResult
 
 
@@ -66,6 +67,29 @@ def plot_curves(rows: list[RowRecord], path: Path, title: str, *, target: float 
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend()
+    _save(plt, figure, path)
+
+
+def plot_race(curves: Mapping[str, list[Point]], target: float, path: Path, title: str) -> None:
+    """Loss against seconds of training on a logarithmic axis, with a mark where each is at the target."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(8, 4.8))
+    axes.axhline(target, linestyle="--", color="black", linewidth=1)
+    for label, points in curves.items():
+        shown = [point for point in points if point.seconds > 0]
+        at = reached(((point.seconds, point.loss) for point in points), target)
+        said = label if at is None else f"{label}: {at:.3g} s"
+        (line,) = axes.plot([p.seconds for p in shown], [p.loss for p in shown], linewidth=1.5, label=said)
+        if at is not None:
+            axes.plot([at], [target], marker="o", markersize=7, color=line.get_color())
+    held_out = any(point.validation is not None for points in curves.values() for point in points)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("seconds of training, start-up included")
+    axes.set_ylabel("loss on held-out data" if held_out else "training loss")
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(title=f"at a loss of {target:.3f}", fontsize=9)
     _save(plt, figure, path)
 
 

@@ -60,4 +60,5 @@ class Predictor:
         alone = statistics.median(compute.step_seconds)
         passes = self.profile.forward_seconds + sum(self.profile.backward_seconds)
         rest = max(0.0, alone - passes)  # of a step without exchange: the optimizer, the data
-        return price_plan(method, managed_parameters(self._model, method, "auto"), "gloo", measured, None, rest)[1]
+        managed = managed_parameters(self._model, method, "auto")
+        return price_plan(method, managed, "gloo", measured, None, rest).step_seconds

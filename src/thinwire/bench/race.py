@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import statistics
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -18,11 +20,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from thinwire.bench.functions import load_function
 from thinwire.bench.record import reached
 from thinwire.bench.rows import Row
 from thinwire.bench.session import Launch, Progress, run_session
 from thinwire.bench.spec import BenchSpec
+from thinwire.bench.words import split_options
 from thinwire.durable import write_whole
+from thinwire.local.settings import local_settings
+from thinwire.methods.registry import METHODS
 
 _AROUND = (0.75, 0.875, 1.0, 1.125, 1.25)
 _DECIDE = ("program", "kernels", "methods", "local", "bench/models", "bench/corpus.py")
@@ -31,11 +37,11 @@ _DECIDE = ("program", "kernels", "methods", "local", "bench/models", "bench/corp
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The held-out losses of one row.
+    """The losses of one row.
 
     Attributes:
-        steps: optimizer steps at each point, from 0.
-        losses: on held-out data, there.
+        steps: optimizer steps at each point, in order.
+        losses: on held-out data, there; without such data, of training since the point before.
         error: why the row failed; "" if it did not.
     """
 
@@ -76,20 +82,22 @@ class Track:
         workers: ranks.
         steps: of each row.
         every: between two evaluations.
-        rate: the learning rate that factors multiply.
+        rate: the learning rate that factors multiply; None: the one that the model's optimizer has.
     """
 
     model: str
     workers: int = 2
     steps: int = 240
     every: int = 8
-    rate: float = 1e-3
+    rate: float | None = 1e-3
 
     def spec(self, rows: Iterable[Row], factor: float, seed: int) -> BenchSpec:
         """Of one run with the rate times ``factor``."""
-        model = f"{self.model}:lr={self.rate * factor:g}"
+        named = self.rate is not None
+        model = f"{self.model}:lr={self.rate * factor:g}" if self.rate is not None else self.model
         return BenchSpec(model=model, rows=tuple(rows), workers=self.workers, steps=self.steps, warmup=0, seed=seed,
-                         curves=True, every=self.every, timeout_seconds=36000.0)  # fmt: skip
+                         curves=True, every=self.every, timeout_seconds=36000.0,
+                         rate_factor=1.0 if named else factor)  # fmt: skip
 
 
 def cache_folder() -> Path:
@@ -121,6 +129,7 @@ def trajectories(
         record, _ = run_session(replace(spec, rows=tuple(missing)), launch, on_progress)
         for row in (row for row in record.rows if row.label in places):  # not the one that exchanges nothing
             points = [(p.step, p.judged) for p in row.curve]
+            points = [(step, loss) for step, loss in points if math.isfinite(loss)]  # training: none before it begins
             made = Trajectory(tuple(step for step, _ in points), tuple(loss for _, loss in points), row.error)
             found[row.label] = made
             if not row.error:
@@ -133,7 +142,30 @@ def _key(spec: BenchSpec, row: Row) -> str:
     """A digest of everything that a trajectory follows from."""
     told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
             "row": [row.kind, row.options], "text": text_digest(), "python": sys.version}  # fmt: skip
+    if spec.rate_factor != 1:
+        told["rate_factor"] = spec.rate_factor
+    for kind, name in (("model", spec.model), ("row", row.kind)):
+        if ":" in (name := split_options(name)[0]):
+            told[f"text of {kind}"] = own_digest(name)
+    return digest_of(told)
+
+
+def digest_of(told: Any) -> str:
+    """Of what JSON can hold."""
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def own_digest(name: str) -> str:
+    """Of the file of the user's ``module:function``, and of those beside and below it that it has imported."""
+    load_function(name, "function")
+    main = Path(str(sys.modules[name.partition(":")[0]].__file__)).resolve()
+    loaded = {Path(file).resolve() for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))}
+    libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
+    digest = hashlib.blake2b(digest_size=12)
+    for file in sorted(file for file in loaded if file.is_file()):  # torch has modules whose file is none
+        if file == main or (main.parent in file.parents and not any(place in file.parents for place in libraries)):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 @cache
@@ -207,7 +239,7 @@ def tuned(
         return {label: found.smoothed() for label, found in run(labels, rate, seed).items()}
 
     tried = {rate: smooth(labels, rate, 0) for rate in rates}
-    last = max(t.steps[-1] for t in tried[rates[0]].values())
+    last = max(t.steps[-1] for runs in tried.values() for t in runs.values() if t.steps)
     around = [last * share * near for near in _AROUND]
 
     def steps_to(row: Trajectory, mark: Trajectory) -> float:
@@ -230,3 +262,17 @@ def tuned(
 
 def _or_never(steps: float | None) -> float:
     return float("inf") if steps is None else steps
+
+
+def spoken_for(row: Row) -> dict[str, Any] | None:
+    """What a row of the planner's table (``MeasuredWorth``) says of itself; None: it has no place there."""
+    if row.kind == "local":
+        settings = local_settings("local", row.options)
+        if settings.outer is not None or not isinstance(settings.sync_every, int):
+            return None
+        codec = str(row.options.get("codec", "int8"))
+        code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
+        return code | {"every": settings.sync_every, "overlapped": settings.fragment_sync_delay != 0}
+    if row.kind not in METHODS:
+        return None
+    return {"method": row.kind, "options": row.options, "every": 1, "overlapped": False}

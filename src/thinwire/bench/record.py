@@ -80,7 +80,11 @@ class RunRecord:
     @classmethod
     def read(cls, path: Path) -> RunRecord:
         """Read back what ``write`` wrote."""
-        data: dict[str, Any] = json.loads(path.read_text())
+        return cls.from_data(json.loads(path.read_text()))
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> RunRecord:
+        """Read back what ``asdict`` made."""
         rows = [RowRecord(**{**row, "curve": [Point(**point) for point in row["curve"]]}) for row in data["rows"]]
         return cls(**{**data, "rows": rows})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -60,7 +61,8 @@ class RoundRobin:
         say(self.rank, row=row.label, state="building")
         own = row.kind != COMPUTE and not row.is_thinwire
         group = new_group(spec.operation_seconds) if own else None
-        row_run.contender = self.guarded(row_run, lambda: Contender(row, spec.model, spec.seed, group))
+        made = functools.partial(Contender, row, spec.model, spec.seed, group, spec.rate_factor)
+        row_run.contender = self.guarded(row_run, made)
 
     def run(self, row_run: RowRun, steps: int, untimed: int = 0) -> None:
         """``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end.

@@ -27,6 +27,7 @@ class BenchSpec:
         every: curves and target only: steps between two points of the curve.
         operation_seconds: time-out of one collective.
         timeout_seconds: time-out of the whole run.
+        rate_factor: times the learning rates of the model's optimizer.
     """
 
     model: str
@@ -46,6 +47,7 @@ class BenchSpec:
     predict: bool = False
     ranks_per_node: int = 1
     target: float | None = None
+    rate_factor: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("workers", "ranks_per_node", "steps", "rounds", "warmup", "every"):

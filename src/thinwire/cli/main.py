@@ -8,7 +8,22 @@ import typer
 from typer.core import TyperGroup
 
 from thinwire import __version__
-from thinwire.cli import bench, demo, doctor, federated, kfac, lab, plan, probe, profile, ps, report, split, supernet
+from thinwire.cli import (
+    bench,
+    demo,
+    doctor,
+    federated,
+    kfac,
+    lab,
+    plan,
+    probe,
+    profile,
+    ps,
+    race,
+    report,
+    split,
+    supernet,
+)
 from thinwire.cli.errors import exit_code
 
 
@@ -36,6 +51,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
+app.command("race")(race.race)
 app.command("doctor")(doctor.doctor)
 app.command("probe")(probe.probe)
 app.command("profile")(profile.profile)

@@ -43,6 +43,9 @@ def plan(
         float | None, typer.Option(help="FLOP/s that training sustains, for the built-in names.")
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="The model as a file of thinwire profile.")] = None,
+    worth: Annotated[
+        Path | None, typer.Option(help="What a step of each method is worth on your model: a file of thinwire race.")
+    ] = None,
     lossy: Annotated[bool, typer.Option("--lossy/--no-lossy", help="Whether lossy methods may be answers.")] = True,
     explain: Annotated[bool, typer.Option("--explain", help="Also the buckets, and densities of sparse ones.")] = False,
     map: Annotated[bool, typer.Option("--map", help="Also the winners over link rates and workers.")] = False,
@@ -63,7 +66,7 @@ def plan(
         check_output(option, path)
     question = read_question(
         model, link=link, latency=latency, costs=costs, workers=workers, ranks_per_node=ranks_per_node, methods=methods,
-        batch_size=batch_size, device=device, flops=device_flops, profile=profile,
+        batch_size=batch_size, device=device, flops=device_flops, profile=profile, worth=worth,
     )  # fmt: skip
     try:
         answer |= _answer(question, console, lossy=lossy, explain=explain, map=map, trace=trace, out=out)
@@ -91,7 +94,8 @@ def _answer(
     from thinwire.planner.choose import choose
 
     profile, topology, prices = question.profile, question.topology, question.costs()
-    ranking = choose(question.candidates, profile, topology, prices, **question.where, lossy=lossy)
+    where = {**question.where, "worth": question.worth}
+    ranking = choose(question.candidates, profile, topology, prices, **where, lossy=lossy)
     knees = _knees(question, ranking)
     answer: dict[str, Any] = {"question": question.to_data(), "ranking": ranking.to_data(), "knee": knees}
     console.print(ranking_table(question, ranking))
@@ -116,7 +120,8 @@ def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
     """Of the recommendation, and of the best exact method."""
     from thinwire.planner.choose import knee
 
-    method_of, rest = dict(question.candidates), {"ranks_per_node": question.ranks_per_node, **question.where}
+    method_of = dict(question.candidates)
+    rest = {"ranks_per_node": question.ranks_per_node, "worth": question.worth, **question.where}
     labels = dict.fromkeys(e.label for e in (ranking.best_exact, ranking.best) if e.label in method_of)
     return {label: knee(method_of[label], question.profile, question.prices, **rest) for label in labels}
 
@@ -151,7 +156,7 @@ def _map(question: Question, console: Console, lossy: bool) -> Map:
     with progress("map") as bar:
         found = map_of(
             question.candidates, question.profile, workers=workers, costs=question.assumed, ranks_per_node=per_node,
-            **question.where, lossy=lossy, on_cell=bar,
+            **question.where, lossy=lossy, worth=question.worth, on_cell=bar,
         )  # fmt: skip
     console.print(map_table(question, found))
     return found
@@ -164,7 +169,7 @@ def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: 
 
     label = ranking.best.label
     setting = (question.profile, question.topology, question.costs())
-    method = resolved(dict(question.candidates)[label], *setting, **question.where)
+    method = resolved(dict(question.candidates)[label], *setting, worth=question.worth, **question.where)
     timeline = simulate(method, *setting, **question.where)
     if trace is not None:
         write_trace(trace, timeline.events, label=f"predicted, {label}")

@@ -14,6 +14,7 @@ from thinwire.lab import parse_delay, parse_rate
 from thinwire.local.settings import CANDIDATES, PRESETS, local_settings
 from thinwire.methods.registry import candidates, label_of, method
 from thinwire.planner.choose import DEVICES, DeviceSpec
+from thinwire.planner.choose.worth import WorthOf, read_worth
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import BUILTIN, ModelProfile, builtin
 from thinwire.program import Method, Topology
@@ -37,6 +38,7 @@ class Question:
         bits_per_second, latency_seconds: of an assumed network.
         measured: of ``--costs``.
         network: whether the exchanges of ``measured`` count, and not the assumed network.
+        worth: of ``--worth``; None: the table that comes with the package.
     """
 
     profile: ModelProfile
@@ -49,6 +51,7 @@ class Question:
     latency_seconds: float
     measured: Costs | None
     network: bool
+    worth: WorthOf | None = None
 
     @property
     def where(self) -> dict[str, Any]:
@@ -116,6 +119,7 @@ def read_question(
     device: str | None,
     flops: float | None,
     profile: Path | None,
+    worth: Path | None = None,
 ) -> Question:
     """Read the options; the model, which may have to be measured, comes last.
 
@@ -124,6 +128,7 @@ def read_question(
     """
     bits, seconds = parse_rate(link or "10gbit"), parse_delay(latency or "50us")
     measured = None if costs is None else _read(costs, Costs)
+    worth_of = None if worth is None else read_worth(worth)
     network = measured is not None and link is None
     if network and latency is not None:
         raise ValueError("--latency belongs to an assumed network: give --link too, or leave it to --costs")
@@ -155,6 +160,7 @@ def read_question(
         seconds,
         measured,
         network,
+        worth_of,
     )
 
 

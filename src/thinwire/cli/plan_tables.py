@@ -52,7 +52,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     if not best.exact:
         exact = ranking.best_exact
         said.append(f"exact: {exact.label}, {_ms(exact.step_seconds)} ms")
-        said.append(f"steps to a loss, over exact averaging's: {best.steps_source}; on your model: thinwire bench")
+        said.append(f"steps to a loss, over exact averaging's: {best.steps_source}; on your model: thinwire race")
     said += [
         f"{label} scales: at least 80 % efficient up to 4096 workers"
         if bend is None

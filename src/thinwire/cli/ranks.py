@@ -6,11 +6,11 @@ import functools
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.console import progress
+from thinwire.cli.console import Bar, progress
 from thinwire.cli.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -51,14 +51,19 @@ def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[R
     from thinwire.bench.session import run_session
 
     with progress("starting ranks", total_steps) as bar:
+        return run_session(spec, functools.partial(lab.run, cluster), moving(bar))
 
-        def on_progress(event: dict[str, Any]) -> None:
-            if "step" in event:
-                bar(completed=bar.completed + 1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
-            elif "error" in event:
-                bar.say(f"{event['row']} failed: {event['error']}", "red")
 
-        return run_session(spec, functools.partial(lab.run, cluster), on_progress)
+def moving(bar: Bar) -> Callable[[dict[str, Any]], None]:
+    """What moves a bar by what ranks of the bench say: a step, a failure."""
+
+    def on_progress(event: dict[str, Any]) -> None:
+        if "step" in event:
+            bar(completed=bar.completed + 1, description=f"{event['row']:<22} loss {event['loss']:.3f}")
+        elif "error" in event:
+            bar.say(f"{event['row']} failed: {event['error']}", "red")
+
+    return on_progress
 
 
 def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -28,6 +29,7 @@ from thinwire.measure.kernels import KERNELS
 from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
+from thinwire.planner.choose.worth import read_worth, shipped
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import rule_of
 from thinwire.program import Method, Plan, Scope, Topology
@@ -72,6 +74,7 @@ def attach(
     detect_desync: bool = False,
     lossy: bool = False,
     costs: Costs | None = None,
+    worth: str | Path | None = None,
     **options: Any,
 ) -> GradientSync | LocalSync:
     """Average the model's gradients over all ranks during backward. In place: no wrapper, no other optimizer.
@@ -107,6 +110,8 @@ def attach(
         lossy: "auto" may choose a method that is not exact.
         costs: of the network and of compute, where a plan needs them: ``Costs.from_json`` of what ``thinwire
             probe --out`` has written. None: remembered from an earlier start, or measured between the first steps.
+        worth: what a step of each method is worth on your model, which ``lossy=True`` chooses by: the file that
+            ``thinwire race`` has written, on every machine. None: the table that comes with the package.
 
     Returns:
         The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...; of local steps a ``LocalSync``.
@@ -119,8 +124,8 @@ def attach(
     optimizers = _listed(optimizer)
     local = named_local(method, options)
     if local is not None:
-        if not (plan is None and bucket_cap_mb is None and costs is None and not lossy):
-            raise ValueError("local steps send no gradients: leave out plan, bucket_cap_mb, costs and lossy")
+        if not (plan is None and bucket_cap_mb is None and costs is None and worth is None and not lossy):
+            raise ValueError("local steps send no gradients: leave out plan, bucket_cap_mb, costs, worth and lossy")
         method, options = local.codec or SSGD(), {}
     assert not isinstance(method, Local)  # named_local has taken it
     auto = isinstance(method, str) and method.lower() == "auto"
@@ -130,6 +135,9 @@ def attach(
         raise ValueError(f'"auto" chooses the options itself; leave out {", ".join(options)} or name a method')
     if lossy and not auto:
         raise ValueError('lossy=True is for attach(..., "auto"); the method named here is what runs')
+    if worth is not None and not lossy:
+        raise ValueError('worth= is for attach(..., "auto", lossy=True), which chooses by what a lossy step is worth')
+    worth_of = (shipped() if worth is None else read_worth(Path(worth))) if lossy else None
     chosen = resolve("ssgd" if auto else method, **options)
     if not optimizers and deferring(chosen) is not None:
         raise ValueError(
@@ -176,7 +184,7 @@ def attach(
         if wanted(chosen, settings.pinned, adaptive, auto):
             pilot = (Tuner if rule_of(chosen) == "tune" else Pilot)(
                 communicator, lambda m: managed_parameters(model, m, keep_dense),
-                auto=auto, lossy=lossy, adaptive=adaptive,
+                auto=auto, worth=worth_of, adaptive=adaptive,
                 network=NetworkPrices(communicator, costs, KERNELS if lossy or not chosen.exact else ("memory",)),
             )  # fmt: skip
     elif deferring(chosen) is not None:

@@ -108,6 +108,17 @@ def test_no_lossy():
     assert [e["label"] for e in found["entries"] if not e["exact"]] == ["cast:dtype=bf16"]
 
 
+def test_a_race_says_what_steps_are_worth(tmp_path):
+    raced = {"method": "acp", "options": {"rank": 4}, "every": 1, "overlapped": False, "elements": 1, "workers": 4,
+             "factors": [1.0, 1.5, 3.0]}  # fmt: skip
+    (tmp_path / "race.json").write_text(json.dumps({"rows": [raced]}))
+    answer = as_json("resnet50", "--link", "100mbit", "--worth", "race.json", "--methods", "acp:rank=4,powersgd:rank=4")
+    steps = {entry["label"]: (entry["steps"], entry["most_steps"]) for entry in answer["ranking"]["entries"]}
+    assert steps["acp:rank=4"] == (1.5, 3.0)
+    assert steps["powersgd:rank=4"] == (None, None)
+    assert answer["ranking"]["best"] == "acp:rank=4"
+
+
 def test_explain():
     text = run("bert-base", "--explain", "--methods", "topk:density=0.01,acp:rank=4")
     assert "topk:density=0.01: 17 buckets" in text
@@ -207,6 +218,8 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         (["resnet50", "--latency", "soon"], "soon"),
         (["resnet50", "--costs", "nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["resnet50", "--costs", "."], "cannot be read"),
+        (["resnet50", "--worth", "nowhere.json"], "nowhere.json cannot be read: No such file"),
+        (["resnet50", "--worth", "bad.json"], "bad.json holds no table of steps to a loss, as thinwire race"),
         (["resnet50", "--costs", "bad.json"], "not thinwire costs"),
         (["resnet50", "--costs", "empty.json"], "no exchange between ranks"),
         (["resnet50", "--costs", "costs.json", "--latency", "1ms"], "--latency"),

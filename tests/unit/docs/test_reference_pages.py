@@ -99,9 +99,8 @@ def identifiers(text):
 @pytest.fixture(scope="module")
 def users():
     """Who may use a name: file -> the words in its code; of a page of the documentation, in its blocks and spans."""
-    found = {
-        p: set(identifiers(p.read_text())) for d in ("src", "examples", "benchmarks") for p in (ROOT / d).rglob("*.py")
-    }
+    paths = [p for d in ("src", "examples", "benchmarks") for p in (ROOT / d).rglob("*.py") if ".venv" not in p.parts]
+    found = {p: set(identifiers(p.read_text())) for p in paths}
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",

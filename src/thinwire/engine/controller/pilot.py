@@ -18,6 +18,7 @@ from thinwire.engine.controller.timings import AgreedTimes, Timings
 from thinwire.engine.parameters import Managed
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.methods.registry import method as named
+from thinwire.planner.choose.worth import WorthOf
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import needs_measurement
 from thinwire.program import Method, Plan
@@ -46,7 +47,7 @@ class Pilot:
         communicator: to agree.
         manage: the managed parameters under a method.
         auto: choose the method too.
-        lossy: ``auto`` may choose lossy ones.
+        worth: what a step of lossy methods is worth, by which ``auto`` may choose one; None: it may not.
         adaptive: plan again where measured and predicted differ.
         network: prices of exchanges and compute.
     """
@@ -57,12 +58,12 @@ class Pilot:
         manage: Callable[[Method], list[Managed]],
         *,
         auto: bool,
-        lossy: bool,
+        worth: WorthOf | None,
         adaptive: bool,
         network: NetworkPrices,
     ) -> None:
         self._comm, self._manage = communicator, manage
-        self._auto, self._lossy, self._adaptive = auto, lossy, adaptive
+        self._auto, self._worth, self._adaptive = auto, worth, adaptive
         self.timings = Timings(communicator.device)
         self.network = network
         self.predicted: float | None = None
@@ -130,7 +131,7 @@ class Pilot:
         text = b""
         if self._comm.rank == 0:
             prices = self._prices(measurement, dense)
-            made = prices.best(self._lossy) if self._auto else prices.planned(method)
+            made = prices.best() if self._auto else prices.planned(method)
             made["why"] += [self.network.why] if self.network.why else []
             text = json.dumps(made).encode()
         chosen = json.loads(self._comm.gather(text)[0])
@@ -143,8 +144,9 @@ class Pilot:
         assert self.costs is not None
         side_stream = self._comm.backend != "gloo" or self._comm.spare_cores()
         return PlanPrices(
-            self._comm.backend, self._comm.members.topology, self._manage, dense, self.costs, measurement, side_stream
-        )
+            self._comm.backend, self._comm.members.topology, self._manage, dense, self.costs, measurement, side_stream,
+            self._worth,
+        )  # fmt: skip
 
     def _say(self, line: str, level: int = logging.INFO) -> None:
         if self._comm.rank == 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from thinwire.engine.parameters import Managed
 from thinwire.planner import plans
 from thinwire.planner.measured import Measured
-from thinwire.planner.timeline import simulate
+from thinwire.planner.timeline import Timeline, simulate
 from thinwire.program import Method, Plan, Topology
 from thinwire.program.trace import TracedExchange, trace
 
@@ -44,21 +44,19 @@ def price_plan(
     measured: Measured,
     dense: Method | None,
     optimizer_seconds: float,
-) -> tuple[Plan, float]:
-    """The plan that measured times lead to, and the predicted seconds of a step."""
-    plan = measured_plan(method, managed, backend, measured)
-    timeline = simulate(
+) -> Timeline:
+    """The step that is predicted under the plan that measured times lead to."""
+    return simulate(
         method,
         measured.profile,
         measured.topology,
         measured.costs,
-        plan=plan,
+        plan=measured_plan(method, managed, backend, measured),
         backend=backend,
         dense=dense,
         shared_compute=not measured.side_stream,
         optimizer_seconds=optimizer_seconds,
     )
-    return plan, timeline.step_seconds
 
 
 def trace_plan(

@@ -11,14 +11,15 @@ from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
 from thinwire.methods.registry import lossy_candidates
 from thinwire.methods.registry import method as named
-from thinwire.planner.choose.rank import LOSSY_GAIN
-from thinwire.planner.choose.worth import UNKNOWN, Worth, shipped
+from thinwire.planner.choose.rank import LOSSY_GAIN, as_soon, simplest
+from thinwire.planner.choose.worth import EXACT, Worth, WorthOf
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import Measured, needs_measurement
+from thinwire.planner.timeline import Timeline
 from thinwire.program import Method, Plan, Topology
 
 Named = tuple[str, dict[str, Any]]
-EXACT: tuple[Named, ...] = (
+EXACT_PLANS: tuple[Named, ...] = (
     ("ssgd", {}),
     ("ssgd", {"fusion": "optimal"}),
     ("ssgd", {"fusion": 1}),
@@ -34,11 +35,18 @@ _GAIN = 0.03  # by which another exact plan must be faster to be taken
 
 @dataclass(frozen=True)
 class _Offer:
-    name: str
     options: dict[str, Any]
-    plan: Plan
-    seconds: float
+    method: Method
+    timeline: Timeline
     worth: Worth
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.step_seconds
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.timeline.bytes_sent
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class PlanPrices:
         costs: of the network and of compute.
         measurement: the step as it was.
         side_stream: methods compute alongside backward, on a core or a stream of their own.
+        worth: what a step of lossy methods is worth; None: only exact ones are priced.
     """
 
     backend: str
@@ -62,43 +71,50 @@ class PlanPrices:
     costs: Costs
     measurement: AgreedTimes
     side_stream: bool
+    worth: WorthOf | None
 
     def planned(self, method: Method) -> dict[str, Any]:
         """The measured plan of a method; "auto" becomes "optimal"."""
         rule = method
         if method.fusion == "auto" and not needs_measurement(method):
             rule = replace(method, fusion="optimal")  # type: ignore[type-var]
-        plan, seconds = self._price(rule)
+        timeline = self._price(rule)
+        plan, seconds = timeline.plan, timeline.step_seconds
         why = f"{method.name}: {len(plan.phases[0])} buckets from measured times, {seconds:.4g} s a step predicted"
         return {"method": "", "options": {}, "plan": plan.to_json(), "seconds": seconds, "why": [why]}
 
-    def best(self, lossy: bool) -> dict[str, Any]:
-        """The fastest exact plan; with ``lossy`` the soonest at a loss of all, as ``planner.choose`` has it."""
+    def best(self) -> dict[str, Any]:
+        """The fastest exact plan; with ``worth`` the soonest at a loss of all, as ``planner.choose`` has it."""
+        lossy = self.worth is not None
         levels = self.topology.two_levels
-        exact = [self._offer(*candidate) for candidate in (*EXACT, *(HIERARCHICAL if levels else ()))]
+        exact = [self._offer(*candidate) for candidate in (*EXACT_PLANS, *(HIERARCHICAL if levels else ()))]
         usual, chosen = exact[0], min(exact, key=lambda offer: offer.seconds)
         if chosen.seconds > (1 - _GAIN) * usual.seconds:
             chosen = usual
         others = [self._offer(*candidate) for candidate in lossy_candidates()] if lossy else []
         limit = (1 - LOSSY_GAIN) * min(offer.seconds for offer in exact)
         sooner = [offer for offer in others if offer.seconds * offer.worth.high < limit]
-        chosen = min(sooner, key=lambda offer: offer.seconds * offer.worth.middle, default=chosen)
+        if sooner:
+            first = min(sooner, key=lambda offer: offer.seconds * offer.worth.middle)
+            chosen = simplest(first, [offer for offer in sooner if as_soon(offer, first)])
         words = "".join(f", {key}={value}" for key, value in chosen.options.items())
         allowed = "allowed" if lossy else "not asked for (lossy=True)"
         steps = f" x {chosen.worth.middle:.2f} steps ({chosen.worth.source})" if chosen in sooner else ""
-        buckets = f"{len(chosen.plan.phases[0])} buckets"
+        plan, name = chosen.timeline.plan, chosen.method.name
+        buckets = f"{len(plan.phases[0])} buckets"
         why = [
-            f"auto: {chosen.name}{words}: {buckets}, {chosen.seconds:.4g} s predicted{steps}",
+            f"auto: {name}{words}: {buckets}, {chosen.seconds:.4g} s predicted{steps}",
             f"auto: ssgd as it comes: {usual.seconds:.4g} s; {len(exact) + len(others)} plans priced on measured "
             f"times and network; lossy methods were {allowed}",
         ]
-        options, plan = chosen.options, chosen.plan.to_json()
-        return {"method": chosen.name, "options": options, "plan": plan, "seconds": chosen.seconds, "why": why}
+        found = {"method": name, "options": chosen.options, "plan": plan.to_json()}
+        return {**found, "seconds": chosen.seconds, "why": why}
 
     def _offer(self, name: str, options: dict[str, Any]) -> _Offer:
         method = named(name, **options)
-        worth = shipped()(method, self.measurement.profile.elements, self.topology.world_size)
-        return _Offer(name, options, *self._price(method), worth or UNKNOWN)
+        elements, workers = self.measurement.profile.elements, self.topology.world_size
+        worth = EXACT if self.worth is None else self.worth(method, elements, workers)
+        return _Offer(options, method, self._price(method), worth)
 
     def fused(self, method: Method, limit: Any) -> Plan:
         """The plan of a method at another fusion limit: MiB, or "auto"."""
@@ -109,6 +125,6 @@ class PlanPrices:
     def _measured(self) -> Measured:
         return Measured(self.measurement.profile, self.costs, self.topology, self.side_stream)
 
-    def _price(self, method: Method) -> tuple[Plan, float]:
+    def _price(self, method: Method) -> Timeline:
         outside = self.measurement.outside_seconds
         return price_plan(method, self.manage(method), self.backend, self._measured, self.dense, outside)

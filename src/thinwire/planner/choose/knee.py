@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from thinwire.planner.choose.resolved import resolved
+from thinwire.planner.choose.worth import WorthOf
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import simulate
@@ -25,6 +26,7 @@ def knee(
     shared_compute: bool = True,
     efficiency: float = 0.8,
     most: int = 4096,
+    worth: WorthOf | None = None,
 ) -> int | None:
     """The least number of workers whose efficiency lies below a limit.
 
@@ -41,6 +43,7 @@ def knee(
         shared_compute: see ``simulate``.
         efficiency: the limit, in (0, 1].
         most: workers up to which is searched.
+        worth: see ``choose``; by it local steps without a period find one.
 
     Returns:
         The number; None: efficiency stays above the limit up to ``most``.
@@ -62,7 +65,7 @@ def knee(
         topology = Topology(workers, ranks_per_node)
         priced = costs if isinstance(costs, Costs) else costs(topology)
         where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
-        ran = resolved(method, model_profile, topology, priced, **where)
+        ran = resolved(method, model_profile, topology, priced, worth=worth, **where)
         step = simulate(ran, model_profile, topology, priced, **where).step_seconds
         return alone < efficiency * step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from thinwire.methods.cast import Cast
 from thinwire.methods.ssgd import SSGD
@@ -17,6 +17,7 @@ from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import Timeline, bound_by, simulate
 from thinwire.planner.timeline.bottleneck import network_free
+from thinwire.planner.timeline.local_steps import Periodic
 from thinwire.program import Method, Topology
 
 Candidates = Sequence[tuple[str, Method]]
@@ -27,6 +28,25 @@ GAIN = 0.05
 
 LOSSY_GAIN = 0.10
 """What a lossy method has to gain in time to a loss over the fastest dense form, with the most steps that were seen."""
+
+TIE = 0.10
+"""By how much the median time to a loss may be longer for a method to count as as soon, where the ranges overlap."""
+
+
+class Predicted(Protocol):
+    """A method, the seconds and bytes of its step, and what that is worth."""
+
+    @property
+    def method(self) -> Method: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def worth(self) -> Worth: ...
+
+
+_Rival = TypeVar("_Rival", bound=Predicted)
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,10 @@ class SimulatedMethod:
     @property
     def seconds(self) -> float:
         return self.timeline.step_seconds
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.timeline.bytes_sent
 
     @property
     def loss_seconds(self) -> float:
@@ -88,8 +112,8 @@ def choose(
 
     Dense fp32 and dense 16-bit are priced whether asked for or not. A lossy method is recommended only if it is more
     than 10 % sooner at a loss than the fastest dense form, with the most steps that it has needed anywhere, and would
-    be if start-ups of messages cost nothing: else what it leaves out buys nothing. Of the dense forms 16 bits are
-    recommended only if they gain 5 %.
+    be if start-ups of messages cost nothing: else what it leaves out buys nothing. Of lossy methods that are as soon
+    the simpler one is recommended, see ``simplest``. Of the dense forms 16 bits are recommended only if they gain 5 %.
 
     The band: the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
     40 % if assumed. For compute the profile's provenance counts, for exchanges that of the curve at this number of
@@ -231,8 +255,24 @@ def judge(
             "what a lossy method leaves out buys nothing"
         )
         return Recommendation(kept, best_exact, dense, said)
-    said = f"{rival.label} is sooner here: {_told(rival)} against {ms(dense.seconds)} for dense ({dense.label})"
-    return Recommendation(rival, best_exact, dense, said)
+    simple = simplest(rival, [p for p in sooner if as_soon(p, rival) and bytes_alone(p) < limit])
+    said = f"{simple.label} is sooner here: {_told(simple)} against {ms(dense.seconds)} for dense ({dense.label})"
+    if simple is not rival:
+        said += f"; {rival.label} is as soon, {_told(rival)}, and less simple"
+    return Recommendation(simple, best_exact, dense, said)
+
+
+def as_soon(one: Predicted, first: Predicted) -> bool:
+    """Whether what seeds of ``first`` took and those of another overlap, and their medians are within 10 %."""
+    if one.seconds * one.worth.middle > (1 + TIE) * first.seconds * first.worth.middle:
+        return False
+    mine, its = ((p.seconds * p.worth.low, p.seconds * p.worth.high) for p in (one, first))
+    return mine[0] <= its[1] and its[0] <= mine[1]
+
+
+def simplest(first: _Rival, tied: Sequence[_Rival]) -> _Rival:
+    """Of methods that are as soon as ``first``: one that keeps workers together, then the one that sends the most."""
+    return min((first, *tied), key=lambda p: (isinstance(p.method, Periodic), -p.bytes_sent))
 
 
 def _told(point: SimulatedMethod) -> str:

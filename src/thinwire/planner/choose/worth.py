@@ -134,16 +134,18 @@ def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> 
 
 
 def read_worth(path: Path) -> WorthOf:
-    """The table of a file that ``benchmarks/race.py`` wrote.
+    """The table of a file that ``thinwire race`` or ``benchmarks/race.py`` wrote.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: it cannot be read, or holds none.
     """
     try:
-        rows = json.loads(path.read_text())["rows"]
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         return worth_from(tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in rows))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
-        raise ValueError(f"{path}: no table of steps to a loss: {error}") from error
+        raise ValueError(f"{path} holds no table of steps to a loss, as thinwire race writes it") from error
 
 
 @cache

@@ -1,0 +1,167 @@
+"""What a race says: three lines, the line to write, and the JSON that report, plan and ``attach`` read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from thinwire.bench.finish import Finish
+from thinwire.bench.halving import BASE
+from thinwire.bench.race import spoken_for
+from thinwire.bench.racing import Outcome, RaceSpec, is_exact
+from thinwire.bench.record import Point
+from thinwire.bench.rows import Row
+from thinwire.bench.spec import BenchSpec
+from thinwire.bench.summary import summarise
+from thinwire.bench.table import seconds as short
+
+TIE = 0.10
+"""What is not more than that sooner than DDP is as soon."""
+
+
+def duration(seconds: float) -> str:
+    """Of a training, for people."""
+    if seconds >= 6000:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds:.0f} s" if seconds >= 99.5 else f"{seconds:.1f} s" if seconds >= 10 else short(seconds)
+
+
+def winner(rows: Sequence[Finish]) -> Finish:
+    """The soonest; DDP where that is not a tenth sooner."""
+    ddp = next(row for row in rows if row.label == BASE)
+    return rows[0] if (rows[0].sooner or 0.0) > 1 + TIE else ddp
+
+
+def sentences(found: Outcome) -> tuple[str, str, str]:
+    """Who is first and how many times sooner than DDP, what that costs in steps, and how sure it is."""
+    rows = {row.label: row for row in found.rows}
+    first, ddp = winner(found.rows), rows[BASE]
+    assert ddp.seconds is not None
+    assert ddp.step_seconds is not None
+    at = f"a loss of {found.target:.3f}"
+    if first is ddp:
+        others = [row for row in found.rows if row is not ddp and row.seconds is not None]
+        rival = f"{others[0].label} comes {_told(others[0])}" if others else "no other method gets there"
+        return (
+            f"DDP is enough here: it reaches {at} after {duration(ddp.seconds)}, {rival}",
+            f"it costs no more steps, and nothing to change: a step takes {short(ddp.step_seconds)}, "
+            f"{ddp.over_compute:.2f} of its computing",
+            _sureness(found, ddp, others[0] if others else None),
+        )
+    assert first.seconds is not None
+    assert first.step_seconds is not None
+    rivals = [row for row in found.rows if row not in (first, ddp) and row.seconds is not None]
+    return (
+        f"{first.label} is first: it reaches {at} after {duration(first.seconds)}, "
+        f"{first.sooner:.1f} x sooner than DDP ({duration(ddp.seconds)})",
+        f"{_cost(found, first)}; a step takes {short(first.step_seconds)} instead of {short(ddp.step_seconds)}",
+        _sureness(found, first, rivals[0] if rivals else None),
+    )
+
+
+def _told(row: Finish) -> str:
+    assert row.seconds is not None
+    return f"after {duration(row.seconds)}, {row.sooner:.2f} x"
+
+
+def steps_range(row: Finish) -> str:
+    """Over seeds."""
+    ends = ["never" if end is None else f"{end:.2f}" for end in (row.fewest_steps, row.most_steps)]
+    return ends[0] if ends[0] == ends[1] else " - ".join(ends)
+
+
+def _cost(found: Outcome, row: Finish) -> str:
+    if row.label not in found.raced:
+        return "it costs no more steps, as its average is DDP's"
+    said = f"it takes {row.steps:.2f} times DDP's steps ("
+    said += f"{steps_range(row).replace(' - ', ' to ')} over {row.seeds} seeds" if row.seeds > 1 else "one seed"
+    if len(found.budget.rates) > 1:
+        base = next(other.rate for other in found.rows if other.label == BASE)
+        said += f"; at {row.rate:g} x your learning rate, DDP at {base:g} x"
+    return said + ")"
+
+
+def _sureness(found: Outcome, first: Finish, rival: Finish | None) -> str:
+    """Against DDP, and against the next."""
+    ddp = next(row for row in found.rows if row.label == BASE)
+    trained = f"{found.budget.steps} steps a run"
+    if first is ddp:
+        if rival is None:
+            return f"how sure: {trained}"
+        overlap = "overlaps with DDP's" if rival.overlaps(ddp) else "does not overlap with DDP's"
+        return f"how sure: what {rival.label} took {overlap}; {trained}, {_seeds(rival)}"
+    if first.label in found.raced and first.seeds < 2:
+        said = "how sure: not yet, one seed is luck: more --minutes, or --seeds 3"
+    elif first.overlaps(ddp):
+        said = f"how sure: not: what it took overlaps with what DDP took, {_span(first)} and {_span(ddp)}"
+    else:
+        said = f"how sure: {_span(first)}, and DDP {_span(ddp)}: they do not overlap"
+    if rival is not None:
+        close = "as soon, as their ranges overlap" if rival.overlaps(first) else "later on every seed"
+        assert rival.seconds is not None
+        said += f"; the next, {rival.label}, is {close}: {duration(rival.seconds)}"
+    return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")
+
+
+def _seeds(row: Finish) -> str:
+    return f"{row.seeds} seeds" if row.seeds > 1 else "one seed"
+
+
+def _span(row: Finish) -> str:
+    low, high = ("never" if end is None else duration(end) for end in (row.least_seconds, row.most_seconds))
+    return low if low == high else f"{low} to {high}"
+
+
+def line_to_write(rows: Sequence[Row], label: str) -> str:
+    """In the user's script, for the row of this label."""
+    row = next(row for row in rows if row.label == label)
+    if not row.is_thinwire:
+        kept = 'keep DDP, or take the same average without a wrapper: sync = tw.attach(model, optimizer, "ssgd")'
+        return kept if row.kind == BASE and not row.options else f"take {label}"
+    words = "".join(f", {key}={value!r}" for key, value in row.options.items())
+    return f'sync = tw.attach(model, optimizer, "{row.kind}"{words})'
+
+
+def curves(found: Outcome) -> dict[str, list[Point]]:
+    """Losses over seconds on the link, of seed 0."""
+    made = {}
+    for row in found.rows:
+        if (path := found.curves.get(row.label)) is not None and row.step_seconds is not None:
+            held_out = path.steps[0] == 0  # before the first step no training loss is known
+            start = row.start_seconds or 0.0
+            made[row.label] = [
+                Point(step, start * (step > 0) + step * row.step_seconds, loss, loss if held_out else None)
+                for step, loss in zip(path.steps, path.losses)
+            ]
+    return made
+
+
+def race_data(asked: RaceSpec, found: Outcome) -> dict[str, Any]:
+    """The file: what was found, and what report (``bench``, ``curves``), plan and ``attach`` (``rows``) read of it."""
+    measured = found.measured
+    spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,
+                     ranks_per_node=asked.ranks_per_node, link=asked.link, link_bits=asked.link_bits)  # fmt: skip
+    bench = summarise(spec, measured.record, emulated=measured.emulated, note=measured.note)
+    about = {"elements": bench.parameters, "workers": asked.workers}
+    worth = []
+    for row in asked.rows:
+        factor = found.raced.get(row.label)
+        if factor is not None and not is_exact(row) and (said := spoken_for(row)) is not None:
+            worth.append(said | about | {"factors": factor.factors})
+    first = winner(found.rows).label
+    return {
+        "race": {
+            "model": asked.model,
+            "winner": first,
+            "sentences": sentences(found),
+            "next": line_to_write(asked.rows, first),
+            "target": found.target,
+            "ddp_steps": found.ddp_steps,
+            "budget": asdict(found.budget),
+            "rows": [asdict(row) for row in found.rows],
+        },
+        "bench": asdict(bench),
+        "curves": {label: [asdict(point) for point in points] for label, points in curves(found).items()},
+        "rows": worth,
+    }

@@ -1,0 +1,93 @@
+"""A race on real ranks: steps are timed on a thin link, losses trained beside it; then again, from what is known."""
+
+import json
+
+import pytest
+
+from thinwire import lab
+from thinwire.bench import halving
+from thinwire.cli.main import app
+from thinwire.methods.acp import ACP
+from thinwire.methods.powersgd import PowerSGD
+from thinwire.planner.choose.worth import read_worth
+from thinwire.report import read_files
+from verbs import CliRunner
+
+pytestmark = pytest.mark.net
+MODEL = """
+import torch
+
+def build(width=256):
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, width), torch.nn.ReLU(), torch.nn.Linear(width, width), torch.nn.ReLU(),
+        torch.nn.Linear(width, 8),
+    )
+    right = torch.randn(32, 8, generator=torch.Generator().manual_seed(7))
+
+    def loss(model, step, rank):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
+        return torch.nn.functional.cross_entropy(model(x), (x @ right).argmax(1))
+
+    return model, loss
+"""
+WORDS = ("race", "small_racer:build", "--link", "20mbit", "--minutes", "20", "--seeds", "1", "--json")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    if lab.available() == "loopback":
+        pytest.skip("network namespaces are not to be had here")
+    (tmp_path / "small_racer.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(halving, "RATES", (1.0,))  # each rate is a session of ranks
+    monkeypatch.setattr(halving, "MOST", 96)
+    return tmp_path
+
+
+def race(*words):
+    result = CliRunner().invoke(app, [*WORDS, *words])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), result.stderr
+
+
+def test_what_sends_little_is_first_on_a_thin_link(here):
+    pytest.importorskip("matplotlib")
+    data, said = race("--methods", "ssgd,powersgd:rank=4")
+    rows = {row["label"]: row for row in data["race"]["rows"]}
+    assert data["race"]["winner"] == "powersgd rank=4"
+    assert next(iter(rows)) == "powersgd rank=4"
+    assert rows["powersgd rank=4"]["sooner"] > 1.1
+    assert rows["ddp"]["sooner"] == 1.0
+    assert rows["ssgd"]["steps"] == 1.0  # and never trained
+    assert data["race"]["next"] == 'sync = tw.attach(model, optimizer, "powersgd", rank=4)'
+    assert len(data["race"]["sentences"]) == 3
+    assert "not yet, one seed is luck" in data["race"]["sentences"][2]
+    assert "... seconds per step on 20mbit" in said
+    assert "... losses of ddp, powersgd rank=4: 96 steps, seed 0" in " ".join(said.split())
+
+    file = here / "thinwire-out" / "race.json"
+    assert json.loads(file.read_text()) == data
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    worth = read_worth(file)
+    assert worth(PowerSGD(rank=4), 100_000, 2).middle == max(1.0, rows["powersgd rank=4"]["steps"])
+    assert not worth(ACP(rank=4), 100_000, 2).known
+    (bench,) = read_files([file]).benches
+    assert {curve.label for curve in bench.curves} == {"ddp", "ssgd", "powersgd rank=4"}
+    assert not any(curve.held_out for curve in bench.curves)
+
+    again, said = race("--methods", "ssgd,powersgd:rank=4")
+    assert again == data
+    assert "all 2 runs were known from an earlier race, and none was trained again" in " ".join(said.split())
+    assert "seconds per step: as measured here on" in said
+
+
+@pytest.mark.slow  # three sessions of ranks
+def test_a_row_that_fails_is_told_and_the_others_go_on(here):
+    (here / "fails_later.py").write_text("def row(workload, group):\n    raise ArithmeticError('as planned')\n")
+    data, said = race("--methods", "fails_later:row,powersgd:rank=4")
+    rows = {row["label"]: row for row in data["race"]["rows"]}
+    assert "as planned" in rows["fails_later:row"]["note"]
+    assert rows["fails_later:row"]["seconds"] is None
+    assert data["race"]["winner"] == "powersgd rank=4"
+    assert "fails_later:row: failed: rank 0: ArithmeticError: as planned" in " ".join(said.split())
