@@ -9,7 +9,7 @@ from typing import Any
 from thinwire.bench.finish import Finish
 from thinwire.bench.halving import BASE
 from thinwire.bench.race import spoken_for
-from thinwire.bench.racing import Outcome, RaceSpec, is_exact
+from thinwire.bench.racing import RaceResult, RaceSpec, is_exact
 from thinwire.bench.record import Point
 from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec
@@ -33,7 +33,7 @@ def winner(rows: Sequence[Finish]) -> Finish:
     return rows[0] if (rows[0].sooner or 0.0) > 1 + TIE else ddp
 
 
-def sentences(found: Outcome) -> tuple[str, str, str]:
+def sentences(found: RaceResult) -> tuple[str, str, str]:
     """Who is first and how many times sooner than DDP, what that costs in steps, and how sure it is."""
     rows = {row.label: row for row in found.rows}
     first, ddp = winner(found.rows), rows[BASE]
@@ -71,7 +71,7 @@ def steps_range(row: Finish) -> str:
     return ends[0] if ends[0] == ends[1] else " - ".join(ends)
 
 
-def _cost(found: Outcome, row: Finish) -> str:
+def _cost(found: RaceResult, row: Finish) -> str:
     if row.label not in found.raced:
         return "it costs no more steps, as its average is DDP's"
     said = f"it takes {row.steps:.2f} times DDP's steps ("
@@ -82,7 +82,7 @@ def _cost(found: Outcome, row: Finish) -> str:
     return said + ")"
 
 
-def _sureness(found: Outcome, first: Finish, rival: Finish | None) -> str:
+def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
     """Against DDP, and against the next."""
     ddp = next(row for row in found.rows if row.label == BASE)
     trained = f"{found.budget.steps} steps a run"
@@ -123,7 +123,7 @@ def line_to_write(rows: Sequence[Row], label: str) -> str:
     return f'sync = tw.attach(model, optimizer, "{row.kind}"{words})'
 
 
-def curves(found: Outcome) -> dict[str, list[Point]]:
+def curves(found: RaceResult) -> dict[str, list[Point]]:
     """Losses over seconds on the link, of seed 0."""
     made = {}
     for row in found.rows:
@@ -137,7 +137,7 @@ def curves(found: Outcome) -> dict[str, list[Point]]:
     return made
 
 
-def race_data(asked: RaceSpec, found: Outcome) -> dict[str, Any]:
+def race_data(asked: RaceSpec, found: RaceResult) -> dict[str, Any]:
     """The file: what was found, and what report (``bench``, ``curves``), plan and ``attach`` (``rows``) read of it."""
     measured = found.measured
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,

@@ -109,7 +109,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LinkTimes:
     """What was recorded on the link, in so many turns; ``wall_seconds``: in all."""
 
     record: RunRecord
@@ -135,7 +135,7 @@ class Measured:
         return {row.label: pace_of(row, self.turns, self.compute) for row in self.record.rows}
 
 
-def measure(asked: RaceSpec, course: Course) -> Measured:
+def measure(asked: RaceSpec, course: Course) -> LinkTimes:
     """Every row's seconds per step: as they are known of this machine, or measured now.
 
     Raises:
@@ -146,7 +146,7 @@ def measure(asked: RaceSpec, course: Course) -> Measured:
     if place.exists():
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().st_mtime))
         data = json.loads(place.read_text())
-        return Measured(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
+        return LinkTimes(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
     course.tell("what a step computes", 1)
     steps = _timed_steps(asked, *_computing(asked.model, asked.workers))
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
@@ -156,7 +156,7 @@ def measure(asked: RaceSpec, course: Course) -> Measured:
     course.tell(f"seconds per step on {asked.link or 'a link without a limit'}", total)
     began = time.monotonic()
     record, launched = run_session(spec, course.on_link, course.on_progress)
-    found = Measured(record, _TURNS, time.monotonic() - began, launched.emulated, launched.note)
+    found = LinkTimes(record, _TURNS, time.monotonic() - began, launched.emulated, launched.note)
     for label, what in ((COMPUTE, "the model does not train"), (BASE, "DDP does not train this model")):
         if error := next(row.error for row in record.rows if row.label == label):
             raise BenchError(f"{what}: {error}")
@@ -208,7 +208,7 @@ def _steps_of(row: Row, steps: int) -> int:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RaceResult:
     """A race that was run.
 
     Attributes:
@@ -222,7 +222,7 @@ class Outcome:
         left_out: rounds that the minutes did not suffice for.
     """
 
-    measured: Measured
+    measured: LinkTimes
     budget: Budget
     target: float
     ddp_steps: float
@@ -264,7 +264,7 @@ class _Runs:
         self.course.on_progress(event)
 
 
-def run_race(asked: RaceSpec, course: Course) -> Outcome:
+def run_race(asked: RaceSpec, course: Course) -> RaceResult:
     """Measure, drop what cannot win, and halve what is left.
 
     Raises:
@@ -337,7 +337,7 @@ def run_race(asked: RaceSpec, course: Course) -> Outcome:
     rows.sort(key=lambda row: (row.seconds or math.inf, row.step_seconds or math.inf))
     trained = {label: factor for label, factor in factors.items() if label != BASE}
     left_out = budget.rounds - ended[0] if ended else 0
-    return Outcome(measured, budget, target, ddp_steps, tuple(rows), trained, curves, runs.trained,
+    return RaceResult(measured, budget, target, ddp_steps, tuple(rows), trained, curves, runs.trained,
                    len(runs.found) - runs.trained, left_out)  # fmt: skip
 
 
