@@ -33,7 +33,7 @@ from thinwire.bench.race import (
 )
 from thinwire.bench.record import RowRecord, RunRecord
 from thinwire.bench.rows import COMPUTE, Row
-from thinwire.bench.session import BenchError, Launch, Progress, run_session
+from thinwire.bench.session import BenchError, Launch, Launched, Progress, run_session
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.words import split_options
 from thinwire.durable import write_whole
@@ -251,9 +251,12 @@ class _Runs:
             track = Track(self.asked.model, self.asked.workers, self.budget.steps, self.budget.every, None)
             at = f", {rate:g} x the learning rate" if len(self.budget.rates) > 1 else ""
             told = f"losses of {', '.join(missing)}: {track.steps} steps, seed {seed}{at}"
-            self.course.tell(told, len(missing) * track.steps)
-            more = trajectories(track, rows, rate, seed, self.course.apart, folder=self.course.folder,
-                                on_progress=self._follow)  # fmt: skip
+
+            def launch(command: list[str], **options: Any) -> Launched:  # only where something is not known yet
+                self.course.tell(told, len(missing) * track.steps)
+                return self.course.apart(command, **options)
+
+            more = trajectories(track, rows, rate, seed, launch, folder=self.course.folder, on_progress=self._follow)
             self.found |= {(label, rate, seed): one for label, one in more.items()}
         if (ddp := self.found[BASE, rate, seed]).error and (rate == 1 or seed > 0):
             raise BenchError(f"DDP does not train this model: {ddp.error}")
@@ -334,6 +337,9 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
             curves.setdefault(row.label, curves[BASE])
     base = rows[0].seconds
     rows = [replace(row, sooner=base / row.seconds) if base and row.seconds else row for row in rows]
+    sent = {row.label: row.wire_bytes for row in measured.record.rows}
+    apart = {row.label for row in asked.rows if row.kind in PRESETS}
+    rows = [replace(row, apart=row.label in apart, bytes_per_step=sent[row.label]) for row in rows]
     rows.sort(key=lambda row: (row.seconds or math.inf, row.step_seconds or math.inf))
     trained = {label: factor for label, factor in factors.items() if label != BASE}
     left_out = budget.rounds - ended[0] if ended else 0

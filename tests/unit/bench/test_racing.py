@@ -90,7 +90,8 @@ def test_who_is_first_what_it_costs_and_how_sure(raced, tmp_path):
     assert "x sooner than DDP (" in first
     assert second.startswith("it takes 1.20 times DDP's steps (1.10 to 1.30 over 3 seeds")
     assert second.endswith("a step takes 200 ms instead of 1.00 s")
-    assert "they do not overlap" in third
+    assert third.startswith("sure: it took ")
+    assert "which do not overlap; next is acp rank=16, " in third
     assert line_to_write(asked.rows, "powersgd rank=4") == 'sync = tw.attach(model, optimizer, "powersgd", rank=4)'
     assert not any("ssgd" in label for kind, labels, _ in world.sessions if kind == "losses" for label in labels)
 
@@ -122,6 +123,16 @@ def test_ddp_wins_where_no_step_is_shorter(raced):
     assert {row.note for row in found.rows[1:]} == {"no step is shorter than DDP's: not trained"}
 
 
+def test_of_two_that_are_as_soon_the_simpler_one(raced):
+    local = "local sync_every=8 codec=int8"
+    world = World({"ddp": 1.0, "powersgd rank=4": 0.2, local: 0.2}, {"powersgd rank=4": (1.2, 1.3, 1.1), local: 1.15})
+    _, found, _ = raced(world, "powersgd:rank=4,local:sync_every=8:codec=int8", seeds=3)
+    assert found.rows[0].label == local
+    assert sentences(found)[0].startswith("powersgd rank=4 is first")
+    assert f"; next is {local}, " in sentences(found)[2]
+    assert "as soon but less simple" in sentences(found)[2]
+
+
 def test_what_is_hardly_sooner_is_a_tie(raced):
     _, found, _ = raced(
         World({"ddp": 1.0, "ssgd": 0.95, "powersgd rank=4": 0.9}, {"powersgd rank=4": 1.05}), METHODS[:20]
@@ -133,9 +144,10 @@ def test_what_is_hardly_sooner_is_a_tie(raced):
 def test_seeds_that_disagree_are_told(raced):
     world = World({"ddp": 1.0, "powersgd rank=4": 0.5}, {"powersgd rank=4": (1.0, 1.2, 2.2)})
     _, found, _ = raced(world, "powersgd:rank=4")
-    assert "how sure: not: what it took overlaps with what DDP took" in sentences(found)[2]
+    assert sentences(found)[2].startswith("not sure: it took ")
+    assert "which overlap" in sentences(found)[2]
     _, found, _ = raced(world, "powersgd:rank=4", seeds=1, minutes=1.0)
-    assert "how sure: not yet, one seed is luck" in sentences(found)[2] or len(found.budget.rates) > 1
+    assert "not sure yet: one seed is luck" in sentences(found)[2] or len(found.budget.rates) > 1
 
 
 def test_what_fails_or_does_not_get_there_is_told(raced):
