@@ -99,7 +99,7 @@ def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
         spans = f"it took {_span(first)} and DDP {_span(ddp)}"
         said = f"not sure: {spans}, which overlap" if first.overlaps(ddp) else f"sure: {spans}, which do not overlap"
     if rival is not None:
-        close = "later on every seed"
+        close = "later on every seed" if rival.seeds > 1 else "later"
         if rival.overlaps(first):
             close = "as soon but less simple" if rival.as_soon(first) else "whose range overlaps with that"
         assert rival.seconds is not None
