@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from thinwire.bench.race import StepsFactor
 from thinwire.bench.record import RowRecord
+from thinwire.planner.choose.rank import TIE
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Finish:
         least_seconds, most_seconds: over seeds and turns.
         sooner: how many times sooner than DDP.
         note: why it was left behind, or failed.
+        apart: whether workers train apart between exchanges: less simple than what keeps them together.
+        bytes_per_step: that were sent.
     """
 
     label: str
@@ -77,6 +80,8 @@ class Finish:
     most_seconds: float | None = None
     sooner: float | None = None
     note: str = ""
+    apart: bool = False
+    bytes_per_step: float | None = None
 
     def overlaps(self, other: Finish) -> bool:
         """Whether what seeds and turns took of one and the other have something in common."""
@@ -85,6 +90,11 @@ class Finish:
             for one in (self, other)
         )
         return mine[0] <= its[1] and its[0] <= mine[1]
+
+    def as_soon(self, first: Finish) -> bool:
+        """As ``planner.choose`` has it: the ranges overlap, and the median is at most a tenth later."""
+        mine, its = self.seconds or math.inf, first.seconds or math.inf
+        return mine <= (1 + TIE) * its and self.overlaps(first)
 
 
 def finish(

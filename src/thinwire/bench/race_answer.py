@@ -9,15 +9,13 @@ from typing import Any
 from thinwire.bench.finish import Finish
 from thinwire.bench.halving import BASE
 from thinwire.bench.race import spoken_for
-from thinwire.bench.racing import Outcome, RaceSpec, is_exact
+from thinwire.bench.racing import RaceResult, RaceSpec, is_exact
 from thinwire.bench.record import Point
 from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.summary import summarise
 from thinwire.bench.table import seconds as short
-
-TIE = 0.10
-"""What is not more than that sooner than DDP is as soon."""
+from thinwire.planner.choose.rank import TIE
 
 
 def duration(seconds: float) -> str:
@@ -28,12 +26,15 @@ def duration(seconds: float) -> str:
 
 
 def winner(rows: Sequence[Finish]) -> Finish:
-    """The soonest; DDP where that is not a tenth sooner."""
+    """The simplest of those that are as soon as the soonest, as ``planner.choose`` has it; DDP where none is sooner."""
     ddp = next(row for row in rows if row.label == BASE)
-    return rows[0] if (rows[0].sooner or 0.0) > 1 + TIE else ddp
+    if (rows[0].sooner or 0.0) <= 1 + TIE:
+        return ddp
+    tied = [row for row in rows if row.as_soon(rows[0]) and row is not ddp]
+    return min(tied, key=lambda row: (row.apart, -(row.bytes_per_step or 0.0)))
 
 
-def sentences(found: Outcome) -> tuple[str, str, str]:
+def sentences(found: RaceResult) -> tuple[str, str, str]:
     """Who is first and how many times sooner than DDP, what that costs in steps, and how sure it is."""
     rows = {row.label: row for row in found.rows}
     first, ddp = winner(found.rows), rows[BASE]
@@ -71,7 +72,7 @@ def steps_range(row: Finish) -> str:
     return ends[0] if ends[0] == ends[1] else " - ".join(ends)
 
 
-def _cost(found: Outcome, row: Finish) -> str:
+def _cost(found: RaceResult, row: Finish) -> str:
     if row.label not in found.raced:
         return "it costs no more steps, as its average is DDP's"
     said = f"it takes {row.steps:.2f} times DDP's steps ("
@@ -82,25 +83,27 @@ def _cost(found: Outcome, row: Finish) -> str:
     return said + ")"
 
 
-def _sureness(found: Outcome, first: Finish, rival: Finish | None) -> str:
+def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
     """Against DDP, and against the next."""
     ddp = next(row for row in found.rows if row.label == BASE)
     trained = f"{found.budget.steps} steps a run"
     if first is ddp:
         if rival is None:
-            return f"how sure: {trained}"
+            return f"sure: {trained}"
         overlap = "overlaps with DDP's" if rival.overlaps(ddp) else "does not overlap with DDP's"
-        return f"how sure: what {rival.label} took {overlap}; {trained}, {_seeds(rival)}"
+        trained = f"{trained}, {_seeds(rival)}" if rival.label in found.raced else trained
+        return f"{'not sure' if rival.overlaps(ddp) else 'sure'}: what {rival.label} took {overlap}; {trained}"
     if first.label in found.raced and first.seeds < 2:
-        said = "how sure: not yet, one seed is luck: more --minutes, or --seeds 3"
-    elif first.overlaps(ddp):
-        said = f"how sure: not: what it took overlaps with what DDP took, {_span(first)} and {_span(ddp)}"
+        said = "not sure yet: one seed is luck: more --minutes, or --seeds 3"
     else:
-        said = f"how sure: {_span(first)}, and DDP {_span(ddp)}: they do not overlap"
+        spans = f"it took {_span(first)} and DDP {_span(ddp)}"
+        said = f"not sure: {spans}, which overlap" if first.overlaps(ddp) else f"sure: {spans}, which do not overlap"
     if rival is not None:
-        close = "as soon, as their ranges overlap" if rival.overlaps(first) else "later on every seed"
+        close = "later on every seed" if rival.seeds > 1 else "later"
+        if rival.overlaps(first):
+            close = "as soon but less simple" if rival.as_soon(first) else "whose range overlaps with that"
         assert rival.seconds is not None
-        said += f"; the next, {rival.label}, is {close}: {duration(rival.seconds)}"
+        said += f"; next is {rival.label}, {duration(rival.seconds)}, {close}"
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")
 
 
@@ -123,7 +126,7 @@ def line_to_write(rows: Sequence[Row], label: str) -> str:
     return f'sync = tw.attach(model, optimizer, "{row.kind}"{words})'
 
 
-def curves(found: Outcome) -> dict[str, list[Point]]:
+def curves(found: RaceResult) -> dict[str, list[Point]]:
     """Losses over seconds on the link, of seed 0."""
     made = {}
     for row in found.rows:
@@ -137,7 +140,7 @@ def curves(found: Outcome) -> dict[str, list[Point]]:
     return made
 
 
-def race_data(asked: RaceSpec, found: Outcome) -> dict[str, Any]:
+def race_data(asked: RaceSpec, found: RaceResult) -> dict[str, Any]:
     """The file: what was found, and what report (``bench``, ``curves``), plan and ``attach`` (``rows``) read of it."""
     measured = found.measured
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,

@@ -33,7 +33,7 @@ from thinwire.bench.race import (
 )
 from thinwire.bench.record import RowRecord, RunRecord
 from thinwire.bench.rows import COMPUTE, Row
-from thinwire.bench.session import BenchError, Launch, Progress, run_session
+from thinwire.bench.session import BenchError, Launch, Launched, Progress, run_session
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.words import split_options
 from thinwire.durable import write_whole
@@ -109,7 +109,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LinkTimes:
     """What was recorded on the link, in so many turns; ``wall_seconds``: in all."""
 
     record: RunRecord
@@ -135,7 +135,7 @@ class Measured:
         return {row.label: pace_of(row, self.turns, self.compute) for row in self.record.rows}
 
 
-def measure(asked: RaceSpec, course: Course) -> Measured:
+def measure(asked: RaceSpec, course: Course) -> LinkTimes:
     """Every row's seconds per step: as they are known of this machine, or measured now.
 
     Raises:
@@ -146,7 +146,7 @@ def measure(asked: RaceSpec, course: Course) -> Measured:
     if place.exists():
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().st_mtime))
         data = json.loads(place.read_text())
-        return Measured(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
+        return LinkTimes(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
     course.tell("what a step computes", 1)
     steps = _timed_steps(asked, *_computing(asked.model, asked.workers))
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
@@ -156,7 +156,7 @@ def measure(asked: RaceSpec, course: Course) -> Measured:
     course.tell(f"seconds per step on {asked.link or 'a link without a limit'}", total)
     began = time.monotonic()
     record, launched = run_session(spec, course.on_link, course.on_progress)
-    found = Measured(record, _TURNS, time.monotonic() - began, launched.emulated, launched.note)
+    found = LinkTimes(record, _TURNS, time.monotonic() - began, launched.emulated, launched.note)
     for label, what in ((COMPUTE, "the model does not train"), (BASE, "DDP does not train this model")):
         if error := next(row.error for row in record.rows if row.label == label):
             raise BenchError(f"{what}: {error}")
@@ -208,7 +208,7 @@ def _steps_of(row: Row, steps: int) -> int:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RaceResult:
     """A race that was run.
 
     Attributes:
@@ -222,7 +222,7 @@ class Outcome:
         left_out: rounds that the minutes did not suffice for.
     """
 
-    measured: Measured
+    measured: LinkTimes
     budget: Budget
     target: float
     ddp_steps: float
@@ -251,9 +251,12 @@ class _Runs:
             track = Track(self.asked.model, self.asked.workers, self.budget.steps, self.budget.every, None)
             at = f", {rate:g} x the learning rate" if len(self.budget.rates) > 1 else ""
             told = f"losses of {', '.join(missing)}: {track.steps} steps, seed {seed}{at}"
-            self.course.tell(told, len(missing) * track.steps)
-            more = trajectories(track, rows, rate, seed, self.course.apart, folder=self.course.folder,
-                                on_progress=self._follow)  # fmt: skip
+
+            def launch(command: list[str], **options: Any) -> Launched:  # only where something is not known yet
+                self.course.tell(told, len(missing) * track.steps)
+                return self.course.apart(command, **options)
+
+            more = trajectories(track, rows, rate, seed, launch, folder=self.course.folder, on_progress=self._follow)
             self.found |= {(label, rate, seed): one for label, one in more.items()}
         if (ddp := self.found[BASE, rate, seed]).error and (rate == 1 or seed > 0):
             raise BenchError(f"DDP does not train this model: {ddp.error}")
@@ -264,7 +267,7 @@ class _Runs:
         self.course.on_progress(event)
 
 
-def run_race(asked: RaceSpec, course: Course) -> Outcome:
+def run_race(asked: RaceSpec, course: Course) -> RaceResult:
     """Measure, drop what cannot win, and halve what is left.
 
     Raises:
@@ -334,10 +337,13 @@ def run_race(asked: RaceSpec, course: Course) -> Outcome:
             curves.setdefault(row.label, curves[BASE])
     base = rows[0].seconds
     rows = [replace(row, sooner=base / row.seconds) if base and row.seconds else row for row in rows]
+    sent = {row.label: row.wire_bytes for row in measured.record.rows}
+    apart = {row.label for row in asked.rows if row.kind in PRESETS}
+    rows = [replace(row, apart=row.label in apart, bytes_per_step=sent[row.label]) for row in rows]
     rows.sort(key=lambda row: (row.seconds or math.inf, row.step_seconds or math.inf))
     trained = {label: factor for label, factor in factors.items() if label != BASE}
     left_out = budget.rounds - ended[0] if ended else 0
-    return Outcome(measured, budget, target, ddp_steps, tuple(rows), trained, curves, runs.trained,
+    return RaceResult(measured, budget, target, ddp_steps, tuple(rows), trained, curves, runs.trained,
                    len(runs.found) - runs.trained, left_out)  # fmt: skip
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from thinwire.bench.racing import Course, Outcome, RaceSpec
+    from thinwire.bench.racing import Course, RaceResult, RaceSpec
     from thinwire.lab import Cluster
 
 
@@ -102,13 +102,13 @@ def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -
     return Course(functools.partial(lab.run, cluster), functools.partial(lab.run, apart), tell, moving(bar), folder)
 
 
-def _title(asked: RaceSpec, found: Outcome) -> str:
+def _title(asked: RaceSpec, found: RaceResult) -> str:
     record = found.measured.record
     link = f"link {asked.link}" if asked.link else "link without a limit"
     return f"{record.describe}; {record.parameters / 1e6:.3g} M parameters, {asked.workers} workers, {link}"
 
 
-def _told(found: Outcome) -> list[str]:
+def _told(found: RaceResult) -> list[str]:
     """What the figures rest on."""
     said = [f"{row.label}: {row.note}" for row in found.rows if row.note]
     said.append("step: on the link, the mean of whole periods; x compute: over a step without any exchange")
@@ -124,7 +124,7 @@ def _told(found: Outcome) -> list[str]:
     return said
 
 
-def race_table(asked: RaceSpec, found: Outcome) -> Table:
+def race_table(asked: RaceSpec, found: RaceResult) -> Table:
     """Every row, the soonest first."""
     from thinwire.bench.race_answer import duration, steps_range, winner
     from thinwire.bench.table import seconds

@@ -12,7 +12,8 @@ def report(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...", help="What bench --json, demo, plan --json, plan --map --json wrote, and Chrome traces."
+            metavar="FILE...",
+            help="What bench --json, race, demo, plan --json, plan --map --json wrote, and Chrome traces.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),

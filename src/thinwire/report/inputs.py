@@ -72,11 +72,13 @@ def _has(*keys: str) -> Callable[[Any], bool]:
     return lambda data: isinstance(data, dict) and all(key in data for key in keys)
 
 
+_is_demo = _has("bench", "curves")
 _KINDS: Sequence[tuple[str, Callable[[Any], bool], Callable[[str, Any], Result]]] = (
     ("a Chrome trace", _is_trace, read_trace),
     ("a map of winners (thinwire plan --map --json)", _has("cells", "bits_per_second", "workers"), read_map),
     ("a ranking (thinwire plan --json)", _has("entries"), read_ranking),
-    ("a demonstration (thinwire demo)", _has("bench", "curves"), read_bench),
+    ("a race (thinwire race)", _has("race", "bench", "curves"), read_bench),
+    ("a demonstration (thinwire demo)", lambda data: _is_demo(data) and "race" not in data, read_bench),
     ("a comparison (thinwire bench --json)", _has("rows", "compute_seconds", "floor_seconds"), read_bench),
 )
 

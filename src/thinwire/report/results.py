@@ -44,6 +44,7 @@ class Bench:
 
     Attributes:
         rows: without the row that exchanges nothing.
+        answer: the sentences of a race.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Bench:
     floor_seconds: float
     rows: tuple[BenchRow, ...]
     curves: tuple[Curve, ...] = ()
+    answer: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -70,11 +72,15 @@ class Bench:
 
 
 def read_bench(name: str, data: Data) -> Bench:
-    """From what ``thinwire bench --json`` or ``thinwire demo`` wrote."""
+    """From what ``thinwire bench --json``, ``thinwire demo`` or ``thinwire race`` wrote."""
     predicted: dict[str, float | None] = {}
-    inner = data
+    inner, answer = data, tuple[str, ...]()
     if "bench" in data:
         inner = table(data["bench"], "'bench'")
+    if "race" in data:
+        race = table(data["race"], "'race'")
+        answer = tuple(text({"sentences": said}, "sentences") for said in listed(race, "sentences"))
+    elif "bench" in data:
         predicted = {text(row, "label"): maybe_number(row, "predicted_seconds") for row in tables(data, "rows")}
     curves = table(data.get("curves") or {}, "'curves'")
     return Bench(
@@ -90,6 +96,7 @@ def read_bench(name: str, data: Data) -> Bench:
         floor_seconds=number(inner, "floor_seconds"),
         rows=tuple(_row(row, predicted) for row in tables(inner, "rows") if row.get("label") != "compute"),
         curves=tuple(curve for label in curves if (curve := _curve(label, curves)).steps),
+        answer=answer,
     )
 
 

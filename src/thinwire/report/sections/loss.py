@@ -37,7 +37,12 @@ def _block(bench: Bench, colours: Colours) -> Block:
         Chart(_figure(bench, colours, "seconds", which), "Against seconds"),
         Chart(_figure(bench, colours, "steps", which), "Against steps"),
     )
-    return Block(bench.name, (f"{bench.where[0].upper()}{bench.where[1:]}.", f"At the end: {ends}."), charts)
+    lines = (
+        f"{bench.where[0].upper()}{bench.where[1:]}.",
+        *(f"{said}." for said in bench.answer),
+        f"At the end: {ends}.",
+    )
+    return Block(bench.name, lines, charts)
 
 
 def _figure(bench: Bench, colours: Colours, against: str, which: str) -> Any:

@@ -1,0 +1,196 @@
+"""What a race says of made-up records and losses, without ranks."""
+
+import dataclasses
+import json
+import statistics
+
+import pytest
+
+from thinwire.bench import race, racing
+from thinwire.bench.finish import pace_of
+from thinwire.bench.race import own_digest
+from thinwire.bench.race_answer import line_to_write, race_data, sentences
+from thinwire.bench.racing import Course, RaceSpec, run_race
+from thinwire.bench.record import Point, RowRecord, RunRecord
+from thinwire.bench.rows import Row, parse_rows
+from thinwire.bench.session import BenchError
+from thinwire.planner.choose.worth import MeasuredWorth, read_worth
+from thinwire.report.results import read_bench
+
+COMPUTE = 0.1
+
+
+@dataclasses.dataclass
+class Launched:
+    exit_code: int = 0
+    emulated: bool = True
+    note: str = "made up"
+
+
+class World:
+    """Sessions of ranks, made up: seconds of a step and steps needed for one of DDP's, by label."""
+
+    def __init__(self, seconds, needs, broken=()):
+        self.seconds, self.needs, self.broken = {"compute": COMPUTE, **seconds}, {"ddp": 1.0, **needs}, broken
+        self.sessions = []
+
+    def session(self, spec, launch, on_progress):
+        self.sessions.append(("losses" if spec.curves else "seconds", [row.label for row in spec.rows], spec.seed))
+        rows = []
+        for row in (Row("compute", "compute"), *spec.rows):
+            on_progress({"row": row.label, "state": "building"})
+            record = RowRecord(row.label, row.kind, error="it broke" if row.label in self.broken else "")
+            if not record.error:
+                (self._train if spec.curves else self._time)(spec, record)
+            rows.append(record)
+        return RunRecord("a made-up model", 1000, 2, 4000, spec.workers, None, rows), Launched()
+
+    def _time(self, spec, record):
+        timed = spec.rounds * spec.steps
+        record.step_seconds = [self.seconds[record.label]] * timed
+        record.forward_seconds, record.host_seconds = [COMPUTE / 3] * timed, [COMPUTE] * timed
+        record.losses, record.untimed_seconds = [4.0] * (timed + 3), 3 * self.seconds[record.label] + 0.5
+
+    def _train(self, spec, record):
+        if record.label != "compute":
+            needs = self.needs[record.label]
+            slope = 0.005 / (needs[spec.seed % len(needs)] if isinstance(needs, tuple) else needs)
+            places = range(0, spec.steps + 1, spec.every)
+            record.curve = [Point(step, 0.0, float("nan"), 4.0 - slope * step) for step in places]
+
+
+@pytest.fixture
+def raced(monkeypatch, tmp_path):
+    def run(world, methods, **options):
+        monkeypatch.setattr(race, "run_session", world.session)
+        monkeypatch.setattr(racing, "run_session", world.session)
+        asked = RaceSpec("mlp:width=64:layers=1", parse_rows(methods), **{"minutes": 4.0, "link": "1mbit",
+                         "link_bits": 10**6, **options})  # fmt: skip
+        said = []
+        course = Course(None, None, lambda text, steps: said.append(text), folder=tmp_path)
+        return asked, run_race(asked, course), said
+
+    return run
+
+
+FAST = {"ddp": 1.0, "ssgd": 0.9, "powersgd rank=4": 0.2, "acp rank=16": 0.25, "cast dtype=int8": 0.4}
+NEEDS = {"powersgd rank=4": (1.2, 1.3, 1.1), "acp rank=16": 1.4, "cast dtype=int8": 1.0}
+METHODS = "ssgd,powersgd:rank=4,acp:rank=16,cast:dtype=int8"
+
+
+def test_who_is_first_what_it_costs_and_how_sure(raced, tmp_path):
+    world = World(FAST, NEEDS)
+    asked, found, _ = raced(world, METHODS)
+    assert found.rows[0].label == "powersgd rank=4"
+    assert found.budget.seeds == 3
+    assert found.rows[0].steps == pytest.approx(1.2, rel=0.02)
+    assert found.rows[0].sooner == pytest.approx(1.0 / (0.2 * 1.2), rel=0.05)
+    first, second, third = sentences(found)
+    assert first.startswith(f"powersgd rank=4 is first: it reaches a loss of {found.target:.3f} after ")
+    assert "x sooner than DDP (" in first
+    assert second.startswith("it takes 1.20 times DDP's steps (1.10 to 1.30 over 3 seeds")
+    assert second.endswith("a step takes 200 ms instead of 1.00 s")
+    assert third.startswith("sure: it took ")
+    assert "which do not overlap; next is acp rank=16, " in third
+    assert line_to_write(asked.rows, "powersgd rank=4") == 'sync = tw.attach(model, optimizer, "powersgd", rank=4)'
+    assert not any("ssgd" in label for kind, labels, _ in world.sessions if kind == "losses" for label in labels)
+
+    data = race_data(asked, found)
+    (tmp_path / "race.json").write_text(json.dumps(data))
+    rows = [MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in data["rows"]]
+    assert {row.method for row in rows} == {"powersgd", "acp", "cast"}
+    assert statistics.median(rows[0].factors) == pytest.approx(1.2, rel=0.02)
+    assert read_worth(tmp_path / "race.json")
+    bench = read_bench("race.json", json.loads(json.dumps(data)))
+    assert bench.answer == tuple(data["race"]["sentences"])
+    assert {curve.label for curve in bench.curves} == {row.label for row in asked.rows}
+
+    sessions, again = len(world.sessions), raced(world, METHODS)[1]
+    assert len(world.sessions) == sessions
+    assert (again.trained, again.known, again.rows) == (0, found.trained, found.rows)
+    assert again.measured.known_since
+    raced(world, METHODS, link="2mbit")
+    assert [kind for kind, _, _ in world.sessions[sessions:]] == ["seconds"]  # losses do not depend on the link
+
+
+def test_ddp_wins_where_no_step_is_shorter(raced):
+    world = World({**FAST, "powersgd rank=4": 1.1, "acp rank=16": 1.0}, NEEDS)
+    asked, found, said = raced(world, "powersgd:rank=4,acp:rank=16")
+    assert sentences(found)[0].startswith("DDP is enough here: it reaches a loss of ")
+    assert "no other method gets there" in sentences(found)[0]
+    assert "acp rank=16: no step is shorter than DDP's: not trained" in said
+    assert line_to_write(asked.rows, "ddp").startswith("keep DDP")
+    assert {row.note for row in found.rows[1:]} == {"no step is shorter than DDP's: not trained"}
+
+
+def test_of_two_that_are_as_soon_the_simpler_one(raced):
+    local = "local sync_every=8 codec=int8"
+    world = World({"ddp": 1.0, "powersgd rank=4": 0.2, local: 0.2}, {"powersgd rank=4": (1.2, 1.3, 1.1), local: 1.15})
+    _, found, _ = raced(world, "powersgd:rank=4,local:sync_every=8:codec=int8", seeds=3)
+    assert found.rows[0].label == local
+    assert sentences(found)[0].startswith("powersgd rank=4 is first")
+    assert f"; next is {local}, " in sentences(found)[2]
+    assert "as soon but less simple" in sentences(found)[2]
+
+
+def test_what_is_hardly_sooner_is_a_tie(raced):
+    _, found, _ = raced(
+        World({"ddp": 1.0, "ssgd": 0.95, "powersgd rank=4": 0.9}, {"powersgd rank=4": 1.05}), METHODS[:20]
+    )
+    assert found.rows[0].label != "ddp"
+    assert sentences(found)[0].startswith("DDP is enough here")
+
+
+def test_seeds_that_disagree_are_told(raced):
+    world = World({"ddp": 1.0, "powersgd rank=4": 0.5}, {"powersgd rank=4": (1.0, 1.2, 2.2)})
+    _, found, _ = raced(world, "powersgd:rank=4")
+    assert sentences(found)[2].startswith("not sure: it took ")
+    assert "which overlap" in sentences(found)[2]
+    _, found, _ = raced(world, "powersgd:rank=4", seeds=1, minutes=1.0)
+    assert "not sure yet: one seed is luck" in sentences(found)[2] or len(found.budget.rates) > 1
+
+
+def test_what_fails_or_does_not_get_there_is_told(raced):
+    world = World(FAST, {**NEEDS, "acp rank=16": 30.0}, broken=("cast dtype=int8",))
+    _, found, _ = raced(world, METHODS)
+    notes = {row.label: row.note for row in found.rows}
+    assert notes["cast dtype=int8"] == "failed: it broke"
+    assert notes["acp rank=16"] == f"not there in {found.budget.steps} steps"
+    assert found.rows[0].label == "powersgd rank=4"
+    with pytest.raises(BenchError, match="DDP does not train this model: it broke"):
+        raced(World(FAST, NEEDS, broken=("ddp",)), METHODS, link="3mbit")
+    with pytest.raises(BenchError, match="DDP's loss does not fall in "):
+        raced(World(FAST, {**NEEDS, "ddp": -1.0}), METHODS, workers=3)
+
+
+def test_of_many_rows_those_that_promise_least_are_left_out(raced):
+    slow = {label: 30 * seconds for label, seconds in FAST.items()}
+    world = World({**slow, "compute": 0.4}, NEEDS)
+    _, found, _ = raced(world, METHODS, minutes=14.0)
+    left = [row.label for row in found.rows if row.note == "not trained: the minutes do not suffice"]
+    assert left in ([], ["cast dtype=int8"], ["cast dtype=int8", "acp rank=16"])
+
+
+def test_a_pace_is_the_mean_of_whole_turns_and_what_comes_first_is_start_up():
+    compute = RowRecord("compute", "compute", step_seconds=[0.2] * 4, host_seconds=[0.1] * 4)
+    row = RowRecord("a", "acp", step_seconds=[1.0, 3.0, 1.0, 4.0], host_seconds=[0.15] * 4, losses=[1.0] * 7,
+                    untimed_seconds=9.0)  # fmt: skip
+    pace = pace_of(row, 2, compute)
+    assert (pace.seconds, pace.least, pace.most) == (2.25, 2.0, 2.5)
+    assert pace.start_seconds == pytest.approx(9.0 - 3 * 2.25)
+    assert pace.apart_seconds == pytest.approx(0.3)  # two ranks share a core
+    assert pace_of(dataclasses.replace(row, error="it broke"), 2, compute).error == "it broke"
+
+
+def test_ones_own_text_is_part_of_what_losses_follow_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "racer_helper.py").write_text("width = 3\n")
+    (tmp_path / "racer_text.py").write_text("import racer_helper\ndef build(): pass\n")
+    before = own_digest("racer_text:build")
+    assert own_digest("racer_text:build") == before
+    (tmp_path / "racer_helper.py").write_text("width = 4\n")
+    changed = own_digest("racer_text:build")
+    assert changed != before
+    (tmp_path / "racer_text.py").write_text("import racer_helper\ndef build(): return 1\n")
+    assert own_digest("racer_text:build") not in (before, changed)

@@ -1,0 +1,70 @@
+"""``thinwire race``: wrong words, and models that do not train, are one sentence."""
+
+import pytest
+
+from thinwire import lab
+from thinwire.cli.main import app
+from verbs import CliRunner
+
+
+def refused(*words):
+    result = CliRunner().invoke(app, ["race", *words])
+    assert result.stderr.startswith("error: "), result.output
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in result.output
+    return result.exit_code, result.stderr
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["no_such_module:build"], "cannot be loaded"),
+        (["chargtp"], "did you mean 'chargpt'"),
+        (["chargpt:depth=3"], "no option 'depth'"),
+        (["chargpt", "--methods", "powersdg"], "did you mean 'powersgd'"),
+        (["chargpt", "--methods", "acp,acp"], "given twice"),
+        (["chargpt", "--methods", "powersgd:rank=0"], "rank"),
+        (["chargpt", "--link", "1furlong"], "furlong"),
+        (["chargpt", "--workers", "1"], "--workers 1: a race needs 2"),
+        (["chargpt", "--workers", "3", "--ranks-per-node", "2"], "not a multiple"),
+        (["chargpt", "--minutes", "0"], "--minutes 0 must be above 0"),
+        (["chargpt", "--minutes", "-3"], "--minutes -3 must be above 0"),
+        (["chargpt", "--minutes", "nan"], "--minutes nan must be above 0"),
+        (["chargpt", "--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["chargpt", "--out", "a_file"], "--out a_file is a file"),
+    ],
+)
+def test_wrong_words_are_one_sentence_and_exit_2(words, says, tmp_path):
+    (tmp_path / "a_file").write_text("")
+    code, said = refused(*words)
+    assert code == 2
+    assert says in said
+
+
+def test_a_loss_that_fails_is_told_before_ranks_start(tmp_path):
+    text = "import torch\ndef build():\n    return torch.nn.Linear(2, 2), lambda model, step, rank: missing\n"
+    (tmp_path / "racer_that_fails.py").write_text(text)
+    code, said = refused("racer_that_fails:build")
+    assert code == 2
+    assert "the loss of 'racer_that_fails:build' failed: racer_that_fails.py, line 3: NameError" in said
+
+
+def test_minutes_that_cannot_suffice_are_told_before_ranks_start(monkeypatch):
+    monkeypatch.setattr(lab, "available", lambda: "root")
+    code, said = refused("mlp:width=64", "--minutes", "0.01", "--link", "100kbit")
+    assert code == 1
+    assert "a step of DDP takes " in said
+    assert "give --minutes " in said
+
+
+def test_without_links_nothing_can_race_on_one(monkeypatch):
+    monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
+    code, said = refused("chargpt", "--link", "100mbit")
+    assert code == 1
+    assert "links cannot be emulated here" in said
