@@ -46,7 +46,7 @@ DEFAULT_METHODS = (
 """What wins somewhere by the shipped table, and the exact average; what cannot win here is not trained."""
 
 _SPEND = 0.8  # of the minutes is planned: evaluations, and a machine that is not always as fast
-_WARMUP, _TURNS = 3, 2
+_WARMUP = 3  # steps before timed ones: those that are exact at first, and connections
 
 
 @dataclass(frozen=True)
@@ -148,15 +148,15 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
         data = json.loads(place.read_text())
         return LinkTimes(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
     course.tell("what a step computes", 1)
-    steps = _timed_steps(asked, *_computing(asked.model, asked.workers))
+    steps, turns = _timed(asked, *_computing(asked.model, asked.workers))
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
-                     link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=_TURNS, warmup=_WARMUP,
+                     link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=turns, warmup=_WARMUP,
                      operation_seconds=max(300.0, 60 * asked.minutes))  # fmt: skip
-    total = sum(_steps_of(row, steps) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
+    total = sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
     course.tell(f"seconds per step on {asked.link or 'a link without a limit'}", total)
     began = time.monotonic()
     record, launched = run_session(spec, course.on_link, course.on_progress)
-    found = LinkTimes(record, _TURNS, time.monotonic() - began, launched.emulated, launched.note)
+    found = LinkTimes(record, turns, time.monotonic() - began, launched.emulated, launched.note)
     for label, what in ((COMPUTE, "the model does not train"), (BASE, "DDP does not train this model")):
         if error := next(row.error for row in record.rows if row.label == label):
             raise BenchError(f"{what}: {error}")
@@ -183,28 +183,32 @@ def _computing(model: str, workers: int) -> tuple[float, int]:
     return seconds * max(1.0, workers / (os.cpu_count() or 1)), workload.gradient_bytes
 
 
-def _timed_steps(asked: RaceSpec, alone: float, gradient_bytes: int) -> int:
-    """Of one turn, so that all turns take a fifth of the minutes, by what exact averages have to send."""
+def _timed(asked: RaceSpec, alone: float, gradient_bytes: int) -> tuple[int, int]:
+    """(steps, turns): two turns within a fifth of the minutes, or a short one, by what exact averages have to send."""
     nodes = asked.workers // asked.ranks_per_node
     wire = 2 * (nodes - 1) / nodes * gradient_bytes * 8 / asked.link_bits if asked.link_bits else 0.0
 
-    def seconds(steps: int) -> float:
-        exact = sum(_steps_of(row, steps) for row in asked.rows if is_exact(row))
-        return exact * wire + alone * sum(_steps_of(row, steps) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
+    def seconds(steps: int, turns: int) -> float:
+        exact = sum(_steps_of(row, steps, turns) for row in asked.rows if is_exact(row))
+        return exact * wire + alone * sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
 
-    if seconds(2) > 0.4 * 60 * asked.minutes:
-        enough = math.ceil(seconds(2) / 0.4 / 60)
-        step = max(alone, wire)
-        raise BenchError(f"a step of DDP takes {step:.3g} s on this link at least: give --minutes {enough} or more")
-    return max(steps for steps in range(2, 11) if steps == 2 or seconds(steps) <= 0.2 * 60 * asked.minutes)
+    for steps in range(10, 1, -1):
+        if seconds(steps, 2) <= 0.2 * 60 * asked.minutes:
+            return steps, 2
+    if (least := seconds(2, 1)) > 0.4 * 60 * asked.minutes:
+        enough = math.ceil(least / 0.4 / 60)
+        step = f"a step of DDP takes {max(alone, wire):.3g} s at least"
+        raise BenchError(f"timing {len(asked.rows)} methods takes {least / 60:.1f} minutes here, as {step}: "
+                         f"give --minutes {enough} or more, or fewer --methods")  # fmt: skip
+    return 2, 1
 
 
-def _steps_of(row: Row, steps: int) -> int:
-    """That a row makes in all turns of so many, in whole periods."""
+def _steps_of(row: Row, steps: int, turns: int) -> int:
+    """That a row makes in so many turns, in whole periods."""
     settings = local_settings(row.kind, row.options) if row.kind in PRESETS else None
     period = settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
-    turns = [_WARMUP, *[1] * (_TURNS - 1), *[steps] * _TURNS]
-    return sum(-(-some // period) * period for some in turns)
+    parts = [_WARMUP, *[1] * (turns - 1), *[steps] * turns]
+    return sum(-(-part // period) * period for part in parts)
 
 
 @dataclass(frozen=True)
