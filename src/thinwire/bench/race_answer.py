@@ -9,7 +9,8 @@ from typing import Any
 from thinwire.bench.finish import Finish
 from thinwire.bench.halving import BASE
 from thinwire.bench.race import spoken_for
-from thinwire.bench.racing import RaceResult, RaceSpec, is_exact
+from thinwire.bench.race_times import RaceSpec
+from thinwire.bench.racing import RaceResult
 from thinwire.bench.record import Point
 from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec
@@ -130,7 +131,7 @@ def curves(found: RaceResult) -> dict[str, list[Point]]:
     """Losses over seconds on the link, of seed 0."""
     made = {}
     for row in found.rows:
-        if (path := found.curves.get(row.label)) is not None and row.step_seconds is not None:
+        if (path := found.curves.get(row.label)) is not None and path.steps and row.step_seconds is not None:
             held_out = path.steps[0] == 0  # before the first step no training loss is known
             start = row.start_seconds or 0.0
             made[row.label] = [
@@ -148,9 +149,10 @@ def race_data(asked: RaceSpec, found: RaceResult) -> dict[str, Any]:
     bench = summarise(spec, measured.record, emulated=measured.emulated, note=measured.note)
     about = {"elements": bench.parameters, "workers": asked.workers}
     worth = []
+    broken = {row.label for row in found.rows if row.note.startswith("failed")}
     for row in asked.rows:
-        factor = found.raced.get(row.label)
-        if factor is not None and not is_exact(row) and (said := spoken_for(row)) is not None:
+        factor = None if row.label in broken else found.raced.get(row.label)
+        if factor is not None and (said := spoken_for(row)) is not None:
             worth.append(said | about | {"factors": factor.factors})
     first = winner(found.rows).label
     return {

@@ -6,37 +6,25 @@ win by its seconds alone is not trained; the others are halved.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from thinwire.bench.finish import Finish, Pace, finish, pace_of
-from thinwire.bench.functions import told
+from thinwire.bench.finish import Finish, Pace, finish
 from thinwire.bench.halving import BASE, FEWEST, SHARE, Budget, fit, halve
-from thinwire.bench.models.registry import build_model, loss_of
 from thinwire.bench.race import (
     StepsFactor,
     Track,
     Trajectory,
-    cache_folder,
-    digest_of,
-    own_digest,
-    text_digest,
     trajectories,
 )
-from thinwire.bench.record import RowRecord, RunRecord
+from thinwire.bench.race_times import Course, LinkTimes, RaceSpec, is_exact, measure
+from thinwire.bench.record import RunRecord
 from thinwire.bench.rows import COMPUTE, Row
-from thinwire.bench.session import BenchError, Launch, Launched, Progress, run_session
-from thinwire.bench.spec import BenchSpec
-from thinwire.bench.words import split_options
-from thinwire.durable import write_whole
+from thinwire.bench.session import BenchError, Launched
 from thinwire.local.settings import PRESETS, local_settings
 from thinwire.methods.registry import METHODS, method
 
@@ -46,165 +34,6 @@ DEFAULT_METHODS = (
 """What wins somewhere by the shipped table, and the exact average; what cannot win here is not trained."""
 
 _SPEND = 0.8  # of the minutes is planned: evaluations, and a machine that is not always as fast
-_WARMUP, _TURNS = 3, 2
-
-
-@dataclass(frozen=True)
-class RaceSpec:
-    """What a race was asked.
-
-    Attributes:
-        model: as the bench reads it.
-        rows: that race against DDP.
-        workers, ranks_per_node, link, link_bits, delay: the cluster; ``link_bits`` None: no limit.
-        minutes: that it may take.
-        seeds: on which rows are compared; None: what fits.
-    """
-
-    model: str
-    rows: tuple[Row, ...]
-    workers: int = 2
-    ranks_per_node: int = 1
-    link: str | None = None
-    link_bits: int | None = None
-    delay: str = "0"
-    minutes: float = 10.0
-    seeds: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.minutes < math.inf:
-            raise ValueError(f"--minutes {self.minutes:g} must be above 0, for example 10")
-        if self.seeds is not None and self.seeds < 1:
-            raise ValueError(f"--seeds {self.seeds} must be at least 1")
-        if self.workers < 2:
-            raise ValueError(f"--workers {self.workers}: a race needs 2 at least, as one has nobody to exchange with")
-        object.__setattr__(
-            self, "rows", (Row(BASE, BASE), *(row for row in self.rows if row.label not in (BASE, COMPUTE)))
-        )
-
-    @property
-    def key(self) -> str:
-        """A digest of what seconds per step follow from, this machine among it."""
-        told = {**asdict(self), "minutes": None, "seeds": None, "text": text_digest(), "machine": platform.node()}
-        name = split_options(self.model)[0]
-        return digest_of({**told, "model's text": own_digest(name) if ":" in name else ""})
-
-
-@dataclass(frozen=True)
-class Course:
-    """Where a race is run, and who is told.
-
-    Attributes:
-        on_link, apart: start ranks on the links, and on ranks that nothing slows down.
-        tell: (what is learnt now, steps until it is known).
-        on_progress: of the ranks.
-        folder: where what was learnt is kept; None: the user's cache.
-    """
-
-    on_link: Launch
-    apart: Launch
-    tell: Callable[[str, int], None] = lambda text, steps: None
-    on_progress: Progress = lambda event: None
-    folder: Path | None = None
-
-
-@dataclass(frozen=True)
-class LinkTimes:
-    """What was recorded on the link, in so many turns; ``wall_seconds``: in all."""
-
-    record: RunRecord
-    turns: int
-    wall_seconds: float
-    emulated: bool
-    note: str
-    known_since: str = ""
-
-    @property
-    def compute(self) -> RowRecord:
-        """The row that exchanges nothing."""
-        return next(row for row in self.record.rows if row.kind == COMPUTE)
-
-    @property
-    def start_seconds(self) -> float:
-        """Until ranks train."""
-        steps = sum(row.untimed_seconds + sum(row.step_seconds) for row in self.record.rows)
-        return max(0.0, self.wall_seconds - steps)
-
-    def paces(self) -> dict[str, Pace]:
-        """Of every row, by label."""
-        return {row.label: pace_of(row, self.turns, self.compute) for row in self.record.rows}
-
-
-def measure(asked: RaceSpec, course: Course) -> LinkTimes:
-    """Every row's seconds per step: as they are known of this machine, or measured now.
-
-    Raises:
-        BenchError: the model or DDP does not train, or not within the minutes.
-        ValueError: the user's loss fails.
-    """
-    place = (course.folder or cache_folder()) / f"measured-{asked.key}.json"
-    if place.exists():
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().st_mtime))
-        data = json.loads(place.read_text())
-        return LinkTimes(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
-    course.tell("what a step computes", 1)
-    steps = _timed_steps(asked, *_computing(asked.model, asked.workers))
-    spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
-                     link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=_TURNS, warmup=_WARMUP,
-                     operation_seconds=max(300.0, 60 * asked.minutes))  # fmt: skip
-    total = sum(_steps_of(row, steps) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
-    course.tell(f"seconds per step on {asked.link or 'a link without a limit'}", total)
-    began = time.monotonic()
-    record, launched = run_session(spec, course.on_link, course.on_progress)
-    found = LinkTimes(record, _TURNS, time.monotonic() - began, launched.emulated, launched.note)
-    for label, what in ((COMPUTE, "the model does not train"), (BASE, "DDP does not train this model")):
-        if error := next(row.error for row in record.rows if row.label == label):
-            raise BenchError(f"{what}: {error}")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(place, json.dumps(asdict(found)), synced=False)
-    return found
-
-
-def _computing(model: str, workers: int) -> tuple[float, int]:
-    """Seconds of forward and backward on a rank, by those of this process, and bytes of the gradients."""
-    import torch
-
-    workload = build_model(model)
-    loss, seconds, threads = loss_of(workload, 0), 0.0, torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for step in range(2):
-            began = time.perf_counter()
-            with told(f"the loss of {workload.name!r}"):
-                loss(workload.model, step).backward()
-            seconds = time.perf_counter() - began
-    finally:
-        torch.set_num_threads(threads)
-    return seconds * max(1.0, workers / (os.cpu_count() or 1)), workload.gradient_bytes
-
-
-def _timed_steps(asked: RaceSpec, alone: float, gradient_bytes: int) -> int:
-    """Of one turn, so that all turns take a fifth of the minutes, by what exact averages have to send."""
-    nodes = asked.workers // asked.ranks_per_node
-    wire = 2 * (nodes - 1) / nodes * gradient_bytes * 8 / asked.link_bits if asked.link_bits else 0.0
-
-    def seconds(steps: int) -> float:
-        exact = sum(_steps_of(row, steps) for row in asked.rows if is_exact(row))
-        return exact * wire + alone * sum(_steps_of(row, steps) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
-
-    if seconds(2) > 0.4 * 60 * asked.minutes:
-        enough = math.ceil(seconds(2) / 0.4 / 60)
-        step = max(alone, wire)
-        raise BenchError(f"a step of DDP takes {step:.3g} s on this link at least: give --minutes {enough} or more")
-    return max(steps for steps in range(2, 11) if steps == 2 or seconds(steps) <= 0.2 * 60 * asked.minutes)
-
-
-def _steps_of(row: Row, steps: int) -> int:
-    """That a row makes in all turns of so many, in whole periods."""
-    settings = local_settings(row.kind, row.options) if row.kind in PRESETS else None
-    period = settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
-    turns = [_WARMUP, *[1] * (_TURNS - 1), *[steps] * _TURNS]
-    return sum(-(-some // period) * period for some in turns)
 
 
 @dataclass(frozen=True)
@@ -275,41 +104,15 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
     """
     began = time.monotonic()
     measured = measure(asked, course)
-    paces, notes = measured.paces(), dict[str, str]()
-    ddp = paces[BASE]
-    raced = []
-    for row in asked.rows[1:]:
-        if not paces[row.label].error and not is_exact(row):
-            if paces[row.label].seconds < ddp.seconds:
-                raced.append(row)
-            else:
-                notes[row.label] = "no step is shorter than DDP's: not trained"
-    raced.sort(key=lambda row: paces[row.label].seconds * _prior(row, measured.record))
-    left = _SPEND * 60 * asked.minutes - measured.wall_seconds
-
-    def fitting() -> Budget | None:
-        apart = [paces[row.label].apart_seconds for row in raced]
-        return fit(ddp.apart_seconds, apart, left, start=measured.start_seconds, seeds=asked.seeds)
-
-    while (budget := fitting()) is None and len(raced) > 1:
-        notes[raced.pop().label] = "not trained: the minutes do not suffice"
-    if budget is None:
-        needs = measured.wall_seconds + 2 * measured.start_seconds
-        needs += (
-            FEWEST * (asked.seeds or 1) * (ddp.apart_seconds + sum(paces[row.label].apart_seconds for row in raced))
-        )
-        enough = math.ceil(needs / _SPEND / 60 + 0.5)
-        raise BenchError(
-            f"{asked.minutes:g} minutes do not suffice to train even {FEWEST} steps: give --minutes {enough}"
-        )
+    paces, compute = measured.paces(), statistics.fmean(measured.compute.step_seconds)
+    raced, budget, notes = _starters(asked, measured, paces)
     for label, note in notes.items():
         course.tell(f"{label}: {note}", 0)
     runs = _Runs(asked, course, budget)
     ddp_steps, ended = SHARE * budget.steps, list[int]()
 
     def seconds_to_loss(label: str, factor: StepsFactor) -> float:
-        pace, middle = paces[label], factor.median
-        return math.inf if middle is None else pace.start_seconds + ddp_steps * middle * pace.seconds
+        return finish(label, paces[label], compute, factor, ddp_steps).seconds or math.inf
 
     def goes_on(round_: int, labels: Sequence[str]) -> bool:
         step = sum(paces[label].apart_seconds for label in (BASE, *labels))
@@ -317,41 +120,75 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
         ended.extend([] if suffices else [round_])
         return suffices
 
-    factors = halve(runs, [row.label for row in raced], seconds_to_loss, budget, goes_on)
+    factors = halve(runs, raced, seconds_to_loss, budget, goes_on)
     curves = {label: runs.found[label, one.rate, 0].smoothed() for label, one in factors.items()}
     target = curves[BASE].loss_at(ddp_steps)
     if not target < curves[BASE].losses[0]:
         falls = f"DDP's loss does not fall in {budget.steps} steps: there is nothing to race to"
         raise BenchError(f"{falls}; another learning rate, or more --minutes")
-    same = StepsFactor(factors[BASE].rate, (1.0,))
-    compute = statistics.fmean(measured.compute.step_seconds)
-    rows = []
     for row in asked.rows:
-        factor = factors.get(row.label) or (same if is_exact(row) else None)
-        if (ran := runs.found.get((row.label, factor.rate, 0)) if factor else None) is not None and ran.error:
-            notes[row.label] = f"failed: {ran.error}"
-        elif factor is not None and factor.median is None:
-            notes[row.label] = f"not there in {budget.steps} steps"
-        rows.append(finish(row.label, paces[row.label], compute, factor, ddp_steps, notes.get(row.label, "")))
-        if is_exact(row) and row.label in paces:
+        if is_exact(row) and not paces[row.label].error:  # its losses are DDP's
+            factors.setdefault(row.label, StepsFactor(factors[BASE].rate, (1.0,)))
             curves.setdefault(row.label, curves[BASE])
+    for label, factor in factors.items():
+        if factor.median is None:
+            error = runs.found[label, factor.rate, 0].error
+            notes[label] = f"failed: {error}" if error else f"not there in {budget.steps} steps"
+    rows = [
+        finish(row.label, paces[row.label], compute, factors.get(row.label), ddp_steps, notes.get(row.label, ""))
+        for row in asked.rows
+    ]
+    trained = {label: factors[label] for label in raced}
+    return RaceResult(
+        measured, budget, target, ddp_steps, _ordered(asked, measured, rows), trained, curves,
+        runs.trained, len(runs.found) - runs.trained, budget.rounds - ended[0] if ended else 0,
+    )  # fmt: skip
+
+
+def _starters(
+    asked: RaceSpec, measured: LinkTimes, paces: Mapping[str, Pace]
+) -> tuple[list[str], Budget, dict[str, str]]:
+    """What is trained beside DDP, how much, and why the others are not."""
+    rows, notes = [], {}
+    for row in asked.rows[1:]:
+        pace = paces[row.label]
+        if pace.seconds < paces[BASE].seconds and not is_exact(row):
+            rows.append(row)
+        elif not pace.error and not is_exact(row):
+            notes[row.label] = "no step is shorter than DDP's: not trained"
+    rows.sort(key=lambda row: paces[row.label].seconds * _prior(row, measured.record))
+    labels, base = [row.label for row in rows], paces[BASE].apart_seconds
+    left = _SPEND * 60 * asked.minutes - measured.wall_seconds
+    while True:
+        apart = [paces[label].apart_seconds for label in labels]
+        budget = fit(base, apart, left, start=measured.start_seconds, seeds=asked.seeds)
+        if budget is not None:
+            return labels, budget, notes
+        if len(labels) < 2:
+            break
+        notes[labels.pop()] = "not trained: the minutes do not suffice"
+    seconds = measured.wall_seconds + (asked.seeds or 1) * (measured.start_seconds + FEWEST * (base + sum(apart)))
+    raise BenchError(
+        f"{asked.minutes:g} minutes do not suffice to train {FEWEST} steps: "
+        f"give --minutes {math.ceil(seconds / _SPEND / 60 + 0.5)} or more"
+    )
+
+
+def _ordered(asked: RaceSpec, measured: LinkTimes, rows: Sequence[Finish]) -> tuple[Finish, ...]:
+    """The soonest first, compared with DDP, which is the first of ``rows``."""
     base = rows[0].seconds
-    rows = [replace(row, sooner=base / row.seconds) if base and row.seconds else row for row in rows]
     sent = {row.label: row.wire_bytes for row in measured.record.rows}
     apart = {row.label for row in asked.rows if row.kind in PRESETS}
-    rows = [replace(row, apart=row.label in apart, bytes_per_step=sent[row.label]) for row in rows]
-    rows.sort(key=lambda row: (row.seconds or math.inf, row.step_seconds or math.inf))
-    trained = {label: factor for label, factor in factors.items() if label != BASE}
-    left_out = budget.rounds - ended[0] if ended else 0
-    return RaceResult(measured, budget, target, ddp_steps, tuple(rows), trained, curves, runs.trained,
-                   len(runs.found) - runs.trained, left_out)  # fmt: skip
-
-
-def is_exact(row: Row) -> bool:
-    """Whether its steps are worth DDP's, as they are the same up to rounding."""
-    if row.kind in METHODS:
-        return method(row.kind, **row.options).exact
-    return row.kind == BASE or (row.kind == "auto" and not row.options.get("lossy", False))
+    made = [
+        replace(
+            row,
+            sooner=base / row.seconds if base and row.seconds else None,
+            apart=row.label in apart,
+            bytes_per_step=sent[row.label],
+        )
+        for row in rows
+    ]
+    return tuple(sorted(made, key=lambda row: (row.seconds or math.inf, row.step_seconds or math.inf)))
 
 
 def _prior(row: Row, record: RunRecord) -> float:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from thinwire.bench.racing import Course, RaceResult, RaceSpec
+    from thinwire.bench.race_times import Course, RaceSpec
+    from thinwire.bench.racing import RaceResult
     from thinwire.lab import Cluster
 
 
@@ -48,7 +49,8 @@ def race(
     from thinwire.bench.models.registry import check_model
     from thinwire.bench.plots import plot_race
     from thinwire.bench.race_answer import curves, race_data
-    from thinwire.bench.racing import DEFAULT_METHODS, RaceSpec, run_race
+    from thinwire.bench.race_times import RaceSpec
+    from thinwire.bench.racing import DEFAULT_METHODS, run_race
     from thinwire.bench.rows import parse_rows
     from thinwire.cli.errors import RunFailed
     from thinwire.cli.ranks import slowest_link
@@ -90,7 +92,7 @@ def race(
 def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -> Course:
     """The lab, under a bar that says what is learnt now; lines of it too, which stay."""
     from thinwire import lab
-    from thinwire.bench.racing import Course
+    from thinwire.bench.race_times import Course
     from thinwire.cli.ranks import moving
 
     def tell(text: str, steps: int) -> None:

@@ -6,11 +6,12 @@ import statistics
 
 import pytest
 
-from thinwire.bench import race, racing
+from thinwire.bench import race, race_times
 from thinwire.bench.finish import pace_of
 from thinwire.bench.race import own_digest
 from thinwire.bench.race_answer import line_to_write, race_data, sentences
-from thinwire.bench.racing import Course, RaceSpec, run_race
+from thinwire.bench.race_times import Course, RaceSpec
+from thinwire.bench.racing import run_race
 from thinwire.bench.record import Point, RowRecord, RunRecord
 from thinwire.bench.rows import Row, parse_rows
 from thinwire.bench.session import BenchError
@@ -30,9 +31,9 @@ class Launched:
 class World:
     """Sessions of ranks, made up: seconds of a step and steps needed for one of DDP's, by label."""
 
-    def __init__(self, seconds, needs, broken=()):
+    def __init__(self, seconds, needs, broken=(), diverging=()):
         self.seconds, self.needs, self.broken = {"compute": COMPUTE, **seconds}, {"ddp": 1.0, **needs}, broken
-        self.sessions = []
+        self.diverging, self.sessions = diverging, []
 
     def session(self, spec, launch, on_progress):
         self.sessions.append(("losses" if spec.curves else "seconds", [row.label for row in spec.rows], spec.seed))
@@ -42,6 +43,8 @@ class World:
             record = RowRecord(row.label, row.kind, error="it broke" if row.label in self.broken else "")
             if not record.error:
                 (self._train if spec.curves else self._time)(spec, record)
+            if spec.curves and row.label in self.diverging:
+                record.error, record.curve = "it diverged", []
             rows.append(record)
         return RunRecord("a made-up model", 1000, 2, 4000, spec.workers, None, rows), Launched()
 
@@ -63,7 +66,7 @@ class World:
 def raced(monkeypatch, tmp_path):
     def run(world, methods, **options):
         monkeypatch.setattr(race, "run_session", world.session)
-        monkeypatch.setattr(racing, "run_session", world.session)
+        monkeypatch.setattr(race_times, "run_session", world.session)
         asked = RaceSpec("mlp:width=64:layers=1", parse_rows(methods), **{"minutes": 4.0, "link": "1mbit",
                          "link_bits": 10**6, **options})  # fmt: skip
         said = []
@@ -157,6 +160,9 @@ def test_what_fails_or_does_not_get_there_is_told(raced):
     assert notes["cast dtype=int8"] == "failed: it broke"
     assert notes["acp rank=16"] == f"not there in {found.budget.steps} steps"
     assert found.rows[0].label == "powersgd rank=4"
+    asked, found, _ = raced(World(FAST, NEEDS, diverging=("acp rank=16",)), METHODS, link="5mbit", workers=4)
+    assert {row.label: row.note for row in found.rows}["acp rank=16"] == "failed: it diverged"
+    assert {row["method"] for row in race_data(asked, found)["rows"]} == {"cast", "powersgd"}
     with pytest.raises(BenchError, match="DDP does not train this model: it broke"):
         raced(World(FAST, NEEDS, broken=("ddp",)), METHODS, link="3mbit")
     with pytest.raises(BenchError, match="DDP's loss does not fall in "):

@@ -59,7 +59,7 @@ def test_minutes_that_cannot_suffice_are_told_before_ranks_start(monkeypatch):
     monkeypatch.setattr(lab, "available", lambda: "root")
     code, said = refused("mlp:width=64", "--minutes", "0.01", "--link", "100kbit")
     assert code == 1
-    assert "a step of DDP takes " in said
+    assert "timing 7 methods takes " in said
     assert "give --minutes " in said
 
 

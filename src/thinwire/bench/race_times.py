@@ -1,0 +1,202 @@
+"""What a race is asked, and the first thing it learns: the seconds of every row's steps on the link."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from thinwire.bench.finish import Pace, pace_of
+from thinwire.bench.functions import told
+from thinwire.bench.halving import BASE
+from thinwire.bench.models.registry import build_model, loss_of
+from thinwire.bench.race import (
+    cache_folder,
+    digest_of,
+    own_digest,
+    text_digest,
+)
+from thinwire.bench.record import RowRecord, RunRecord
+from thinwire.bench.rows import COMPUTE, Row
+from thinwire.bench.session import BenchError, Launch, Progress, run_session
+from thinwire.bench.spec import BenchSpec
+from thinwire.bench.words import split_options
+from thinwire.durable import write_whole
+from thinwire.local.settings import PRESETS, local_settings
+from thinwire.methods.registry import METHODS, method
+
+_WARMUP = 3  # steps before timed ones: those that are exact at first, and connections
+
+
+@dataclass(frozen=True)
+class RaceSpec:
+    """What a race was asked.
+
+    Attributes:
+        model: as the bench reads it.
+        rows: that race against DDP.
+        workers, ranks_per_node, link, link_bits, delay: the cluster; ``link_bits`` None: no limit.
+        minutes: that it may take.
+        seeds: on which rows are compared; None: what fits.
+    """
+
+    model: str
+    rows: tuple[Row, ...]
+    workers: int = 2
+    ranks_per_node: int = 1
+    link: str | None = None
+    link_bits: int | None = None
+    delay: str = "0"
+    minutes: float = 10.0
+    seeds: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minutes < math.inf:
+            raise ValueError(f"--minutes {self.minutes:g} must be above 0, for example 10")
+        if self.seeds is not None and self.seeds < 1:
+            raise ValueError(f"--seeds {self.seeds} must be at least 1")
+        if self.workers < 2:
+            raise ValueError(f"--workers {self.workers}: a race needs 2 at least, as one has nobody to exchange with")
+        object.__setattr__(
+            self, "rows", (Row(BASE, BASE), *(row for row in self.rows if row.label not in (BASE, COMPUTE)))
+        )
+
+    @property
+    def key(self) -> str:
+        """A digest of what seconds per step follow from, this machine among it."""
+        told = {**asdict(self), "minutes": None, "seeds": None, "text": text_digest(), "machine": platform.node()}
+        name = split_options(self.model)[0]
+        return digest_of({**told, "model's text": own_digest(name) if ":" in name else ""})
+
+
+@dataclass(frozen=True)
+class Course:
+    """Where a race is run, and who is told.
+
+    Attributes:
+        on_link, apart: start ranks on the links, and on ranks that nothing slows down.
+        tell: (what is learnt now, steps until it is known).
+        on_progress: of the ranks.
+        folder: where what was learnt is kept; None: the user's cache.
+    """
+
+    on_link: Launch
+    apart: Launch
+    tell: Callable[[str, int], None] = lambda text, steps: None
+    on_progress: Progress = lambda event: None
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """What was recorded on the link, in so many turns; ``wall_seconds``: in all."""
+
+    record: RunRecord
+    turns: int
+    wall_seconds: float
+    emulated: bool
+    note: str
+    known_since: str = ""
+
+    @property
+    def compute(self) -> RowRecord:
+        """The row that exchanges nothing."""
+        return next(row for row in self.record.rows if row.kind == COMPUTE)
+
+    @property
+    def start_seconds(self) -> float:
+        """Until ranks train."""
+        steps = sum(row.untimed_seconds + sum(row.step_seconds) for row in self.record.rows)
+        return max(0.0, self.wall_seconds - steps)
+
+    def paces(self) -> dict[str, Pace]:
+        """Of every row, by label."""
+        return {row.label: pace_of(row, self.turns, self.compute) for row in self.record.rows}
+
+
+def measure(asked: RaceSpec, course: Course) -> LinkTimes:
+    """Every row's seconds per step: as they are known of this machine, or measured now.
+
+    Raises:
+        BenchError: the model or DDP does not train, or not within the minutes.
+        ValueError: the user's loss fails.
+    """
+    place = (course.folder or cache_folder()) / f"measured-{asked.key}.json"
+    if place.exists():
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().st_mtime))
+        data = json.loads(place.read_text())
+        return LinkTimes(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
+    course.tell("what a step computes", 1)
+    steps, turns = _timed(asked, *_computing(asked.model, asked.workers))
+    spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
+                     link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=turns, warmup=_WARMUP,
+                     operation_seconds=max(300.0, 60 * asked.minutes))  # fmt: skip
+    total = sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
+    course.tell(f"seconds per step on {asked.link or 'a link without a limit'}", total)
+    began = time.monotonic()
+    record, launched = run_session(spec, course.on_link, course.on_progress)
+    found = LinkTimes(record, turns, time.monotonic() - began, launched.emulated, launched.note)
+    for label, what in ((COMPUTE, "the model does not train"), (BASE, "DDP does not train this model")):
+        if error := next(row.error for row in record.rows if row.label == label):
+            raise BenchError(f"{what}: {error}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(place, json.dumps(asdict(found)), synced=False)
+    return found
+
+
+def _computing(model: str, workers: int) -> tuple[float, int]:
+    """Seconds of forward and backward on a rank, by those of this process, and bytes of the gradients."""
+    import torch
+
+    workload = build_model(model)
+    loss, seconds, threads = loss_of(workload, 0), 0.0, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for step in range(2):
+            began = time.perf_counter()
+            with told(f"the loss of {workload.name!r}"):
+                loss(workload.model, step).backward()
+            seconds = time.perf_counter() - began
+    finally:
+        torch.set_num_threads(threads)
+    return seconds * max(1.0, workers / (os.cpu_count() or 1)), workload.gradient_bytes
+
+
+def _timed(asked: RaceSpec, alone: float, gradient_bytes: int) -> tuple[int, int]:
+    """(steps, turns): two turns within a fifth of the minutes, or a short one, by what exact averages have to send."""
+    nodes = asked.workers // asked.ranks_per_node
+    wire = 2 * (nodes - 1) / nodes * gradient_bytes * 8 / asked.link_bits if asked.link_bits else 0.0
+
+    def seconds(steps: int, turns: int) -> float:
+        exact = sum(_steps_of(row, steps, turns) for row in asked.rows if is_exact(row))
+        return exact * wire + alone * sum(_steps_of(row, steps, turns) for row in (Row(COMPUTE, COMPUTE), *asked.rows))
+
+    for steps in range(10, 1, -1):
+        if seconds(steps, 2) <= 0.2 * 60 * asked.minutes:
+            return steps, 2
+    if (least := seconds(2, 1)) > 0.4 * 60 * asked.minutes:
+        enough = math.ceil(least / 0.4 / 60)
+        step = f"a step of DDP takes {max(alone, wire):.3g} s at least"
+        raise BenchError(f"timing {len(asked.rows)} methods takes {least / 60:.1f} minutes here, as {step}: "
+                         f"give --minutes {enough} or more, or fewer --methods")  # fmt: skip
+    return 2, 1
+
+
+def _steps_of(row: Row, steps: int, turns: int) -> int:
+    """That a row makes in so many turns, in whole periods."""
+    settings = local_settings(row.kind, row.options) if row.kind in PRESETS else None
+    period = settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
+    parts = [_WARMUP, *[1] * (turns - 1), *[steps] * turns]
+    return sum(-(-part // period) * period for part in parts)
+
+
+def is_exact(row: Row) -> bool:
+    """Whether its steps are worth DDP's, as they are the same up to rounding."""
+    if row.kind in METHODS:
+        return method(row.kind, **row.options).exact
+    return row.kind == BASE or (row.kind == "auto" and not row.options.get("lossy", False))
