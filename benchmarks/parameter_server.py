@@ -318,14 +318,15 @@ def send_numbers(port: int, members: int, rate: int, seconds: float) -> None:
     """Leaders that only report."""
     import torch
 
-    from thinwire.collectives.pair import Meeting
+    from thinwire.link.hello import Badge
+    from thinwire.link.meeting import Meeting
     from thinwire.parameter_server import Layout
     from thinwire.parameter_server.messages import FRAME, Hello, IterationNumber, Weights, decode, encode
 
     number = Layout.of(torch.nn.Linear(2, 2)).number
     pairs = []
     for node in range(members):
-        pair = Meeting(f"127.0.0.1:{port}").connect(encode(Hello(node, 1, number)))
+        pair = Meeting(f"127.0.0.1:{port}", Badge("node", node)).connect(encode(Hello(node, 1, number)))
         pairs.append((pair, decode(pair.receive_frame(FRAME.size, 30.0))[0].member))  # WELCOME
     for pair, _ in pairs:
         message, size = None, 0

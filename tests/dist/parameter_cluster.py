@@ -1,4 +1,4 @@
-"""A parameter server with its nodes and workers as threads of one process, over real sockets and Gloo groups.
+"""A parameter server with its nodes and workers as threads of one process, over real sockets.
 
 What is to be killed, the server or a shard, is a process of its own.
 """
@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import torch
 
 from spawned import fork
-from thinwire.collectives.pair import Listener, Meeting
+from thinwire.link.listener import Listener
+from thinwire.link.meeting import Meeting
 from thinwire.parameter_server import Layout, Node, Service, Shard, Worker
 from thinwire.parameter_server.messages import decode
 

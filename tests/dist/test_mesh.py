@@ -1,5 +1,7 @@
 """Connections of our own between the ranks of a lane: made together or not at all, and exact."""
 
+import logging
+import os
 import socket
 
 import pytest
@@ -130,6 +132,51 @@ def test_one_rank_that_cannot_be_reached_leaves_all_to_gloo(size):
     results = run(_without_a_way, size)
     assert all(fell_back for fell_back, _ in results)
     assert all(torch.equal(found, results[0][1]) for _, found in results)
+
+
+class _Words(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def _with_tls_asked_of_gloo(rank, size, who):
+    """The group is there before the variable is: not every build of torch has this transport."""
+    logger, words, real, listened = mesh_module.logger, _Words(), mesh_module.listen, []
+
+    def listening(backlog):
+        listened.append(backlog)
+        return real(backlog)
+
+    logger.addHandler(words)
+    logger.setLevel(logging.INFO)
+    mesh_module.listen = listening
+    try:
+        if rank in who:
+            os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"
+        mesh = mesh_module.open_mesh(dist.group.WORLD, range(size), rank, None)
+        if mesh is not None:
+            mesh.close()
+        return mesh is not None, len(listened), words.said
+    finally:
+        os.environ.pop("GLOO_DEVICE_TRANSPORT", None)
+        mesh_module.listen = real
+        logger.removeHandler(words)
+        logger.setLevel(logging.NOTSET)
+
+
+def test_where_gloo_encrypts_no_plain_connection_is_made():
+    assert all(made for made, _, _ in run(_with_tls_asked_of_gloo, 2, ()))
+    for who in ((0, 1), (1,)):
+        results = run(_with_tls_asked_of_gloo, 2, who)
+        assert not any(made for made, _, _ in results)
+        for rank in who:
+            _, listened, said = results[rank]
+            assert listened == 0
+            assert said == ["thinwire: GLOO_DEVICE_TRANSPORT=TCP_TLS, so Gloo carries everything, encrypted"]
 
 
 def _among_strangers(rank, size):

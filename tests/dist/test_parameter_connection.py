@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 
-from thinwire.collectives.pair import Listener, Meeting
+from thinwire.link.hello import Badge
+from thinwire.link.listener import Listener
+from thinwire.link.meeting import Meeting
 from thinwire.parameter_server.connection import Connection
 from thinwire.parameter_server.messages import FRAME, Enter, Ping, Weights, Welcome, decode, encode
 
@@ -31,9 +33,9 @@ class SlowToWelcome:
 
 @pytest.fixture
 def ends():
-    listener, taken = Listener(0, "127.0.0.1"), queue.SimpleQueue()
+    listener, taken = Listener(roles=("worker",)), queue.SimpleQueue()
     listener.serve(lambda pair, hello: taken.put(pair), FRAME.size)
-    here = Meeting(f"127.0.0.1:{listener.port}").connect(encode(Enter(0)))
+    here = Meeting(f"127.0.0.1:{listener.port}", Badge("worker", 0)).connect(encode(Enter(0)))
     yield taken.get(timeout=10), here
     listener.close()
 
@@ -41,9 +43,11 @@ def ends():
 def test_a_tensor_never_overtakes_what_was_posted_before_it(ends):
     came, done = queue.SimpleQueue(), threading.Event()
     server, node = ends
-    receiving = Connection(node, channels=2, seconds=10, deliver=came.put, closed=lambda reason: done.set()).start()
+    receiving = Connection(
+        node, channels=2, seconds=10, most_bytes=16, deliver=came.put, closed=lambda reason: done.set()
+    ).start()
     sending = Connection(
-        SlowToWelcome(server), channels=2, seconds=10, deliver=came.put, closed=lambda reason: None
+        SlowToWelcome(server), channels=2, seconds=10, most_bytes=0, deliver=came.put, closed=lambda reason: None
     ).start()
     sending.post(Welcome(5, 0))
     sending.post(Weights(5, 1, 0, 7, 1, tensor=torch.arange(4.0)))

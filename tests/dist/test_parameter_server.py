@@ -1,7 +1,6 @@
 """The parameter server on real sockets and Gloo groups: the same bits as synchronous SGD, faults, checkpoints."""
 
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -24,7 +23,10 @@ from parameter_cluster import (
     synchronous,
 )
 
-from thinwire.collectives.pair import Listener, Meeting, PairError
+from thinwire.link.errors import PairError
+from thinwire.link.hello import Badge
+from thinwire.link.listener import Listener
+from thinwire.link.meeting import Meeting
 from thinwire.parameter_server import Journal, Layout, Node, Service, Worker, replay
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server import node as node_module
@@ -251,40 +253,22 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
 
 def test_nobody_there_and_a_taken_port_and_no_address():
     with pytest.raises(PairError, match="nobody listens"):
-        Meeting(f"127.0.0.1:{free_port()}")
+        Meeting(f"127.0.0.1:{free_port()}", Badge("node", 0))
     with pytest.raises(ValueError, match="host:port"):
-        Meeting("somewhere")
-    listener = Listener(0, "127.0.0.1")
+        Meeting("somewhere", Badge("node", 0))
+    listener = Listener(roles=("node",))
     with pytest.raises(PairError, match="choose another"):
-        Listener(listener.port, "127.0.0.1")
+        Listener(listener.port, roles=("node",))
     listener.close()
 
 
 def test_a_stranger_at_the_port_harms_nobody():
     cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=40)
-    control = int(Meeting(cluster.address).note("control"))
     for junk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200, b"\xff" * 128, b""):
-        with socket.create_connection(("127.0.0.1", control)) as stranger:
+        with socket.create_connection(("127.0.0.1", cluster.service.port)) as stranger:
             stranger.sendall(junk)
     status = cluster.join()
     assert status.version == 40
-
-
-def test_two_threads_use_one_store_at_a_time_of_their_own():
-    listener = Listener(0, "127.0.0.1", {"settings": json.dumps({})})
-    meeting = Meeting(f"127.0.0.1:{listener.port}", 60.0)
-
-    def wait():
-        with contextlib.suppress(PairError):
-            meeting.note("never")
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    assert Meeting(f"127.0.0.1:{listener.port}", 60.0).note("settings") == "{}"
-    assert waiting.is_alive()
-    listener.store.set("thinwire/never", "")
-    waiting.join()
-    listener.close()
 
 
 def test_a_node_whose_server_never_was(monkeypatch):

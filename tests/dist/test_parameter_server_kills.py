@@ -45,7 +45,7 @@ def lead(port, number, folder, dies=None):
     import torch
     from parameter_cluster import model, part_of
 
-    from thinwire.collectives.pair import Pair
+    from thinwire.link.pair import Pair
     from thinwire.parameter_server import Node, Worker
     from thinwire.parameter_server import node as module
     from thinwire.parameter_server.leader import Leader

@@ -50,7 +50,7 @@ def lead(port, number, dies=False):
     import torch
     from parameter_cluster import model, part_of
 
-    from thinwire.collectives.pair import Pair
+    from thinwire.link.pair import Pair
     from thinwire.parameter_server import Node, Worker
 
     torch.set_num_threads(1)

@@ -20,7 +20,11 @@ from parameter_cluster import (
     synchronous,
 )
 
-from thinwire.collectives.pair import Listener, Meeting, Pair, PairError, connect
+from thinwire.link.errors import PairError
+from thinwire.link.hello import Badge
+from thinwire.link.listener import Listener
+from thinwire.link.meeting import Meeting, connect
+from thinwire.link.pair import Pair
 from thinwire.parameter_server import Journal, Layout, Node, Service, Shard, Worker, replay
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server import shard as shard_module
@@ -235,8 +239,8 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
         with pytest.raises(kind, match=sentence):
             Shard(address, index, host="127.0.0.1", **options).run()
     # a leader that sends pieces before the server has admitted it, or somebody else's
-    (host, port), _ = json.loads(Meeting(address).note("shards"))["places"]
-    stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)))
+    (host, port), _ = json.loads(Meeting(address, Badge("node", 7)).note("shards"))["places"]
+    stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)), Badge("node", 7))
     stranger.receive_frame(FRAME.size, 5.0)
     (member,) = cluster.service.machine.members
     stranger.send_frame(encode(Piece(member, 1), tensor_bytes=8))
@@ -261,7 +265,7 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
         with pytest.raises(ShardRefused, match=sentence):
             Shard(address, 0, host="127.0.0.1", **options).run()
     number = fingerprint(sgd(), Layout.of(model()).dtype)
-    gone = Meeting(address).connect(encode(Enlist(0, free_port(), PROTOCOL, True, number)))
+    gone = Meeting(address, Badge("shard", 0)).connect(encode(Enlist(0, free_port(), PROTOCOL, True, number)))
     assert isinstance(decode(gone.receive_frame(FRAME.size, 10.0))[0], Enlisted)
     gone.close()  # it dies before it has its weights
     early = Node(address, 0, 1)  # nodes wait as well
@@ -295,7 +299,7 @@ def test_a_shard_gives_up_a_server_that_does_not_come_back():
     settings, layout = bsp(), Layout.of(model())
     notes = {"settings": settings.to_json(), "layout": layout.to_json(), "nodes": "1", "outer": "",
              "shards": json.dumps({"count": 1, "places": []})}  # fmt: skip
-    listener = Listener(0, "127.0.0.1", notes)
+    listener = Listener(notes=notes, roles=("shard",))
 
     def came(pair, hello):
         listener.close()

@@ -44,7 +44,9 @@ def test_a_script_under_torchrun_is_a_node_of_two_workers(tmp_path):
     thread = threading.Thread(target=service.run, daemon=True)
     thread.start()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"}
+    here = os.path.dirname(__file__)
+    paths = os.pathsep.join(filter(None, (here, os.path.dirname(here), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, f"127.0.0.1:{service.port}"],
         cwd=tmp_path,

@@ -25,6 +25,12 @@ SettingsText = Annotated[
 ]
 OuterText = Annotated[str, typer.Option("--outer", help="The server's optimizer, as sgd:lr=0.1:momentum=0.9.")]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
+Host = Annotated[str, typer.Option(help="The address to listen at; another than this machine's own needs a secret.")]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(help="A file with the secret of this training, equal on all machines; else THINWIRE_SECRET_FILE."),
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Without a secret: let in whoever reaches the port.")]
 
 
 @app.command()
@@ -32,7 +38,10 @@ def server(
     model: Model = "chargpt",
     settings: SettingsText = "inhad",
     outer: OuterText = "auto",
-    port: Annotated[int, typer.Option(help="Of the rendezvous.")] = 29400,
+    port: Annotated[int, typer.Option(help="Where nodes and shards come.")] = 29400,
+    host: Host = "127.0.0.1",
+    secret_file: SecretFile = None,
+    insecure: Insecure = False,
     nodes: Annotated[int, typer.Option(help="The first weights wait for this many nodes.")] = 1,
     shards: Annotated[int, typer.Option(help="Processes (`ps shard`) that hold a slice of the weights each.")] = 0,
     updates: Annotated[int | None, typer.Option(help="End after this many updates.")] = None,
@@ -47,13 +56,14 @@ def server(
 ) -> None:
     """Serve a model until it has seen a number of updates or gradients, with a live table of its nodes."""
     from thinwire.cli.ps_tables import live
-    from thinwire.cli.ps_work import check_shards, make_service
+    from thinwire.cli.ps_work import check_shards, make_service, read_secret_file
 
     _check_end(updates, gradients)
     check_shards(shards)
     with live() as show:
         service = make_service(
-            model, settings, outer, port=port, nodes=nodes, shards=shards, updates=updates, gradients=gradients,
+            model, settings, outer, port=port, host=host, secret=read_secret_file(secret_file),
+            insecure=insecure, nodes=nodes, shards=shards, updates=updates, gradients=gradients,
             checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, journal=journal, seed=seed,
             on_status=lambda status: show(status.to_dict()),
         )  # fmt: skip
@@ -71,15 +81,20 @@ def shard(
         str | None, typer.Option(help="The optimizer; by default as the server's --outer, which it publishes.")
     ] = None,
     port: Annotated[int, typer.Option(help="Where nodes find this shard; 0: a free one.")] = 0,
+    host: Host = "127.0.0.1",
+    secret_file: SecretFile = None,
+    insecure: Insecure = False,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Directory, needed where the server has one; the shard goes on from it.")
     ] = None,
     json: Json = False,
 ) -> None:
     """Keep a slice of the weights for a server; it waits for the server, and for one that comes after it."""
-    from thinwire.cli.ps_work import run_shard
+    from thinwire.cli.ps_work import read_secret_file, run_shard
 
-    result = run_shard(server, index, outer, port, checkpoint_dir)
+    result = run_shard(
+        server, index, outer, port, checkpoint_dir, host=host, secret=read_secret_file(secret_file), insecure=insecure
+    )
     typer.echo(
         json_module.dumps(result) if json else f"shard {index}: training has ended at version {result['version']}"
     )
@@ -88,6 +103,7 @@ def shard(
 @app.command()
 def node(
     server: Annotated[str, typer.Option(help="host:port of the server.")],
+    secret_file: SecretFile = None,
     model: Model = "chargpt",
     node: Annotated[int | None, typer.Option(help="Number of this node; by default made of the host's name.")] = None,
     workers: Annotated[int, typer.Option(help="Workers on this node, one process each.")] = 1,
@@ -101,7 +117,7 @@ def node(
     """Work for a server: this node's leader and its workers; workers that die are started again."""
     from thinwire.cli.ps_work import run_node
 
-    result = run_node(server, model, node, workers, slowdown=slowdown, pace=pace, seed=seed)
+    result = run_node(server, model, node, workers, slowdown=slowdown, pace=pace, seed=seed, secret_file=secret_file)
     typer.echo(json_module.dumps(result) if json else f"node {result['node']}: {result['end']}")
 
 

@@ -96,9 +96,16 @@ def main(text: str) -> None:
     if rank == 0:
         _serve(spec)
     elif rank <= spec.shards:
-        run_shard(f"{os.environ['MASTER_ADDR']}:{PORT}", rank - 1, None, 0, None)
+        run_shard(f"{os.environ['MASTER_ADDR']}:{PORT}", rank - 1, None, 0, None, host=_host())
     else:
         _lead(spec, rank - 1 - spec.shards)
+
+
+def _host() -> str:
+    """Where to listen: at all addresses of an emulated machine. The lab gives all of its ranks one secret."""
+    from thinwire.link.secret import is_loopback
+
+    return "127.0.0.1" if is_loopback(os.environ["MASTER_ADDR"]) else "0.0.0.0"
 
 
 def _serve(spec: LabSpec) -> None:
@@ -127,7 +134,8 @@ def _serve(spec: LabSpec) -> None:
             service.stop()
 
     service = make_service(
-        spec.model, spec.settings, spec.outer, port=PORT, nodes=spec.nodes, shards=spec.shards, updates=spec.updates,
+        spec.model, spec.settings, spec.outer, port=PORT, host=_host(), nodes=spec.nodes, shards=spec.shards,
+        updates=spec.updates,
         gradients=spec.gradients, journal=spec.journal, seed=spec.seed, on_update=on_update,
         on_update_every=spec.evaluate_every, on_status=on_status,
     )  # fmt: skip

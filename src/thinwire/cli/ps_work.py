@@ -100,8 +100,17 @@ def check_shards(shards: int) -> None:
         raise ValueError(f"--shards {shards} must be at least 0")
 
 
-def run_shard(server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None) -> dict[str, Any]:
-    """One shard, to the end of the training.
+def read_secret_file(path: Path | None) -> bytes | None:
+    """The secret of ``--secret-file``, if there is one."""
+    from thinwire.link.secret import read_secret
+
+    return None if path is None else read_secret(path)
+
+
+def run_shard(
+    server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None, **options: Any
+) -> dict[str, Any]:
+    """One shard, to the end of the training; ``options`` are those of :class:`Shard` that say who may come.
 
     Raises:
         ValueError: words that cannot be, or a checkpoint that is not the server's.
@@ -115,7 +124,7 @@ def run_shard(server: str, index: int, outer: str | None, port: int, checkpoint_
         raise ValueError(f"--index {index} must be at least 0")
     made = None if outer is None else read_outer(outer)
     words = _published if outer is None else None
-    shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port)
+    shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
     return {"index": index, "version": shard.run()}
 
 
@@ -133,7 +142,7 @@ def rank_of(node: int, worker: int) -> int:
 
 def make_worker(
     leader: str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int,
-    check: Callable[[], object] = lambda: None,
+    check: Callable[[], object] = lambda: None, secret: bytes | None = None,
 ) -> Worker:  # fmt: skip
     """A worker on a model of the bench."""
     from thinwire.parameter_server import Worker
@@ -144,20 +153,22 @@ def make_worker(
         return workload.loss(network, step, rank_of(node, number))
 
     return Worker(
-        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace, check=check
-    )
+        workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace, check=check,
+        secret=secret,
+    )  # fmt: skip
 
 
 def run_node(
     server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
-    seed: int = 0,
+    seed: int = 0, secret_file: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A leader with its workers: one in this process, or several in processes of their own.
 
     Raises:
         RunFailed: a worker died too often.
     """
-    from thinwire.collectives.pair import split_address
+    from thinwire.link.meeting import split_address
+    from thinwire.link.secret import VARIABLE
     from thinwire.parameter_server import Node
 
     if workers < 1:
@@ -165,14 +176,19 @@ def run_node(
     if number is None:
         number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
     split_address(server)
+    secret = read_secret_file(secret_file)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if secret_file is not None:
+        environment[VARIABLE] = str(secret_file.absolute())
     children: dict[int, subprocess.Popen[bytes]] = {}
     node = None
     try:
-        node = Node(server, number, workers)
+        node = Node(server, number, workers, secret=secret)
         if workers == 1:
             worker = make_worker(
-                node.address, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, check=lambda: node.wait(0)
-            )
+                node.address, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, check=lambda: node.wait(0),
+                secret=secret,
+            )  # fmt: skip
             stats = worker.run()
             node.wait(5.0)
             return {"node": number, "end": "training has ended", "submissions": stats.submissions, "restarts": 0}
@@ -186,7 +202,7 @@ def run_node(
                     command = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps", "worker"]
                     command += [node.address, str(k), model, str(number)]
                     command += ["--slowdown", str(slowdown), "--seed", str(seed), "--pace", str(pace)]
-                    children[k] = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                    children[k] = subprocess.Popen(command, env=environment)
         _await(children)
         return {"node": number, "end": "training has ended", "restarts": restarts}
     finally:

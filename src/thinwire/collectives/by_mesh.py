@@ -15,7 +15,7 @@ from thinwire.collectives.countdown_work import CountdownWork
 from thinwire.collectives.lanes import Lane
 from thinwire.collectives.mesh import Mesh
 from thinwire.collectives.ordered_sum import ordered_sum
-from thinwire.collectives.stream import memory_of
+from thinwire.link.memory import memory_of
 
 
 def all_reduce_by_mesh(x: Tensor, lane: Lane) -> CountdownWork:

@@ -1,7 +1,8 @@
 """TCP connections of our own between all ranks of a lane, where Gloo's serve less well.
 
 They are made with the lane's Gloo group, which tells every rank the others' addresses. If any two ranks cannot reach
-one another (a firewall, say), all of them keep to Gloo.
+one another (a firewall, say), all of them keep to Gloo; so they do where Gloo was asked to encrypt, which these
+connections do not.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     """
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or dist.get_backend(group) != "gloo":
         return None
-    server, token = listen(2 * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)
+    encrypted = gloo_encrypts()
+    server, token = None if encrypted else listen(2 * len(ranks)), secrets.token_bytes(_TOKEN_BYTES)
     endpoints = exchange_endpoints(endpoint_of(server, token), group, len(ranks))
     with server or contextlib.nullcontext():
         sockets = meet(server, token, endpoints, rank) if server is not None and all(endpoints) else None
@@ -71,7 +73,10 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group)
     if not everyone.item():
         _close((sockets or {}).values())
-        logger.info("thinwire: the ranks cannot reach one another directly, so Gloo carries everything")
+        if encrypted:
+            logger.info("thinwire: GLOO_DEVICE_TRANSPORT=TCP_TLS, so Gloo carries everything, encrypted")
+        else:
+            logger.info("thinwire: the ranks cannot reach one another directly, so Gloo carries everything")
         return None
     assert sockets is not None
     seconds = seconds_of(timeout)
@@ -79,6 +84,11 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
     for (peer, channel), connection in sockets.items():
         streams[channel][peer] = Stream(connection, f"rank {ranks[peer]}", seconds, socket_loop())
     return Mesh(streams)
+
+
+def gloo_encrypts() -> bool:
+    """Whether the user asked Gloo for TLS: then no plain byte must leave by a way of ours."""
+    return os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS"
 
 
 def listen(backlog: int) -> socket.socket | None:

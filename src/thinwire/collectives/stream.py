@@ -17,19 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from thinwire.collectives.countdown_work import CountdownWork
+from thinwire.link.memory import memory_of
 
 if TYPE_CHECKING:
     from thinwire.collectives.socket_loop import SocketLoop
 
 _CLOSED = "the other side has closed it"
 _WAKE_BYTES = 1 << 20  # a receiver is woken for that many bytes, or for the rest of a message; half as many cost 3 %
-
-
-_PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8})  # numpy's too
 
 
 @dataclass(eq=False)
@@ -177,10 +174,3 @@ class Stream:
         if wanted != self._asked:
             self._asked = wanted
             self._socket_loop.watch(self, wanted)
-
-
-def memory_of(x: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which they keep alive; cut by slicing, for less than a tensor costs."""
-    if x.dtype in _PLAIN and x.numel():
-        return memoryview(x.detach().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
-    return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from thinwire.collectives.stream import memory_of
 from thinwire.engine.ranks.communicator import Communicator
+from thinwire.link.memory import memory_of
 
 logger = logging.getLogger("thinwire")
 

@@ -19,6 +19,7 @@ from thinwire.lab.ranks import RankProcesses, child_command
 from thinwire.lab.result import LabResult
 from thinwire.lab.signals import DeferredSignals
 from thinwire.lab.supervise import supervise
+from thinwire.link.secret import VARIABLE, fresh_secret_file
 
 _DEFAULT_PORT = 29500  # in a new namespace every port is free
 
@@ -36,7 +37,8 @@ def run(
 ) -> LabResult:
     """Run a command once per worker of an emulated cluster and wait for the end.
 
-    Each rank finds torchrun's environment variables. Whatever happens, what the lab made is removed: ctrl-C, SIGTERM
+    Each rank finds torchrun's environment variables, and in THINWIRE_SECRET_FILE a new secret for this run, unless
+    there is one. Whatever happens, what the lab made is removed: ctrl-C, SIGTERM
     and SIGHUP are held back until then (in the main thread; Python cannot in another) and raised again.
 
     Args:
@@ -60,6 +62,8 @@ def run(
             "grace must not be negative and the timeout must be positive: use for example --grace 30 --timeout 600"
         )
     with DeferredSignals() as signals, contextlib.ExitStack() as stack:
+        if not environment.get(VARIABLE):
+            environment[VARIABLE] = stack.enter_context(fresh_secret_file())
         mode, reason = find_mode()
         network: Network | None = None
         if mode == "loopback":

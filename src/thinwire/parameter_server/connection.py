@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.collectives.pair import Pair, PairError, empty_bytes
+from thinwire.link.errors import PairError
+from thinwire.link.pair import Pair, empty_bytes
 from thinwire.parameter_server.messages import (
     FRAME,
     ROW_BYTES,
@@ -27,7 +28,7 @@ from thinwire.parameter_server.shard_messages import ShardMessage
 
 SLOWEST = 1e6 / 8
 """Bytes per second that a link must carry: what takes longer counts as dead."""
-_MOST_ROWS = 1 << 20
+_MOST_ROWS = 1 << 16
 
 logger = logging.getLogger("thinwire")
 
@@ -41,6 +42,7 @@ class Connection:
         pair: the connection.
         channels: 1: strict order. 2: messages without a tensor overtake those with one, both ways, never the reverse.
         seconds: how long the other side may be silent, and a tensor may take beyond its bytes.
+        most_bytes: of a tensor that may come, see :func:`packing.most_bytes`; checked before there is room for it.
         deliver: called with every message; a tensor arrives as bytes, ``uint8 [n]``.
         closed: called once, with the reason, when the connection has ended by itself.
         announced: called with the seconds that a tensor on its way may take.
@@ -54,13 +56,14 @@ class Connection:
         *,
         channels: int,
         seconds: float,
+        most_bytes: int,
         deliver: Callable[[Anything], None],
         closed: Callable[[str], None],
         announced: Callable[[float], None] = lambda seconds: None,
         compose: Callable[[], Anything | None] | None = None,
         silent: bool = False,
     ) -> None:
-        self._pair, self._seconds, self._channels = pair, seconds, channels
+        self._pair, self._seconds, self._channels, self._most_bytes = pair, seconds, channels, most_bytes
         self._patience = None if silent else seconds
         self._deliver, self._closed, self._announced, self._compose = deliver, closed, announced, compose
         self._lock = threading.Condition()
@@ -83,8 +86,7 @@ class Connection:
         return self
 
     def join(self, seconds: float) -> None:
-        """Wait, at most so long, until the threads have ended: at the end of the process they would be cut off in
-        Gloo's code, which aborts it."""
+        """Wait, at most so long, until the threads have ended."""
         end = time.monotonic() + seconds
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -197,6 +199,8 @@ class Connection:
             message, rows, size = decode(self._pair.receive_frame(FRAME.size, self._patience))
             if rows > _MOST_ROWS:
                 raise ValueError(f"a message announces {rows} gradients, which no node has")
+            if size > self._most_bytes:
+                raise ValueError(f"a message announces {size} bytes, and this model has at most {self._most_bytes}")
             if rows:
                 table = self._pair.receive_frame(ROW_BYTES * rows, self._seconds)
                 message = replace(message, rows=decode_rows(message, table))

@@ -8,12 +8,15 @@ from threading import RLock
 
 from torch import Tensor
 
-from thinwire.collectives.pair import Listener, Pair
+from thinwire.link.hello import check_badge
+from thinwire.link.listener import Listener
+from thinwire.link.pair import Pair
 from thinwire.parameter_server.buffers import BufferLayout
 from thinwire.parameter_server.connection import Anything, Connection
 from thinwire.parameter_server.effects import Start
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.messages import FRAME, Buffers, Enter, Ping, Result, Stop, Work, decode
+from thinwire.parameter_server.packing import most_bytes
 from thinwire.parameter_server.settings import Settings
 
 
@@ -24,6 +27,7 @@ class Crew:
         settings, layout: the server's, told to the workers.
         workers: W.
         port: 0 takes a free one.
+        secret: which workers must know; None: there is none.
         lock: held in every call of ``came``, ``lost`` and ``result``.
         came, lost: told the number of a worker.
         result: told the number and what it handed in.
@@ -35,6 +39,7 @@ class Crew:
         layout: Layout,
         workers: int,
         port: int,
+        secret: bytes | None,
         lock: RLock,
         *,
         came: Callable[[int], None],
@@ -50,7 +55,8 @@ class Crew:
         self._buffers: dict[int, Tensor] = {}
         self._farewell: tuple[Anything, ...] = ()
         notes = {"settings": settings.to_json(), "layout": layout.to_json()}
-        self._listener = Listener(port, "127.0.0.1", notes)
+        self._most_bytes = most_bytes(settings, layout)
+        self._listener = Listener(port, "127.0.0.1", notes, roles=("worker",), secret=secret)
 
     @property
     def port(self) -> int:
@@ -117,8 +123,8 @@ class Crew:
     def _enter(self, pair: Pair, hello: bytes) -> None:
         message, _, _ = decode(hello)
         if not isinstance(message, Enter) or not 0 <= message.worker < self._size:
-            pair.close()
-            return
+            raise ValueError("it does not begin as a worker does")
+        check_badge(pair.other, "worker", message.worker)
         number = message.worker
         box: list[Connection] = []
 
@@ -137,7 +143,11 @@ class Crew:
                     self._forget(number)
 
         lease = self._settings.lease_seconds
-        box.append(Connection(pair, channels=1, seconds=lease, deliver=deliver, closed=closed).start())
+        box.append(
+            Connection(
+                pair, channels=1, seconds=lease, most_bytes=self._most_bytes, deliver=deliver, closed=closed
+            ).start()
+        )
         with self._lock:
             old = self._there.get(number)
             if old is not None:

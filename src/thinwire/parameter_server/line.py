@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-from thinwire.collectives.pair import Meeting, Pair, PairError, connect, split_address
+from thinwire.link.errors import PairError
+from thinwire.link.hello import Badge
+from thinwire.link.meeting import Meeting, connect, split_address
+from thinwire.link.pair import Pair
 from thinwire.parameter_server.assembly import Assembly
 from thinwire.parameter_server.connection import SLOWEST, Anything, Connection
 from thinwire.parameter_server.ending import join_all
@@ -29,6 +32,7 @@ class Line:
     Args:
         pair: the connection.
         sums: packs what is posted.
+        most_bytes: of a tensor that may come.
         deliver, closed, announced, compose: see :class:`Connection`.
     """
 
@@ -37,6 +41,7 @@ class Line:
         pair: Pair,
         sums: SumsOut,
         *,
+        most_bytes: int,
         deliver: Callable[[Anything], None],
         closed: Callable[[str], None],
         announced: Callable[[float], None],
@@ -48,6 +53,7 @@ class Line:
             pair,
             channels=channels or sums.settings.channels,
             seconds=sums.settings.lease_seconds,
+            most_bytes=most_bytes,
             deliver=self._came,
             closed=closed,
             announced=announced,
@@ -114,12 +120,16 @@ class SlicedLine(Line):
         sums: SumsOut,
         *,
         lock: RLock,
+        most_bytes: int,
         deliver: Callable[[Anything], None],
         closed: Callable[[str], None],
         announced: Callable[[float], None],
         compose: Callable[[], Anything | None],
     ) -> None:
-        super().__init__(pair, sums, deliver=deliver, closed=closed, announced=announced, compose=compose, channels=1)
+        super().__init__(
+            pair, sums, most_bytes=most_bytes, deliver=deliver, closed=closed, announced=announced, compose=compose,
+            channels=1,
+        )  # fmt: skip
         lease = sums.settings.lease_seconds
         self._lock, self._announced = lock, announced
         self._assembly = Assembly(len(shards), sums.settings.channels == 1)
@@ -129,6 +139,7 @@ class SlicedLine(Line):
                 shard,
                 channels=1,
                 seconds=lease,
+                most_bytes=most_bytes,
                 deliver=lambda message, index=index: self._piece(index, message),  # type: ignore[misc]
                 closed=lambda reason, index=index: closed(f"shard {index}: {reason}"),  # type: ignore[misc]
                 announced=announced,
@@ -183,28 +194,31 @@ def shard_count(meeting: Meeting) -> int:
     return int(json.loads(meeting.note("shards"))["count"])
 
 
-def reach(server: str, hello: Hello, seconds: float) -> tuple[Pair, list[Pair]]:
+def reach(server: str, hello: Hello, badge: Badge, seconds: float) -> tuple[Pair, list[Pair]]:
     """Say HELLO to a server, after a ticket was shown to each of its shards, if it has any.
 
     Args:
         server: ``host:port``.
+        badge: of the node.
         seconds: that each connection may take.
 
     Raises:
+        NotAdmitted: somebody does not let this node in.
         PairError: somebody is not there.
         ShardsToCome: try again later.
     """
-    meeting = Meeting(server, seconds)
+    meeting = Meeting(server, badge, seconds)
     end = time.monotonic() + _POLL_SECONDS
     while len((notes := json.loads(meeting.note("shards")))["places"]) < notes["count"]:
         if time.monotonic() > end:
             raise ShardsToCome(f"the server at {server} waits for its {notes['count']} shards")
         time.sleep(0.1)
+        meeting.look()
     shards: list[Pair] = []
     try:
         ticket = 1 + secrets.randbits(61) if notes["count"] else 0
         for index, (host, port) in enumerate(notes["places"]):
-            shards.append(_show(host or split_address(server)[0], port, ticket, index, seconds))
+            shards.append(_show(host or split_address(server)[0], port, ticket, index, badge, seconds))
         return meeting.connect(encode(replace(hello, ticket=ticket))), shards
     except PairError:
         for shard in shards:
@@ -212,9 +226,9 @@ def reach(server: str, hello: Hello, seconds: float) -> tuple[Pair, list[Pair]]:
         raise
 
 
-def _show(host: str, port: int, ticket: int, index: int, seconds: float) -> Pair:
+def _show(host: str, port: int, ticket: int, index: int, badge: Badge, seconds: float) -> Pair:
     try:
-        pair = connect(host, port, encode(Ticket(ticket)), seconds)
+        pair = connect(host, port, encode(Ticket(ticket)), badge, seconds)
         try:
             pair.receive_frame(FRAME.size, seconds)  # the shard knows the ticket now
         except PairError:
@@ -222,4 +236,4 @@ def _show(host: str, port: int, ticket: int, index: int, seconds: float) -> Pair
             raise
         return pair
     except PairError as error:
-        raise PairError(f"shard {index} at {host}:{port}: {error}") from error
+        raise type(error)(f"shard {index} at {host}:{port}: {error}") from error

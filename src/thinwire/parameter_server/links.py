@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from thinwire.collectives.pair import Pair, PairError
+from thinwire.link.errors import PairError
+from thinwire.link.pair import Pair
 from thinwire.parameter_server.connection import Anything, Connection
 from thinwire.parameter_server.ending import join_all, unended
 from thinwire.parameter_server.keeper import Keeper
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.messages import Buffers, Grad, Hello, Refused, encode
+from thinwire.parameter_server.packing import most_bytes
 from thinwire.parameter_server.settings import Settings
 
 
@@ -68,6 +70,7 @@ class Links:
             pair,
             channels=1 if keeper.shards() else self._settings.channels,  # only frames: an Assembly knows what overtakes
             seconds=self._settings.lease_seconds,
+            most_bytes=most_bytes(self._settings, self._layout),
             deliver=deliver,
             closed=lambda reason: tell("gone", member, reason),
             announced=lambda seconds: tell("expect", member, seconds),

@@ -13,7 +13,9 @@ from typing import Any
 
 from thinwire.parameter_server.shard_messages import SHARD_KINDS, Dismiss, ShardMessage, Term, Update
 
-PROTOCOL = 4
+PROTOCOL = 5
+MOST_WORKERS = 1 << 12
+"""Of a node."""
 FRAME = struct.Struct("<16q")
 ROW_BYTES = 32
 _FLOATS = {"loss_sum", "weight", "loss", "seconds", "divisor", "factor"}
@@ -232,6 +234,7 @@ _NUMBER = {kind: place for place, kind in enumerate(KINDS)}
 
 
 _WITH_ROWS = (Grad, Update, Dismiss)
+_WITH_TENSOR = frozenset(kind for kind in KINDS if any(f.name == "tensor" for f in fields(kind)))
 
 
 def encode(message: Message | Local | ShardMessage, rows: int = 0, tensor_bytes: int = 0) -> bytes:
@@ -256,6 +259,10 @@ def decode(frame: bytes) -> tuple[Message | Local | ShardMessage, int, int]:
     kind = KINDS[number]
     if rows and kind not in _WITH_ROWS:
         raise ValueError(f"a {kind.__name__} with rows is no message of a parameter server")
+    if tensor_bytes and kind not in _WITH_TENSOR:
+        raise ValueError(f"a {kind.__name__} with a tensor is no message of a parameter server")
+    if not tensor_bytes and kind is Buffers:
+        raise ValueError("Buffers without a tensor are no message of a parameter server")
     options: dict[str, Any] = {}
     for name, value in zip(_NAMES[kind], values):
         options[name] = _float(value) if name in _FLOATS else bool(value) if name in _FLAGS else value

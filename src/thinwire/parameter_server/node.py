@@ -10,7 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.collectives.pair import Meeting, Pair, PairError
+from thinwire.link.errors import NotAdmitted, PairError
+from thinwire.link.hello import Badge
+from thinwire.link.meeting import Meeting
+from thinwire.link.pair import Pair
+from thinwire.link.secret import find_secret
 from thinwire.parameter_server.connection import Anything
 from thinwire.parameter_server.crew import Crew
 from thinwire.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
@@ -19,7 +23,7 @@ from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.leader import Leader
 from thinwire.parameter_server.line import Line, ShardsToCome, SlicedLine, reach, shard_count
 from thinwire.parameter_server.messages import Buffers, Grad, Hello, Message, Result, Stop, Weights
-from thinwire.parameter_server.packing import SumsOut
+from thinwire.parameter_server.packing import SumsOut, most_bytes
 from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.slices import slices
 from thinwire.parameter_server.worker import NodeRefused, ServerLost
@@ -35,14 +39,26 @@ class Node:
         node: number of this node.
         workers: W.
         port: for this machine's workers, on the loopback interface; 0 takes a free one.
+        secret: the server's, which workers must know too; by default that of ``THINWIRE_SECRET_FILE``.
         leases: give up after that many leases without a server.
 
     Raises:
         ServerLost: there is no server at that address.
+        NodeRefused: the server does not let this node in.
     """
 
-    def __init__(self, server: str, node: int, workers: int, *, port: int = 0, leases: float = 6.0) -> None:
+    def __init__(
+        self,
+        server: str,
+        node: int,
+        workers: int,
+        *,
+        port: int = 0,
+        leases: float = 6.0,
+        secret: str | bytes | None = None,
+    ) -> None:
         self._server, self._leases = server, leases
+        self._badge = Badge("node", node, find_secret(secret))
         meeting = self._meet(60.0)
         self.settings = Settings.from_json(meeting.note("settings"))
         self.layout = Layout.from_json(meeting.note("layout"))
@@ -61,7 +77,7 @@ class Node:
         self._over = threading.Event()
         self._wanted = threading.Event()
         self._crew = Crew(
-            self.settings, self.layout, workers, port, self._lock,
+            self.settings, self.layout, workers, port, self._badge.secret, self._lock,
             came=lambda number: self._do(self.leader.returned(number, time.monotonic())),
             lost=lambda number: self._do(self.leader.lost(number, time.monotonic())),
             result=self._result,
@@ -124,7 +140,9 @@ class Node:
         end = time.monotonic() + seconds
         while True:
             try:
-                return Meeting(self._server)
+                return Meeting(self._server, self._badge)
+            except NotAdmitted as error:
+                raise NodeRefused(str(error)) from error
             except PairError as error:
                 if time.monotonic() > end:
                     raise ServerLost(f"{error}: start `thinwire ps server` there, or correct --server") from error
@@ -139,10 +157,13 @@ class Node:
                 return
             lease = self.settings.lease_seconds
             try:
-                pair, shards = reach(self._server, self.leader.hello(), min(10.0, 2 * lease))
+                pair, shards = reach(self._server, self.leader.hello(), self._badge, min(10.0, 2 * lease))
             except ShardsToCome:
                 lost_at = None
                 continue
+            except NotAdmitted as error:
+                self._give_up(NodeRefused(str(error)))
+                return
             except PairError as error:
                 lost_at = time.monotonic() if lost_at is None else lost_at
                 if time.monotonic() - lost_at > self._leases * lease:
@@ -193,13 +214,17 @@ class Node:
             with self._lock:
                 return self.leader.report(time.monotonic()) if current() and self.leader.member else None
 
+        most = most_bytes(self.settings, self.layout)
         if shards:
             line: Line = SlicedLine(
-                pair, shards, self._sums, lock=self._lock,
+                pair, shards, self._sums, lock=self._lock, most_bytes=most,
                 deliver=deliver, closed=closed, announced=announced, compose=compose,
             )  # fmt: skip
         else:
-            line = Line(pair, self._sums, deliver=deliver, closed=closed, announced=announced, compose=compose)
+            line = Line(
+                pair, self._sums, most_bytes=most,
+                deliver=deliver, closed=closed, announced=announced, compose=compose,
+            )  # fmt: skip
         box.append(line)
         return line
 

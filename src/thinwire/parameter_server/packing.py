@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from thinwire.parameter_server.compress import Codec, Difference, Feedback
+from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.settings import Settings
+
+
+def most_bytes(settings: Settings, layout: Layout) -> int:
+    """Of any tensor that travels in a training of this model: sums, weights, buffers."""
+    item = 8 if settings.deterministic else layout.dtype.itemsize
+    sizes = [layout.numel * item, 8 * layout.buffers.numel]
+    for kind in (settings.compress_up, settings.compress_down):
+        if kind:
+            sizes.append(Codec(kind, settings.density).size(layout.numel, layout.dtype))
+    return max(sizes)
 
 
 class SumsOut:

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.collectives.pair import Pair, PairError
+from thinwire.link.errors import PairError
+from thinwire.link.pair import Pair
 from thinwire.parameter_server.connection import Anything, Connection
 from thinwire.parameter_server.messages import PROTOCOL, Ping, Refused, Stop, encode
 from thinwire.parameter_server.shard_messages import (
@@ -67,11 +68,15 @@ class Roster:
         lease_seconds: a shard that is silent for so long has gone.
         outer: hash of the optimizer that every shard must have.
         keeps: every shard must have a directory for checkpoints.
+        most_bytes: of a tensor that a shard may send.
         tell: see ``Tell``.
     """
 
-    def __init__(self, count: int, lease_seconds: float, outer: int, keeps: bool, tell: Tell) -> None:
+    def __init__(
+        self, count: int, lease_seconds: float, outer: int, keeps: bool, tell: Tell, *, most_bytes: int
+    ) -> None:
         self.count, self._lease, self._outer, self._keeps, self._tell = count, lease_seconds, outer, keeps, tell
+        self._most_bytes = most_bytes
         self.posts: dict[int, Post] = {}
         self.started = False
         self._told = 0.0
@@ -94,6 +99,7 @@ class Roster:
             pair,
             channels=1,
             seconds=self._lease,
+            most_bytes=self._most_bytes,
             deliver=lambda word: self._tell("shard", box[0], word),
             closed=lambda why: self._tell("shard lost", box[0], why),
         )

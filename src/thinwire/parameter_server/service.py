@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.collectives.pair import Listener, Pair
+from thinwire.link.hello import check_badge
+from thinwire.link.listener import Listener
+from thinwire.link.pair import Pair
+from thinwire.link.secret import find_secret
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.buffers import RunningBuffers
 from thinwire.parameter_server.effects import Apply, Drop, Effect, Forget, Log, Refuse, Send
@@ -26,6 +29,7 @@ from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.links import Links
 from thinwire.parameter_server.messages import (
     FRAME,
+    MOST_WORKERS,
     OTHER_MODEL,
     PROTOCOL,
     Buffers,
@@ -36,7 +40,7 @@ from thinwire.parameter_server.messages import (
     decode,
 )
 from thinwire.parameter_server.outer import Master, Outer, default_outer, fingerprint
-from thinwire.parameter_server.packing import ServerEnd
+from thinwire.parameter_server.packing import ServerEnd, most_bytes
 from thinwire.parameter_server.roster import Roster
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.settings import Settings
@@ -56,6 +60,9 @@ class Service:
         model: its trainable parameters are the start, and hold the result in the end.
         settings: published to every node.
         port: of the rendezvous; 0 takes a free one.
+        host: the address to listen at; one that other machines reach needs a secret, or ``insecure``.
+        secret: which nodes and shards must know, at least 16 bytes; by default that of ``THINWIRE_SECRET_FILE``.
+        insecure: let everybody in who reaches the port.
         outer: makes the optimizer of the flat weights; by default that of the settings.
         outer_text: published, for shards that are started with a command line.
         nodes: expected; sets ``c`` of the default optimizer, not who may come.
@@ -85,7 +92,9 @@ class Service:
         settings: Settings,
         *,
         port: int = 0,
-        host: str = "0.0.0.0",
+        host: str = "127.0.0.1",
+        secret: str | bytes | None = None,
+        insecure: bool = False,
         outer: Outer | None = None,
         outer_text: str | None = None,
         nodes: int | None = None,
@@ -139,7 +148,9 @@ class Service:
             "nodes": str(count),
             "outer": outer_text or ("auto" if outer is None else ""),
         }
-        self._listener = Listener(port, host, notes)
+        self._listener = Listener(
+            port, host, notes, roles=("node", "shard"), secret=find_secret(secret), insecure=insecure
+        )
         try:  # only now: another server on this port may be writing it
             self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None
         except ValueError:
@@ -165,7 +176,8 @@ class Service:
             end = ServerEnd(settings, self.layout.numel, self.layout.dtype)
             return Whole(Master(theta, outer, settings, full), end, saved)
         number = fingerprint(outer, self.layout.dtype)
-        roster = Roster(shards, settings.lease_seconds, number, self._directory is not None, self._tell)
+        most, keeps = most_bytes(settings, self.layout), self._directory is not None
+        roster = Roster(shards, settings.lease_seconds, number, keeps, self._tell, most_bytes=most)
         run = secrets.randbits(62) if saved is None else saved.run
         start = theta if saved is None else None
         return Fleet(roster, self.layout, settings, self.machine, start, run=run, full=full,
@@ -309,12 +321,14 @@ class Service:
 
     def _came(self, pair: Pair, hello: bytes) -> None:
         message, _, _ = decode(hello)
-        if isinstance(message, Hello) and message.workers > 0:
+        if isinstance(message, Hello) and 0 < message.workers <= MOST_WORKERS:
+            check_badge(pair.other, "node", message.node)
             self._tell("came", pair, message)
         elif isinstance(message, Enlist):
+            check_badge(pair.other, "shard", message.index)
             self._tell("enlist", (pair, pair.host), message)
         else:
-            pair.close()
+            raise ValueError("it does not begin as a node or a shard does")
 
     # --- effects --------------------------------------------------------------------------------------------------
 

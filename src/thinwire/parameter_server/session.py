@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.collectives.pair import split_address
 from thinwire.engine.attach import attach
+from thinwire.link.meeting import split_address
 from thinwire.measure.batches import Batches, Loss
 from thinwire.parameter_server.node import Node
 from thinwire.parameter_server.node_mean import NodeMean
@@ -35,6 +35,9 @@ def serve(
     *,
     settings: Settings | None = None,
     port: int = DEFAULT_PORT,
+    host: str = "127.0.0.1",
+    secret: str | bytes | None = None,
+    insecure: bool = False,
     outer: Outer | None = None,
     shards: int = 0,
     updates: int | None = None,
@@ -47,6 +50,10 @@ def serve(
 
     Args:
         settings: of a preset; by default :func:`presets.inhad`.
+        host: the address to listen at. One that other machines reach needs ``secret``, or ``insecure``.
+        secret: which every node and shard must know, at least 16 bytes; by default what the file holds that the
+            variable ``THINWIRE_SECRET_FILE`` names.
+        insecure: let everybody in who reaches the port.
         outer: makes the optimizer of the flat weights, ``lambda params: torch.optim.SGD(params, lr=0.1)``.
         shards: k processes hold a slice of the weights each, and this one only decides; nodes wait until
             :func:`serve_shard` was called k times. 0: this process holds them whole.
@@ -55,7 +62,8 @@ def serve(
         on_status: called twice a second.
 
     Raises:
-        ValueError: neither ``updates`` nor ``gradients`` is given, or the checkpoint is of another model.
+        ValueError: neither ``updates`` nor ``gradients`` is given, the checkpoint is of another model, or nothing would
+            keep strangers out.
         PairError: the port is taken.
         ShardLost: a shard has gone.
     """
@@ -65,6 +73,9 @@ def serve(
         model,
         settings or inhad(),
         port=port,
+        host=host,
+        secret=secret,
+        insecure=insecure,
         outer=outer,
         shards=shards,
         updates=updates,
@@ -83,6 +94,9 @@ def serve_shard(
     outer: Outer | None = None,
     checkpoint_dir: str | Path | None = None,
     port: int = 0,
+    host: str = "127.0.0.1",
+    secret: str | bytes | None = None,
+    insecure: bool = False,
 ) -> int:
     """Keep one slice of the weights of a model that :func:`serve` serves with ``shards``, until the training ends.
 
@@ -92,6 +106,9 @@ def serve_shard(
         outer: as the server's; it must treat each element for itself, as SGD and Adam do.
         checkpoint_dir: directory; needed where the server has one.
         port: where nodes find this shard; 0 takes a free one.
+        host: the address to listen at, as for :func:`serve`.
+        secret: the server's; by default what the file holds that ``THINWIRE_SECRET_FILE`` names.
+        insecure: let everybody in who reaches the port.
 
     Returns:
         The version of the last weights.
@@ -102,7 +119,17 @@ def serve_shard(
         ServerLost: the server has gone and did not come back within six leases.
         PairError: the port is taken.
     """
-    return Shard(server, index, outer=outer, checkpoint_dir=checkpoint_dir, port=port).run()
+    shard = Shard(
+        server,
+        index,
+        outer=outer,
+        checkpoint_dir=checkpoint_dir,
+        port=port,
+        host=host,
+        secret=secret,
+        insecure=insecure,
+    )
+    return shard.run()
 
 
 def run(
@@ -113,6 +140,7 @@ def run(
     server: str,
     node_id: int | None = None,
     leader_port: int | None = None,
+    secret: str | bytes | None = None,
     slowdown: float = 1.0,
     pace_seconds: float = 0.0,
     intra_node: str = "leader",
@@ -129,6 +157,7 @@ def run(
         node_id: number of this node, different on every node; by default torchrun's, or one made of the host's name.
             A second process with a number that is at work is refused.
         leader_port: on this machine's loopback; by default torchrun's master port + 1.
+        secret: the server's; by default what the file holds that ``THINWIRE_SECRET_FILE`` names.
         slowdown, pace_seconds: emulate other machines, see :class:`Worker`.
         intra_node: how the workers of a node work together. "leader": each takes weights from the leader and hands in
             its own gradients. "collectives": all compute each gradient together, and its mean over them, by all-reduce,
@@ -137,7 +166,7 @@ def run(
     Raises:
         ValueError: an address or a word that cannot be.
         ServerLost: the server has gone and did not come back within six leases.
-        NodeRefused: another process works under this node's number.
+        NodeRefused: another process works under this node's number, or the server asks for another secret.
         LayoutMismatch: the server's model is another one.
     """
     split_address(server)
@@ -149,20 +178,23 @@ def run(
         raise ValueError(f'intra_node={intra_node!r} is unknown; there is "leader", "collectives"')
     number = _node_number() if node_id is None else node_id
     if intra_node == "collectives" and workers > 1:
-        return _together(work, server, number, local, slowdown, pace_seconds)
+        return _together(work, server, number, local, slowdown, pace_seconds, secret)
     if local:
-        return Worker(*work, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds).run()
-    node = Node(server, number, workers, port=port if workers > 1 else 0)
-    return _lead(node, work, slowdown, pace_seconds)
+        worker = Worker(*work, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds, secret=secret)
+        return worker.run()
+    node = Node(server, number, workers, port=port if workers > 1 else 0, secret=secret)
+    return _lead(node, work, slowdown, pace_seconds, secret)
 
 
-def _lead(node: Node, work: _Work, slowdown: float, pace: float, together: NodeMean | None = None) -> WorkerStats:
+def _lead(
+    node: Node, work: _Work, slowdown: float, pace: float, secret: str | bytes | None, together: NodeMean | None = None
+) -> WorkerStats:
     """The worker in the process of its leader."""
     try:
         gradient = together.gradient if together is not None else None
         worker = Worker(
             *work, node.address, 0, slowdown=slowdown, pace_seconds=pace, gradient=gradient,
-            check=lambda: node.wait(0),
+            check=lambda: node.wait(0), secret=secret,
         )  # fmt: skip
         stats = worker.run()
         node.wait(5.0)
@@ -172,7 +204,9 @@ def _lead(node: Node, work: _Work, slowdown: float, pace: float, together: NodeM
     return stats
 
 
-def _together(work: _Work, server: str, number: int, local: int, slowdown: float, pace: float) -> WorkerStats:
+def _together(
+    work: _Work, server: str, number: int, local: int, slowdown: float, pace: float, secret: str | bytes | None
+) -> WorkerStats:
     """One rank of a node whose ranks compute each gradient together."""
     made = not dist.is_initialized()
     if made:
@@ -188,7 +222,7 @@ def _together(work: _Work, server: str, number: int, local: int, slowdown: float
                 return WorkerStats(steps=count, version=version)
             version = -1
             try:
-                stats = _lead(Node(server, number, 1), work, slowdown, pace, together)
+                stats = _lead(Node(server, number, 1, secret=secret), work, slowdown, pace, secret, together)
                 version = stats.version
             finally:
                 together.end(version)

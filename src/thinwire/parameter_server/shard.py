@@ -9,13 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thinwire.collectives.pair import Listener, Meeting, Pair, PairError, split_address
+from thinwire.link.errors import NotAdmitted, PairError
+from thinwire.link.hello import Badge
+from thinwire.link.listener import Listener
+from thinwire.link.meeting import Meeting, split_address
+from thinwire.link.pair import Pair
+from thinwire.link.secret import find_secret
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.connection import Connection
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.line import shard_count
 from thinwire.parameter_server.messages import FRAME, PROTOCOL, Ping, Refused, Stop, decode, encode
 from thinwire.parameter_server.outer import Outer, default_outer, fingerprint
+from thinwire.parameter_server.packing import most_bytes
 from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.shard_messages import NO_INDEX, SHARD_REASONS, Enlist, Ticket
 from thinwire.parameter_server.slice_keeper import SliceKeeper
@@ -42,6 +48,9 @@ class Shard:
         read_outer: makes it, where ``outer`` is not given, of the text that the server publishes (``outer_text``).
         checkpoint_dir: for checkpoints; needed where the server has one.
         port: where leaders find this shard; 0 takes a free one.
+        host: the address to listen at; one that other machines reach needs a secret, or ``insecure``.
+        secret: the server's; by default that of ``THINWIRE_SECRET_FILE``.
+        insecure: let everybody in who reaches the port.
         leases: give up after that many leases without a server.
 
     Raises:
@@ -57,7 +66,9 @@ class Shard:
         read_outer: Callable[[str], Outer | None] | None = None,
         checkpoint_dir: str | Path | None = None,
         port: int = 0,
-        host: str = "0.0.0.0",
+        host: str = "127.0.0.1",
+        secret: str | bytes | None = None,
+        insecure: bool = False,
         leases: float = 6.0,
     ) -> None:
         split_address(server)
@@ -70,7 +81,8 @@ class Shard:
         self.keeper: SliceKeeper | None = None
         self.visitors = Visitors(lambda what, who, value: self._inbox.put((what, who, value)))
         self._over = threading.Event()
-        self._listener = Listener(port, host, store=False)
+        self._badge = Badge("shard", index, find_secret(secret))
+        self._listener = Listener(port, host, roles=("node",), secret=self._badge.secret, insecure=insecure)
         self._listener.serve(self._came, FRAME.size)
 
     def run(self) -> int:
@@ -118,25 +130,29 @@ class Shard:
         patience = self._leases * lease if known else _FIRST_SECONDS
         while True:
             try:
-                meeting = Meeting(self.server, min(10.0, 2 * lease))
+                meeting = Meeting(self.server, self._badge, min(10.0, 2 * lease))
                 keeper = self._keeper_for(meeting)
                 number = fingerprint(keeper.outer, keeper.layout.dtype)
                 keeps = self._directory is not None
                 pair = meeting.connect(encode(Enlist(self.index, self._listener.port, PROTOCOL, keeps, number)))
                 break
+            except NotAdmitted as error:
+                raise ShardRefused(str(error)) from error
             except PairError as error:
                 if time.monotonic() - since > patience:
                     advice = "" if known else ": start `thinwire ps server --shards K` there, or correct the address"
                     raise ServerLost(f"no server at {self.server} for {patience:g} s: {error}{advice}") from error
                 time.sleep(min(0.5, lease / 4))
         self.keeper, lease = keeper, keeper.settings.lease_seconds
-        self.visitors.seconds = lease
+        most = most_bytes(keeper.settings, keeper.layout)
+        self.visitors.seconds, self.visitors.most_bytes = lease, most
         box: list[Connection] = []
         box.append(
             Connection(
                 pair,
                 channels=1,
                 seconds=lease,
+                most_bytes=most,
                 deliver=lambda message: self._inbox.put(("word", box[0], message)),
                 closed=lambda reason: self._inbox.put(("lost", box[0], reason)),
             )
@@ -195,4 +211,4 @@ class Shard:
         if isinstance(message, Ticket) and message.number > 0:
             self.visitors.came(pair, message.number)
         else:
-            pair.close()
+            raise ValueError("it does not begin as a node does")

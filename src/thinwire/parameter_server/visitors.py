@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.collectives.pair import Pair
+from thinwire.link.pair import Pair
 from thinwire.parameter_server.connection import Anything, Connection
 from thinwire.parameter_server.ending import join_all, unended
 from thinwire.parameter_server.messages import Ping
@@ -42,6 +42,7 @@ class Visitors:
 
     Attributes:
         seconds: that a piece may take beyond its bytes, of connections to come.
+        most_bytes: that it may have, of connections to come.
     """
 
     def __init__(self, tell: Callable[[str, Any, Any], None]) -> None:
@@ -49,7 +50,7 @@ class Visitors:
         self._waiting: dict[int, Visitor] = {}  # by ticket
         self._members: dict[int, Visitor] = {}
         self._old: list[Connection] = []
-        self.seconds = 10.0
+        self.seconds, self.most_bytes = 10.0, 0
 
     def came(self, pair: Pair, ticket: int) -> None:
         """A leader has connected. It may be silent as long as it likes: the server knows whether it lives."""
@@ -58,6 +59,7 @@ class Visitors:
             pair,
             channels=1,
             seconds=self.seconds,
+            most_bytes=self.most_bytes,
             silent=True,
             deliver=lambda message: self._deliver(visitor, message),
             closed=lambda reason: self._tell("left", visitor, reason),

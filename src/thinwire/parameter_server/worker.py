@@ -12,12 +12,16 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from thinwire.collectives.pair import Meeting, PairError
+from thinwire.link.errors import NotAdmitted, PairError
+from thinwire.link.hello import Badge
+from thinwire.link.meeting import Meeting
+from thinwire.link.secret import find_secret
 from thinwire.measure.batches import Batches, Loss, numbered
 from thinwire.parameter_server.connection import Anything, Connection
 from thinwire.parameter_server.layout import Layout
 from thinwire.parameter_server.local_work import LocalWork, local_gradient
 from thinwire.parameter_server.messages import Buffers, Enter, Ping, Result, Stop, Work, encode
+from thinwire.parameter_server.packing import most_bytes
 from thinwire.parameter_server.settings import Settings
 
 logger = logging.getLogger("thinwire")
@@ -65,6 +69,7 @@ class Worker:
         check: called before each attempt to reach the leader; may raise.
         gradient: (flat parameters, number of the batch) -> flat gradient, loss, samples; by default that of
             ``loss``.
+        secret: the leader's; by default that of ``THINWIRE_SECRET_FILE``.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Worker:
         on_step: Callable[[float, float], None] = lambda seconds, loss: None,
         check: Callable[[], object] = lambda: None,
         gradient: Callable[[Tensor, int], tuple[Tensor, float, int]] | None = None,
+        secret: str | bytes | None = None,
     ) -> None:
         self.model, self._leader, self.number = model, leader, number
         self._slowdown, self._pace, self._on_step, self._check = slowdown, pace_seconds, on_step, check
@@ -88,6 +94,7 @@ class Worker:
         self.layout = Layout.of(model)
         self._take = gradient or partial(local_gradient, model, self.layout, numbered(batches), loss)
         self.stats = WorkerStats()
+        self._badge = Badge("worker", number, find_secret(secret))
         self._inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
         self._theta: Tensor | None = None
         self._began = time.monotonic()
@@ -99,17 +106,20 @@ class Worker:
         Raises:
             ServerLost: the leader has gone and does not come back.
             LayoutMismatch: this model is not the server's.
+            NodeRefused: the leader has another secret.
         """
         lost_at: float | None = None
         lease = 10.0
         while True:
             self._check()
             try:
-                meeting = Meeting(self._leader)
+                meeting = Meeting(self._leader, self._badge)
                 settings = Settings.from_json(meeting.note("settings"))
                 self.layout.check(Layout.from_json(meeting.note("layout")))
                 lease = settings.lease_seconds
                 pair = meeting.connect(encode(Enter(self.number)))
+            except NotAdmitted as error:
+                raise NodeRefused(f"worker {self.number}: {error}") from error
             except PairError as error:
                 lost_at = time.monotonic() if lost_at is None else lost_at
                 if time.monotonic() - lost_at > 6 * lease:
@@ -119,7 +129,10 @@ class Worker:
             lost_at = None
             inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
             self._inbox = inbox
-            connection = Connection(pair, channels=1, seconds=lease, deliver=inbox.put, closed=inbox.put)
+            most = most_bytes(settings, self.layout)
+            connection = Connection(
+                pair, channels=1, seconds=lease, most_bytes=most, deliver=inbox.put, closed=inbox.put
+            )
             averaged = settings.buffers == "average" and self.layout.buffers.numel > 0
             if self._serve(connection.start(), LocalWork(settings.local_update), lease, averaged):
                 return self.stats

@@ -178,6 +178,9 @@ CASES = {
     "a container of two cores": ({"quota": 2.0}, None, [("warning", "quota")], "OMP_NUM_THREADS=2"),
     "few open files": ({"open_files": (256, 4096)}, None, [("warning", "open-files")], "ulimit -n 4096"),
     "docker's /dev/shm": ({"shm_bytes": 64 << 20}, None, [("warning", "shared-memory")], "64 MiB"),
+    "Gloo with TLS": (
+        {"environment": {"GLOO_DEVICE_TRANSPORT": "TCP_TLS"}}, None, [("note", "gloo-tls")], "are not used",
+    ),
     "no rights for the lab": (
         {"lab": "loopback", "lab_reason": "not root"}, None, [("note", "no-lab")], "not root",
     ),

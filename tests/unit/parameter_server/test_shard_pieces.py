@@ -316,7 +316,7 @@ FITS = {"index": 1, "port": 9, "protocol": PROTOCOL, "keeps": True, "outer": 5}
     ],
 )
 def test_why_a_shard_is_not_taken_in(other, reason):
-    roster = Roster(2, 10.0, 5, True, lambda what, who, value: None)
+    roster = Roster(2, 10.0, 5, True, lambda what, who, value: None, most_bytes=0)
     assert roster.objection(Enlist(**{**FITS, **other})) == reason
     assert reason == 0 or "{" not in SHARD_REASONS[reason].format(index=1)
 

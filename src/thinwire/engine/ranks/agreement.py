@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.lanes import Lane
-from thinwire.collectives.stream import memory_of
 from thinwire.collectives.transport import all_gather_flat
+from thinwire.link.memory import memory_of
 from thinwire.program import Scope
 
 _CHUNK_BYTES = 16 << 20

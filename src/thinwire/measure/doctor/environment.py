@@ -64,6 +64,14 @@ def environment(setting: Setting) -> Iterator[Finding]:
             "machine exchange their data there, and die with a bus error when it is full.",
             "Start the container with --shm-size=8g or --ipc=host.",
         )
+    if facts.environment.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS":
+        yield Finding(
+            NOTE,
+            "gloo-tls",
+            "GLOO_DEVICE_TRANSPORT=TCP_TLS: Gloo carries all that ranks exchange, encrypted; thinwire's own TCP "
+            "connections, which are plain and faster, are not used.",
+            "Nothing, if the network is not to be trusted; else unset it.",
+        )
     if facts.lab == "loopback":
         yield Finding(
             NOTE,

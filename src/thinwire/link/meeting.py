@@ -1,0 +1,114 @@
+"""The way to a listener."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+
+from thinwire.link.duplex import Duplex
+from thinwire.link.errors import NotAdmitted, PairError
+from thinwire.link.hello import FRAMES, NOTES, TENSORS, TOKEN_BYTES, Badge, knock
+from thinwire.link.listener import HELLO_SECONDS, NOTES_SIZE
+from thinwire.link.pair import Pair
+
+_MOST_NOTES = 1 << 24
+
+
+class Meeting:
+    """A listener's address, and its notes at the time of the last look.
+
+    Args:
+        address: ``host:port``.
+        badge: as whom one comes.
+        seconds: that each connection may take.
+
+    Raises:
+        NotAdmitted: it does not let this process in.
+        PairError: nobody listens there now.
+        ValueError: this is no address.
+    """
+
+    def __init__(self, address: str, badge: Badge, seconds: float = HELLO_SECONDS) -> None:
+        self._host, self._port = split_address(address)
+        self._badge, self._seconds = badge, seconds
+        self._notes: dict[str, str] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Read the notes again."""
+        end = time.monotonic() + self._seconds
+        try:
+            duplex = _call(self._host, self._port, self._badge, NOTES, bytes(TOKEN_BYTES), end)
+        except NotAdmitted:
+            raise
+        except (OSError, PairError) as error:
+            raise PairError(f"nobody listens at {self._host}:{self._port} ({error})") from error
+        try:
+            (size,) = NOTES_SIZE.unpack(duplex.read(NOTES_SIZE.size, end))
+            if size > _MOST_NOTES:
+                raise PairError(f"{self._host} has notes of {size} bytes: is it a thinwire server?")
+            notes = json.loads(duplex.read(size, end))
+            if not isinstance(notes, dict):
+                raise PairError(f"{self._host} has no notes: is it a thinwire server?")
+            self._notes = notes
+        except (RecursionError, ValueError) as error:
+            raise PairError(f"{self._host} has no notes: is it a thinwire server?") from error
+        finally:
+            duplex.close()
+
+    def note(self, key: str) -> str:
+        """What the listener said."""
+        if not isinstance(found := self._notes.get(key), str):
+            raise PairError(f"{self._host} does not tell its {key}: is it a thinwire server?")
+        return found
+
+    def connect(self, hello: bytes) -> Pair:
+        """Introduce oneself with a first frame."""
+        return connect(self._host, self._port, hello, self._badge, self._seconds)
+
+
+def connect(host: str, port: int, hello: bytes, badge: Badge, seconds: float = HELLO_SECONDS) -> Pair:
+    """Introduce oneself with a first frame at a listener.
+
+    Raises:
+        NotAdmitted: it does not let this process in.
+        PairError: nobody is there, or does not take us in.
+    """
+    end = time.monotonic() + seconds
+    token = secrets.token_bytes(TOKEN_BYTES)
+    opened: list[Duplex] = []
+    try:
+        opened.append(_call(host, port, badge, FRAMES, token, end))
+        opened[0].write(hello, end)
+        opened.append(_call(host, port, badge, TENSORS, token, end))
+    except (OSError, PairError) as error:
+        for duplex in opened:
+            duplex.close()
+        if isinstance(error, NotAdmitted):
+            raise
+        raise PairError(f"{host} did not take us in ({error})") from error
+    return Pair(opened[0], opened[1], Badge("listener", 0))
+
+
+def _call(host: str, port: int, badge: Badge, channel: int, token: bytes, end: float) -> Duplex:
+    duplex = Duplex(socket.create_connection((host, port), max(0.001, end - time.monotonic())))
+    try:
+        knock(duplex, badge, channel, token, end)
+    except PairError:
+        duplex.close()
+        raise
+    return duplex
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` as two values.
+
+    Raises:
+        ValueError: it is not that.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError(f"address {address!r} is no host:port: write for example 10.0.0.1:29400")
+    return host, int(port)

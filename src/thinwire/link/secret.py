@@ -1,0 +1,80 @@
+"""A secret that the processes of one training share, and the rule that nobody is let in without one."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+VARIABLE = "THINWIRE_SECRET_FILE"
+_LEAST = 16
+
+
+def read_secret(path: str | Path) -> bytes:
+    """The secret of a file, without white space around it.
+
+    Raises:
+        ValueError: there is none, or it is too short.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"the secret in {path} cannot be read: {error.strerror}") from error
+    return _checked(content.strip(), f"the secret in {path}")
+
+
+def find_secret(given: str | bytes | None = None) -> bytes | None:
+    """What was given, else what the file holds that ``THINWIRE_SECRET_FILE`` names, else None.
+
+    Raises:
+        ValueError: it is too short, or the file cannot be read.
+    """
+    if given is None:
+        named = os.environ.get(VARIABLE)
+        return read_secret(named) if named else None
+    if not isinstance(given, (str, bytes)):
+        raise ValueError(f"secret= must be a string or bytes, not a {type(given).__name__}")
+    return _checked(given.encode() if isinstance(given, str) else given, "secret=")
+
+
+def _checked(secret: bytes, where: str) -> bytes:
+    if len(secret) < _LEAST:
+        raise ValueError(
+            f"{where} has {len(secret)} bytes and needs at least {_LEAST}: "
+            'write one with python -c "import secrets; print(secrets.token_hex())"'
+        )
+    return secret
+
+
+@contextmanager
+def fresh_secret_file() -> Iterator[str]:
+    """A file with a new secret, which only this user can read; gone afterwards."""
+    with tempfile.NamedTemporaryFile("w", prefix="thinwire-secret-", encoding="ascii") as file:
+        file.write(secrets.token_hex())
+        file.flush()
+        yield file.name
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_host(host: str, secret: bytes | None, insecure: bool) -> None:
+    """Refuse an address that others can reach, where nothing keeps strangers out.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if secret is None and not insecure and not is_loopback(host):
+        raise ValueError(
+            f"whoever reaches {host} could take part in this training: give all of its processes one secret, with "
+            f"--secret-file FILE, {VARIABLE} or secret=; or let everybody in with --insecure, or insecure=True"
+        )

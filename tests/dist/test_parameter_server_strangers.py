@@ -1,0 +1,196 @@
+"""A training whose processes share a secret, and those who come without it, with another, or as somebody else."""
+
+import logging
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from parameter_cluster import Cluster, flat, model, part_of, sgd
+
+from thinwire.link.errors import NotAdmitted, PairError
+from thinwire.link.hello import Badge
+from thinwire.link.meeting import Meeting
+from thinwire.link.secret import VARIABLE, read_secret
+from thinwire.parameter_server import (
+    Layout,
+    Node,
+    NodeRefused,
+    Service,
+    Shard,
+    ShardRefused,
+    Worker,
+    serve,
+    serve_shard,
+)
+from thinwire.parameter_server.messages import FRAME, Grad, Hello, Ping, Welcome, decode, encode
+from thinwire.parameter_server.presets import bsp
+from thinwire.parameter_server.shard_messages import Enlist, Ticket
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def secret(tmp_path, monkeypatch):
+    """One secret for all that this process starts."""
+    path = tmp_path / "secret"
+    path.write_text("a secret of this training\n")
+    monkeypatch.setenv(VARIABLE, str(path))
+    return read_secret(path)
+
+
+def talk(address, badge, hello):
+    """Come in, say the first word, and read an answer; whether there was one."""
+    pair = Meeting(address, badge).connect(encode(hello))
+    try:
+        pair.receive_frame(FRAME.size, 10.0)
+    except PairError:
+        return False
+    else:
+        return True
+    finally:
+        pair.close()
+
+
+def ends(pair):
+    """Read on until the other side closes."""
+    end = time.monotonic() + 10.0
+    try:
+        while time.monotonic() < end:
+            pair.receive_frame(FRAME.size, 10.0)
+    except PairError as error:
+        return "closed" in str(error) or "reset" in str(error)
+    finally:
+        pair.close()
+
+
+def memory():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_strangers_change_nothing(secret, caplog, shards):
+    settings, layout = bsp(start_nodes=1, deterministic=True), Layout.of(model()).number
+    undisturbed = Cluster(settings, 1, delays=[0.01], updates=60, shards=shards)
+    undisturbed.join()
+    cluster = Cluster(settings, 1, delays=[0.01], updates=60, shards=shards)
+    caplog.clear()
+    before = memory()
+    for badge in (Badge("node", 9), Badge("node", 9, b"another secret, 24 bytes")):
+        with pytest.raises(NotAdmitted, match="secret"):
+            Meeting(cluster.address, badge)
+    warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warned[0] == "turned away 127.0.0.1: it was asked for the secret and did not show it"
+    # who knows the secret, and speaks as another node or in another role than it came in
+    for badge, hello in (
+        (Badge("node", 9, secret), Hello(0, 1, layout, instance=5)),
+        (Badge("shard", 0, secret), Hello(0, 1, layout, instance=5)),
+        (Badge("node", 0, secret), Enlist(0, 1, 5, False, 0)),
+        (Badge("shard", 1, secret), Enlist(0, 1, 5, False, 0)),
+        (Badge("node", 9, secret), Hello(9, 2**62, layout)),
+        (Badge("node", 9, secret), Ping()),
+    ):
+        assert not talk(cluster.address, badge, hello)
+    ports = [cluster.service.port, *(place.port for place in roster(cluster, shards))]
+    for port in ports:
+        for junk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200, b"\xff" * 100_000, b"thinwire", b""):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(junk)
+    assert memory() - before < 100e6
+    status = cluster.join()
+    assert (status.version, status.counters["joined"]) == (60, 1)
+    assert "refused" not in status.counters
+    assert torch.equal(flat(cluster.model), flat(undisturbed.model))
+
+
+def roster(cluster, shards):
+    return list(cluster.service.keeper.roster.posts.values()) if shards else []
+
+
+@pytest.mark.parametrize("role", ["worker", "shard"])
+def test_nobody_shows_a_shard_a_ticket_who_is_no_node(secret, role):
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=30, shards=1)
+    while not roster(cluster, 1):
+        time.sleep(0.01)
+    port = roster(cluster, 1)[0].port
+    with pytest.raises(NotAdmitted, match=f"takes no {role}s"):
+        talk(f"127.0.0.1:{port}", Badge(role, 0, secret), Ticket(7))
+    assert cluster.join().version == 30
+
+
+def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=60)
+    layout, before = Layout.of(model()).number, memory()
+    for tensor, rows in ((10**12, 0), (10**12, 1), (0, 10**6), (44 * 4 + 1, 1), (0, 1)):
+        pair = Meeting(cluster.address, Badge("node", 9, secret)).connect(encode(Hello(9, 1, layout, instance=tensor)))
+        welcome = decode(pair.receive_frame(FRAME.size, 10.0))[0]
+        assert isinstance(welcome, Welcome)
+        pair.send_frame(encode(Grad(welcome.member, 0, 1, 1, 0, 0, 1.0), rows, tensor) + bytes(32 * min(rows, 1)))
+        assert ends(pair)
+    assert memory() - before < 100e6
+    status = cluster.join()
+    assert status.version == 60
+    assert all(row.isfinite() for row in flat(cluster.model))
+
+
+def test_silent_connections_delay_a_node_that_joins_by_little(secret):
+    service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5)
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    silent = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(300)]
+    began = time.monotonic()
+    node = Node(f"127.0.0.1:{service.port}", 0, 1)
+    Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0)).run()
+    assert time.monotonic() - began < 20.0
+    serving.join(20)
+    node.close()
+    for connection in silent:
+        connection.close()
+
+
+def test_members_without_the_secret_are_refused_with_a_sentence(secret, monkeypatch):
+    service = Service(model(), bsp(), outer=sgd(), updates=5, shards=1)
+    address = f"127.0.0.1:{service.port}"
+    monkeypatch.delenv(VARIABLE)
+    for given, sentence in ((None, "asks for a secret: give --secret-file"), ("another secret, 24 bytes", "give both")):
+        with pytest.raises(NodeRefused, match=sentence):
+            Node(address, 0, 1, secret=given)
+        with pytest.raises(ShardRefused, match=sentence):
+            Shard(address, 0, secret=given).run()
+    service.close()
+
+
+def test_a_worker_needs_its_leaders_secret(secret, monkeypatch):
+    service = Service(model(), bsp(), outer=sgd(), updates=5)
+    node = Node(f"127.0.0.1:{service.port}", 0, 1)
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(NodeRefused, match=r"worker 0: .* asks for a secret"):
+        Worker(model(), *part_of(0, 0), node.address, 0).run()
+    layout = Layout.of(model())
+    assert not talk(node.address, Badge("worker", 1, secret), Hello(0, 1, layout.number))
+    node.close()
+    service.close()
+
+
+def test_no_other_address_without_a_secret(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for start in (
+        lambda: serve(model(), host="0.0.0.0", port=0, updates=1),
+        lambda: serve_shard("127.0.0.1:1", index=0, host="0.0.0.0"),
+        lambda: Service(model(), bsp(), host="0.0.0.0"),
+    ):
+        with pytest.raises(ValueError, match=r"--secret-file FILE.*--insecure"):
+            start()
+    Service(model(), bsp(), host="0.0.0.0", insecure=True).close()
+    Service(model(), bsp(), host="0.0.0.0", secret="0123456789abcdef").close()
+
+
+def test_by_default_only_this_machine_reaches_a_server():
+    service = Service(model(), bsp())
+    with open("/proc/net/tcp") as file:
+        at = [line.split()[1] for line in file if f":{service.port:04X} " in line and " 0A " in line]
+    assert at == [f"0100007F:{service.port:04X}"]
+    service.close()

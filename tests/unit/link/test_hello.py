@@ -1,0 +1,252 @@
+"""Who a listener lets in: those who know its secret, as who they are; and what it says to the others."""
+
+import logging
+import queue
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from thinwire.link.errors import NotAdmitted, PairError
+from thinwire.link.hello import Badge
+from thinwire.link.listener import MOST_UNKNOWN, Listener
+from thinwire.link.meeting import Meeting, connect
+from thinwire.link.secret import VARIABLE, check_host, find_secret, fresh_secret_file, read_secret
+
+SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
+KNOCK, ANSWER, PROOF, VERDICT = 68, 43, 32, 33  # bytes of the four messages of a hello
+NODE = Badge("node", 3, SECRET)
+
+
+class Inn:
+    """A listener, and the pairs that have come in."""
+
+    def __init__(self, **options):
+        self.listener = Listener(notes={"a": "b"}, **{"roles": ("node", "shard"), "secret": SECRET, **options})
+        self.came = queue.SimpleQueue()
+        self.address = f"127.0.0.1:{self.listener.port}"
+
+    def serve(self):
+        self.listener.serve(lambda pair, first: self.came.put((pair, first)), 4)
+        return self
+
+
+@pytest.fixture
+def inn():
+    made = []
+
+    def make(**options):
+        made.append(Inn(**options))
+        return made[-1].serve()
+
+    yield make
+    for one in made:
+        one.listener.close()
+
+
+def test_who_knows_the_secret_comes_in_as_who_it_is(inn):
+    there = inn()
+    meeting = Meeting(there.address, NODE)
+    assert meeting.note("a") == "b"
+    pair = meeting.connect(b"1234")
+    other, first = there.came.get(timeout=10)
+    assert (other.other.role, other.other.number, first) == ("node", 3, b"1234")
+    pair.send_frame(b"abcd")
+    assert other.receive_frame(4, 10.0) == b"abcd"
+    assert pair.sent_bytes == other.received_bytes == 4  # the hello does not count
+    there.listener.note("a", "c")
+    meeting.look()
+    assert meeting.note("a") == "c"
+    with pytest.raises(PairError, match="does not tell its z"):
+        meeting.note("z")
+
+
+@pytest.mark.parametrize(
+    ("secret", "badge", "sentence"),
+    [
+        (SECRET, Badge("node", 3), "asks for a secret: give --secret-file"),
+        (SECRET, Badge("node", 3, OTHER), "has another secret"),
+        (None, NODE, "lets everybody in"),
+        (SECRET, Badge("worker", 3, SECRET), "takes no workers"),
+    ],
+)
+def test_others_are_told_why_not(inn, caplog, secret, badge, sentence):
+    there = inn(secret=secret)
+    with pytest.raises(NotAdmitted, match=sentence):
+        Meeting(there.address, badge)
+    with pytest.raises(NotAdmitted, match=sentence):
+        connect("127.0.0.1", there.listener.port, b"1234", badge)
+    assert there.came.empty()
+    if badge.secret == OTHER:
+        assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+            "turned away 127.0.0.1: it does not know the secret"
+        ]
+
+
+def through(port, change, badge=NODE):
+    """A caller whose hello passes somebody who changes the messages: (number of the message, bytes) -> bytes."""
+    between = socket.create_server(("127.0.0.1", 0))
+
+    def relay():
+        near, _ = between.accept()
+        with near, socket.create_connection(("127.0.0.1", port)) as far:
+            for number, size in enumerate((KNOCK, ANSWER, PROOF, VERDICT)):
+                source, target = (near, far) if number % 2 == 0 else (far, near)
+                data = source.recv(size, socket.MSG_WAITALL)
+                if not data:
+                    return
+                target.sendall(change(number, data))
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    try:
+        return connect("127.0.0.1", between.getsockname()[1], b"1234", badge, 2.0)
+    finally:
+        between.close()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("place", range(0, KNOCK, 5))
+def test_a_hello_with_one_changed_byte_lets_nobody_in(inn, number, place):
+    there = inn()
+
+    def change(message, data):
+        if message != number:
+            return data
+        at = place % len(data)
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    with pytest.raises(PairError):
+        through(there.listener.port, change)
+    assert there.came.empty()
+
+
+def said(port):
+    """What a member sends to come in: its first words and its proof."""
+    words = {}
+
+    def note(number, data):
+        words[number] = data
+        return data
+
+    with pytest.raises(PairError):  # the relay carries one of the two connections
+        through(port, note)
+    return words
+
+
+@pytest.mark.parametrize("role", [0, 1])
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_hello_that_is_played_again_lets_nobody_in(inn, role, number):
+    there = inn()
+    words = said(there.listener.port)
+    knock = words[0][:11] + struct.pack("<Bq", role, number) + words[0][20:]
+    for proof in (words[2], words[3][1:], bytes(32)):  # also the listener's own proof, turned round
+        with socket.create_connection(("127.0.0.1", there.listener.port)) as stranger:
+            stranger.sendall(knock)
+            stranger.recv(ANSWER, socket.MSG_WAITALL)
+            stranger.sendall(proof)
+            assert stranger.recv(VERDICT, socket.MSG_WAITALL)[0] == 1
+    assert there.came.empty()
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_who_only_pretends_to_be_the_listener_is_found_out(echo):
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+
+        def answer():
+            caller, _ = impostor.accept()
+            with caller:
+                knock = caller.recv(KNOCK, socket.MSG_WAITALL)
+                caller.sendall(knock[:10] + b"\x01" + bytes(32))
+                proof = caller.recv(PROOF, socket.MSG_WAITALL)
+                caller.sendall(b"\0" + (proof if echo else bytes(32)))
+                caller.recv(1)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(NotAdmitted, match="does not know the secret"):
+            Meeting(f"127.0.0.1:{impostor.getsockname()[1]}", NODE)
+        thread.join(10)
+
+
+def test_silent_connections_are_bounded_and_keep_nobody_out(inn):
+    there = inn(seconds=60.0)
+    idle = [socket.create_connection(("127.0.0.1", there.listener.port)) for _ in range(500)]
+    began = time.monotonic()
+    Meeting(there.address, NODE, 30.0).connect(b"1234")
+    assert there.came.get(timeout=30)
+    assert time.monotonic() - began < 15
+    for connection in idle[: 500 - MOST_UNKNOWN]:
+        connection.settimeout(20.0)
+        assert connection.recv(1) == b""  # sent away
+    while len([thread for thread in threading.enumerate() if thread.name == "thinwire-hello"]) > MOST_UNKNOWN:
+        assert time.monotonic() - began < 30
+        time.sleep(0.01)
+    for connection in idle:
+        connection.close()
+
+
+def test_a_slow_hello_has_one_time_limit_in_all(inn):
+    there = inn(seconds=0.5)
+    with socket.create_connection(("127.0.0.1", there.listener.port)) as slow:
+        slow.settimeout(0.1)
+        end = time.monotonic() + 20.0
+        while time.monotonic() < end:
+            try:
+                slow.sendall(b"t")
+                if slow.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        assert time.monotonic() < end
+
+
+def test_before_it_serves_a_listener_tells_its_notes_and_lets_others_wait():
+    there = Inn()
+    assert Meeting(there.address, NODE).note("a") == "b"
+    with pytest.raises(PairError, match="did not take us in"):
+        Meeting(there.address, NODE, 0.3).connect(b"1234")
+    waiting = threading.Thread(target=Meeting(there.address, NODE, 20.0).connect, args=(b"5678",), daemon=True)
+    waiting.start()
+    there.serve()
+    assert there.came.get(timeout=20)[1] == b"5678"
+    waiting.join(20)
+    there.listener.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "a.example.org", ""])
+def test_no_other_address_without_a_secret(host):
+    with pytest.raises(ValueError, match=r"--secret-file FILE, THINWIRE_SECRET_FILE or secret=.*--insecure"):
+        check_host(host, None, False)
+    check_host(host, SECRET, False)
+    check_host(host, None, True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_this_machine_needs_none(host):
+    check_host(host, None, False)
+
+
+def test_where_a_secret_comes_from(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert find_secret() is None
+    with fresh_secret_file() as name:
+        assert len(read_secret(name)) == 64
+        monkeypatch.setenv(VARIABLE, name)
+        assert find_secret() == read_secret(name)
+        assert find_secret("x" * 16) == b"x" * 16
+    with pytest.raises(ValueError, match="cannot be read"):
+        find_secret()
+    (tmp_path / "short").write_text(" abc \n")
+    with pytest.raises(ValueError, match="has 3 bytes and needs at least 16"):
+        read_secret(tmp_path / "short")
+    with pytest.raises(ValueError, match="secret= has 1 bytes"):
+        find_secret(b"x")
+    with pytest.raises(ValueError, match="secret= must be a string"):
+        find_secret(5)
+    assert "0123" not in repr(NODE)
