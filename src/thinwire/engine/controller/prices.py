@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from thinwire.engine.controller.local_steps import sooner_apart
 from thinwire.engine.controller.planning import measured_plan, price_plan
 from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
@@ -92,6 +93,11 @@ class PlanPrices:
             f"auto: ssgd as it comes: {usual.seconds:.4g} s; {len(exact) + len(others)} plans priced on measured "
             f"times and network; lossy methods were {allowed}",
         ]
+        if lossy:
+            why += sooner_apart(
+                self._measured, self.backend, self.measurement.outside_seconds,
+                taken=chosen.name, seconds=chosen.seconds, steps=chosen.worth.middle,
+            )  # fmt: skip
         options, plan = chosen.options, chosen.plan.to_json()
         return {"method": chosen.name, "options": options, "plan": plan, "seconds": chosen.seconds, "why": why}
 
