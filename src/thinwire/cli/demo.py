@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import plain_table
+from thinwire.cli.console import plain_table, watched_load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,11 +43,12 @@ def demo(
     console.print(
         f"character GPT, {spec.workers} workers on this machine, link {link}; DDP, then exact, then Power-SGD"
     )
-    record, launched = run_ranks(spec, cluster, total_steps=5 + steps * (4 if quick else 5))
+    with watched_load(spec.workers) as load:
+        record, launched = run_ranks(spec, cluster, total_steps=5 + steps * (4 if quick else 5))
     emulated = launched.emulated and not quick
     result = judge_demo(spec, record, emulated=emulated, note=launched.note)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "demo.json").write_text(json_module.dumps(asdict(result), indent=2))
+    (out / "demo.json").write_text(json_module.dumps(load.with_load(asdict(result)), indent=2))
     picture: str | None = str(out / "demo.png")
     try:
         plot_curves(record.rows, out / "demo.png", f"{result.bench.describe}, {spec.workers} workers, link {link}")
@@ -55,7 +56,7 @@ def demo(
         picture = None
         console.print(f"no picture: {error}")
     if json:
-        typer.echo(json_module.dumps(asdict(result), indent=2))
+        typer.echo(json_module.dumps(load.with_load(asdict(result)), indent=2))
     console.print(demo_table(result))
     console.print(
         f"compute alone {seconds(result.bench.compute_seconds)} a step; floor of an exact method at {LINK}: "

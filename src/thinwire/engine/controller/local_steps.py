@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from thinwire.local.settings import local_settings
 from thinwire.planner.choose.rank import LOSSY_GAIN
 from thinwire.planner.choose.resolved import resolved
@@ -23,7 +25,7 @@ def sooner_apart(
         seconds, steps: of it: a step, and how many of them a loss takes over exact averaging's.
     """
     profile, topology, costs = measured.profile, measured.topology, measured.costs
-    where = {"backend": backend, "shared_compute": not measured.side_stream}
+    where: dict[str, Any] = {"backend": backend, "shared_compute": not measured.side_stream}
     try:
         method = resolved(local_settings("local", {}).priced(), profile, topology, costs, **where)
         timeline = simulate(method, profile, topology, costs, optimizer_seconds=optimizer_seconds, **where)

@@ -133,7 +133,8 @@ def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
 
 def _mean_of(periods: Sequence[Period], plan: Plan) -> Timeline:
     """Periods one after the other, as the mean of their steps."""
-    steps, start, events = sum(period.every for period in periods), 0.0, []
+    steps, start = sum(period.every for period in periods), 0.0
+    events: list[Event] = []
     for period in periods:
         events += _from(start, period.events)
         start += period.seconds
