@@ -42,6 +42,13 @@ def test_names_for_training_import_nothing_of_extras_nor_what_is_slow():
         assert name not in new, f"{name} is imported by {TRAINING}"
 
 
+def test_a_plan_imports_no_compiler():
+    arguments = ["plan", "resnet50", "--link", "1gbit", "--workers", "4"]
+    new = imported(f"from thinwire.cli.main import app; app({arguments}, standalone_mode=False)")
+    assert "thinwire.planner.choose.rank" in new
+    assert not new & SLOW
+
+
 def test_the_version_is_said_once():
     said = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert said

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from thinwire.cli.console import watched_load
+
 
 def bench(
     model: Annotated[
@@ -70,7 +72,8 @@ def bench(
         ranks_per_node=ranks_per_node,
     )
     total = (len(rows) + 1) * (warmup + rounds * steps + rounds - 1)
-    record, launched = run_ranks(spec, cluster, total_steps=total)
+    with watched_load(workers) as load:
+        record, launched = run_ranks(spec, cluster, total_steps=total)
     try:
         result = summarise(spec, record, emulated=launched.emulated, note=launched.note)
     except RuntimeError as error:
@@ -78,7 +81,7 @@ def bench(
     if plot is not None:
         plot_bench(result, plot)
     if json:
-        typer.echo(json_module.dumps(asdict(result), indent=2))
+        typer.echo(json_module.dumps(load.with_load(asdict(result)), indent=2))
     else:
         Console().print(bench_table(result))
     if all(row.error for row in result.rows[1:]):

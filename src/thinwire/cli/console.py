@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -80,3 +80,34 @@ def check_output(option: str, path: Path | None) -> None:
     """Raise ``ValueError`` for a path that cannot become a file."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ValueError(f"{option} {path} is no file that can be written: give a file in a folder that exists")
+
+
+@dataclass
+class Watched:
+    """What ``watched_load`` knows when its block has ended.
+
+    Attributes:
+        record: the load, for JSON; empty where the system does not say.
+    """
+
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def with_load(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The data of a measurement, and the machine's load."""
+        return {**data, "load": self.record}
+
+
+@contextmanager
+def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
+    """For what measures inside with so many processes: a line on stderr if the machine had no time for it."""
+    from rich.console import Console
+
+    from thinwire.measure.load import LoadWatch
+
+    watch, seen = LoadWatch(), Watched()
+    yield seen
+    load = watch.load()
+    if load is not None:
+        seen.record = load.as_dict()
+        if said := load.sentence(processes):
+            Console(stderr=True, quiet=quiet).print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)

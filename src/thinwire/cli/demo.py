@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import plain_table
+from thinwire.cli.console import plain_table, watched_load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,10 +49,11 @@ def demo(
         "until its loss is the same",
         soft_wrap=True,
     )
-    record, launched = run_ranks(spec, cluster, total_steps=5 + 2 * steps)
+    with watched_load(spec.workers) as load:
+        record, launched = run_ranks(spec, cluster, total_steps=5 + 2 * steps)
     result = judge_demo(spec, record, emulated=launched.emulated, note=launched.note)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "demo.json").write_text(json_module.dumps(asdict(result), indent=2))
+    (out / "demo.json").write_text(json_module.dumps(load.with_load(asdict(result)), indent=2))
     written = str(out / "demo.json")
     try:
         title = f"{result.bench.describe}, {spec.workers} workers, link {link if launched.emulated else 'no limit'}"
@@ -61,7 +62,7 @@ def demo(
     except ValueError as error:
         console.print(f"no picture: {error}")
     if json:
-        typer.echo(json_module.dumps(asdict(result), indent=2))
+        typer.echo(json_module.dumps(load.with_load(asdict(result)), indent=2))
     console.print(demo_table(result))
     console.print(
         f"compute alone {seconds(result.bench.compute_seconds)} a step; floor of an exact method at {link}: "

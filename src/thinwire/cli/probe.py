@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_module
 import os
 import sys
 import tempfile
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import check_output, plain_table
+from thinwire.cli.console import check_output, plain_table, watched_load
 from thinwire.cli.errors import RunFailed
 from thinwire.cli.ranks import follow, under_torchrun
 
@@ -54,18 +55,20 @@ def probe(
             raise ValueError(
                 "under torchrun the ranks and the network are given: leave out --workers, --link and so on"
             )
-        rank, result = _join(backend, max_bytes, seconds)
+        with watched_load(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), quiet=os.environ["RANK"] != "0") as load:
+            rank, result = _join(backend, max_bytes, seconds)
         if rank != 0:
             return
     else:
         if backend == "nccl":
             raise ValueError("the lab's ranks use gloo; for nccl start the verb with torchrun")
         workers, ranks_per_node = (2 if workers is None else workers), (1 if ranks_per_node is None else ranks_per_node)
-        result, note = _in_lab(workers, ranks_per_node, link, delay, max_bytes, seconds)
+        with watched_load(workers) as load:
+            result, note = _in_lab(workers, ranks_per_node, link, delay, max_bytes, seconds)
     costs = result.costs
     out.write_text(costs.to_json() + "\n")
     if json:
-        typer.echo(result.to_json())
+        typer.echo(json_module.dumps(load.with_load(json_module.loads(result.to_json()))))
     console = Console(stderr=json)
     if not json:
         flow = result.flow_bits_per_second

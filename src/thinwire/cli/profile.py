@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import check_output, plain_table, progress
+from thinwire.cli.console import check_output, plain_table, progress, watched_load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,11 +46,13 @@ def profile(
         raise ValueError(f"--steps {steps} and --ranks {ranks} must be at least 1, --warmup {warmup} not negative")
     check_output("--out", out)
     check_model(model)
-    found = _here(model, steps, warmup) if ranks == 1 else _several(model, steps, warmup, ranks)
-    out.write_text(found.to_json() + "\n")
+    with watched_load(ranks) as load:
+        found = _here(model, steps, warmup) if ranks == 1 else _several(model, steps, warmup, ranks)
+    text = json_module.dumps(load.with_load(json_module.loads(found.to_json())))
+    out.write_text(text + "\n")
     console = Console(stderr=json)
     if json:
-        typer.echo(found.to_json())
+        typer.echo(text)
     else:
         console.print(profile_table(found))
     for sentence in profile_sentences(found):

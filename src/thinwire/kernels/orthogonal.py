@@ -37,7 +37,7 @@ def orthogonalise(x: Tensor, method: str = "qr") -> Tensor:
     if method not in ("qr", "cholesky2"):
         raise ValueError(f"method={method!r} is unknown; use 'qr' or 'cholesky2'")
     if x.numel() == 0 or x.device.type == "meta":
-        return torch.empty_like(x)
+        return x.new_empty(x.shape)
     x = x.nan_to_num(0.0, 0.0, 0.0)
     if method == "cholesky2":
         twice = _cholesky_qr(_cholesky_qr(x))

@@ -13,6 +13,7 @@ from thinwire.program.bucket import Bucket, Slot
 from thinwire.program.drive import drive
 from thinwire.program.method import Method
 from thinwire.program.ops import AllGather, Collective, NextForward, Op, ReduceScatter, Scope
+from thinwire.program.shapes import ShapesAlone
 from thinwire.program.state import State
 from thinwire.program.topology import Topology
 from thinwire.program.volume import sent_bytes
@@ -94,7 +95,8 @@ def _run(
         steps.append(TracedExchange(type(op).__name__, op.group, size, sent_bytes(op, members)))
         return result_like(op, members)
 
-    drive(program, answer)
+    with ShapesAlone():
+        drive(program, answer)
     return steps
 
 

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.measure import ProbeResult
+from thinwire.measure.load import Load
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
 
@@ -135,6 +136,9 @@ def test_profile_of_ones_own_model_as_json(tmp_path, monkeypatch):
     result = runner.invoke(app, ["profile", "my_net:build", "--steps", "1", "--warmup", "0", "--json"])
     assert result.exit_code == 0, result.output
     assert ModelProfile.from_json(result.stdout).name == "my_net:build"
+    loads = [json.loads(text)["load"] for text in (result.stdout, (tmp_path / "profile.json").read_text())]
+    assert loads[0] == loads[1]
+    assert set(loads[0]) == {"cores", "before", "after", "stolen", "throttled", "periods"}
 
 
 @pytest.mark.dist
@@ -158,6 +162,7 @@ def test_probe_on_two_ranks(tmp_path):
     result = runner.invoke(app, ["probe", "--max-bytes", "8192", "--seconds", "2", "--json"])
     assert result.exit_code == 0, result.output
     found = ProbeResult.from_json(result.stdout)
+    assert json.loads(result.stdout)["load"]["cores"] >= 1
     assert found.layout == (1, 1)
     costs = Costs.from_json((tmp_path / "costs.json").read_text())
     assert costs.hash == found.costs.hash
@@ -184,3 +189,11 @@ def test_help_does_not_import_torch():
     for verb in ("probe", "profile"):
         done = subprocess.run([sys.executable, "-c", code, verb, "--help"], capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_busy_machine_is_said_in_one_line_on_stderr(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("thinwire.measure.load.LoadWatch.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
+    result = runner.invoke(app, ["profile", SMALL, "--steps", "1", "--warmup", "0", "--json"])
+    assert "this machine is overloaded: load average 9.0 on 2 cores before the start" in result.stderr
+    assert json.loads(result.stdout)["load"]["before"] == 9.0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from thinwire.engine.controller.local_steps import sooner_apart
 from thinwire.engine.controller.planning import measured_plan, price_plan
 from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
@@ -107,6 +108,11 @@ class PlanPrices:
             f"auto: ssgd as it comes: {usual.seconds:.4g} s; {len(exact) + len(others)} plans priced on measured "
             f"times and network; lossy methods were {allowed}",
         ]
+        if self.worth is not None:
+            why += sooner_apart(
+                self._measured, self.backend, self.measurement.outside_seconds, self.worth,
+                taken=name, seconds=chosen.seconds, steps=chosen.worth.middle,
+            )  # fmt: skip
         found = {"method": name, "options": chosen.options, "plan": plan.to_json()}
         return {**found, "seconds": chosen.seconds, "why": why}
 

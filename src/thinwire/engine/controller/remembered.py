@@ -36,13 +36,15 @@ class Remembered:
 def recall(network: dict[str, Any]) -> Remembered | None:
     """What is known of a network that these facts describe."""
     path = _path(network)
-    if path is None or not path.exists():
+    if path is None:
         return None
     try:
         data = json.loads(path.read_text())
         if data["network"] != network:
             raise ValueError("it is of another network")
         return Remembered(date.fromisoformat(data["day"]).isoformat(), Costs.from_json(json.dumps(data["costs"])))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (*UNREADABLE, OSError) as error:
         logger.info("thinwire: what is remembered of this network cannot be read: %s: %s", path, error)
         return None

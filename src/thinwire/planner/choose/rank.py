@@ -30,7 +30,7 @@ LOSSY_GAIN = 0.10
 """What a lossy method has to gain in time to a loss over the fastest dense form, with the most steps that were seen."""
 
 TIE = 0.10
-"""By how much the median time to a loss may be longer for a method to count as as soon, where the ranges overlap."""
+"""By how much the time to a loss may be longer, by the median and at its worst, for a method to count as as soon."""
 
 
 class Predicted(Protocol):
@@ -263,11 +263,10 @@ def judge(
 
 
 def as_soon(one: Predicted, first: Predicted) -> bool:
-    """Whether what seeds of ``first`` took and those of another overlap, and their medians are within 10 %."""
-    if one.seconds * one.worth.middle > (1 + TIE) * first.seconds * first.worth.middle:
-        return False
-    mine, its = ((p.seconds * p.worth.low, p.seconds * p.worth.high) for p in (one, first))
-    return mine[0] <= its[1] and its[0] <= mine[1]
+    """Whether its seeds overlap with those of ``first``, and it is at most 10 % later by their median and their most."""
+    mine, its = ([p.seconds * w for w in (p.worth.low, p.worth.middle, p.worth.high)] for p in (one, first))
+    near = all(a <= (1 + TIE) * b for a, b in zip(mine[1:], its[1:]))
+    return near and mine[0] <= its[2] and its[0] <= mine[2]
 
 
 def simplest(first: _Rival, tied: Sequence[_Rival]) -> _Rival:

@@ -69,7 +69,8 @@ def simulate(
         raise ValueError(f"backend={backend!r} is unknown; there are 'gloo' and 'nccl'")
     plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
     plan.check(tensor.name for tensor in model_profile.tensors)
-    place, profile, phases = Place(topology), model_profile.scaled(factor), len(plan.phases)
+    profile = model_profile if factor == 1 else model_profile.scaled(factor)
+    place, phases = Place(topology), len(plan.phases)
     program = method.carrier if isinstance(method, Periodic) else method
     parts = [
         [(_slowed(now, factor), _slowed(later, factor) if later else None) for now, later in phase]
@@ -106,7 +107,7 @@ def simulate(
         seconds = machine.run()
         exposed += exposed_seconds(machine.events)
         sent += sum(event.bytes for event in machine.events)
-        events += (replace(event, start_seconds=event.start_seconds + start) for event in machine.events)
+        events += _from(start, machine.events)
         start += seconds
     events.sort(key=lambda event: event.start_seconds)
     return Timeline(start / phases, exposed / phases, tuple(events), round(sent / phases), plan)
@@ -125,11 +126,17 @@ def plan_of(
     return make_plan(method, tensors, range(len(tensors)), (), backend, all_reduce=known)
 
 
+def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
+    """The same, so much later."""
+    return [replace(e, start_seconds=e.start_seconds + start) for e in events] if start else events
+
+
 def _mean_of(periods: Sequence[Period], plan: Plan) -> Timeline:
     """Periods one after the other, as the mean of their steps."""
-    steps, start, events = sum(period.every for period in periods), 0.0, []
+    steps, start = sum(period.every for period in periods), 0.0
+    events: list[Event] = []
     for period in periods:
-        events += [replace(event, start_seconds=event.start_seconds + start) for event in period.events]
+        events += _from(start, period.events)
         start += period.seconds
     events.sort(key=lambda event: event.start_seconds)
     exposed = sum(period.exposed_seconds for period in periods)
@@ -147,5 +154,7 @@ def _slowest(slowdown: float | Sequence[float], topology: Topology) -> float:
 
 
 def _slowed(part: ProgramPart, factor: float) -> ProgramPart:
+    if factor == 1:
+        return part
     hops = tuple(replace(hop, cpu_seconds=hop.cpu_seconds * factor) for hop in part.hops)
     return ProgramPart(part.bucket, tuple(seconds * factor for seconds in part.segments), hops)

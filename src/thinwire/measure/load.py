@@ -1,0 +1,100 @@
+"""Whether this machine had the time for what was measured on it: its load, and what was taken away. Linux alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_BUSY = 0.75  # of the cores: others' processes that wait for one, or have it
+_STOLEN = 0.02  # of the CPU's time
+_THROTTLED = 0.05  # of the periods
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of this machine, while something was measured.
+
+    Attributes:
+        cores: of the machine.
+        before, after: processes that ran or waited for a core, in the mean over a minute; what is measured is in the
+            second figure.
+        stolen: share of the CPU's time that the host of a virtual machine gave to others.
+        throttled, periods: of the control group: how often its share of the CPU was used up, of how many times.
+    """
+
+    cores: int
+    before: float
+    after: float
+    stolen: float
+    throttled: int
+    periods: int
+
+    def sentence(self, own: int = 0) -> str:
+        """One line if figures are not to be trusted, else nothing; ``own``: processes that were measured."""
+        said = []
+        if self.before > _BUSY * self.cores:
+            said.append(f"load average {self.before:.1f} on {_cores(self.cores)} before the start")
+        elif self.after > own + _BUSY * self.cores:
+            said.append(f"load average {self.after:.1f} on {_cores(self.cores)} at the end, {own} of it our own")
+        if self.stolen > _STOLEN:
+            said.append(f"{self.stolen:.0%} of the CPU's time went to other guests of its host")
+        if self.throttled > _THROTTLED * self.periods:
+            said.append(f"held back by its control group in {self.throttled} of {self.periods} periods")
+        return f"this machine is overloaded: {'; '.join(said)}: figures are too high, and scatter" if said else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+class LoadWatch:
+    """Looks from when it is made until ``load``.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._before = self._average()
+        self._cpu, self._group = self._cpu_times(), self._throttling()
+
+    def load(self) -> Load | None:
+        """Since then; None where the system does not say."""
+        after = self._average()
+        if self._before is None or after is None:
+            return None
+        (stolen, whole), (throttled, periods) = (
+            (new[0] - old[0], new[1] - old[1])
+            for new, old in ((self._cpu_times(), self._cpu), (self._throttling(), self._group))
+        )
+        return Load(os.cpu_count() or 1, self._before, after, stolen / whole if whole else 0.0, throttled, periods)
+
+    def _average(self) -> float | None:
+        words = self._words("proc/loadavg")
+        return float(words[0]) if words else None
+
+    def _cpu_times(self) -> tuple[int, int]:
+        """Stolen, and all: in the kernel's ticks."""
+        ticks = [int(word) for word in self._words("proc/stat")[1:9]]  # of all cores: the first line
+        return (ticks[7], sum(ticks)) if len(ticks) == 8 else (0, 0)
+
+    def _throttling(self) -> tuple[int, int]:
+        for place in ("sys/fs/cgroup/cpu.stat", "sys/fs/cgroup/cpu/cpu.stat"):
+            words = self._words(place)
+            found = dict(zip(words[::2], words[1::2]))
+            if "nr_throttled" in found:
+                return int(found["nr_throttled"]), int(found["nr_periods"])
+        return 0, 0
+
+    def _words(self, place: str) -> list[str]:
+        try:
+            return (self._root / place).read_text().split()
+        except OSError:
+            return []
+
+
+def _cores(count: int) -> str:
+    return f"{count} core{'' if count == 1 else 's'}"
