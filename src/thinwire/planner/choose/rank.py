@@ -263,7 +263,7 @@ def judge(
 
 
 def as_soon(one: Predicted, first: Predicted) -> bool:
-    """Whether its seeds overlap with those of ``first``, and it is at most 10 % later by their median and their most."""
+    """Whether its seeds overlap with those of ``first``, and their median and their most are at most 10 % later."""
     mine, its = ([p.seconds * w for w in (p.worth.low, p.worth.middle, p.worth.high)] for p in (one, first))
     near = all(a <= (1 + TIE) * b for a, b in zip(mine[1:], its[1:]))
     return near and mine[0] <= its[2] and its[0] <= mine[2]
