@@ -21,7 +21,7 @@ from thinwire.local.machine import by_first_ranks, exchanges_of
 from thinwire.local.settings import QSR, Local
 from thinwire.methods.base import all_finite
 from thinwire.methods.ssgd import SSGD
-from thinwire.methods.start import exact_method, start_method
+from thinwire.methods.start import exact_method
 from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
 from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 
@@ -199,7 +199,6 @@ class Fragment:
         self.rejected = 0
         self._codec = settings.codec or SSGD()
         self._exact = exact_method(self._codec)
-        self._start = start_method(self._codec, state.topology, start)
         state.start = self._codec.start_steps if start is None else start
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -223,7 +222,7 @@ class Fragment:
         topology, rank = self.state.topology, self.state.rank
         for dense, bucket in self._buckets:
             shapes = [(slot.name, slot.shape) for slot in bucket.slots]
-            for method in {self._exact} if dense else {self._exact, self._start, self._codec}:
+            for method in {self._exact, self._exact if dense else self._codec}:
                 for phase in range(method.phases):
                     step = steady_step(method, phase)
                     one = trace(method, shapes, topology, rank=rank, step=step, dtype=bucket.dtype)
@@ -252,8 +251,8 @@ class Fragment:
             for slot in bucket.slots:
                 slot.value, slot.result = given[slot.name], None
             bucket.renew(None)
-            early = self._start if self.state.step < self.state.start else self._codec
-            program = (self._exact if last or dense else early).reduce(bucket, self.state)
+            exact = last or dense or self.state.step < self.state.start
+            program = (self._exact if exact else self._codec).reduce(bucket, self.state)
             programs.append(program if self._first is None else by_first_ranks(program, bucket, first=self._first))
         return programs
 
