@@ -17,13 +17,15 @@ from thinwire.methods.sign import SignSGD
 from thinwire.methods.topk import TopK
 from thinwire.optim import LAMB, LARS
 from thinwire.planner.costs import Costs
+from thinwire.planner.measured import needs_measurement
 
 STEPS = 6
 """Two exact ones, the first two of the method, two that are like all others: low rank takes turns."""
 
 Case = Callable[..., AbstractContextManager[Any]]
 _low = {"rank": 2, "min_rate": 1.0}
-_kfac = {"factor_update_steps": 1, "inv_update_steps": 2, "costs": Costs.of_link(1e9, 50e-6, 4)}
+_costs = Costs.of_link(1e9, 50e-6, 4)  # what is not measured in the steps that are counted
+_kfac = {"factor_update_steps": 1, "inv_update_steps": 2, "costs": _costs}
 
 
 def _plain(parameters: Any) -> torch.optim.Optimizer:
@@ -33,7 +35,10 @@ def _plain(parameters: Any) -> torch.optim.Optimizer:
 
 METHODS: dict[str, Case] = {
     label(m): partial(
-        training, m, **({"optimizer": _plain} if isinstance(m, DGC) else {"nodes": 2} if m.name == "hitopk" else {})
+        training,
+        m,
+        **({"optimizer": _plain} if isinstance(m, DGC) else {"nodes": 2} if m.name == "hitopk" else {}),
+        **({"costs": _costs} if needs_measurement(m) else {}),
     )
     for m in [
         *EVERY,
@@ -69,7 +74,7 @@ WAYS: dict[str, Case] = {
     "one bucket each, topk": partial(training, "topk", density=0.1, fusion="none"),
     "torus": partial(training, "ssgd", collective="torus", nodes=2),
     "three phases": partial(training, "ssgd", collective="three_phase", nodes=2),
-    "adaptive": partial(training, "ssgd", plan="adaptive"),
+    "adaptive": partial(training, "ssgd", plan="adaptive", costs=_costs),
     "buffers": partial(training, "ssgd", model=Conv),
     "buffers, not rank 0": partial(training, "ssgd", model=Conv, rank=1),
     "LARS": partial(training, "ssgd", optimizer=partial(LARS, lr=0.1)),
@@ -90,7 +95,7 @@ WAYS: dict[str, Case] = {
     "cuda:1, dear": partial(training, "dear", device=SECOND),
     "cuda:1, topk": partial(training, "topk", density=0.1, device=SECOND),
     "cuda:1, histogram": partial(training, "topk", density=0.1, select="histogram", device=SECOND),
-    "cuda:1, adaptive": partial(training, "ssgd", plan="adaptive", device=SECOND),
+    "cuda:1, adaptive": partial(training, "ssgd", plan="adaptive", costs=_costs, device=SECOND),
     "cuda:1, K-FAC": partial(training, "ssgd", kfac=_kfac, device=SECOND),
     "two cards": partial(two_cards, "ssgd"),
     "two cards, dear": partial(two_cards, "dear"),
