@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.console import Bar, plain_table, progress
+from thinwire.cli.console import Bar, plain_table, progress, watched_load
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,9 +67,9 @@ def race(
             "links cannot be emulated here, so nothing can race on one; see thinwire doctor, or thinwire plan"
         )
     console = Console(stderr=json)
-    with progress("starting ranks") as bar, tempfile.TemporaryDirectory() as nowhere:
+    with watched_load(workers) as load, progress("starting ranks") as bar, tempfile.TemporaryDirectory() as nowhere:
         found = run_race(asked, _course(cluster, console, bar, Path(nowhere) if fresh else None))
-    data = race_data(asked, found)
+    data = load.with_load(race_data(asked, found))
     out.mkdir(parents=True, exist_ok=True)
     (out / "race.json").write_text(json_module.dumps(data, indent=2) + "\n", encoding="utf-8")
     written = [str(out / "race.json")]
