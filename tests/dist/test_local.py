@@ -488,7 +488,7 @@ def _bare(rank, size):
     optimizer = _adamw(net)
     rows = []
     with tw.attach(net, optimizer, "local", detect_desync=True) as sync:
-        for step in range(24):
+        for step in range(30):
             _train(net, optimizer, rank, 1, first=step)
             rows.append((sync.period, sync.stats().settled))
         note, saved = sync.stats().note, sync.state_dict()
@@ -501,9 +501,9 @@ def _bare(rank, size):
 
 def test_the_period_is_measured_once_and_equal_on_all_ranks():
     (rows, note, settled, period, weights), *others = run(_bare, 3, seconds=120)
-    assert rows[:5] == [(2, False)] * 5
-    assert all(done for _, done in rows[5:])
-    assert len({count for count, _ in rows[7:]}) == 1
+    assert rows[:11] == [(2, False)] * 11  # three rounds in 8 bits, three in 2
+    assert all(done for _, done in rows[11:])
+    assert len({count for count, _ in rows[13:]}) == 1
     assert 2 <= rows[-1][0] <= 16
     assert f"every {rows[-1][0]} steps (measured: a step takes " in note
     assert (settled, period) == (True, rows[-1][0])

@@ -126,7 +126,7 @@ def attach(
     if local is not None:
         if not (plan is None and bucket_cap_mb is None and costs is None and worth is None and not lossy):
             raise ValueError("local steps send no gradients: leave out plan, bucket_cap_mb, costs, worth and lossy")
-        method, options = local.codec or SSGD(), {}
+        method, options = local.method, {}
     assert not isinstance(method, Local)  # named_local has taken it
     auto = isinstance(method, str) and method.lower() == "auto"
     if bucket_cap_mb is not None:

@@ -20,7 +20,6 @@ from torch import Tensor
 from thinwire.local.machine import by_first_ranks, exchanges_of
 from thinwire.local.settings import QSR, Local
 from thinwire.methods.base import all_finite
-from thinwire.methods.ssgd import SSGD
 from thinwire.methods.start import exact_method
 from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
 from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
@@ -47,6 +46,7 @@ class Rounds:
         begun: of them, those before the present period.
         period: its steps.
         measured: the period and the delay that "auto" has found; None: none yet.
+        code: which of the settings' codecs runs.
         fragments: parts of the parameters.
     """
 
@@ -67,6 +67,7 @@ class Rounds:
             )
         self.settings, self.count, self.begun = settings, 0, 0
         self.measured: tuple[int, int] | None = None
+        self.code = 0
         self.period = 0  # the first one begins with the first step
         named = list(parameters.items())
         parts = cut([x.numel() for _, x in named], settings.fragments)
@@ -117,7 +118,8 @@ class Rounds:
     def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
         """As :meth:`Fragment.send`, after the optimizer step that was counted last."""
         waited = last or self.settings.measures(self.measured)
-        return fragment.send(self.count, 0 if waited else self.settings.delay_in(self.period, self.measured), last=last)
+        delay = 0 if waited else self.settings.delay_in(self.period, self.measured)
+        return fragment.send(self.count, delay, self.code, last=last)
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -136,13 +138,15 @@ class Rounds:
 
     def snapshot(self) -> dict[str, Any]:
         """All that is remembered, cloned. What travels must have been received."""
-        clock = {"count": self.count, "begun": self.begun, "period": self.period, "measured": self.measured}
-        return {**clock, "fragments": [fragment.snapshot() for fragment in self.fragments]}
+        clock = {"count": self.count, "begun": self.begun, "period": self.period}
+        found = {"measured": self.measured, "code": self.code}
+        return {**clock, **found, "fragments": [fragment.snapshot() for fragment in self.fragments]}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over a snapshot of the same settings and number of ranks."""
         self.count = int(saved["count"])
         self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
+        self.code = saved["code"]
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
             fragment.restore(one)
 
@@ -197,9 +201,8 @@ class Fragment:
         self.due: int | None = None
         self.received = self._last = False
         self.rejected = 0
-        self._codec = settings.codec or SSGD()
-        self._exact = exact_method(self._codec)
-        state.start = self._codec.start_steps if start is None else start
+        self._exact = exact_method(settings.method)
+        state.start = settings.method.start_steps if start is None else start
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self._settings.averages else working_dtype(dtype)
@@ -222,7 +225,7 @@ class Fragment:
         topology, rank = self.state.topology, self.state.rank
         for dense, bucket in self._buckets:
             shapes = [(slot.name, slot.shape) for slot in bucket.slots]
-            for method in {self._exact, self._exact if dense else self._codec}:
+            for method in {self._exact} if dense else {self._exact, *self._settings.codecs}:
                 for phase in range(method.phases):
                     step = steady_step(method, phase)
                     one = trace(method, shapes, topology, rank=rank, step=step, dtype=bucket.dtype)
@@ -230,11 +233,11 @@ class Fragment:
                     yield from found if self._first is None else [exchanges_of(x, method.name) for x in found]
 
     @torch.no_grad()
-    def send(self, count: int, delay: int, *, last: bool = False) -> list[Program]:
+    def send(self, count: int, delay: int, code: int = 0, *, last: bool = False) -> list[Program]:
         """Begin a round after the optimizer step of this number: one program a bucket, which no longer read weights.
 
-        What comes is merged ``delay`` steps later. ``last``: an exact round, with all that is owed, after which the
-        weights are the outer weights.
+        What comes is merged ``delay`` steps later. ``code``: which of the settings' codecs. ``last``: an exact round,
+        with all that is owed, after which the weights are the outer weights.
         """
         self.left, self.due, self._mean = count, count + delay, None
         self.received, self._last = False, last
@@ -252,7 +255,7 @@ class Fragment:
                 slot.value, slot.result = given[slot.name], None
             bucket.renew(None)
             exact = last or dense or self.state.step < self.state.start
-            program = (self._exact if exact else self._codec).reduce(bucket, self.state)
+            program = (self._exact if exact else self._settings.codecs[code]).reduce(bucket, self.state)
             programs.append(program if self._first is None else by_first_ranks(program, bucket, first=self._first))
         return programs
 

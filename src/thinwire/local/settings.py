@@ -92,11 +92,11 @@ class Local:
 
     Args:
         sync_every: H, optimizer steps between two exchanges of a parameter. "auto": three rounds of 2 steps are
-            measured, then it is the H with the least time to a loss: mean step times the steps that
+            measured with each codec, then it is the H with the least time to a loss: mean step times the steps that
             ``benchmarks/race.py`` has found such a period to need. Or a :class:`QSR`.
         codec: the method that carries the mean change, with its residual; None: weights are averaged as they are.
             ``attach`` takes "int8", "int4", "int2", "bf16", "fp16" or a method's name too, and on a command
-            line "none".
+            line "none". "auto": 8 bits, or 2 where that is a tenth sooner at a loss; with ``sync_every="auto"``.
         outer: what is made of the mean change; None: it is applied.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
@@ -116,7 +116,7 @@ class Local:
     """
 
     sync_every: int | str | QSR = 8
-    codec: Method | None = None
+    codec: Method | str | None = None
     outer: Nesterov | None = None
     fragments: int = 1
     fragment_sync_delay: int | str = 0
@@ -151,16 +151,30 @@ class Local:
         alpha = self.fragment_update_alpha
         if alpha is not None and not (_is_number(alpha) and 0 <= alpha <= 1):
             raise ValueError(f"fragment_update_alpha={alpha!r} must be None or from 0 to 1")
-        if self.codec is not None and not isinstance(self.codec, Method):
+        if self.codec == "auto" and self.sync_every != "auto":
+            raise ValueError('codec="auto" goes with sync_every="auto": name a method, or "int8"')
+        if not (self.codec is None or self.codec == "auto" or isinstance(self.codec, Method)):
             raise ValueError(f"codec={self.codec!r} must be a method, for example thinwire.ACP(rank=16), or None")
         if self.inside is not None and (not isinstance(self.inside, Method) or self.inside.decoupled):
             raise ValueError(
                 f'inside={self.inside!r} must be a method that is not decoupled, for example "ssgd", or None'
             )
-        if self.codec is not None and "local" in self.codec.unfit:
-            raise ValueError(f"{self.codec.name} cannot be a codec of local steps: {self.codec.unfit['local']}")
-        if self.codec is not None and self.codec.decoupled:
-            raise ValueError(f"{self.codec.name} is decoupled, which belongs to gradients: leave decoupled=True out")
+        if "local" in self.method.unfit:
+            raise ValueError(f"{self.method.name} cannot be a codec of local steps: {self.method.unfit['local']}")
+        if self.method.decoupled:
+            raise ValueError(f"{self.method.name} is decoupled, which belongs to gradients: leave decoupled=True out")
+
+    @property
+    def codecs(self) -> tuple[Method, ...]:
+        """The methods that a round may run, the one to begin with first; without a codec plain averaging."""
+        if isinstance(self.codec, Method):
+            return (self.codec,)
+        return (SSGD(),) if self.codec is None else (Cast("int8"), Cast("int2"))
+
+    @property
+    def method(self) -> Method:
+        """The first of ``codecs``."""
+        return self.codecs[0]
 
     @property
     def averages(self) -> bool:
@@ -204,7 +218,7 @@ class Local:
         if isinstance(every, QSR):
             raise ValueError("a period that follows the learning rate has no price: name sync_every")
         fixed = None if isinstance(every, str) else every
-        return Periodic(self.codec or SSGD(), fixed, delay, self.sync_every_max, self.outer is not None)
+        return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None)
 
     def delay_in(self, period: int, measured: tuple[int, int] | None = None) -> int:
         """Optimizer steps that go on while a fragment of this period travels."""
@@ -216,12 +230,12 @@ class Local:
 
 _DTYPES = ("fp16", "bf16", "int8", "int4", "int2")
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "local": {"sync_every": "auto", "codec": "int8", "fragment_sync_delay": "auto"},
+    "local": {"sync_every": "auto", "codec": "auto", "fragment_sync_delay": "auto"},
     "diloco": {"sync_every": 64, "outer": Nesterov()},
 }
 """What the names stand for; an option that a user names replaces that one alone.
 
-With a named period rounds are waited for, unless a delay is named too.
+With a named period changes travel in 8 bits, and rounds are waited for, unless a codec or a delay is named too.
 """
 CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("local", {}), ("local", {"codec": "int2"}), ("local", {"codec": "none"}), ("diloco", {}),
@@ -246,7 +260,9 @@ def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
     chosen = {**PRESETS[name], **options}
     if chosen.get("sync_every") != "auto" and "fragment_sync_delay" not in options:
         chosen.pop("fragment_sync_delay", None)
-    if isinstance(codec := chosen.get("codec"), str):
+    if chosen.get("sync_every") != "auto" and "codec" not in options and chosen.get("codec") == "auto":
+        chosen["codec"] = "int8"
+    if isinstance(codec := chosen.get("codec"), str) and codec != "auto":
         chosen["codec"] = None if codec == "none" else Cast(codec) if codec in _DTYPES else resolve(codec)
     if isinstance(inside := chosen.get("inside"), str):
         chosen["inside"] = resolve(inside)
