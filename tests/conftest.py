@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "dist"), str(HERE / "unit")]
+sys.path[:0] = [str(HERE), str(HERE / "dist"), str(HERE / "unit"), str(HERE / "abuse"), str(HERE / "unit" / "split")]
 torch.set_num_threads(1)
 settings.register_profile("thinwire", settings(deadline=None))  # other work on the machine is no failure
 settings.load_profile("thinwire")
