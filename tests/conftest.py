@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "dist"), str(HERE / "unit")]
+sys.path[:0] = [str(HERE), str(HERE / "dist"), str(HERE / "unit"), str(HERE / "abuse"), str(HERE / "unit" / "split")]
 torch.set_num_threads(1)
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="thinwire-tests-")  # nothing is remembered from other runs
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)

@@ -6,12 +6,15 @@ import ipaddress
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 VARIABLE = "THINWIRE_SECRET_FILE"
 _LEAST = 16
+_PREFIX = "thinwire-secret-"
+_HOUR_SECONDS = 3600.0
 
 
 def read_secret(path: str | Path) -> bytes:
@@ -52,8 +55,17 @@ def _checked(secret: bytes, where: str) -> bytes:
 
 @contextmanager
 def fresh_secret_file() -> Iterator[str]:
-    """A file with a new secret, which only this user can read; gone afterwards."""
-    with tempfile.NamedTemporaryFile("w", prefix="thinwire-secret-", encoding="ascii") as file:
+    """A file with a new secret, which only this user can read; gone afterwards. Those that killed processes have left
+    are removed by the next one, an hour later."""
+    import fcntl  # not on Windows, which has no lab
+
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError), left.open("rb") as file:  # another user's, gone, or locked by who needs it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - left.stat().st_mtime > _HOUR_SECONDS:
+                left.unlink()
+    with tempfile.NamedTemporaryFile("w", prefix=_PREFIX, encoding="ascii") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         file.write(secrets.token_hex())
         file.flush()
         yield file.name

@@ -144,9 +144,7 @@ class Crew:
 
         lease = self._settings.lease_seconds
         box.append(
-            Connection(
-                pair, channels=1, seconds=lease, most_bytes=self._most_bytes, deliver=deliver, closed=closed
-            ).start()
+            Connection(pair, channels=1, seconds=lease, most_bytes=self._most_bytes, deliver=deliver, closed=closed)
         )
         with self._lock:
             old = self._there.get(number)
@@ -159,6 +157,7 @@ class Crew:
                 box[0].post(farewell)
             if not self._farewell:
                 self._came(number)
+        box[0].start()  # only now: what comes is delivered to who is there
 
     def _forget(self, number: int) -> None:
         del self._there[number]

@@ -136,6 +136,12 @@ class Fleet:
         return ()
 
     def _made(self, post: Post, message: Made) -> None:
+        piece = self.pieces[post.index]
+        if message.tensor is not None and message.tensor.numel() != (piece.stop - piece.start) * self._dtype.itemsize:
+            post.connection.close()
+            why = f"it sent {message.tensor.numel()} bytes in place of its slice"
+            self.roster.gone(post, why, self._machine.version, self.saved_version)
+            return
         post.made = message.version
         if message.tensor is not None:
             post.slice = message.tensor.view(self._dtype)

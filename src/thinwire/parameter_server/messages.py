@@ -6,6 +6,7 @@ frame; nothing is pickled.
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from dataclasses import dataclass, fields
@@ -19,6 +20,9 @@ MOST_WORKERS = 1 << 12
 FRAME = struct.Struct("<16q")
 ROW_BYTES = 32
 _FLOATS = {"loss_sum", "weight", "loss", "seconds", "divisor", "factor"}
+_HASHES = {"layout", "outer"}
+_FINITE = {"weight", "divisor", "factor"}  # a loss may be anything
+_MOST = 1 << 62  # of any number: 1 more still fits
 _FLAGS = {"same", "delta", "keeps", "show", "failed"}
 
 
@@ -266,6 +270,10 @@ def decode(frame: bytes) -> tuple[Message | Local | ShardMessage, int, int]:
     options: dict[str, Any] = {}
     for name, value in zip(_NAMES[kind], values):
         options[name] = _float(value) if name in _FLOATS else bool(value) if name in _FLAGS else value
+        if name not in _FLOATS and name not in _HASHES:
+            _checked(value)
+        if name in _FINITE and not math.isfinite(options[name]):
+            raise ValueError(f"a {kind.__name__} with {name}={options[name]} is no message of a parameter server")
     return kind(**options), rows, tensor_bytes
 
 
@@ -281,12 +289,22 @@ def encode_rows(message: Any) -> bytes:
 
 
 def decode_rows(message: Message | Local | ShardMessage, data: bytes) -> tuple[Row, ...] | tuple[Term, ...]:
-    """The rows that belong to a message."""
+    """The rows that belong to a message.
+
+    Raises:
+        ValueError: a number in them cannot be.
+    """
     numbers = array("q", data).tolist()
     quads = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
     if isinstance(message, Grad):
-        return tuple(Row(*quad) for quad in quads)
-    return tuple(Term(member, seq, _float(scale)) for member, seq, scale, _ in quads)
+        return tuple(Row(*map(_checked, quad)) for quad in quads)
+    return tuple(Term(_checked(member), _checked(seq), _float(scale)) for member, seq, scale, _ in quads)
+
+
+def _checked(number: int) -> int:
+    if not -_MOST <= number <= _MOST:
+        raise ValueError(f"{number} in a message is larger than anything that a parameter server counts")
+    return number
 
 
 def _bits(value: float) -> int:

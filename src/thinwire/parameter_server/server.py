@@ -162,6 +162,9 @@ class Server:
                 self._refuse(refused, TAKEN)
             self._go_on(member)
             self._permits()
+        elif isinstance(message, Grad) and any(row.base > self.version for row in message.rows):
+            self._unused(message, "late")
+            self._drop(member.number, "sends gradients at weights that there are not yet")
         elif isinstance(message, Grad):
             self._grad(member, message)
 

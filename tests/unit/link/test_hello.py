@@ -1,6 +1,7 @@
 """Who a listener lets in: those who know its secret, as who they are; and what it says to the others."""
 
 import logging
+import os
 import queue
 import socket
 import struct
@@ -230,6 +231,22 @@ def test_no_other_address_without_a_secret(host):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_this_machine_needs_none(host):
     check_host(host, None, False)
+
+
+def test_secrets_that_killed_processes_left_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old, new, other = (tmp_path / name for name in ("thinwire-secret-old", "thinwire-secret-new", "other"))
+    for path in (old, new, other):
+        path.write_text("x")
+        os.utime(path, (0, time.time() if path is new else 0))
+    with fresh_secret_file() as needed, fresh_secret_file() as name:
+        os.utime(needed, (0, 0))
+        with fresh_secret_file():
+            assert os.path.exists(needed)
+        assert not old.exists()
+        assert new.exists()
+        assert other.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([new, other]), name
 
 
 def test_where_a_secret_comes_from(tmp_path, monkeypatch):

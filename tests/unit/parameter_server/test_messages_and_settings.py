@@ -14,7 +14,18 @@ from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.compress import Codec, Difference, Feedback
 from thinwire.parameter_server.layout import Layout, LayoutMismatch
 from thinwire.parameter_server.leader import Leader
-from thinwire.parameter_server.messages import FRAME, KINDS, Grad, IterationNumber, decode, encode
+from thinwire.parameter_server.messages import (
+    FRAME,
+    KINDS,
+    Buffers,
+    Grad,
+    Hello,
+    IterationNumber,
+    Row,
+    Welcome,
+    decode,
+    encode,
+)
 from thinwire.parameter_server.outer import DelayedNesterov, Master
 from thinwire.parameter_server.presets import PRESETS, preset
 from thinwire.parameter_server.server import Server
@@ -23,10 +34,10 @@ from thinwire.parameter_server.shard_messages import Enlisted
 from thinwire.parameter_server.slice_keeper import SliceKeeper
 from thinwire.parameter_server.submit import LocalSteps
 
-numbers = st.integers(-(2**63), 2**63 - 1)
+numbers = st.integers(-(2**62), 2**62)
 
 
-@given(numbers, numbers, numbers, st.floats(allow_nan=False), st.integers(0, 2**40))
+@given(numbers, numbers, numbers, st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 2**40))
 def test_a_frame_says_what_the_message_said(member, low, grant, loss, size):
     message = IterationNumber(member, 1, 2, low, low, grant, loss_sum=loss)
     assert decode(encode(message)) == (message, 0, 0)
@@ -311,3 +322,28 @@ def test_sums_for_a_member_that_has_gone_are_refused_and_counted():
     effects = server.on(Grad(77, 1, 1, 1, 0, 1, 1.0, (Row(0, 0, 0, 1), Row(0, 1, 0, 1))), 0.0)
     assert effects == [Send(Nack(77), 77)]
     assert server.counters["late"] == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "tensor", "values", "sentence"),
+    [
+        (Welcome, 0, 8, (1, 0, 0), "a Welcome with a tensor"),
+        (Buffers, 0, 0, (1,), "Buffers without a tensor"),
+        (IterationNumber, 1, 0, (1,), "IterationNumber with rows"),
+        (Grad, 0, 0, (1, 0, 2**62 + 1), "larger than anything"),
+        (Grad, 0, 0, (1, 0, 0, 0, 0, 0, 0x7FF8 << 48), "weight=nan"),
+    ],
+)
+def test_a_frame_that_cannot_be_is_refused(kind, rows, tensor, values, sentence):
+    frame = FRAME.pack(KINDS.index(kind), rows, tensor, *values, *[0] * (13 - len(values)))
+    with pytest.raises(ValueError, match=sentence):
+        decode(frame)
+
+
+def test_who_sends_gradients_of_weights_to_come_is_dropped():
+    server = Server(preset("asp"))
+    server.on(Hello(0, 1), 0.0)
+    (member,) = server.members
+    server.on(Grad(member, 0, 1, 1, 0, 1, 1.0, (Row(1, 0, 0, 8),), torch.zeros(1)), 0.0)
+    assert not server.members
+    assert server.version == 0

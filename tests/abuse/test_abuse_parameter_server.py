@@ -1,0 +1,198 @@
+"""Members, workers and shards that send anything: the server goes on, and an honest node trains to the end."""
+
+import contextlib
+import os
+import threading
+import time
+
+import pytest
+import torch
+from abuse_frames import OF_A_SHARD, OF_A_VISITOR, OF_A_WORKER, hello, stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parameter_cluster import Cluster, flat, model, part_of, sgd
+
+from thinwire.link.errors import PairError
+from thinwire.link.hello import Badge
+from thinwire.link.meeting import Meeting, connect
+from thinwire.parameter_server import Layout, Node, Service, Shard, Worker, preset
+from thinwire.parameter_server.messages import FRAME, PROTOCOL, Enter, Welcome, decode, encode
+from thinwire.parameter_server.outer import fingerprint
+from thinwire.parameter_server.presets import bsp
+from thinwire.parameter_server.shard_messages import Enlist, Enlisted, Ticket
+
+LAYOUT = Layout.of(model()).number
+MEMORY = 200e6
+seeds = st.integers(0, 2**32)
+
+
+def memory():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def send(pair, frames):
+    """All of it, or until the other side has had enough; tensors lie ready. Returns how many frames."""
+    sent = 0
+    with contextlib.suppress(PairError):
+        pair.send_tensor(torch.rand(44 * 40), 5.0)
+        for frame in frames:
+            pair.send_frame(frame)
+            sent += 1
+    pair.close()
+    return sent
+
+
+class Attacked:
+    """A server in a thread, and what has been sent to it."""
+
+    def __init__(self, name):
+        self.service = Service(model(), preset(f"{name}:lease_seconds=5"), outer=sgd(), updates=10**9)
+        self.address, self.frames, self.failures = f"127.0.0.1:{self.service.port}", 0, []
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.service.run()
+        except BaseException as error:
+            self.failures.append(error)
+
+    def by_a_member(self, seed):
+        pair = Meeting(self.address, Badge("node", 1)).connect(hello(1, LAYOUT, seed + 1))
+        welcome = decode(pair.receive_frame(FRAME.size, 10.0))[0]
+        if isinstance(welcome, Welcome):
+            near = (welcome.member, 0, 1, 2, self.service.machine.version)
+            self.frames += send(pair, stream(seed, near))
+        pair.close()
+        assert not self.failures, self.failures
+
+    def then_train(self):
+        """A node comes as if nothing had been."""
+        node = Node(self.address, 0, 1)
+        worker = Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0))
+        working = threading.Thread(target=worker.run, daemon=True)
+        working.start()
+        end = time.monotonic() + 60.0
+        while worker.stats.submissions < 10 and time.monotonic() < end:
+            time.sleep(0.01)
+        self.service.stop()
+        for thread in (working, self.thread):
+            thread.join(30)
+            assert not thread.is_alive()
+        node.close()
+        assert not self.failures, self.failures
+        assert worker.stats.submissions >= 10
+        assert flat(self.service.model).isfinite().all()
+
+
+def attack(name, examples):
+    attacked, before = Attacked(name), memory()
+
+    @settings(max_examples=examples, database=None)
+    @given(seeds)
+    def go(seed):
+        attacked.by_a_member(seed)
+
+    go()
+    assert memory() - before < MEMORY
+    attacked.then_train()
+    return attacked.frames
+
+
+@pytest.mark.parametrize("name", ["inhad", "asp", "bsp"])
+def test_whatever_a_member_sends(name):
+    assert attack(name, 200) > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["inhad", "asp", "bsp", "ssp", "n_softsync", "fedbuff", "delayed_nesterov", "diloco"])
+def test_whatever_a_member_sends_for_long(name):
+    assert attack(name, 10_000) > 50_000
+
+
+def test_whatever_a_visitor_sends_to_a_shard():
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], updates=200, shards=1)
+    while not cluster.service.keeper.roster.posts:
+        time.sleep(0.01)
+    port, before = cluster.service.keeper.roster.posts[0].port, memory()
+
+    @settings(max_examples=60, database=None)
+    @given(seeds)
+    def go(seed):
+        (member,) = cluster.service.machine.members or (0,)
+        pair = connect("127.0.0.1", port, encode(Ticket(1 + seed)), Badge("node", 9))
+        send(pair, stream(seed, (member, 0, 1), OF_A_VISITOR))
+
+    with contextlib.suppress(PairError):  # training has ended
+        go()
+    assert memory() - before < MEMORY
+    assert cluster.join().version == 200
+
+
+def test_whatever_a_shard_sends_that_does_not_begin():
+    """Before all shards are there, one that sends anything only leaves its place to another."""
+    service = Service(model(), bsp(), outer=sgd(), updates=3, shards=2)
+    failures = []
+
+    def serve():
+        try:
+            service.run()
+        except BaseException as error:
+            failures.append(error)
+
+    serving = threading.Thread(target=serve, daemon=True)
+    serving.start()
+    first = Enlist(0, 1, PROTOCOL, False, fingerprint(sgd(), torch.float32))
+    taken = []
+
+    @settings(max_examples=60, database=None)
+    @given(seeds)
+    def go(seed):
+        pair = Meeting(f"127.0.0.1:{service.port}", Badge("shard", 0)).connect(encode(first))
+        if isinstance(decode(pair.receive_frame(FRAME.size, 10.0))[0], Enlisted):
+            taken.append(send(pair, stream(seed, (0, 1, 2), OF_A_SHARD)))
+        pair.close()
+        assert not failures
+
+    go()
+    assert len(taken) > 20  # one that comes before its place is free again is refused
+    while service.keeper.roster.posts:
+        time.sleep(0.01)
+    shards = [Shard(f"127.0.0.1:{service.port}", index, outer=sgd()) for index in range(2)]
+    node = Node(f"127.0.0.1:{service.port}", 0, 1)
+    worker = Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0))
+    threads = [serving, *(threading.Thread(target=one.run, daemon=True) for one in (*shards, worker))]
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive()
+    node.close()
+    assert not failures
+    assert service.machine.version == 3
+
+
+def test_whatever_a_worker_sends_to_its_leader():
+    service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=60)
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    node = Node(f"127.0.0.1:{service.port}", 0, 2)
+    honest = Worker(model(), *part_of(0, 0, 0.005), node.address, 0, check=lambda: node.wait(0))
+    working = threading.Thread(target=honest.run, daemon=True)
+    working.start()
+
+    @settings(max_examples=60, database=None)
+    @given(seeds)
+    def go(seed):
+        pair = Meeting(node.address, Badge("worker", 1)).connect(encode(Enter(1)))
+        send(pair, stream(seed, (1, 0, 2), OF_A_WORKER))
+
+    with contextlib.suppress(PairError):
+        go()
+    for thread in (working, serving):
+        thread.join(40)
+        assert not thread.is_alive()
+    node.close()
+    assert service.machine.version == 60
