@@ -133,7 +133,7 @@ def _owed(state):
     return found
 
 
-@pytest.mark.parametrize("old, new", [(2, 3), (3, 2), (2, 1)])
+@pytest.mark.parametrize("old, new", [(2, 3), pytest.param(3, 2, marks=pytest.mark.slow), (2, 1)])
 def test_another_number_of_ranks_begins_from_the_outer_weights(tmp_path, old, new):
     before = run(_save, old, str(tmp_path), seconds=250)
     after = run(_load, new, str(tmp_path), seconds=250)

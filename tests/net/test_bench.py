@@ -53,6 +53,7 @@ def test_without_rights_the_bytes_are_labelled_otherwise(monkeypatch):
     assert result["rows"][2]["bytes_per_step"] == pytest.approx(PAYLOAD, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_is_in_the_table_and_the_others_go_on(tmp_path, monkeypatch):
     (tmp_path / "fails_late.py").write_text(
         "import torch\n"

@@ -42,6 +42,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_node_sends_what_the_formulas_say(any_mode):
     script = SCRIPT % json.dumps(METHODS)
     result, lines = collect(lab.Cluster.parse(4, 2, "1gbit"), [sys.executable, "-c", script], timeout_seconds=250)

@@ -119,6 +119,7 @@ def _lossy(rank, size, way):
     return both(partial(_train, rank, held=True), way)
 
 
+@pytest.mark.slow  # nanoGPT and the language model have it in the short run
 @pytest.mark.parametrize("way", WAYS)
 def test_lossy_methods_train(way):
     results = run(_lossy, 2, way)

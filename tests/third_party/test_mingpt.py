@@ -127,6 +127,7 @@ def _lossy(rank, size, way):
     return both(partial(_train, rank), way)
 
 
+@pytest.mark.slow  # nanoGPT and the language model have it in the short run
 @pytest.mark.parametrize("way", WAYS)
 def test_lossy_methods_train(way):
     assert_trains(run(_lossy, 2, way), falls=0.7, near=0.6)

@@ -141,6 +141,7 @@ def test_profile_of_ones_own_model_as_json(tmp_path, monkeypatch):
     assert set(loads[0]) == {"cores", "before", "after", "stolen", "throttled", "periods"}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_profile_of_two_processes_at_once(tmp_path):
     result = runner.invoke(app, ["profile", SMALL, "--steps", "2", "--warmup", "1", "--ranks", "2", "--json"])

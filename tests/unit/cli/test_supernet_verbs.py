@@ -25,6 +25,7 @@ def said(*words, code=0):
 SMALL = ("--size", "24x48", "--max-disparity", "9")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.9's own reader
 def test_train_table_search_export_one_after_the_other(tmp_path):
     trained = said("train", "--out", "run", "--steps", "2,2", "--batch", "2", *SMALL, "--json")

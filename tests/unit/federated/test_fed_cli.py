@@ -82,7 +82,13 @@ def test_the_page_has_the_command():
     assert [name for _, name in NAMED.findall(PAGE.read_text())] == ["scaffold", "fedopt:rule=yogi"]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("FedAvg", "Scaffold", "FedDyn") else pytest.param(name, marks=pytest.mark.slow)
+        for name in ALGORITHMS
+    ],
+)
 def test_every_algorithm_begins_to_learn_by_the_pages_command(alone, name):
     words = shlex.split(NAMED.search(PAGE.read_text())[1].replace("scaffold", name.lower()))
     assert accuracy(call(*words, "--rounds", 10, "--json")) > 0.5

@@ -24,6 +24,7 @@ ONNX = ("onnx", "onnxscript", "onnxruntime")
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch's own exporter
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ONNX)), reason=f"one of {', '.join(ONNX)} is not installed")
+@pytest.mark.slow
 def test_the_onnx_file_computes_the_same(tmp_path):
     net = shaken(ElasticStereo.tiny(0)).eval()
     plain = net.extract(net.space.smallest).eval()

@@ -51,6 +51,7 @@ def race(*words):
     return json.loads(result.stdout), result.stderr
 
 
+@pytest.mark.slow
 def test_what_sends_little_is_first_on_a_thin_link(here):
     pytest.importorskip("matplotlib")
     data, said = race("--methods", "ssgd,powersgd:rank=4")
@@ -78,7 +79,7 @@ def test_what_sends_little_is_first_on_a_thin_link(here):
     assert not any(curve.held_out for curve in bench.curves)
 
     again, said = race("--methods", "ssgd,powersgd:rank=4")
-    assert again == data
+    assert {**again, "load": data["load"]} == data
     assert "all 2 runs were known from an earlier race, and none was trained again" in " ".join(said.split())
     assert "seconds per step: as measured here on" in said
     assert "..." not in said  # nothing is learnt
