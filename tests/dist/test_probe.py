@@ -24,7 +24,7 @@ def _whole(rank, size):
     return result.to_json(), result.costs.hash
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_all_ranks_have_the_same_costs_and_every_kind_a_curve(size):
     answers = run(_whole, size)
     assert len(set(answers)) == 1

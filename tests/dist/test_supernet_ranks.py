@@ -152,7 +152,11 @@ def test_a_rank_without_a_valid_pixel_takes_part():
 COMPOSED = [tw.TopK(density=0.05), tw.Cast("bf16"), tw.SignSGD(), tw.SSGD(fusion="none")]
 
 
-@pytest.mark.parametrize("inner", range(len(COMPOSED)), ids=[m.name for m in COMPOSED])
+@pytest.mark.parametrize(
+    "inner",
+    [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(COMPOSED)))],
+    ids=[m.name for m in COMPOSED],
+)
 def test_other_methods_run_on_the_active_part(inner):
     found = run(_trained, 2, 4, 2, {"method": COMPOSED[inner]})
     dense = run(_trained, 2, 4, 2, {"method": "dense"})

@@ -150,6 +150,7 @@ def test_profile_of_two_processes_at_once(tmp_path):
     assert ModelProfile.from_json((tmp_path / "profile.json").read_text()).elements == 2 * (16 * 16 + 16) + 16 * 10 + 10
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_model_that_fails_in_its_process_is_told(tmp_path):
     (tmp_path / "my_bad.py").write_text("def build():\n    raise ArithmeticError('as planned')\n")

@@ -43,7 +43,7 @@ def test_it_gives_what_the_pipeline_without_it_gives(tmp_path):
         dataset[0]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_persistent_workers_share_the_arena_and_see_the_epoch(tmp_path, start):
     source = Digits(40)
     dataset = cached(source, directory=tmp_path)

@@ -57,6 +57,7 @@ def inclusions(need, window, draws=10**4):
     return counts[x == 1.0]
 
 
+@pytest.mark.slow
 def test_inclusion_in_the_band():
     """Every entry of the band equally often; the published window without wrap takes both ends too rarely."""
     draws = 10**4

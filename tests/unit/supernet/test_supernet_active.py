@@ -55,6 +55,7 @@ def test_the_set_holds_every_gradient_and_little_else(which, count, size, publis
         assert reached > 0.8 * active.elements  # some rows of the kernel maps are structural zeros
 
 
+@pytest.mark.slow
 def test_mean_shares_of_the_published_space(published):
     net, rng = published, random.Random(0)
     for together, mean, tries in ((1, 0.34, 400), (2, 0.46, 150), (4, 0.59, 60), (6, 0.66, 40)):
