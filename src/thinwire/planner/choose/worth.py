@@ -46,6 +46,9 @@ class Worth:
 WorthOf: TypeAlias = Callable[[Method, int, int], Worth]
 """(method, elements of the model, ranks) -> what its steps are worth; ``UNKNOWN``: nobody has measured it."""
 
+_FAR_STEPS, _FAR_SIZE = 1.5, 4
+"""A method that needed half as many steps again may need any number on a model several times as large."""
+
 EXACT = Worth(1.0, 1.0, 1.0, "exact")
 UNKNOWN = Worth(math.inf, math.inf, math.inf, "not measured")
 
@@ -117,7 +120,9 @@ def worth_from(rows: tuple[MeasuredWorth, ...]) -> WorthOf:
                 sends,
             )
 
-        return min(found, key=apart).worth()
+        nearest = min(found, key=apart)
+        value = nearest.worth()
+        return UNKNOWN if value.middle > _FAR_STEPS and elements > _FAR_SIZE * nearest.elements else value
 
     return worth_of
 
