@@ -244,6 +244,11 @@ class CheckpointDirectory:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def user_cache() -> Path:
+    """thinwire's folder under XDG_CACHE_HOME, or ~/.cache. Raises ``RuntimeError`` for a user who has no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+
+
 def flush(path: Path) -> None:
     """Make a file's content, or what was made, renamed or removed in a directory, survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
 import sys
 import sysconfig
@@ -26,7 +25,7 @@ from thinwire.bench.rows import Row
 from thinwire.bench.session import Launch, Progress, run_session
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.words import split_options
-from thinwire.durable import write_whole
+from thinwire.durable import user_cache, write_whole
 from thinwire.local.settings import local_settings
 from thinwire.methods.registry import METHODS
 
@@ -101,8 +100,8 @@ class Track:
 
 
 def cache_folder() -> Path:
-    """Where trajectories are kept: under XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire" / "race"
+    """Where trajectories are kept."""
+    return user_cache() / "race"
 
 
 def trajectories(

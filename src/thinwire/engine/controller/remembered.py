@@ -15,7 +15,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from thinwire.durable import write_whole
+from thinwire.durable import user_cache, write_whole
 from thinwire.planner.costs import Costs
 from thinwire.program.plan import UNREADABLE
 
@@ -68,7 +68,6 @@ def _path(network: dict[str, Any]) -> Path | None:
         return None
     digest = hashlib.blake2b(json.dumps(network, sort_keys=True).encode(), digest_size=8).hexdigest()
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return user_cache() / f"network-{digest}.json"
     except RuntimeError:  # nobody's home
         return None
-    return base / "thinwire" / f"network-{digest}.json"
