@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from thinwire.engine.controller import remembered
-from thinwire.engine.executors.watch import typical
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.planner.costs import Costs, assumed_compute
 
@@ -92,10 +91,8 @@ class NetworkPrices:
         probe = self._probe
         if probe is None:
             return
-        began, watch = time.perf_counter(), self._comm.steps.executor.watch
-        totals = [0.0] * 6 if watch is None else watch.totals()
-        rows = self._comm.gather_tensor(torch.tensor(totals, dtype=torch.float64, device=self._comm.device))
-        seen = typical(rows.tolist(), len(rows))
+        began = time.perf_counter()
+        seen = self._comm.typical_exchange()
         known = Costs(self._known.exchanges, {**assumed_compute(), **self._known.compute}, self._known.cpu_share)
         self.costs = probe.costs(seen, known)
         self.measured, self.checked = probe.measured, probe.checked

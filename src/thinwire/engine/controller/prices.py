@@ -12,8 +12,8 @@ from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
 from thinwire.methods.registry import lossy_candidates
 from thinwire.methods.registry import method as named
-from thinwire.planner.choose.rank import LOSSY_GAIN, as_soon, simplest
-from thinwire.planner.choose.worth import EXACT, Worth, WorthOf
+from thinwire.planner.choose.rank import LOSSY_GAIN, SimulatedMethod, as_soon, simplest
+from thinwire.planner.choose.worth import EXACT, WorthOf
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import Measured, needs_measurement
 from thinwire.planner.timeline import Timeline
@@ -35,19 +35,8 @@ _GAIN = 0.03  # by which another exact plan must be faster to be taken
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _Offer(SimulatedMethod):
     options: dict[str, Any]
-    method: Method
-    timeline: Timeline
-    worth: Worth
-
-    @property
-    def seconds(self) -> float:
-        return self.timeline.step_seconds
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.timeline.bytes_sent
 
 
 @dataclass(frozen=True)
@@ -94,14 +83,14 @@ class PlanPrices:
             chosen = usual
         others = [self._offer(*candidate) for candidate in lossy_candidates()] if lossy else []
         limit = (1 - LOSSY_GAIN) * min(offer.seconds for offer in exact)
-        sooner = [offer for offer in others if offer.seconds * offer.worth.high < limit]
+        sooner = [offer for offer in others if offer.most_loss_seconds < limit]
         if sooner:
-            first = min(sooner, key=lambda offer: offer.seconds * offer.worth.middle)
+            first = min(sooner, key=lambda offer: offer.loss_seconds)
             chosen = simplest(first, [offer for offer in sooner if as_soon(offer, first)])
         words = "".join(f", {key}={value}" for key, value in chosen.options.items())
         allowed = "allowed" if lossy else "not asked for (lossy=True)"
         steps = f" x {chosen.worth.middle:.2f} steps ({chosen.worth.source})" if chosen in sooner else ""
-        plan, name = chosen.timeline.plan, chosen.method.name
+        plan, name = chosen.timeline.plan, chosen.label
         buckets = f"{len(plan.phases[0])} buckets"
         why = [
             f"auto: {name}{words}: {buckets}, {chosen.seconds:.4g} s predicted{steps}",
@@ -120,7 +109,7 @@ class PlanPrices:
         method = named(name, **options)
         elements, workers = self.measurement.profile.elements, self.topology.world_size
         worth = EXACT if self.worth is None else self.worth(method, elements, workers)
-        return _Offer(options, method, self._price(method), worth)
+        return _Offer(name, method, self._price(method), worth, options)
 
     def fused(self, method: Method, limit: Any) -> Plan:
         """The plan of a method at another fusion limit: MiB, or "auto"."""

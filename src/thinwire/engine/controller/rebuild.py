@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from thinwire.engine.controller.planning import make_plan
-from thinwire.engine.executors.watch import typical
 from thinwire.engine.parameters import Managed
 from thinwire.engine.ranks.communicator import Alone, Communicator
 from thinwire.planner.plans import follows_network
@@ -47,15 +46,7 @@ def rebuild(
     rate = None
     large = sum(m.parameter.nbytes for m in managed) > _ONE_BUCKET_BYTES
     plain = large and not measured and follows_network(method, communicator.backend)
-    if plain and isinstance(communicator, Communicator) and (seen := _all_reduce(communicator)) is not None:
-        rate = gain_of_overlap(seen, lasted.item())
+    if plain and isinstance(communicator, Communicator) and (seen := communicator.typical_exchange()) is not None:
+        sent, seconds = seen
+        rate = gain_of_overlap(lambda size: seconds / sent * size, lasted.item())
     return make_plan(method, managed, order, late, communicator.backend, all_reduce=rate)
-
-
-def _all_reduce(communicator: Communicator) -> Callable[[float], float] | None:
-    """Seconds of an all-reduce of that many bytes, by the exchanges of the step that has ended."""
-    watch = communicator.steps.executor.watch
-    totals = [0.0] * 6 if watch is None else watch.totals()
-    rows = communicator.gather_tensor(torch.tensor(totals, dtype=torch.float64, device=communicator.device))
-    seen = typical(rows.tolist(), len(rows))
-    return None if seen is None else lambda size: seen[1] / seen[0] * size

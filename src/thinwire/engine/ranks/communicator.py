@@ -21,6 +21,7 @@ from thinwire.collectives.transport import Pending, all_gather_flat, issue, pair
 from thinwire.engine.executors.alone import AloneExecutor, run_alone
 from thinwire.engine.executors.issuer import Failure, OpIssuer
 from thinwire.engine.executors.steps import Names, ProgramSteps, executor_for
+from thinwire.engine.executors.watch import typical
 from thinwire.engine.ranks.agreement import agree, broadcast_tensors, deepest_of_all, gather_bytes
 from thinwire.engine.ranks.late_ranks import LateRanks
 from thinwire.engine.ranks.order import OrderWatch
@@ -148,6 +149,16 @@ class Communicator:
         who = self.members
         mesh_only = who.device.type == "cpu" and "AllGather" in pairwise(who.topology)
         return GradualProbe(self._lanes, who.topology, who.rank, who.device, who.backend, mesh_only=mesh_only)
+
+    def typical_exchange(self) -> tuple[float, float] | None:
+        """Bytes and seconds of an all-reduce, by the exchanges of steps that were watched; None: there was none.
+
+        All ranks must call it.
+        """
+        watch = self.steps.executor.watch
+        totals = [0.0] * 6 if watch is None else watch.totals()
+        rows = self.gather_tensor(torch.tensor(totals, dtype=torch.float64, device=self.device))
+        return typical(rows.tolist(), len(rows))
 
     def gather_tensor(self, x: Tensor) -> Tensor:
         """Every rank's 1-D tensor, of one length on all: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""
