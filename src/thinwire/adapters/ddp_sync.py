@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 Layout = list[tuple[tuple[str, ...], int, bool, str]]
-"""Of each program of a step: the names of its parameters, their elements, and whether it is plain averaging."""
+"""Of each program of a step: the names of its parameters, their elements, whether they stay dense, and the method's."""
 
 
 @dataclass(frozen=True)

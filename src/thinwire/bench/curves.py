@@ -45,7 +45,7 @@ def _train(spec: BenchSpec, row_run: RowRun, round_robin: RoundRobin, goal: Poin
         clock = sum(record.step_seconds)
         recent = record.losses[-chunk:]
         record.curve.append(Point(len(record.losses), clock, sum(recent) / chunk, evaluate(row_run, round_robin)))
-        say(round_robin.rank, row=record.label, clock=clock, steps=len(record.losses))
+        say(round_robin.rank, row=record.label, steps=len(record.losses))
         if goal is None:
             if len(record.losses) >= spec.steps:
                 return

@@ -9,6 +9,7 @@ from thinwire.bench.record import Point, RowRecord, RunRecord, reached, seconds_
 from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.summary import BenchResult, summarise
+from thinwire.bench.words import attach_line
 
 ROWS = (Row("ddp", "ddp"), Row("thinwire powersgd", "powersgd", {"rank": 4}))
 _LEAD = 0.9  # of DDP's seconds: more is no lead
@@ -50,6 +51,11 @@ class DemoResult:
         if ddp is None or ddp.seconds is None or first is None or first.seconds is None:
             return None
         return ddp.seconds / first.seconds
+
+    @property
+    def ahead(self) -> bool:
+        """Whether one of the others was there so much sooner that it counts."""
+        return self.times_sooner is not None and self.times_sooner * _LEAD >= 1
 
     @property
     def first(self) -> DemoRow | None:
@@ -109,7 +115,7 @@ def headline(result: DemoResult) -> str:
     if first is None or first.seconds is None or times is None:
         return f"No row came to DDP's loss ({result.target:.3f}) in the {ddp.seconds:.1f} s that DDP took."
     computed = ", computed for this link, not measured" if first.predicted_seconds else ""
-    if times * _LEAD < 1:
+    if not result.ahead:
         return f"The same loss ({result.target:.3f}) took {first.seconds:.1f} s, and DDP {ddp.seconds:.1f} s{computed}."
     pair = f"{first.seconds:.1f} s instead of {ddp.seconds:.1f} s"
     return f"The same loss ({result.target:.3f}) in {pair}: {times:.1f} times sooner{computed}."
@@ -117,17 +123,13 @@ def headline(result: DemoResult) -> str:
 
 def advice(result: DemoResult) -> str:
     """What to write into a script, if it has won in the figures that the table shows; or why nothing."""
-    first, times = result.first, result.times_sooner
+    first = result.first
     if result.target is None or not any(row.label != "ddp" and not row.error for row in result.rows):
         return ""
-    if first is None or times is None or times * _LEAD < 1:
+    if first is None or not result.ahead:
         return (
             "That is no lead over DDP, so there is nothing to change for a network like this one. For yours: thinwire "
             "plan --help"
         )
     row = next(row for row in ROWS if row.label == first.label)
-    options = "".join(f", {name}={value!r}" for name, value in row.options.items())
-    return (
-        "In your own script, before the loop:\n\nimport thinwire as tw\n"
-        f'sync = tw.attach(model, optimizer, "{row.kind}"{options})'
-    )
+    return f"In your own script, before the loop:\n\nimport thinwire as tw\n{attach_line(row.kind, row.options)}"

@@ -92,7 +92,7 @@ class Finish:
         return mine[0] <= its[1] and its[0] <= mine[1]
 
     def as_soon(self, first: Finish) -> bool:
-        """As ``planner.choose`` has it: the ranges overlap, and the median is at most a tenth later."""
+        """Whether the ranges overlap, and the median is at most a tenth later."""
         mine, its = self.seconds or math.inf, first.seconds or math.inf
         return mine <= (1 + TIE) * its and self.overlaps(first)
 

@@ -16,6 +16,7 @@ from thinwire.bench.rows import Row
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.summary import summarise
 from thinwire.bench.table import seconds as short
+from thinwire.bench.words import attach_line
 from thinwire.planner.choose.rank import TIE
 
 
@@ -27,7 +28,7 @@ def duration(seconds: float) -> str:
 
 
 def winner(rows: Sequence[Finish]) -> Finish:
-    """The simplest of those that are as soon as the soonest, as ``planner.choose`` has it; DDP where none is sooner."""
+    """The simplest of those that are as soon as the soonest; DDP where none is sooner."""
     ddp = next(row for row in rows if row.label == BASE)
     if (rows[0].sooner or 0.0) <= 1 + TIE:
         return ddp
@@ -121,10 +122,9 @@ def line_to_write(rows: Sequence[Row], label: str) -> str:
     """In the user's script, for the row of this label."""
     row = next(row for row in rows if row.label == label)
     if not row.is_thinwire:
-        kept = 'keep DDP, or take the same average without a wrapper: sync = tw.attach(model, optimizer, "ssgd")'
+        kept = f"keep DDP, or take the same average without a wrapper: {attach_line('ssgd', {})}"
         return kept if row.kind == BASE and not row.options else f"take {label}"
-    words = "".join(f", {key}={value!r}" for key, value in row.options.items())
-    return f'sync = tw.attach(model, optimizer, "{row.kind}"{words})'
+    return attach_line(row.kind, row.options)
 
 
 def curves(found: RaceResult) -> dict[str, list[Point]]:

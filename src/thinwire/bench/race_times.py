@@ -27,7 +27,7 @@ from thinwire.bench.session import BenchError, Launch, Progress, run_session
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.words import split_options
 from thinwire.durable import write_whole
-from thinwire.local.settings import PRESETS, local_settings
+from thinwire.local.named import named_local
 from thinwire.methods.registry import METHODS, method
 
 _WARMUP = 3  # steps before timed ones: those that are exact at first, and connections
@@ -189,7 +189,7 @@ def _timed(asked: RaceSpec, alone: float, gradient_bytes: int) -> tuple[int, int
 
 def _steps_of(row: Row, steps: int, turns: int) -> int:
     """That a row makes in so many turns, in whole periods."""
-    settings = local_settings(row.kind, row.options) if row.kind in PRESETS else None
+    settings = named_local(row.kind, row.options)
     period = settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
     parts = [_WARMUP, *[1] * (turns - 1), *[steps] * turns]
     return sum(-(-part // period) * period for part in parts)

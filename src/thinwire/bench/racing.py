@@ -25,8 +25,9 @@ from thinwire.bench.race_times import Course, LinkTimes, RaceSpec, is_exact, mea
 from thinwire.bench.record import RunRecord
 from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.session import BenchError, Launched
-from thinwire.local.settings import PRESETS, local_settings
-from thinwire.methods.registry import METHODS, method
+from thinwire.local.named import named_method
+from thinwire.local.settings import PRESETS
+from thinwire.methods.registry import METHODS
 
 DEFAULT_METHODS = (
     "ssgd,cast:dtype=int8,powersgd:rank=4,acp:rank=16,local:sync_every=4:codec=int8,local:sync_every=8:codec=int8"
@@ -195,10 +196,7 @@ def _prior(row: Row, record: RunRecord) -> float:
     """Steps that a row may be expected to need, by the table that comes with the package."""
     from thinwire.planner.choose.worth import shipped
 
-    if row.kind in METHODS:
-        known = method(row.kind, **row.options)
-    elif row.kind == "local":
-        known = local_settings(row.kind, row.options).priced()
-    else:
+    if row.kind not in METHODS and row.kind != "local":
         return 2.0
+    known = named_method(row.kind, row.options)
     return min(4.0, shipped()(known, record.parameters, record.workers).middle)

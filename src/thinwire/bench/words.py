@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 Value = bool | int | float | str
 
@@ -37,6 +37,16 @@ def split_options(text: str) -> tuple[str, dict[str, Value]]:
             raise ValueError(f"{text!r}: {part!r} is no option; write name:option=value, as acp:rank=4")
         options[key.strip()] = value(given.strip())
     return name.strip(), options
+
+
+def arguments(name: str, options: Mapping[str, Value]) -> str:
+    """As a call in Python has them: ``"acp", rank=4``."""
+    return ", ".join([f'"{name}"', *(f"{key}={given!r}" for key, given in options.items())])
+
+
+def attach_line(name: str, options: Mapping[str, Value]) -> str:
+    """What to write into a script."""
+    return f"sync = tw.attach(model, optimizer, {arguments(name, options)})"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

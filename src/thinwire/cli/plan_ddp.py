@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from thinwire.adapters.ddp_buckets import bucket_arguments
-from thinwire.bench.words import split_options
+from thinwire.bench.words import arguments, split_options
 from thinwire.cli.plan_inputs import Question
 from thinwire.planner.choose import Ranking
 from thinwire.planner.timeline.local_steps import Periodic
@@ -41,10 +41,9 @@ def ddp_sentence(answer: dict[str, Any]) -> str:
     name, options = split_options(answer["label"])
     if "why_not" in answer:
         return f"with DDP: not {name}: {answer['why_not']}"
-    words = "".join(f", {key}={value!r}" for key, value in options.items())
     ((argument, caps),) = answer["arguments"].items()
     shown = [f"{cap:.6g}" for cap in (caps if isinstance(caps, list) else [caps])]
     rest = f", ... {len(shown) - _SHOWN} more in --json" if len(shown) > _SHOWN else ""
     value = ", ".join(shown[:_SHOWN]) + rest
     value = f"[{value}]" if isinstance(caps, list) else value
-    return f'or with DDP: {argument}={value}, and model.register_comm_hook(*tw.ddp_hook("{name}"{words}))'
+    return f"or with DDP: {argument}={value}, and model.register_comm_hook(*tw.ddp_hook({arguments(name, options)}))"

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from thinwire.bench.words import nearest, split_options
 from thinwire.cli.console import progress
 from thinwire.lab import parse_delay, parse_rate
-from thinwire.local.settings import CANDIDATES, PRESETS, local_settings
+from thinwire.local.named import named_method
+from thinwire.local.settings import CANDIDATES
 from thinwire.methods.registry import candidates, label_of, method
 from thinwire.planner.choose import DEVICES, DeviceSpec
 from thinwire.planner.choose.worth import WorthOf, read_worth
@@ -180,7 +181,7 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
     made = []
     for label in labels:
         name, options = split_options(label)
-        made.append((label, local_settings(name, options).priced() if name in PRESETS else method(name, **options)))
+        made.append((label, named_method(name, options)))
         if labels.count(label) > 1:
             raise ValueError(f"method {label!r} is given twice")
     for label in ("cast:dtype=bf16", "ssgd"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from thinwire.bench.words import split_options
+from thinwire.bench.words import attach_line, split_options
 from thinwire.cli.console import plain_table
 from thinwire.cli.plan_inputs import Question
 from thinwire.lab import format_rate
@@ -69,9 +69,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     if ranking.measured_share < 0.5:
         said.append("to measure: thinwire probe on the machines, thinwire profile of the model")
     said += [f"left out: {label}: {reason}" for label, reason in ranking.left_out]
-    name, options = split_options(best.label)
-    words = "".join(f", {key}={value!r}" for key, value in options.items())
-    said.append(f'next: sync = tw.attach(model, optimizer, "{name}"{words})')
+    said.append(f"next: {attach_line(*split_options(best.label))}")
     return said
 
 

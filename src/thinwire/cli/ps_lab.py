@@ -135,8 +135,7 @@ def _serve(spec: LabSpec) -> None:
 
     service = make_service(
         spec.model, spec.settings, spec.outer, port=PORT, host=_host(), nodes=spec.nodes, shards=spec.shards,
-        updates=spec.updates,
-        gradients=spec.gradients, journal=spec.journal, seed=spec.seed, on_update=on_update,
+        updates=spec.updates, gradients=spec.gradients, journal=spec.journal, seed=spec.seed, on_update=on_update,
         on_update_every=spec.evaluate_every, on_status=on_status,
     )  # fmt: skip
     status = service.run()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from thinwire.local.settings import PRESETS, Local, local_settings
+from thinwire.methods.registry import method as of_registry
+from thinwire.program import Method
 
 
 def named_local(method: object, options: Mapping[str, Any]) -> Local | None:
@@ -17,3 +19,14 @@ def named_local(method: object, options: Mapping[str, Any]) -> Local | None:
     if isinstance(method, Local) or (isinstance(method, str) and method.lower() in PRESETS):
         return local_settings(method, options)
     return None
+
+
+def named_method(name: str, options: Mapping[str, Any]) -> Method:
+    """What the planner prices under a name: a method, or local steps.
+
+    Raises:
+        ValueError: a name or an option is unknown, or out of range.
+        TypeError: a method has no such option.
+    """
+    local = named_local(name, options)
+    return of_registry(name, **options) if local is None else local.priced()
