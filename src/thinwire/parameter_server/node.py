@@ -77,7 +77,7 @@ class Node:
         self._over = threading.Event()
         self._wanted = threading.Event()
         self._crew = Crew(
-            self.settings, self.layout, workers, port, self._badge.secret, self._lock,
+            self.settings, self.layout, workers, port, self._badge.trust, self._lock,
             came=lambda number: self._do(self.leader.returned(number, time.monotonic())),
             lost=lambda number: self._do(self.leader.lost(number, time.monotonic())),
             result=self._result,

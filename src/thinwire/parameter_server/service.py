@@ -149,7 +149,7 @@ class Service:
             "outer": outer_text or ("auto" if outer is None else ""),
         }
         self._listener = Listener(
-            port, host, notes, roles=("node", "shard"), secret=find_secret(secret), insecure=insecure
+            port, host, notes, roles=("node", "shard"), trust=find_secret(secret), insecure=insecure
         )
         try:  # only now: another server on this port may be writing it
             self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None

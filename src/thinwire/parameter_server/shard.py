@@ -82,7 +82,7 @@ class Shard:
         self.visitors = Visitors(lambda what, who, value: self._inbox.put((what, who, value)))
         self._over = threading.Event()
         self._badge = Badge("shard", index, find_secret(secret))
-        self._listener = Listener(port, host, roles=("node",), secret=self._badge.secret, insecure=insecure)
+        self._listener = Listener(port, host, roles=("node",), trust=self._badge.trust, insecure=insecure)
         self._listener.serve(self._came, FRAME.size)
 
     def run(self) -> int:
