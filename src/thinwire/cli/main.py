@@ -14,6 +14,7 @@ from thinwire.cli import (
     demo,
     doctor,
     federated,
+    keys,
     kfac,
     lab,
     plan,
@@ -67,6 +68,7 @@ app.add_typer(kfac.app, name="kfac")
 app.add_typer(supernet.app, name="supernet")
 app.add_typer(ps.app, name="ps")
 app.add_typer(split.app, name="split")
+app.add_typer(keys.app, name="keys")
 app.add_typer(federated.app, name="federated")
 
 

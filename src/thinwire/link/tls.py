@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ssl
 import threading
 from dataclasses import dataclass, replace
@@ -46,7 +45,9 @@ class Credentials:
             object.__setattr__(self, name, path)
             if not path.is_file():
                 raise ValueError(f"{name}: {path} is no file; thinwire keys new makes a directory for each machine")
-        if self.fingerprint is not None and len(_plain(self.fingerprint)) != 64:
+        if self.fingerprint is not None:
+            object.__setattr__(self, "fingerprint", self.fingerprint.replace(":", "").strip().lower())
+        if self.fingerprint is not None and len(self.fingerprint) != 64:
             raise ValueError("fingerprint must be the 64 hex digits of a SHA-256: thinwire keys show prints it")
         assert self.contexts
 
@@ -116,7 +117,7 @@ class Cipher:
         except ssl.SSLError as error:
             raise NotAdmitted(_words(error)) from error
         pinned = self._credentials.fingerprint
-        if pinned is not None and not hmac.compare_digest(self.shown().fingerprint, _plain(pinned)):
+        if pinned not in (None, self.shown().fingerprint):
             raise NotAdmitted(
                 f"the other end shows a certificate with the fingerprint {self.shown().fingerprint}, which is not the "
                 "pinned one"
@@ -162,10 +163,6 @@ class Cipher:
 
 def _fingerprint(certificate: bytes) -> str:
     return hashlib.sha256(certificate).hexdigest()
-
-
-def _plain(fingerprint: str) -> str:
-    return fingerprint.replace(":", "").strip().lower()
 
 
 def _words(error: ssl.SSLError) -> str:

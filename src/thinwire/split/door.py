@@ -8,10 +8,10 @@ import socket
 import threading
 from dataclasses import dataclass, field
 
+from thinwire.link.tls import Credentials
 from thinwire.split.errors import LinkError, SessionError
 from thinwire.split.frames import Fields
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.tls import Credentials
 from thinwire.split.wire import FrameConnection
 
 MOST = 64

@@ -9,11 +9,13 @@ import warnings
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from thinwire.link.door import check_port
+from thinwire.link.secret import is_loopback
+from thinwire.link.tls import Credentials
 from thinwire.split.edge import EdgeEnd, printable
 from thinwire.split.errors import FrameError, LinkError, LinkTimeout, SessionError, TrustError
 from thinwire.split.frames import Fields, Message
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.tls import Credentials, check_plain, check_port
 from thinwire.split.wire import FrameConnection
 
 DEFAULT_LIMIT = 1 << 28  # bytes of one message
@@ -170,3 +172,12 @@ class CloudClient:
     ) -> None:
         with contextlib.suppress(OSError):
             self.close()
+
+
+def check_plain(host: str, insecure: bool) -> None:
+    """Raise ``ValueError`` for a connection without TLS to anywhere but this machine, unless it was asked for."""
+    if not insecure and not is_loopback(host):
+        raise ValueError(
+            f"no keys for a connection with {host}: give --keys (thinwire keys new makes them), or --insecure to send "
+            "everything in the clear"
+        )

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from thinwire.link.door import check_port
+from thinwire.link.tls import Credentials
 from thinwire.split.door import Door, Newcomer
 from thinwire.split.edge import printable
 from thinwire.split.errors import FrameError, LinkError, SessionError, SplitError
 from thinwire.split.frames import Message
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.link import DEFAULT_LIMIT
+from thinwire.split.link import DEFAULT_LIMIT, check_plain
 from thinwire.split.session import CloudEnd
-from thinwire.split.tls import Credentials, check_plain, check_port
 from thinwire.split.wire import HANDSHAKE_SECONDS, FrameConnection
 
 
@@ -55,7 +56,7 @@ class CloudServer:
     def __post_init__(self) -> None:
         if self.credentials is None:
             check_plain(self.host, self.insecure)
-        check_port(self.port, 0)
+        check_port(self.port)
         try:
             self._listener = socket.create_server((self.host, self.port))
         except OSError as error:

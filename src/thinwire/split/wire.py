@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import ssl
 import time
 from collections import deque
 
+from thinwire.link.tls import Credentials
 from thinwire.split.errors import LinkError, LinkTimeout, TrustError
 from thinwire.split.frames import Message, MessageReader, encode
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.tls import Credentials
 
 _PIECE = 1 << 16
 _BURST = 1 << 18  # whole TLS records of 16 KiB
@@ -68,11 +69,9 @@ class FrameConnection:
 
     def _handshake(self, credentials: Credentials, server: bool, host: str | None) -> None:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        try:
-            context = credentials.context(server=server)
-        except ValueError as error:
-            raise LinkError(str(error)) from error
-        tls = context.wrap_bio(self._in, self._out, server_side=server, server_hostname=None if server else host)
+        tls = credentials.contexts[server].wrap_bio(
+            self._in, self._out, server_side=server, server_hostname=None if server else host
+        )
         while True:
             try:
                 tls.do_handshake()
@@ -89,7 +88,9 @@ class FrameConnection:
                     self._flush(1.0)
                 raise TrustError(_words(error)) from error
         self._flush(self._seconds)
-        credentials.check_peer(tls.getpeercert(binary_form=True))
+        found = hashlib.sha256(tls.getpeercert(binary_form=True) or b"").hexdigest()
+        if credentials.fingerprint not in (None, found):
+            raise TrustError(f"the other end shows the fingerprint {found}, which is not the pinned one")
         subject = (tls.getpeercert() or {}).get("subject", ())
         self.peer = next((value for part in subject for name, value in part if name == "commonName"), None)  # type: ignore
         self._tls = tls
