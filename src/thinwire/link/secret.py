@@ -61,6 +61,11 @@ def find_trust(secret: str | bytes | None = None, keys: str | Path | Credentials
     return keys if isinstance(keys, Credentials) else Credentials.of(keys)
 
 
+def own_trust(trust: Trust) -> Trust:
+    """The same between processes of one machine, which all show its one certificate."""
+    return trust.own() if isinstance(trust, Credentials) else trust
+
+
 def _checked(secret: bytes, where: str) -> bytes:
     if len(secret) < _LEAST:
         raise ValueError(
