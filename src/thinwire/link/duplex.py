@@ -134,6 +134,11 @@ class Duplex:
                 self._send(memoryview(self._cipher.seal(view[:_BURST])), end)
                 view = view[_BURST:]
 
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed it."""
+        return bool(self._closed)
+
     def fileno(self) -> int:
         """For ``select``."""
         return self._socket.fileno()
@@ -196,10 +201,10 @@ class Duplex:
     def close(self, why: str = "this connection is closed") -> None:
         """Give it back; whoever still reads or writes gets an error that says why."""
         with self._lock:
-            if not self._closed:
+            first, self._closed = not self._closed, self._closed or why
+            if first:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
-            self._closed = self._closed or why
             if not self._users:
                 self._socket.close()
 

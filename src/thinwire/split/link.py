@@ -9,7 +9,8 @@ import warnings
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from thinwire.link.door import check_port
+from thinwire.link.door import HELLO_SECONDS, check_port
+from thinwire.link.duplex import Duplex
 from thinwire.link.secret import is_loopback
 from thinwire.link.tls import Credentials
 from thinwire.split.edge import EdgeEnd, printable
@@ -118,28 +119,28 @@ class CloudClient:
         assert self._edge is not None
         while True:
             try:
-                connected = socket.create_connection((self.host, self.port), timeout=self.receive_seconds)
+                duplex = Duplex(socket.create_connection((self.host, self.port), timeout=self.receive_seconds))
             except OSError as error:
                 problem: LinkError = LinkError(f"no connection with {self.host} port {self.port}: {error}")
             else:
                 try:
-                    return self._hello(connected, known)
+                    return self._hello(duplex, known)
                 except (FrameError, SessionError, TrustError):
                     self._drop()
-                    connected.close()
+                    duplex.close()
                     raise
                 except LinkError as error:
                     self._drop()
-                    connected.close()
+                    duplex.close()
                     problem = error
             if time.monotonic() > deadline:
                 raise problem
             time.sleep(_BETWEEN_TRIES)
 
-    def _hello(self, connected: socket.socket, known: bool) -> Fields:
+    def _hello(self, duplex: Duplex, known: bool) -> Fields:
         assert self._edge is not None
         self._wire = FrameConnection(
-            connected, self.credentials, server=False, host=self.host, ledger=self.ledger, limit=self.limit
+            duplex, self.credentials, host=self.host, ledger=self.ledger, limit=self.limit, seconds=HELLO_SECONDS
         )
         self._wire.send(Message("hello", fields=self._edge.hello()), self.receive_seconds)
         ready = self._wire.receive(self.receive_seconds, "the answer to hello")

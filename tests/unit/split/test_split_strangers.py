@@ -10,8 +10,8 @@ from split_ends import batch_of, edge_end, halves, in_process, linked, parameter
 
 from thinwire.link.keys import new_keys
 from thinwire.split import Credentials
-from thinwire.split.door import MOST
 from thinwire.split.frames import Message, encode
+from thinwire.split.serve import MOST
 
 
 @pytest.fixture(scope="module")
