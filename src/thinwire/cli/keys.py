@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from thinwire.link.keys import Identity
+    from thinwire.link.keys import Issued
 
 app = typer.Typer(help="Certificates for the machines of a training.", no_args_is_help=True)
 
@@ -49,7 +49,7 @@ def show(
     _tell(show_keys(directory), json)
 
 
-def _tell(identities: list[Identity], json: bool) -> None:
+def _tell(identities: list[Issued], json: bool) -> None:
     if json:
         typer.echo(json_module.dumps([asdict(identity) for identity in identities], default=str))
         return

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ _ISSUER = "thinwire development CA"
 
 
 @dataclass(frozen=True)
-class Identity:
+class Issued:
     """What a certificate says.
 
     Attributes:
@@ -37,7 +38,7 @@ class Identity:
     fingerprint: str
 
 
-def new_keys(directory: str | Path, names: Sequence[str], hosts: Sequence[str] = (), days: int = 90) -> list[Identity]:
+def new_keys(directory: str | Path, names: Sequence[str], hosts: Sequence[str] = (), days: int = 90) -> list[Issued]:
     """Make an identity for each name, in a directory of its own, and where there is none the authority that signs them.
 
     ``<directory>/<name>`` holds what that machine needs: ``identity.crt``, ``identity.key`` and ``ca.crt``. The
@@ -94,6 +95,8 @@ def new_keys(directory: str | Path, names: Sequence[str], hosts: Sequence[str] =
         return made
 
     contents: dict[Path, bytes] = {}
+    if (folder / "ca.crt").exists() and not (folder / "ca.key").exists():
+        raise ValueError(f"{folder} has an authority without its key (ca.key), which signs no more: choose another")
     if (folder / "ca.key").exists():
         try:
             authority: Any = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
@@ -120,7 +123,7 @@ def new_keys(directory: str | Path, names: Sequence[str], hosts: Sequence[str] =
     return [_read(folder / name, x509) for name in names]
 
 
-def show_keys(directory: str | Path) -> list[Identity]:
+def show_keys(directory: str | Path) -> list[Issued]:
     """The identities in a directory that :func:`new_keys` wrote, or the one of a machine's.
 
     Raises:
@@ -133,7 +136,7 @@ def show_keys(directory: str | Path) -> list[Identity]:
     return [_read(path, x509) for path in found]
 
 
-def _read(folder: Path, x509: Any) -> Identity:
+def _read(folder: Path, x509: Any) -> Issued:
     from cryptography.hazmat.primitives import hashes
 
     try:
@@ -146,7 +149,7 @@ def _read(folder: Path, x509: Any) -> Identity:
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / 'identity.crt'} is no certificate of thinwire keys new: {error}") from error
     expires = found.not_valid_after_utc.date()
-    return Identity(folder, name.value, hosts, expires, found.fingerprint(hashes.SHA256()).hex())
+    return Issued(folder, name.value, hosts, expires, found.fingerprint(hashes.SHA256()).hex())
 
 
 def _write(folder: Path, contents: dict[Path, bytes]) -> None:
@@ -162,6 +165,9 @@ def _write(folder: Path, contents: dict[Path, bytes]) -> None:
     except OSError as error:
         for path in made:
             path.unlink()
+        for place in {path.parent for path in contents} - {folder}:
+            with suppress(OSError):
+                place.rmdir()
         raise ValueError(f"cannot write to {folder}: {error}") from error
 
 

@@ -79,6 +79,12 @@ def test_what_is_there_is_not_replaced_and_nothing_is_half_written(tmp_path):
     refused("cannot write to file/below", "file/below", "--names", "a")
     (tmp_path / "keys" / "ca.key").write_text("spoiled")
     refused("keys holds no authority", "keys", "--names", "a")
+    (tmp_path / "keys" / "ca.key").unlink()
+    refused("keys has an authority without its key", "keys", "--names", "a")
+    (tmp_path / "keys" / "ca.crt").unlink()
+    (tmp_path / "keys" / "ca.crt").symlink_to("nowhere")  # is not there, and cannot be made
+    refused("cannot write to keys", "keys", "--names", "a")
+    assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["ca.crt", "server"]
     assert "holds no keys: thinwire keys new makes them" in call("show", "other", code=2).stderr
     (tmp_path / "keys" / "server" / "identity.crt").write_text("spoiled")
     assert "identity.crt is no certificate of thinwire keys new" in call("show", "keys", code=2).stderr
