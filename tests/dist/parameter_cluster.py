@@ -156,7 +156,8 @@ class Cluster:
         self.shards, self.shard_processes = [], {}
         if apart:
             port = port or free_port()
-            self.process = process(serve_apart, settings, port, {"nodes": nodes, **options})
+            more = {"nodes": nodes, "keys": self.keys_of("server"), **options}
+            self.process = process(serve_apart, settings, port, more)
         else:
             self.model = model(width=width)
             self.service = Service(self.model, settings, port=port, host="127.0.0.1", outer=outer or sgd(),

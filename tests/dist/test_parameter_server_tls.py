@@ -59,6 +59,21 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
     cluster.nodes[0].close()
 
 
+def test_a_server_that_comes_back_lets_its_node_in_again(keys, tmp_path):
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 5}
+    cluster = Cluster(bsp(lease_seconds=2), 1, delays=[0.01], keys=keys / "ours", apart=True, updates=10**6, **options)
+    while cluster.version < 12:
+        time.sleep(0.01)
+    cluster.kill()
+    port = int(cluster.address.rpartition(":")[2])
+    again = Service(model(), bsp(lease_seconds=2), outer=sgd(), port=port, updates=cluster.version + 30,
+                    keys=keys / "ours" / "server", **options)  # fmt: skip
+    assert again.resumed >= 10
+    status = again.run()
+    assert status.counters["joined"] == 2
+    cluster.nodes[0].close()
+
+
 def test_each_of_them_is_told_why_not(keys, monkeypatch):
     service = Service(model(), bsp(), outer=sgd(), updates=5, shards=1, keys=keys / "ours" / "server")
     open_to_all = Service(model(), bsp(), outer=sgd(), updates=5)

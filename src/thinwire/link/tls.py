@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from thinwire.link.errors import NotAdmitted
 
 _ANOTHER_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's codes for certificates that lead to no authority that is trusted
+_ANOTHER_HOST = (62, 64)
 
 
 class Certificate(NamedTuple):
@@ -167,8 +168,9 @@ def _fingerprint(certificate: bytes) -> str:
 
 def _words(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        other = "another authority signed it" if error.verify_code in _ANOTHER_AUTHORITY else error.verify_message
-        return f"the other end's certificate is not to be trusted: {other}"
+        why = "another authority signed it" if error.verify_code in _ANOTHER_AUTHORITY else error.verify_message
+        advice = ": thinwire keys new --host names where it is called" if error.verify_code in _ANOTHER_HOST else ""
+        return f"the other end's certificate is not to be trusted: {why}{advice}"
     reason = (error.reason or str(error)).replace("_", " ").lower()
     if "alert" in reason:
         return f"the other end refused this end's certificate ({reason})"

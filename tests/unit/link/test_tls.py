@@ -152,7 +152,7 @@ def test_strangers_are_told_why_not(of, inn, caplog):
     for secret in (None, SECRET):
         refused(there, Badge("node", 3, secret), "asks for a certificate: give --keys, or keys=")
         refused(inn(secret), Badge("node", 3, of("a")), "does not speak TLS .*: give keys to both ends, or to neither")
-    refused(inn(of("a")), Badge("node", 3, of("b")), "not valid for '127.0.0.1'")  # no server's certificate
+    refused(inn(of("a")), Badge("node", 3, of("b")), "not valid for '127.0.0.1'.*--host")  # no server's certificate
     refused(inn(of("late")), Badge("node", 3, of("a").pinned("0" * 64)), "has expired")
     refused(there, Badge("worker", 3, of("a")), "takes no workers")
     assert "turned away 127.0.0.1: the other end shows no certificate" not in caplog.messages
