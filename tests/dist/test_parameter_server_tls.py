@@ -59,6 +59,7 @@ def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(key
     cluster.nodes[0].close()
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_lets_its_node_in_again(keys, tmp_path):
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 5}
     cluster = Cluster(bsp(lease_seconds=2), 1, delays=[0.01], keys=keys / "ours", apart=True, updates=10**6, **options)

@@ -17,7 +17,7 @@ _ANOTHER_HOST = (62, 64)
 
 
 class Certificate(NamedTuple):
-    """What the other side has shown: the common name in it, and SHA-256 of it all."""
+    """What the other side has shown: the common name in it (without one, the fingerprint), and SHA-256 of it all."""
 
     name: str
     fingerprint: str
@@ -129,7 +129,8 @@ class Cipher:
         """The other side's, after the handshake."""
         subject = (self._tls.getpeercert() or {}).get("subject", ())
         names = [value for part in subject for name, value in part if name == "commonName"]  # type: ignore[str-unpack]
-        return Certificate(str(names[0]) if names else "", _fingerprint(self._tls.getpeercert(True) or b""))
+        fingerprint = _fingerprint(self._tls.getpeercert(True) or b"")
+        return Certificate(str(names[0]) if names else fingerprint, fingerprint)
 
     def seal(self, data: memoryview) -> bytes:
         """What goes over the socket for it, after what is due of the handshake."""
