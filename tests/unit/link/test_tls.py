@@ -143,7 +143,7 @@ def refused(there, badge, sentence):
     assert there.pairs.empty()
 
 
-def test_strangers_are_told_why_not(of, inn, caplog):
+def test_strangers_are_told_why_not(of, inn):
     there = inn(of("server"))
     theirs = inn(of("server", "theirs"))
     refused(there, Badge("node", 3, of("a", "theirs")), "127.0.0.1: the other end's certificate .* another authority")
@@ -155,7 +155,6 @@ def test_strangers_are_told_why_not(of, inn, caplog):
     refused(inn(of("a")), Badge("node", 3, of("b")), "not valid for '127.0.0.1'.*--host")  # no server's certificate
     refused(inn(of("late")), Badge("node", 3, of("a").pinned("0" * 64)), "has expired")
     refused(there, Badge("worker", 3, of("a")), "takes no workers")
-    assert "turned away 127.0.0.1: the other end shows no certificate" not in caplog.messages
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
     with (
