@@ -6,6 +6,7 @@ What does not live here: algorithms, partitions and readers (federated/).
 from __future__ import annotations
 
 import dataclasses
+import math
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,6 +57,7 @@ def digits(
         rounds=50,
         clients_per_round=min(20, clients),
         evaluate=evaluate,
+        chance={"accuracy": 0.1, "held-out loss": math.log(10)},
     )
 
 
@@ -89,6 +91,7 @@ def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> 
         clients_per_round=min(16, len(train)),
         loss=loss,
         evaluate=evaluate,
+        chance={"held-out loss": math.log(256)},
     )
 
 

@@ -86,6 +86,7 @@ class RemoteServer:
         self.run = {**facts_of(self.algorithm), "seed": federation.seed, "reduction": federation.reduction}
         self.history = History(about={**self.run, "nodes": len(hosts), "clients": population})
         self.round = -1
+        self.history.start = self._evaluated()
         self._accepted: dict[int, int] = {}
         self._begin_round()
 

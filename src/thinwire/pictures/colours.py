@@ -6,10 +6,6 @@ import re
 from collections.abc import Iterable
 
 _FIXED = {
-    "ddp": "#8a8a8a",
-    "ddp-best": "#4d4d4d",
-    "ddp-fp16": "#b8b8b8",
-    "torch-powersgd": "#7a4b1e",
     "ssgd": "#0072b2",
     "acp": "#d55e00",
     "topk": "#009e73",
@@ -25,7 +21,11 @@ _FIXED = {
     "qsgd": "#882255",
     "dgc": "#cc6677",
     "terngrad": "#88ccee",
-}
+    "ddp": "#8a8a8a",
+    "ddp-best": "#4d4d4d",
+    "ddp-fp16": "#b8b8b8",
+    "torch-powersgd": "#7a4b1e",
+}  # other names take those that are free, from the top: the greys come last
 _SHADES = (0.0, -0.4, 0.4, -0.65, 0.65)
 _OTHER = "#666666"
 _SAME = {"dense": "ssgd", "s-sgd": "ssgd"}

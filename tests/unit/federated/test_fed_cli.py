@@ -7,48 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fed_calls import MINE, SMALL, call
 
 from thinwire.bench.federations import ALGORITHMS, build_algorithm
-from thinwire.cli.main import app
 from thinwire.federated import Compressed, FedAvg, FedOpt, History, Scaffold, files
-from verbs import CliRunner
 
 PAGE = Path(__file__).parents[3] / "docs" / "federated.md"
 NAMED = re.compile(r"^thinwire (federated run digits --algorithm (\S+).*)$", re.MULTILINE)
-
-SMALL = ["federated", "run", "digits:clients=12:width=2:hidden=8", "--rounds", "2", "--clients-per-round", "4"]
-MINE = """
-import torch
-from thinwire import federated as fl
-
-def build(lr=0.1):
-    def load(i):
-        draw = torch.Generator().manual_seed(i)
-        x = torch.randn(6, 5, generator=draw)
-        return x, (x.sum(1) > 0).long()
-    torch.manual_seed(0)
-    clients = fl.FunctionClients(9, load, 6)
-    return fl.Federation(fl.FedAvg(lr=lr), torch.nn.Linear(5, 2), clients, rounds=2, clients_per_round=3)
-
-def nothing():
-    return 3
-
-def raises():
-    return {}["x"]
-"""
-
-
-@pytest.fixture
-def alone(monkeypatch, tmp_path):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
-def call(*arguments):
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def test_a_run_with_everything(alone):
@@ -79,7 +44,8 @@ def accuracy(done):
 
 
 def test_the_page_has_the_command():
-    assert [name for _, name in NAMED.findall(PAGE.read_text())] == ["scaffold", "fedopt:rule=yogi"]
+    named = [name for _, name in NAMED.findall(PAGE.read_text())]
+    assert named == ["scaffold", "fedopt:rule=yogi", "fedavg,fedopt,scaffold"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +103,7 @@ def test_the_options_in_force_are_printed(alone):
     words = " ".join(done.stdout.split())
     assert words.startswith("FedProx with lr=0.2, epochs=5, batch_size=10, server_lr=1.0, weights=samples, mu=0.25;")
     assert "changes compressed by topk with density=0.1" in words
-    assert "after 2 rounds: loss of the clients" in words
+    assert "after 2 rounds: training loss" in words
 
 
 def test_the_table(alone):
