@@ -128,7 +128,7 @@ def predict(
     clients_per_round: Annotated[int, typer.Option(help="How many train in a round.")] = 100,
     mean: Annotated[float, typer.Option(help="Samples of a client, mean of a log-normal distribution.")] = 50.0,
     spread: Annotated[float, typer.Option(help="Standard deviation of its logarithm; 0: all alike.")] = 1.0,
-    rounds: Annotated[int, typer.Option(help="How many.")] = 10,
+    rounds: Annotated[int, typer.Option(help="That the means are over.")] = 50,
     seed: Annotated[int, typer.Option(help="Of sizes and cohorts.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="All rounds as JSON on stdout.")] = False,
 ) -> None:
@@ -154,9 +154,9 @@ def predict(
     schedules = ("equal", "lpt", "pull", "auto")
     found = [predicted(name, clients, lambda i: int(sizes[i]), speeds, **numbers) for name in schedules]
     if json:
-        typer.echo(json_module.dumps([{**asdict(one), "ratio": one.ratio} for one in found]))
+        typer.echo(json_module.dumps([{**asdict(one), "seconds": one.seconds, "ratio": one.ratio} for one in found]))
         return
-    title = f"{clients_per_round} of {clients} clients a round on {len(speeds)} devices"
+    title = f"{clients_per_round} of {clients} clients a round, {len(speeds)} devices, {rounds} rounds"
     Console().print(schedules_table(found, title))
 
 

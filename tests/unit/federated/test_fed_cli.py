@@ -130,6 +130,9 @@ def test_prediction(alone):
     rows = {row["schedule"]: row for row in json.loads(done.stdout)}
     assert rows["pull"]["ratio"] < rows["equal"]["ratio"]
     assert min(row["ratio"] for row in rows.values()) >= 1
+    bounds = [row["seconds"] / row["ratio"] for row in rows.values()]  # one bound for all: the columns agree
+    assert bounds == pytest.approx([sum(rows["lpt"]["bound_seconds"]) / 50] * 4)
+    assert rows["lpt"]["seconds"] == pytest.approx(sum(rows["lpt"]["round_seconds"]) / 50)
     assert "to the bound" in call("federated", "predict", "--clients", 60, "--clients-per-round", 24).stdout
 
 
@@ -156,6 +159,7 @@ def test_prediction(alone):
         (["predict", "--mean", "0"], "must be above 0"),
         (["predict", "--fast", "0", "--slow", "0"], "devices=0"),
         (["predict", "--devices", "none.json"], "cannot be read"),
+        (["predict", "--rounds", "0"], "rounds=0 must be at least 1"),
     ],
 )
 def test_what_is_wrong_is_a_sentence(alone, arguments, words):
