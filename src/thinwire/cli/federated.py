@@ -37,6 +37,9 @@ def run(
     reduction: Annotated[str | None, typer.Option(help="fp32, fp64 or exact.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of cohorts and clients.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="In rounds; else at most 20 times.")] = None,
+    per_client: Annotated[
+        bool, typer.Option("--per-client", help="Also the accuracy of the median client and of the worst tenth.")
+    ] = False,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="A folder; a run that is there goes on.")] = None,
     checkpoint_every: Annotated[int, typer.Option(help="In rounds.")] = 1,
     state_memory: Annotated[int, typer.Option(help="Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
@@ -67,8 +70,11 @@ def run(
     check_output("--out", out)
     if threads < 1:
         raise ValueError(f"--threads {threads} must be at least 1")
-    given = {"rounds": rounds, "clients_per_round": clients_per_round, "seed": seed, "reduction": reduction}
-    asked = federations(federation, algorithm, compress, {**given, "evaluate_every": evaluate_every})
+    given = {
+        "rounds": rounds, "clients_per_round": clients_per_round, "seed": seed, "reduction": reduction,
+        "evaluate_every": evaluate_every,
+    }  # fmt: skip
+    asked = federations(federation, algorithm, compress, given, per_client=per_client)
     if out is not None and len(asked) > 1:
         raise ValueError("--out takes the weights of one algorithm: name one")
     torch.set_num_threads(threads)

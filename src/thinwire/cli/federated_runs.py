@@ -12,15 +12,16 @@ from thinwire.cli.errors import RunFailed, exit_code
 
 if TYPE_CHECKING:
     from thinwire.federated import Federation, History, RoundRecord
+    from thinwire.federated.workspace import Evaluate
 
 
 def federations(
-    federation: str, algorithms: str | None, compress: str | None, given: Mapping[str, Any]
+    federation: str, algorithms: str | None, compress: str | None, given: Mapping[str, Any], *, per_client: bool
 ) -> dict[str, Federation]:
     """By the names of their lines: what each algorithm trains, from the same weights and with the same options.
 
     Raises:
-        ValueError: an unknown name, or one algorithm twice.
+        ValueError: an unknown name, one algorithm twice, or a federation that does not say how to look at its clients.
     """
     from thinwire.bench.federations import build_algorithm, build_federation, compressed
 
@@ -37,11 +38,19 @@ def federations(
         for option, value in given.items():
             if value is not None:
                 setattr(made, option, value)
+        if per_client:
+            if made.per_client is None:
+                raise ValueError(f"--per-client: give {federation} a per_client=, as fl.over_clients(right, clients)")
+            made.evaluate = _both(made.evaluate, made.per_client)
         name = " ".join([type(getattr(made.algorithm, "inner", made.algorithm)).__name__, *(text or "").split(":")[1:]])
         if name in found:
             raise ValueError(f"--algorithm names {name} twice")
         found[name] = made
     return found
+
+
+def _both(first: Evaluate | None, second: Evaluate) -> Evaluate:
+    return lambda model, round: {**(first(model, round) if first else {}), **second(model, round)}
 
 
 def folder_of(checkpoint_dir: Path | None, name: str, runs: int) -> Path | None:

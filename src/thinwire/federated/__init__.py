@@ -14,6 +14,7 @@ from thinwire.federated.coordinator import DeviceLost
 from thinwire.federated.data import ArrayClients, FunctionClients
 from thinwire.federated.federation import Federation
 from thinwire.federated.history import History, RoundRecord
+from thinwire.federated.per_client import over_clients
 from thinwire.federated.predict import Prediction, predict
 from thinwire.federated.readers import TextClients, read_hugging_face, read_leaf
 from thinwire.federated.server import AllClientsFailed
@@ -47,6 +48,7 @@ __all__ = [
     "Scaffold",
     "Speed",
     "TextClients",
+    "over_clients",
     "partition",
     "predict",
     "read_hugging_face",

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from thinwire.federated.history import TRAINING_LOSS, History
+from thinwire.federated.per_client import MEDIAN, WORST
 from thinwire.pictures import Level, Panel, Picture, Series
+
+_SHARES = ("accuracy", MEDIAN, WORST)
 
 
 def history_picture(runs: Mapping[str, History], title: str, chance: Mapping[str, float] | None = None) -> Picture:
@@ -23,7 +26,7 @@ def history_picture(runs: Mapping[str, History], title: str, chance: Mapping[str
     panels: list[Panel] = []
     for number in (*evaluated, TRAINING_LOSS):
         points = {name: list(_points(history, number)) for name, history in runs.items()}
-        limits = (0.0, 1.0) if number == "accuracy" else None
+        limits = (0.0, 1.0) if number in _SHARES else None
         for axis, place in (("rounds", 0), (clock, 1))[: 1 if panels else 2]:
             lines = tuple(
                 Series(name, tuple(point[place] for point in found), tuple(point[2] for point in found))
