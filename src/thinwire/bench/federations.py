@@ -144,7 +144,7 @@ def build_federation(name: str) -> Federation:
     return check_federation(made, name)
 
 
-ALGORITHMS = ("FedAvg", "FedProx", "FedOpt", "FedNova", "Mime", "Scaffold", "FedDyn")
+ALGORITHMS = ("FedAvg", "FedProx", "FedOpt", "FedNova", "Mime", "Scaffold", "FedDyn", "FedRobust")
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "FedOpt": {"server_lr": 0.02},
     "Mime": {"beta": 0.5},

@@ -25,8 +25,8 @@ def run(
     algorithm: Annotated[
         str | None,
         typer.Option(
-            help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, as scaffold:lr=0.1; several, with commas "
-            "between, side by side. What is not named stays as the federation has it."
+            help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, fedrobust, as scaffold:lr=0.1; several, "
+            "with commas between, side by side. What is not named stays as the federation has it."
         ),
     ] = None,
     compress: Annotated[str | None, typer.Option(help="Method for the clients' changes, as topk:density=0.01.")] = None,

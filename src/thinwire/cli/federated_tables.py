@@ -64,7 +64,7 @@ def rounds_table(history: History, width: int) -> Table:
     if about["devices"] > 1:
         columns["schedule"] = [" ".join(dict.fromkeys(row.schedule.split())) for row in shown]
         columns["busy"] = [busy_share(row) for row in shown]
-    columns["MB up"] = [f"{row.bytes_up / 1e6:.3f}" for row in shown]
+    columns["MB up"] = [f"{_sent(row) / 1e6:.3f}" for row in shown]
     if history.start:
         untrained = {"round": "0", **{name: _number(history.start.get(name)) for name in numbers}}
         columns = {name: [untrained.get(name, ""), *cells] for name, cells in columns.items()}
@@ -87,6 +87,11 @@ def algorithms_table(runs: Mapping[str, History], title: str, width: int) -> Tab
     columns["seconds"] = [f"{sum(row.seconds for row in rows):.1f}" for rows in rounds]
     columns["MB a client"] = [f"{fmean(row.client_bytes / row.clients for row in rows) / 1e6:.3f}" for rows in rounds]
     return _fitting(title, columns, width)
+
+
+def _sent(row: RoundRecord) -> int:
+    """Bytes, values that were collected one by one included."""
+    return row.bytes_up + row.control_bytes
 
 
 def _evaluated(history: History) -> list[str]:
@@ -119,7 +124,7 @@ def traffic(history: History) -> str:
     """What the devices sent in the last round, and what its clients would have."""
     row = history.rounds[-1]
     return (
-        f"the devices sent {row.bytes_up / 1e6:.3g} MB in the last round; its clients, each on its own, would have "
+        f"the devices sent {_sent(row) / 1e6:.3g} MB in the last round; its clients, each on its own, would have "
         f"sent {row.client_bytes / 1e6:.3g} MB"
     )
 

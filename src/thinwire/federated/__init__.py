@@ -6,7 +6,7 @@ What does not live here: the deployment on Flower (adapters/flower*.py), plots a
 
 from thinwire.federated import partition
 from thinwire.federated.aggregator import COLLECT, SUM, WEIGHTED_MEAN, RoundRequest
-from thinwire.federated.algorithms import FedAvg, FedDyn, FedNova, FedOpt, FedProx, Mime, Scaffold
+from thinwire.federated.algorithms import FedAvg, FedDyn, FedNova, FedOpt, FedProx, FedRobust, Mime, Scaffold
 from thinwire.federated.client import ClientContext, ClientResult
 from thinwire.federated.clocks import ClientTrace, Speed
 from thinwire.federated.compress import Compressed
@@ -38,6 +38,7 @@ __all__ = [
     "FedNova",
     "FedOpt",
     "FedProx",
+    "FedRobust",
     "Federation",
     "FunctionClients",
     "History",
