@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -164,6 +165,26 @@ def predict(
         return
     title = f"{clients_per_round} of {clients} clients a round, {len(speeds)} devices, {rounds} rounds"
     Console().print(schedules_table(found, title))
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="Where it goes; made if it is not there.")],
+) -> None:
+    """Begin a federation of your own: a folder with one that runs, to put your data, model and algorithm into."""
+    from importlib import resources
+
+    template = resources.files("thinwire.federated") / "template"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already and not empty: give another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("README.md", "federation.py", "speeds.json"):
+            (folder / name).write_bytes(template.joinpath(name).read_bytes())
+            typer.echo(f"written: {folder / name}")
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error.strerror}") from error
+    typer.echo(f"next: cd {shlex.quote(str(folder))} && thinwire federated run federation:build")
 
 
 @app.command()
