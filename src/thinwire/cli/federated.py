@@ -54,7 +54,7 @@ def run(
     import torch
     from rich.console import Console
 
-    from thinwire.cli.federated_runs import federations, folder_of, train
+    from thinwire.cli.federated_runs import federations, folder_of, spent, train
     from thinwire.cli.federated_tables import (
         algorithms_table,
         failures,
@@ -119,9 +119,12 @@ def run(
     if plot is not None:
         write_picture(picture, plot)
         console.print(f"written: {plot}", markup=False)
+    for name, one in asked.items():
+        if (said := spent(one)) is not None:
+            console.print(said if len(runs) == 1 else f"{name}, {said}", markup=False, highlight=False)
     for name, history in runs.items():
-        said = outcome(history, made.chance)
-        console.print(said if len(runs) == 1 else f"{name}, {said}", markup=False, highlight=False)
+        last = outcome(history, made.chance)
+        console.print(last if len(runs) == 1 else f"{name}, {last}", markup=False, highlight=False)
 
 
 @app.command()

@@ -60,6 +60,21 @@ def folder_of(checkpoint_dir: Path | None, name: str, runs: int) -> Path | None:
     return checkpoint_dir / re.sub(r"[^\w.=-]+", "-", name).lower()
 
 
+def spent(made: Federation) -> str | None:
+    """What a run with DP-SGD has spent of its clients' privacy; None: it was without."""
+    from statistics import median
+
+    from thinwire.federated.private import epsilons
+
+    algorithm = getattr(made.algorithm, "inner", made.algorithm)
+    if getattr(algorithm, "noise_multiplier", None) is None:
+        return None
+    found = epsilons(
+        algorithm, made.clients, rounds=made.rounds, clients_per_round=made.clients_per_round, seed=made.seed
+    ).values()
+    return f"privacy spent, at delta 1e-05: epsilon {median(found):.3g} for the median client, {max(found):.3g} at most"
+
+
 def train(name: str, made: Federation, rank: int, **options: Any) -> History:
     """Run one here, under a bar that follows its rounds; where there is no bar, a line for each evaluation.
 

@@ -50,6 +50,15 @@ class RefusedAnswer(ValueError):
     """A node's answer that is not used; the message says why."""
 
 
+def check_noise(algorithm: Any) -> None:
+    """Raise ``ValueError`` for noise that hides nothing."""
+    if getattr(getattr(algorithm, "inner", algorithm), "noise_multiplier", None) is not None:
+        raise ValueError(
+            "noise_multiplier= draws its noise from the run's seed, which the server knows, so it hides nothing: "
+            "it is for simulations"
+        )
+
+
 class RemoteServer:
     """The server of a deployment, without I/O: messages out, messages in, one visit after the other.
 
@@ -66,6 +75,7 @@ class RemoteServer:
     """
 
     def __init__(self, federation: Federation, hosts: Mapping[int, Mapping[int, int]]) -> None:
+        check_noise(federation.algorithm)
         self.federation = federation
         self.algorithm = federation.algorithm
         population = len(federation.clients)
