@@ -1,19 +1,13 @@
 """The verbs: a run from start to end, JSON, sentences for what is wrong."""
 
 import json
-import re
-import shlex
-from pathlib import Path
 
 import pytest
 import torch
 from fed_calls import MINE, SMALL, call
 
-from thinwire.bench.federations import ALGORITHMS, build_algorithm
+from thinwire.bench.federations import build_algorithm
 from thinwire.federated import Compressed, FedAvg, FedOpt, History, Scaffold, files
-
-PAGE = Path(__file__).parents[3] / "docs" / "federated.md"
-NAMED = re.compile(r"^thinwire (federated run digits --algorithm (\S+).*)$", re.MULTILINE)
 
 
 def test_a_run_with_everything(alone):
@@ -36,42 +30,6 @@ def test_a_run_with_everything(alone):
         "topk:density=0.1", "--reduction", "exact", "--checkpoint-dir", "run", "--json",
     )  # fmt: skip
     assert [row.round for row in History.from_json(again.stdout).rounds] == [0, 1, 2]
-
-
-def accuracy(done):
-    assert done.exit_code == 0, done.output
-    return list(History.from_json(done.stdout).evaluations.values())[-1]["accuracy"]
-
-
-def test_the_page_has_the_command():
-    named = [name for _, name in NAMED.findall(PAGE.read_text())]
-    assert named == ["scaffold", "fedopt:rule=yogi", "fedavg,fedopt,scaffold"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("FedAvg", "Scaffold", "FedDyn") else pytest.param(name, marks=pytest.mark.slow)
-        for name in ALGORITHMS
-    ],
-)
-def test_every_algorithm_begins_to_learn_by_the_pages_command(alone, name):
-    words = shlex.split(NAMED.search(PAGE.read_text())[1].replace("scaffold", name.lower()))
-    assert accuracy(call(*words, "--rounds", 10, "--json")) > 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*ALGORITHMS, "FedOpt:rule=adagrad", "FedOpt:rule=sgd"])
-def test_every_algorithm_learns_by_the_pages_command(alone, name):
-    words = shlex.split(NAMED.search(PAGE.read_text())[1].replace("scaffold", name.lower()))
-    assert accuracy(call(*words, "--json")) >= 0.85
-
-
-@pytest.mark.slow
-def test_the_pages_other_command(alone):
-    words = shlex.split(NAMED.findall(PAGE.read_text())[1][0])
-    assert accuracy(call(*words, "--json")) >= 0.85
-    assert (alone / "curves.png").stat().st_size > 1000
 
 
 def test_what_is_not_named_is_kept_of_the_federation():
