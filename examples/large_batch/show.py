@@ -119,7 +119,7 @@ def picture(found: dict[str, Any]) -> Picture:
         panels.append(Panel("seconds", "accuracy on images held out", tuple(shown), y_range=(0.0, 1.0)))
     for split in found.get("stalls", []):
         rows = {name: row for name, row in split["rows"].items() if name != SYNTHETIC}
-        hits = tuple(row.get("hits", 0) / row["samples"] for row in rows.values())
+        hits = tuple(row["hits"] / row["samples"] if "hits" in row else 0.0 for row in rows.values())
         panels.append(
             Panel(
                 f"share of reads that hit, {split['size']} pixels", "seconds per epoch",
