@@ -1,0 +1,171 @@
+"""Replicas under torchft's real lighthouse and managers, some of which are killed, stopped and started again."""
+
+import importlib.util
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from torchft_cases import HEARTBEAT_MS, TIMEOUT, Cluster, check
+
+from spawned import free_port
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchft") is None, reason="torchft is not installed: pip install torchft"
+    ),
+]
+AT_ONCE = {"start_compression_step": 0}
+METHODS = {
+    "ssgd": {},
+    "cast": {"dtype": "int8"},
+    "acp": {"rank": 2, **AT_ONCE},
+    "powersgd": {"rank": 2, **AT_ONCE},
+    "topk": {"density": 0.1, **AT_ONCE},
+}
+
+
+def all_at(cluster, step):
+    return all(cluster.step_of(number) >= step for number in cluster.running)
+
+
+def more_steps(cluster, count, *, without=None, seconds=40.0):
+    """Wait until all have made some more."""
+    step = furthest(cluster) + count
+    cluster.wait(lambda: all(cluster.step_of(n) >= step for n in cluster.running if n != without), seconds)
+
+
+def furthest(cluster):
+    return max(cluster.step_of(number) for number in cluster.running)
+
+
+@pytest.mark.parametrize("method", ["ssgd", "powersgd"])
+def test_the_others_go_on_and_who_comes_back_is_equal(tmp_path, method):
+    with Cluster(tmp_path, 3, method, METHODS[method]) as cluster:
+        cluster.wait(lambda: all_at(cluster, 3))
+        for killed in (1, 0):  # rank 0 holds the quorum's store
+            cluster.kill(killed)
+            more_steps(cluster, 3, without=killed)
+            cluster.start(killed)
+            more_steps(cluster, 3)
+        events = cluster.finish(furthest(cluster) + 5)
+    _, conserved, lost = check(events)
+    assert conserved > 10
+    assert lost <= 1
+    assert len({mine[-1]["weights"] for mine in events.values()}) == 1
+    assert {e["size"] for mine in events.values() for e in mine if e["event"] == "step"} >= {2, 3}
+
+
+def test_one_goes_on_alone_and_pays_what_it_owes_when_another_comes(tmp_path):
+    with Cluster(tmp_path, 2, "topk", METHODS["topk"]) as cluster:
+        cluster.wait(lambda: all_at(cluster, 4))
+        cluster.kill(1)
+        alone = furthest(cluster)
+        cluster.wait(lambda: cluster.step_of(0) >= alone + 4)
+        cluster.start(1)
+        cluster.wait(lambda: all_at(cluster, alone + 6))
+        events = cluster.finish(furthest(cluster) + 3)
+    check(events)
+    mine = [e for e in events[0] if e["event"] == "step"]
+    assert {e["size"] for e in mine} == {1, 2}
+    lonely = [e for e in mine if e["size"] == 1 and e["step"] > alone + 1]  # not those before replica 1 came first
+    assert len({e["after"] for e in lonely}) == 1  # owed, and kept
+    assert all(e["before"] != e["after"] for e in mine if e["size"] == 2)
+
+
+def test_who_has_not_heard_that_a_step_counted_keeps_its_part_of_it(tmp_path):
+    with Cluster(tmp_path, 2, "topk", METHODS["topk"], doubts=(4,)) as cluster:
+        cluster.wait(lambda: all_at(cluster, 8))
+        events = cluster.finish(furthest(cluster) + 2)
+    check(events)
+    [doubted] = [e for e in events[0] if e["event"] == "lost"]
+    [counted] = [e for e in events[1] if e["event"] == "step" and e["step"] == doubted["step"]]
+    following = events[0][events[0].index(doubted) + 1]
+    assert following["step"] == counted["step"] + 1
+    assert following["before"] != doubted["before"]  # what it kept back in that step, and not zero
+    assert following["owed"] != 0
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "adapters" / "torchft.md").read_text()
+    (script,) = re.findall(r"<!-- train.py -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    (lines,) = re.findall(r"^In three terminals:\n\n```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    lighthouse, *replicas = lines.splitlines()
+    port = free_port()
+    command, *options = shlex.split(lighthouse)
+    (entry,) = entry_points(group="console_scripts", name=command)  # torchft's own, wherever pip has put it
+    serve = tmp_path / command
+    serve.write_text(f"from {entry.module} import {entry.attr}\n{entry.attr}()\n")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+    options += ["--bind", f"127.0.0.1:{port}", "--heartbeat_timeout_ms", "1000"]
+    running = [subprocess.Popen([sys.executable, str(serve), *options], env=environment)]
+    outputs = []
+    try:
+        for line in replicas:
+            (variable, value), *words = line.split(" ")[0].split("="), *line.split(" ")[1:]
+            assert words[0] == "python"
+            here = {**environment, variable: value.replace("29510", str(port))}
+            outputs.append(tmp_path / f"replica{len(outputs)}.txt")
+            with open(outputs[-1], "w") as out:
+                running.append(
+                    subprocess.Popen([sys.executable, *words[1:]], cwd=tmp_path, env=here, stdout=out, stderr=out)
+                )
+        deadline = time.monotonic() + 60
+        while ", 2 replicas" not in outputs[0].read_text():
+            assert time.monotonic() < deadline, outputs[0].read_text()
+            time.sleep(0.02)
+        running[-1].kill()
+        assert running[1].wait(90) == 0, outputs[0].read_text()
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    said = outputs[0].read_text().splitlines()
+    assert "step 399, 1 replicas" in said[-2]
+    assert re.fullmatch(r"acp: sent [1-9]\d* bytes, uncompressed [1-9]\d*", said[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("method", [*METHODS])
+def test_random_deaths(tmp_path, method, size):
+    """Eight kills and four stops, any time; never the last one that knows the weights."""
+    draw = random.Random(f"{method} {size}")
+    faults = [signal.SIGKILL] * 8 + [signal.SIGSTOP] * 4
+    draw.shuffle(faults)
+    with Cluster(tmp_path, size, method, METHODS[method], pause=0.004) as cluster:
+        cluster.wait(lambda: all_at(cluster, 3))
+        for fault in faults:
+            time.sleep(draw.random() * 0.3)
+            victim = draw.randrange(size)
+            cluster.signal(victim, fault)
+            more_steps(cluster, 3, without=victim, seconds=TIMEOUT + HEARTBEAT_MS / 1000 + 10)
+            if fault == signal.SIGKILL:
+                cluster.running[victim].join()
+                cluster.start(victim)
+            else:
+                cluster.signal(victim, signal.SIGCONT)
+            more_steps(cluster, 3)
+        end = furthest(cluster) + 300
+        events = cluster.finish(end)
+    commits, conserved, lost = check(events, conserves=method != "cast")
+    print(f"{method}, {size} groups: {len(faults)} faults, {commits} commits, {conserved} conserved, lost {lost}")
+    assert lost <= 1
+    losses = {mine[-1]["loss"] for mine in events.values()}
+    assert len(losses) == 1
+    (tmp_path / "quiet").mkdir()
+    with Cluster(tmp_path / "quiet", size, method, METHODS[method], pause=0.0) as quiet:
+        quiet.wait(lambda: all_at(quiet, 3))
+        undisturbed = quiet.finish(end, 200)
+    assert losses.pop() <= 1.02 * undisturbed[0][-1]["loss"]
