@@ -41,7 +41,7 @@ def bench(
     from rich.console import Console
 
     from thinwire.bench.models.registry import check_model
-    from thinwire.bench.plots import check_plot, plot_bench
+    from thinwire.bench.plots import plot_bench
     from thinwire.bench.rows import parse_rows
     from thinwire.bench.spec import BenchSpec
     from thinwire.bench.summary import summarise
@@ -49,10 +49,10 @@ def bench(
     from thinwire.cli.errors import RunFailed
     from thinwire.cli.ranks import run_ranks, slowest_link
     from thinwire.lab import Cluster
+    from thinwire.pictures import check_plot
 
     cluster = Cluster.parse(workers, ranks_per_node, link, delay)
-    if plot is not None:
-        check_plot(plot)
+    check_plot(plot)
     check_model(model)
     rows = parse_rows(methods)
     bits = slowest_link(cluster)

@@ -35,9 +35,10 @@ def demo(
 
     from thinwire import lab
     from thinwire.bench.demo import advice, demo_spec, headline, judge_demo
-    from thinwire.bench.plots import plot_curves
+    from thinwire.bench.plots import loss_picture
     from thinwire.bench.table import seconds
     from thinwire.cli.ranks import run_ranks
+    from thinwire.pictures import write_picture
 
     console = Console(stderr=json)
     link = QUICK_LINK if quick else LINK
@@ -57,7 +58,8 @@ def demo(
     written = str(out / "demo.json")
     try:
         title = f"{result.bench.describe}, {spec.workers} workers, link {link if launched.emulated else 'no limit'}"
-        plot_curves(record.rows, out / "demo.png", title, target=result.target)
+        curves = {row.label: row.curve for row in record.rows if row.curve}
+        write_picture(loss_picture(curves, title, result.target), out / "demo.png")
         written += f", {out / 'demo.png'}"
     except ValueError as error:
         console.print(f"no picture: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,12 +54,12 @@ def run(
     from rich.console import Console
 
     from thinwire.bench.federations import build_algorithm, build_federation, compressed
-    from thinwire.bench.plots import check_plot
     from thinwire.cli.federated_tables import failures, in_force, outcome, rounds_table, traffic
     from thinwire.federated import ClientStateStore, ClientTrace
+    from thinwire.federated.picture import history_picture
+    from thinwire.pictures import check_plot, write_picture
 
-    if plot is not None:
-        check_plot(plot)
+    check_plot(plot)
     if threads < 1:
         raise ValueError(f"--threads {threads} must be at least 1")
     import torch
@@ -100,12 +101,11 @@ def run(
         from thinwire.federated import files
 
         write_whole(out, files.pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
+    picture = history_picture(history, f"{federation}, {history.about['algorithm']}")
     if plot is not None:
-        from thinwire.bench.federated_plot import plot_history
-
-        plot_history(history, plot, f"{federation}, {history.about['algorithm']}")
+        write_picture(picture, plot)
     if json:
-        typer.echo(history.to_json())
+        typer.echo(json_module.dumps({**json_module.loads(history.to_json()), "picture": asdict(picture)}))
         return
     console.print(rounds_table(history))
     console.print(outcome(history), markup=False)
@@ -131,7 +131,6 @@ def predict(
 ) -> None:
     """Seconds a round under each schedule, by the clock alone: nothing is trained."""
     import math
-    from dataclasses import asdict
 
     import numpy as np
     from rich.console import Console

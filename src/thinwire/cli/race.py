@@ -47,13 +47,14 @@ def race(
 
     from thinwire import lab
     from thinwire.bench.models.registry import check_model
-    from thinwire.bench.plots import plot_race
+    from thinwire.bench.plots import loss_picture
     from thinwire.bench.race_answer import curves, race_data
     from thinwire.bench.race_times import RaceSpec
     from thinwire.bench.racing import DEFAULT_METHODS, run_race
     from thinwire.bench.rows import parse_rows
     from thinwire.cli.errors import RunFailed
     from thinwire.cli.ranks import slowest_link
+    from thinwire.pictures import write_picture
 
     cluster = lab.Cluster.parse(workers, ranks_per_node, link, delay)
     bits = slowest_link(cluster)
@@ -74,7 +75,8 @@ def race(
     (out / "race.json").write_text(json_module.dumps(data, indent=2) + "\n", encoding="utf-8")
     written = [str(out / "race.json")]
     try:
-        plot_race(curves(found), found.target, out / "race.png", _title(asked, found))
+        picture = loss_picture(curves(found), _title(asked, found), found.target, log=True)
+        write_picture(picture, out / "race.png")
         written.append(str(out / "race.png"))
     except ValueError as error:
         console.print(f"no picture: {error}", markup=False)

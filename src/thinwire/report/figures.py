@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from thinwire.pictures.draw import plotly
+
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 TEXT, LINE, FAINT = "#1f2933", "#52606d", "#e4e7eb"
 BAR = 34
 """Pixels of height for one horizontal bar."""
-
-
-def plotly() -> Any:
-    """Plotly's graph objects.
-
-    Raises:
-        ValueError: plotly is missing.
-    """
-    try:
-        import plotly.graph_objects as go
-    except ImportError as error:
-        raise ValueError("the report page needs plotly: pip install 'thinwire[report]'") from error
-    return go
 
 
 def new(height: int, **layout: Any) -> Any:

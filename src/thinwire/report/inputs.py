@@ -9,11 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from thinwire.report.pictures import RunPicture, grouped, read_run
 from thinwire.report.predictions import MethodRanking, WinnerMap, read_map, read_ranking
 from thinwire.report.results import Bench, read_bench
 from thinwire.report.traces import StepTrace, read_trace
 
-Result: TypeAlias = Bench | MethodRanking | WinnerMap | StepTrace
+Result: TypeAlias = Bench | MethodRanking | WinnerMap | StepTrace | RunPicture
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,19 @@ class Inputs:
         found = [result for result in self.results if isinstance(result, StepTrace)]
         return sorted(found, key=lambda trace: not trace.predicted)
 
+    @property
+    def runs(self) -> list[RunPicture]:
+        """Runs that have brought their own picture."""
+        return [result for result in self.results if isinstance(result, RunPicture)]
+
     def labels(self) -> Iterator[list[str]]:
         """The methods of each result that names some."""
         for bench in self.benches:
             yield [*(row.label for row in bench.rows), *(curve.label for curve in bench.curves)]
         for ranking in self.rankings:
             yield [entry.label for entry in ranking.entries]
+        for group in grouped(self.runs):
+            yield list(group.names())
         for found in self.maps:
             yield [label for cell in found.known for label in (cell.winner, cell.winner_exact) if label]
 
@@ -77,6 +85,7 @@ _KINDS: Sequence[tuple[str, Callable[[Any], bool], Callable[[str, Any], Result]]
     ("a Chrome trace", _is_trace, read_trace),
     ("a map of winners (thinwire plan --map --json)", _has("cells", "bits_per_second", "workers"), read_map),
     ("a ranking (thinwire plan --json)", _has("entries"), read_ranking),
+    ("a run (thinwire federated run --json)", _has("picture"), read_run),
     ("a race (thinwire race)", _has("race", "bench", "curves"), read_bench),
     ("a demonstration (thinwire demo)", lambda data: _is_demo(data) and "race" not in data, read_bench),
     ("a comparison (thinwire bench --json)", _has("rows", "compute_seconds", "floor_seconds"), read_bench),

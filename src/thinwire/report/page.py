@@ -7,8 +7,8 @@ from importlib.resources import files
 from typing import Any
 
 from thinwire import __version__
-from thinwire.report.colours import Colours
-from thinwire.report.figures import plotly
+from thinwire.pictures.colours import Colours
+from thinwire.pictures.draw import plotly
 from thinwire.report.inputs import InputFile, Inputs
 from thinwire.report.section import Block, Chart, Section
 from thinwire.report.sections import SECTIONS
@@ -77,6 +77,7 @@ class _Pictures:
 def _summary(inputs: Inputs) -> str:
     said = list(dict.fromkeys(bench.where for bench in inputs.benches))
     measured = any(not trace.predicted for trace in inputs.traces)
+    said += list(dict.fromkeys(run.picture.title for run in inputs.runs))
     if not said and not measured:
         return "Everything on this page was predicted; nothing was measured."
     return "Measured: " + ("; and ".join(said) or "one step, see the timeline") + "."

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from thinwire.report.colours import Colours
+from thinwire.pictures.colours import Colours
 from thinwire.report.inputs import Inputs
 
 

@@ -1,7 +1,7 @@
 import doctest
 
-import thinwire.report.colours as colours_module
-from thinwire.report.colours import Colours, ink, shade
+import thinwire.pictures.colours as colours_module
+from thinwire.pictures.colours import Colours, ink, shade
 from thinwire.report.words import factor, hover, megabytes, plain, short
 
 

@@ -6,7 +6,7 @@ What does not live here: reading files, HTML.
 from __future__ import annotations
 
 from thinwire.report.section import Maker
-from thinwire.report.sections import bench, buckets, loss, ranking, timeline, winners
+from thinwire.report.sections import bench, buckets, loss, ranking, runs, timeline, winners
 
 SECTIONS: tuple[Maker, ...] = (
     winners.section,
@@ -15,4 +15,5 @@ SECTIONS: tuple[Maker, ...] = (
     timeline.section,
     buckets.section,
     loss.section,
+    runs.section,
 )

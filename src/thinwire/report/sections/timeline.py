@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from thinwire.pictures.colours import Colours, ink, shade
+from thinwire.pictures.draw import plotly
 from thinwire.planner.timeline import LANES, Event
 from thinwire.planner.timeline.result import EXCHANGE_CPU
-from thinwire.report.colours import Colours, ink, shade
-from thinwire.report.figures import plotly, scale, stacked
+from thinwire.report.figures import scale, stacked
 from thinwire.report.inputs import Inputs
 from thinwire.report.section import Block, Chart, Section
 from thinwire.report.traces import StepTrace

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from thinwire.report.colours import Colours, ink
-from thinwire.report.figures import new, plotly
+from thinwire.pictures.colours import Colours, ink
+from thinwire.pictures.draw import plotly
+from thinwire.report.figures import new
 from thinwire.report.inputs import Inputs
 from thinwire.report.predictions import WinnerCell, WinnerMap
 from thinwire.report.section import Block, Chart, Section

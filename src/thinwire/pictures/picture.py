@@ -1,0 +1,91 @@
+"""What is drawn, as plain data: the ``"picture"`` of a result's JSON, from which ``thinwire report`` draws it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Series:
+    """What belongs together, in one colour.
+
+    Attributes:
+        name: of a method, an algorithm, a node; it has one colour in all panels, and on a whole report.
+        x, y: of its points.
+        look: "line", "steps" (each value holds until the next), or "points".
+        at: a point of it that is marked.
+        said: stands after the name in the legend.
+    """
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    look: str = "line"
+    at: tuple[float, float] | None = None
+    said: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"the line {self.name!r} has {len(self.x)} x and {len(self.y)} y")
+        if self.look not in LOOKS:
+            raise ValueError(f"the line {self.name!r}: look={self.look!r} is none of {', '.join(LOOKS)}")
+
+    @property
+    def label(self) -> str:
+        """For the legend."""
+        return f"{self.name}: {self.said}" if self.said else self.name
+
+
+LOOKS = ("line", "steps", "points")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What happened at one place of the x axis."""
+
+    x: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Level:
+    """A value to compare with: a target, chance, a limit."""
+
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines over one pair of axes.
+
+    Attributes:
+        x, y: the names of the axes, with their units.
+        lines: what is drawn.
+        marks, levels: vertical and horizontal lines with words.
+        y_range: from and to; None: what the lines need.
+        log_x: a logarithmic x axis.
+    """
+
+    x: str
+    y: str
+    lines: tuple[Series, ...]
+    marks: tuple[Mark, ...] = ()
+    levels: tuple[Level, ...] = ()
+    y_range: tuple[float, float] | None = None
+    log_x: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Panels side by side, at most two in a row."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+    def names(self) -> Iterator[str]:
+        """Of all lines."""
+        for panel in self.panels:
+            for line in panel.lines:
+                yield line.name

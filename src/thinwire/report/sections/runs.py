@@ -1,0 +1,24 @@
+"""Runs that brought their own picture; those over the same axes are drawn together."""
+
+from __future__ import annotations
+
+from thinwire.pictures.colours import Colours
+from thinwire.pictures.draw import as_plotly
+from thinwire.report.figures import dress
+from thinwire.report.inputs import Inputs
+from thinwire.report.pictures import grouped
+from thinwire.report.section import Block, Chart, Section
+
+_READING = (
+    "What a run recorded about itself. A name has one colour on the whole page. Dashed lines are values to compare "
+    "with; dotted ones mark what happened at that moment."
+)
+
+
+def section(inputs: Inputs, colours: Colours) -> Section | None:
+    """None if there are no such runs."""
+    blocks = []
+    for picture in grouped(inputs.runs):
+        figure = as_plotly(picture, colours)
+        blocks.append(Block(picture.title, charts=(Chart(dress(figure, figure.layout.height)),)))
+    return Section("runs", "Runs", _READING, tuple(blocks)) if blocks else None

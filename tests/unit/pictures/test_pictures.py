@@ -1,0 +1,104 @@
+import json
+from dataclasses import asdict
+
+import pytest
+
+from thinwire.pictures import Level, Mark, Panel, Picture, Series, check_plot, write_picture
+from thinwire.report.inputs import read_files
+from thinwire.report.page import render
+from thinwire.report.pictures import RunPicture, grouped, read_run
+
+LOSS = Series("scaffold", (0.0, 1.0, 2.0), (2.3, 1.0, 0.5), at=(2.0, 0.5), said="0.5 in 2 s")
+PICTURE = Picture(
+    "digits <b>",
+    (
+        Panel(
+            "seconds", "loss", (LOSS, Series("fedavg", (0.0, 2.0), (2.3, 0.7), look="steps")), (Mark(1.5, "killed"),)
+        ),
+        Panel("round", "accuracy", (Series("scaffold", (0.0, 1.0), (0.1, 0.9)),), (), (Level(0.1, "chance"),), (0, 1)),
+        Panel("kB", "error", (Series("candidates", (1.0, 9.0), (3.0, 1.0), look="points"),), log_x=True),
+    ),
+)
+
+
+def on_disk(folder, name, picture, **more):
+    path = folder / name
+    path.write_text(json.dumps({"picture": asdict(picture), **more}))
+    return path
+
+
+def test_a_picture_as_png_shows_every_line_and_word(tmp_path, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    write_picture(PICTURE, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    loss, accuracy, error, unused = drawn[0].axes
+    assert loss.get_legend_handles_labels()[1] == ["scaffold: 0.5 in 2 s", "fedavg"]
+    assert [text.get_text() for text in loss.texts] == ["killed"]
+    assert accuracy.get_ylim() == (0, 1)
+    assert [text.get_text() for text in accuracy.texts] == ["chance"]
+    assert error.get_xscale() == "log"
+    assert not unused.get_visible()
+    assert loss.lines[0].get_color() == accuracy.lines[0].get_color()
+
+
+def test_a_picture_as_html_has_each_name_once_in_its_legend(tmp_path):
+    pytest.importorskip("plotly")
+    write_picture(PICTURE, tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text()
+    assert page.count('"showlegend":true') == 3
+    assert "digits \\u003cb" not in page
+
+
+def test_a_report_draws_what_a_result_brings(tmp_path):
+    pytest.importorskip("plotly")
+    inputs = read_files([on_disk(tmp_path, "run.json", PICTURE, rounds=[1, 2])])
+    assert inputs.runs == [RunPicture("run.json", PICTURE)]
+    page = render(inputs)
+    assert "digits &lt;b&gt;" in page
+    assert "was predicted" not in page
+
+
+def test_runs_over_the_same_axes_are_drawn_together_and_told_apart():
+    def run(file, name, chance=0.1):
+        line = Series(name, (0.0, 1.0), (0.1, 0.9))
+        return RunPicture(file, Picture(name, (Panel("round", "accuracy", (line,), (), (Level(chance, "chance"),)),)))
+
+    (one,) = grouped([run("a.json", "fedavg"), run("b.json", "scaffold"), run("c.json", "scaffold")])
+    assert list(one.names()) == ["fedavg", "scaffold (b.json)", "scaffold (c.json)"]
+    assert one.panels[0].levels == (Level(0.1, "chance"),)
+    assert one.title == "fedavg; scaffold"
+    (same,) = grouped([run("a.json", "fedavg"), run("a.json", "fedavg")])
+    assert list(same.names()) == ["fedavg (a.json, 1.)", "fedavg (a.json, 2.)"]
+    assert len(grouped([run("a.json", "fedavg"), RunPicture("x", PICTURE)])) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"panels": 3}, "no list"),
+        ({"panels": [{"x": "a", "y": "b", "lines": [{"name": "a", "x": [1], "y": "no"}]}]}, "no list"),
+        ({"panels": [{"x": "a", "y": "b", "lines": [{"name": "a", "x": [1], "y": [1, 2]}]}]}, "argument 2 is longer"),
+        ({"panels": [{"lines": [], "marks": [], "levels": [], "y_range": [1]}]}, "no pair"),
+        ({"panels": [{"lines": [{"name": "a", "x": [], "y": [], "look": "pie"}]}]}, "none of line, steps, points"),
+    ],
+)
+def test_broken_pictures_are_sentences(change, says):
+    with pytest.raises(ValueError, match=says):
+        read_run("run.json", {"picture": change})
+
+
+def test_values_that_are_not_finite_are_left_out():
+    line = {"name": "a", "x": [0, 1, 2], "y": [1, None, float("nan")]}
+    data = {"panels": [{"x": "s", "y": "loss", "lines": [line], "marks": [], "levels": []}]}
+    (panel,) = read_run("r", {"picture": data}).picture.panels
+    assert panel.lines[0] == Series("a", (0,), (1,))
+
+
+def test_a_plot_that_cannot_be_written_is_refused_at_once(tmp_path):
+    check_plot(None)
+    check_plot(tmp_path / "a.png")
+    for path, says in ((tmp_path / "a.jpg", r"\.png or \.html"), (tmp_path / "new" / "a.png", "folder that exists")):
+        with pytest.raises(ValueError, match=says):
+            check_plot(path)
