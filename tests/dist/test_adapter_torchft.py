@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from torchft_cases import HEARTBEAT_MS, TIMEOUT, Cluster, check
 
+import thinwire as tw
 from spawned import free_port
 
 pytestmark = [
@@ -30,6 +31,8 @@ METHODS = {
     "acp": {"rank": 2, **AT_ONCE},
     "powersgd": {"rank": 2, **AT_ONCE},
     "topk": {"density": 0.1, **AT_ONCE},
+    "local": {"sync_every": 4, "codec": tw.TopK(density=0.1), **AT_ONCE},
+    "diloco": {"sync_every": 4},
 }
 
 
@@ -47,7 +50,7 @@ def furthest(cluster):
     return max(cluster.step_of(number) for number in cluster.running)
 
 
-@pytest.mark.parametrize("method", ["ssgd", "powersgd"])
+@pytest.mark.parametrize("method", ["ssgd", "powersgd", "local"])
 def test_the_others_go_on_and_who_comes_back_is_equal(tmp_path, method):
     with Cluster(tmp_path, 3, method, METHODS[method]) as cluster:
         cluster.wait(lambda: all_at(cluster, 3))
@@ -81,8 +84,9 @@ def test_one_goes_on_alone_and_pays_what_it_owes_when_another_comes(tmp_path):
     assert all(e["before"] != e["after"] for e in mine if e["size"] == 2)
 
 
-def test_who_has_not_heard_that_a_step_counted_keeps_its_part_of_it(tmp_path):
-    with Cluster(tmp_path, 2, "topk", METHODS["topk"], doubts=(4,)) as cluster:
+@pytest.mark.parametrize("method", ["topk", "local"])
+def test_who_has_not_heard_that_a_step_counted_keeps_its_part_of_it(tmp_path, method):
+    with Cluster(tmp_path, 2, method, METHODS[method], doubts=(4,)) as cluster:
         cluster.wait(lambda: all_at(cluster, 8))
         events = cluster.finish(furthest(cluster) + 2)
     check(events)
@@ -159,7 +163,7 @@ def test_random_deaths(tmp_path, method, size):
             more_steps(cluster, 3)
         end = furthest(cluster) + 300
         events = cluster.finish(end)
-    commits, conserved, lost = check(events, conserves=method != "cast")
+    commits, conserved, lost = check(events, conserves=method not in ("cast", "diloco"))
     print(f"{method}, {size} groups: {len(faults)} faults, {commits} commits, {conserved} conserved, lost {lost}")
     assert lost <= 1
     losses = {mine[-1]["loss"] for mine in events.values()}

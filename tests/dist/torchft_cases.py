@@ -86,6 +86,69 @@ def serve_lighthouse(pipe, least):
     server.shutdown()
 
 
+def _train_steps(model, inner, manager, batches, doubt, note, attached):
+    """The exchange of gradients; an event for each step."""
+    from torchft import Optimizer
+
+    optimizer, own = Optimizer(manager, inner), {}
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: own.__setitem__(name, p.grad.clone()))
+    with attached(optimizer) as sync:
+        for x, y in batches:
+            optimizer.zero_grad()
+            step, before = manager.current_step(), sync.residuals()
+            (model(x) - y).square().mean().backward()
+            applied = {name: p.grad.clone() for name, p in model.named_parameters()}
+            doubt()
+            optimizer.step()
+            after, stats = sync.residuals(), sync.stats()
+            note(
+                event="lost" if manager.current_step() == step else "step", step=step + 1, size=stats.world_size,
+                rank=stats.rank, quorum=sync.quorum.number, weights=digest(model.state_dict().values()),
+                before=digest(before.values()), after=digest(after.values()), gradient=_projected(own),
+                owed=_projected(before), applied=_projected(applied), owes=_projected(after),
+            )  # fmt: skip
+
+
+def _train_rounds(model, inner, manager, batches, doubt, note, attached):
+    """Local steps; an event for each round. The "gradient" is the negative weights: the outer ones cancel out."""
+    start, ask, rounds = manager.start_quorum, manager.should_commit, []
+
+    def weights():
+        return {name: -p.detach() for name, p in model.named_parameters()}
+
+    def started():
+        start()
+        before = sync.residuals()
+        step, gradient = manager.current_step() + 1, _projected(weights())
+        rounds.append(
+            {"step": step, "before": digest(before.values()), "owed": _projected(before), "gradient": gradient}
+        )
+
+    def asked():
+        doubt()
+        if counts := ask():
+            return counts
+        note(event="lost", size=0, quorum=sync.quorum.number, **rounds.pop(), after=digest(sync.residuals().values()))
+        return counts
+
+    manager.start_quorum, manager.should_commit = started, asked
+    with attached(inner) as sync:
+        for x, y in batches:
+            inner.zero_grad()
+            (model(x) - y).square().mean().backward()
+            for done in (False, True):
+                if rounds:  # begun by the first forward, or by the step
+                    after, stats = sync.residuals(), sync.stats()
+                    note(
+                        event="step", **rounds.pop(), size=stats.world_size, rank=stats.rank,
+                        quorum=sync.quorum.number, weights=digest(model.state_dict().values()),
+                        after=digest(after.values()), applied=_projected(weights()), owes=_projected(after),
+                    )  # fmt: skip
+                if not done:
+                    inner.step()
+
+
 def replica(number, lighthouse, folder, method, options, pause, doubts):
     """One replica's life, until the file ``end`` names the last step. What happens is a line of its own file.
 
@@ -96,7 +159,7 @@ def replica(number, lighthouse, folder, method, options, pause, doubts):
 
     import torch
     import torch.distributed as dist
-    from torchft import Manager, Optimizer, ProcessGroupGloo
+    from torchft import Manager, ProcessGroupGloo
 
     from thinwire.adapters.torchft import attach
 
@@ -117,31 +180,21 @@ def replica(number, lighthouse, folder, method, options, pause, doubts):
     )  # fmt: skip
     model = _model()
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = Optimizer(manager, inner)
-    own = {}
-    for name, p in model.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda p, name=name: own.__setitem__(name, p.grad.clone()))
-    sync = attach(model, optimizer, method, manager=manager, **options)
-    note(event="attached")
-    while not _ended(folder, manager.current_step()):
-        optimizer.zero_grad()
-        step, before = manager.current_step(), sync.residuals()
-        x, y = _data(number, step)
-        (model(x) - y).square().mean().backward()
-        applied = {name: p.grad.clone() for name, p in model.named_parameters()}
-        if number == 0 and step in doubts:
+    train = _train_rounds if method in ("local", "diloco") else _train_steps
+
+    def batches():
+        step = 0
+        while not _ended(folder, manager.current_step()):
+            yield _data(number, manager.current_step() if train is _train_steps else step)
+            step += 1
+            time.sleep(random.random() * pause)
+
+    def doubt():
+        if number == 0 and manager.current_step() in doubts:
             manager.report_error(RuntimeError("doubt"))
-        optimizer.step()
-        after, stats = sync.residuals(), sync.stats()
-        note(
-            event="lost" if manager.current_step() == step else "step",
-            step=step + 1, size=stats.world_size, rank=stats.rank, quorum=sync.quorum.number,
-            weights=digest(model.state_dict().values()), before=digest(before.values()), after=digest(after.values()),
-            gradient=_projected(own), owed=_projected(before), applied=_projected(applied), owes=_projected(after),
-        )  # fmt: skip
-        time.sleep(random.random() * pause)
+
+    train(model, inner, manager, batches(), doubt, note, lambda o: attach(model, o, method, manager=manager, **options))
     note(event="end", loss=loss_of(model), weights=digest(model.state_dict().values()))
-    sync.close()
     manager.shutdown(wait=False)
     log.close()
     os._exit(0)  # torchft's threads take their time
@@ -185,6 +238,8 @@ class Cluster:
     def wait(self, done, seconds=60.0):
         deadline = time.monotonic() + seconds
         while not done():
+            for number, process in self.running.items():
+                assert (process.exitcode or 0) <= 0, f"replica {number} has failed: see its lines on stderr"
             assert time.monotonic() < deadline, f"hang: {[(n, self.step_of(n)) for n in self.running]}"
             time.sleep(0.02)
 
