@@ -30,25 +30,24 @@ def _model():
                                torch.nn.Linear(48, 4))  # fmt: skip
 
 
-def _teacher(x):
+def _drawn(count, seed):
+    """Data with noise in what is to be learnt, which no model predicts: the loss has a floor."""
     import torch
 
-    w = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
-    return torch.tanh(x @ w)
+    draw = torch.Generator().manual_seed(seed)
+    x, noise = torch.randn(count, 12, generator=draw), torch.randn(count, 4, generator=draw)
+    teacher = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    return x, torch.tanh(x @ teacher) + 0.1 * noise
 
 
 def _data(replica, step):
-    import torch
-
-    x = torch.randn(_BATCH, 12, generator=torch.Generator().manual_seed(1000 * step + replica))
-    return x, _teacher(x)
+    return _drawn(_BATCH, 1000 * step + replica)
 
 
 def loss_of(model):
     import torch
 
-    x, y = torch.randn(512, 12, generator=torch.Generator().manual_seed(7)), None
-    y = _teacher(x)
+    x, y = _drawn(2048, 7)
     with torch.no_grad():
         return float((model(x) - y).square().mean())
 
