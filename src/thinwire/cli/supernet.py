@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json as json_module
 import math
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +26,9 @@ from thinwire.cli.supernet_inputs import (
 )
 
 if TYPE_CHECKING:
+    from thinwire.supernet import Evolution
     from thinwire.supernet.stereo import ElasticStereo, LatencyTable
+    from thinwire.supernet.stereo.fitness import Calibrated
 
 app = typer.Typer(
     help="EASNet: one stereo network whose kernels, depth, width and scales can be cut.", no_args_is_help=True
@@ -92,6 +96,8 @@ def train(
         before = {phase.name: sum(p.steps for p in phases[:i]) for i, phase in enumerate(phases)}
 
         def on_step(phase: Any, step: int, report: Any) -> None:
+            if not bar.completed and before[phase.name] + step:
+                bar.say(f"going on from step {before[phase.name] + step}", "")
             words = f"{phase.name}, loss {report.loss:.3f}, {report.share:.0%} active"
             bar(completed=before[phase.name] + step + 1, description=words)
 
@@ -122,6 +128,8 @@ def train(
         typer.echo(json_module.dumps(result))
         return
     console = Console()
+    if not any(phase.done for phase in report.phases):
+        console.print(f"all {total(phases)} steps were done before; their network is evaluated again")
     _corner_table(console, net, found, guess)
     for phase in report.phases:
         if phase.bytes_sent:
@@ -129,9 +137,7 @@ def train(
                 f"{phase.name}: {phase.bytes_sent / 1e6:.2f} MB sent per rank, everything would be "
                 f"{phase.dense_bytes / 1e6:.2f} MB; {phase.mean_share:.0%} of the gradient active"
             )
-    console.print(
-        f"written: {out / 'net.pt'}; next: thinwire supernet search {out / 'net.pt'} --limit-ms 40", markup=False
-    )
+    console.print(f"written: {out / 'net.pt'}; next: thinwire supernet search {out / 'net.pt'}", markup=False)
 
 
 def _corner_table(console: Any, net: ElasticStereo, found: dict[str, Any], guess: float) -> None:
@@ -203,7 +209,10 @@ def _range(console: Any, net: ElasticStereo, found: LatencyTable) -> None:
 @app.command()
 def search(
     net: Annotated[Path, typer.Argument(help="A network that train wrote.")],
-    limit_ms: Annotated[float, typer.Option(help="Latency of one pair on this device, in milliseconds.")],
+    limit_ms: Annotated[
+        float | None,
+        typer.Option(help="Of one pair on this device; else half-way from the smallest to the largest."),
+    ] = None,
     size: Size = "48x96",
     data: Data = "dots",
     held_out: Annotated[str, typer.Option(help="What the error is of; else more of the made-up pairs.")] = "",
@@ -222,14 +231,15 @@ def search(
     from rich.console import Console
 
     from thinwire.engine.attach import attach
+    from thinwire.pictures import write_picture
     from thinwire.supernet import Evolution
+    from thinwire.supernet.picture import search_picture
     from thinwire.supernet.search import search as program
     from thinwire.supernet.stereo import LatencyTable, batches, load_net, measure_net, save_net
     from thinwire.supernet.stereo.fitness import Calibrated
-    from thinwire.supernet.stereo.pictures import draw_pareto
 
     torch.set_num_threads(threads)
-    if not (limit_ms > 0 and math.isfinite(limit_ms)):
+    if limit_ms is not None and not (limit_ms > 0 and math.isfinite(limit_ms)):
         raise ValueError(f"--limit-ms {limit_ms} must be above 0")
     evolution = Evolution(population, generations, seed=seed)
     shape, made = parse_size(size), load_net(net)
@@ -249,6 +259,10 @@ def search(
             timings = _measure(made, size, repeats)
         # rank 0's: the limit must cut the same sub-networks everywhere
         timings = LatencyTable.from_json(sync.services.gather(timings.to_json().encode())[0].decode())
+        if limit_ms is None:
+            limit_ms = round((timings.predict(made.space.smallest) + timings.predict(made.space.largest)) / 2, 2)
+        if rank == 0:
+            _cost(Console(stderr=True), made, score, limit_ms, evolution, world)
         with progress("searching", generations + 1, quiet=rank > 0) as bar:
 
             def on_generation(number: int, best: Any) -> None:
@@ -272,12 +286,13 @@ def search(
         "epe": metrics.epe, "bad3": metrics.bad3, "limit_ms": limit_ms, "measured_ms": best.measured_ms,
         "predicted_ms": best.predicted_ms, "table_error": timings.error, "evaluated": len(found.archive),
         "parameters": sum(p.numel() for p in made.extract(best.sub_net).parameters()),
+        "picture": asdict(picture := search_picture(found, limit_ms)),
         "pareto": [{"ms": c.predicted_ms, "epe": -c.fitness} for c in found.pareto()],
     }  # fmt: skip
     (folder / "best.json").write_text(json_module.dumps(result, indent=1) + "\n")
     console = Console(stderr=json)
     try:
-        draw_pareto(folder / "pareto.png", found.archive, best, limit_ms, f"{len(found.archive)} sub-networks")
+        write_picture(picture, folder / "pareto.png")
         console.print(f"written: {folder / 'pareto.png'}", markup=False)
     except ValueError as error:
         console.print(f"no picture: {error}", markup=False)
@@ -292,6 +307,20 @@ def search(
         markup=False,
     )
     console.print(f"written: {folder / 'best.json'}, {folder / 'calibrated.pt'}", markup=False)
+
+
+def _cost(
+    console: Any, net: ElasticStereo, score: Calibrated, limit_ms: float, evolution: Evolution, world: int
+) -> None:
+    """Say how long it will take: by the time that the largest network takes."""
+    began = time.perf_counter()
+    score(net.space.largest)
+    seconds, most = time.perf_counter() - began, evolution.population * (evolution.generations + 1)
+    console.print(
+        f"limit {limit_ms:g} ms; at most {most} sub-networks to look at, {seconds:.2g} s each on {world} rank(s): "
+        f"at most {most * seconds / world:.0f} s",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 @app.command()

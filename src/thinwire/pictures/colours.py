@@ -1,4 +1,4 @@
-"""One colour per method on the whole page, from Okabe and Ito's and Paul Tol's palettes for the colour-blind."""
+"""One colour per name on the whole page, from Okabe and Ito's and Paul Tol's palettes for the colour-blind."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ _FIXED = {
     "qsgd": "#882255",
     "dgc": "#cc6677",
     "terngrad": "#88ccee",
+    "local": "#ee3377",
+    "diloco": "#bbcc33",
 }
+_KEPT = {"ddp", "ddp-best", "ddp-fp16", "torch-powersgd"}  # the greys say: not ours
 _SHADES = (0.0, -0.4, 0.4, -0.65, 0.65)
 _OTHER = "#666666"
 _SAME = {"dense": "ssgd", "s-sgd": "ssgd"}
 
 
 class Colours:
-    """Gives every method a colour: its own, or the next one free; variants that stand side by side are shades of it.
+    """Gives every name a colour: its method's, or the next one free; a method's variants side by side are shades of it.
 
     Args:
         groups: the labels of each result; all that will be asked for.
@@ -41,7 +44,7 @@ class Colours:
     def __init__(self, groups: Iterable[Iterable[str]]) -> None:
         sides = [list(dict.fromkeys(map(_variant, labels))) for labels in groups]
         present = {_method(variant) for side in sides for variant in side}
-        free = [colour for name, colour in _FIXED.items() if name not in present]
+        free = [colour for name, colour in _FIXED.items() if name not in present | _KEPT]
         base = dict(_FIXED)
         self._of: dict[str, str] = {}
         for side in sides:
@@ -55,7 +58,7 @@ class Colours:
                     self._of[variant] = next((tint for tint in shades if tint not in taken), base[name])
 
     def of(self, label: str) -> str:
-        """The colour of a method."""
+        """The colour of a name."""
         return self._of.get(_variant(label), _OTHER)
 
 
@@ -65,7 +68,8 @@ def _variant(label: str) -> str:
 
 def _method(variant: str) -> str:
     name = re.split(r"[ (\[]", variant, maxsplit=1)[0]
-    return _SAME.get(name, name)
+    name = _SAME.get(name, name)
+    return name if name in _FIXED else variant
 
 
 def shade(colour: str, by: float) -> str:

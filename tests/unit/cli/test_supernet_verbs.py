@@ -33,6 +33,12 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
     assert [p["done"] for p in result["phases"]] == [2, 2]
     assert set(result["corners"]) == {"largest", "shallow", "smallest"}
     assert result["constant_guess_epe"] > 0
+    more = said("train", "--out", "more", "--steps", "2,2", "--batch", "2", *SMALL)
+    assert "next: thinwire supernet search more/net.pt" in " ".join(more.stdout.split())
+    assert (
+        "all 4 steps were done before"
+        in said("train", "--out", "more", "--steps", "2,2", "--batch", "2", *SMALL).stdout
+    )
     again = json.loads(said("train", "--out", "run", "--steps", "2,2", "--batch", "2", *SMALL, "--json").stdout)
     assert [p["done"] for p in again["phases"]] == [0, 0]
     assert again["corners"] == result["corners"]
@@ -41,9 +47,14 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
     search = ("search", "run/net.pt", "--population", "4", "--generations", "1", "--table", "table.json", *SMALL)
     found = json.loads(said(*search, "--repeats", "1", "--limit-ms", "10000", "--json").stdout)
     assert found["measured_ms"] <= 10000
+    assert [series["name"] for series in found["picture"]["panels"][0]["lines"]][1] == "best at this latency"
+    half = said(*search, "--repeats", "1")  # a limit of its own
+    assert "sub-networks to look at" in half.stderr
+    measured = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert 0 < measured["measured_ms"] <= measured["limit_ms"]
     assert (tmp_path / "run" / "pareto.png").stat().st_size > 1000
     assert "the smallest takes" in said(*search, "--limit-ms", "0.001", code=2).stderr
-    assert "is for images of 24x48" in said(*search, "--limit-ms", "9", "--size", "48x96", code=2).stderr
+    assert "is for images of 24x48" in said(*search, "--size", "48x96", code=2).stderr
     out = (
         "export",
         "run/calibrated.pt",
@@ -57,7 +68,7 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
     )
     exported = json.loads(said(*out).stdout)
     assert exported["max_difference_px"] < 1e-3
-    assert exported["parameters"] == found["parameters"]
+    assert exported["parameters"] == measured["parameters"]
     assert torch.export.load("best.pt2") is not None
 
 
@@ -77,7 +88,7 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
         (["search", "net.pt", "--limit-ms", "10"], "there is no file"),
         (["search", "net.pt", "--limit-ms", "-1"], "above 0"),
         (["table", "--config", "huge"], "tiny or published"),
-        (["export", "net.pt", "--out", "x.pt2"], "there is no file"),
+        (["export", "net.pt", "--out", "x.pt2"], "search calibrated.pt"),
     ],
 )
 def test_wrong_words_are_one_sentence(words, says, tmp_path):

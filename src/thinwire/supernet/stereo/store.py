@@ -23,7 +23,7 @@ def load_net(path: str | Path) -> ElasticStereo:
         ValueError: there is no such file, or it is something else.
     """
     if not Path(path).is_file():
-        raise ValueError(f"there is no file {path}: train one with thinwire supernet train")
+        raise ValueError(f"there is no file {path}: thinwire supernet train writes net.pt, and search calibrated.pt")
     try:
         content = read_file(Path(path))
         if content["format"] not in _READABLE:

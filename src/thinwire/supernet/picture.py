@@ -1,0 +1,30 @@
+"""The picture of a search: error against latency."""
+
+from __future__ import annotations
+
+from thinwire.pictures import Mark, Panel, Picture, Series
+from thinwire.supernet.search import SearchResult
+
+
+def search_picture(found: SearchResult, limit_ms: float) -> Picture:
+    """Every sub-network's error against its latency, those that nothing faster beats, the limit and the answer."""
+    best = found.best
+    assert best.measured_ms is not None  # the answer of a search
+    front = found.pareto()
+    answer = Series(
+        "answer, measured", (best.measured_ms,), (-best.fitness,), "points", (best.measured_ms, -best.fitness)
+    )
+    curves = (
+        Series(
+            "sub-networks, predicted latency",
+            tuple(c.predicted_ms for c in found.archive),
+            tuple(-c.fitness for c in found.archive),
+            "points",
+        ),
+        Series("best at this latency", tuple(c.predicted_ms for c in front), tuple(-c.fitness for c in front), "steps"),
+        answer,
+    )
+    panel = Panel(
+        "latency of one pair, ms", "end-point error, px", curves, (Mark(limit_ms, f"limit, {limit_ms:g} ms"),)
+    )
+    return Picture(f"{len(found.archive)} sub-networks looked at", (panel,))
