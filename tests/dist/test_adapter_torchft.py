@@ -32,7 +32,7 @@ METHODS = {
     "powersgd": {"rank": 2, **AT_ONCE},
     "topk": {"density": 0.1, **AT_ONCE},
     "local": {"sync_every": 4, "codec": tw.TopK(density=0.1), **AT_ONCE},
-    "diloco": {"sync_every": 4},
+    "diloco": {"sync_every": 4, "outer": tw.Nesterov(momentum=0.5)},
 }
 
 
@@ -98,45 +98,72 @@ def test_who_has_not_heard_that_a_step_counted_keeps_its_part_of_it(tmp_path, me
     assert following["owed"] != 0
 
 
-@pytest.mark.slow
-def test_the_commands_of_the_page(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "adapters" / "torchft.md").read_text()
-    (script,) = re.findall(r"<!-- train.py -->\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "train.py").write_text(script)
-    (lines,) = re.findall(r"^In three terminals:\n\n```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    lighthouse, *replicas = lines.splitlines()
-    port = free_port()
-    command, *options = shlex.split(lighthouse)
-    (entry,) = entry_points(group="console_scripts", name=command)  # torchft's own, wherever pip has put it
-    serve = tmp_path / command
-    serve.write_text(f"from {entry.module} import {entry.attr}\n{entry.attr}()\n")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
-    options += ["--bind", f"127.0.0.1:{port}", "--heartbeat_timeout_ms", "1000"]
-    running = [subprocess.Popen([sys.executable, str(serve), *options], env=environment)]
-    outputs = []
-    try:
-        for line in replicas:
-            (variable, value), *words = line.split(" ")[0].split("="), *line.split(" ")[1:]
-            assert words[0] == "python"
-            here = {**environment, variable: value.replace("29510", str(port))}
-            outputs.append(tmp_path / f"replica{len(outputs)}.txt")
-            with open(outputs[-1], "w") as out:
-                running.append(
-                    subprocess.Popen([sys.executable, *words[1:]], cwd=tmp_path, env=here, stdout=out, stderr=out)
-                )
-        deadline = time.monotonic() + 60
-        while ", 2 replicas" not in outputs[0].read_text():
-            assert time.monotonic() < deadline, outputs[0].read_text()
-            time.sleep(0.02)
-        running[-1].kill()
-        assert running[1].wait(90) == 0, outputs[0].read_text()
-    finally:
-        for process in running:
+class Page:
+    """What the page shows, carried out."""
+
+    def __init__(self, folder):
+        self.folder, self.running = folder, []
+        text = (Path(__file__).parents[2] / "docs" / "adapters" / "torchft.md").read_text()
+        (self.script,) = re.findall(r"<!-- train.py -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        (self.rounds,) = re.findall(r"<!-- rounds -->\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        (lines,) = re.findall(r"^In three terminals:\n\n```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        self.lighthouse, *self.replicas = lines.splitlines()
+        self.port = free_port()
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+
+    def __enter__(self):
+        command, *options = shlex.split(self.lighthouse)
+        (entry,) = entry_points(group="console_scripts", name=command)  # torchft's own, wherever pip has put it
+        serve = self.folder / command
+        serve.write_text(f"from {entry.module} import {entry.attr}\n{entry.attr}()\n")
+        options += ["--bind", f"127.0.0.1:{self.port}", "--heartbeat_timeout_ms", "1000"]
+        self.running.append(subprocess.Popen([sys.executable, str(serve), *options], env=self.environment))
+        return self
+
+    def __exit__(self, *_):
+        for process in self.running:
             process.kill()
             process.wait()
-    said = outputs[0].read_text().splitlines()
-    assert "step 399, 1 replicas" in said[-2]
-    assert re.fullmatch(r"acp: sent [1-9]\d* bytes, uncompressed [1-9]\d*", said[-1])
+
+    def start(self, line):
+        """A replica, by its line. Returns the process and the file with what it says."""
+        (variable, value), *words = line.split(" ")[0].split("="), *line.split(" ")[1:]
+        assert words[0] == "python"
+        here = {**self.environment, variable: value.replace("29510", str(self.port))}
+        said = self.folder / f"replica{len(self.running)}.txt"
+        with open(said, "w") as out:
+            command = [sys.executable, *words[1:]]
+            self.running.append(subprocess.Popen(command, cwd=self.folder, env=here, stdout=out, stderr=out))
+        return self.running[-1], said
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(tmp_path):
+    with Page(tmp_path) as page:
+        (tmp_path / "train.py").write_text(page.script)
+        (first, said), (second, _) = [page.start(line) for line in page.replicas]
+        deadline = time.monotonic() + 60
+        while ", 2 replicas" not in said.read_text() and first.poll() is None:
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.02)
+        second.kill()
+        assert first.wait(90) == 0, said.read_text()
+    told = said.read_text().splitlines()
+    assert "step 399, 1 replicas" in told[-2]
+    assert re.fullmatch(r"acp: sent [1-9]\d* bytes, uncompressed [1-9]\d*", told[-1])
+
+
+@pytest.mark.slow
+def test_the_rounds_of_the_page(tmp_path):
+    with Page(tmp_path) as page:
+        head, _ = page.script.split("optimizer = Optimizer")
+        (tmp_path / "train.py").write_text(head + page.rounds + "os._exit(0)\n")
+        both = [page.start(line) for line in page.replicas]
+        for process, said in both:
+            assert process.wait(90) == 0, said.read_text()
+    first, second = (said.read_text().splitlines()[-1] for _, said in both)
+    assert re.match(r"\d+ rounds, every 16 steps, by cast; 2 replicas, loss 0\.\d+", first)
+    assert first.split(";")[1].split(",")[0] == second.split(";")[1].split(",")[0]
 
 
 @pytest.mark.slow
