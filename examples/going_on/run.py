@@ -48,14 +48,13 @@ def main():
     options = parser.parse_args()
     check_plot(options.plot)
     deaths = [(2, 0.3), (1, 0.5), (3, 0.7)]  # rank, and when: parts of the whole
-    faults = [lab.Fault("kill", rank, part * options.seconds, 0.03 * options.seconds) for rank, part in deaths]
+    faults = [lab.RankFault("kill", rank, part * options.seconds, 0.03 * options.seconds) for rank, part in deaths]
     going_on, happened = trained("acp", REPLICAS + 1, faults, options)
-    plain, _ = trained("ddp", REPLICAS, [lab.Fault("kill", 1, faults[0].at_seconds)], options)
+    plain, _ = trained("ddp", REPLICAS, [lab.RankFault("kill", 1, faults[0].at_seconds)], options)
     (ended, last), (_, best) = plain[-1], going_on[-1]
     for name, (at, row) in (("plain DDP", plain[-1]), ("acp under torchft", going_on[-1])):
         print(f"{name}: step {row['step']} and a loss of {row['loss']:.3f} after {at:.0f} s")
     marks = tuple(Mark(x.seconds, f"replica {x.rank} dies") for x in happened.happenings if x.what == "killed")
-    back = tuple(Mark(x.seconds, "back") for x in happened.happenings if x.what == "started again")
     lines = (
         series("acp under torchft", going_on, "loss", said=f"{best['loss']:.2f}"),
         series("plain DDP", plain, "loss", at=(ended, last["loss"]), said=f"{last['loss']:.2f}, ends at {ended:.0f} s"),
@@ -66,7 +65,7 @@ def main():
             f"Three replicas at {options.link}: each dies once",
             (
                 Panel("seconds", "loss", lines, marks),
-                Panel("seconds", "replicas in the quorum", replicas, (*marks, *back), y_range=(0.0, REPLICAS + 2.0)),
+                Panel("seconds", "replicas in the quorum", replicas, marks, y_range=(0.0, REPLICAS + 2.0)),
             ),
         ),
         options.plot,

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 TIMEOUT = timedelta(seconds=5)
 LIGHTHOUSE_PORT = 29510
-TELL_SECONDS = 0.25
+TELL_SECONDS = 0.5
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -39,7 +39,7 @@ def built():
 
 
 class Teller:
-    """Prints how far it is, not more often than every quarter of a second."""
+    """Prints how far it is, not more often than every half second."""
 
     def __init__(self, model):
         self.model, self.held, self.at = model, drawn(512, 10**9), 0.0

@@ -55,10 +55,10 @@ def test_a_killed_rank_comes_again(capfd):
 
 def test_a_death_that_was_asked_for_is_no_failure_and_others_are(capfd):
     code = "import os, time; time.sleep(0.6 if os.environ['RANK'] == '0' else 60); raise SystemExit(3)"
-    result, _ = run(2, code, lab.Fault("kill", 1, 0.3))
+    result, _ = run(2, code, lab.RankFault("kill", 1, 0.3))
     assert result.exit_codes == (3, 137)
     assert result.exit_code == 3
-    result, _ = run(2, code.replace("SystemExit(3)", "SystemExit(0)"), lab.Fault("kill", 1, 0.3))
+    result, _ = run(2, code.replace("SystemExit(3)", "SystemExit(0)"), lab.RankFault("kill", 1, 0.3))
     assert result.exit_codes == (0, 137)
     assert result.exit_code == 0
 
@@ -90,7 +90,7 @@ else:
 
 def test_what_meets_a_rank_that_has_ended_is_left_out_and_what_comes_too_late_is_told(capfd):
     code = "import os, time; time.sleep(0.8 * (os.environ['RANK'] == '0'))"
-    faults = [lab.Fault("kill", 1, 0.5, 0.1), lab.Fault("kill", 0, 50.0)]
+    faults = [lab.RankFault("kill", 1, 0.5, 0.1), lab.RankFault("kill", 0, 50.0)]
     result, _ = run(2, code, *faults)
     assert result.exit_codes == (0, 0)
     assert result.happenings == ()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.adapters.torchft_manager import Quorum, Quorums, leave
-from thinwire.adapters.torchft_member import Member, added
-from thinwire.adapters.torchft_rounds import Options, QuorumRounds, check_settings
+from thinwire.adapters.torchft_member import QuorumMember, added
+from thinwire.adapters.torchft_rounds import QuorumRounds, RoundOptions, check_settings
 from thinwire.engine import attach as engine
 from thinwire.engine.stats import Stats
 from thinwire.engine.sync import GradientSync
@@ -63,25 +63,25 @@ def attach(
         raise ValueError("under torchft thinwire exchanges from CPUs so far: move the model there")
     listed = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     inner = [getattr(o, "optim", o) for o in listed]
-    of_rounds = {f.name: options[f.name] for f in fields(Options) if f.name in options}
+    of_rounds = {f.name: options[f.name] for f in fields(RoundOptions) if f.name in options}
     local = named_local(method, {name: x for name, x in options.items() if name not in of_rounds})
     if local is not None:
         if any(one is not o for one, o in zip(inner, listed)):
             raise ValueError("local steps ask should_commit once a round: give your own optimizer, not torchft's")
         check_settings(local)
-        return QuorumRounds(Member(model, inner, Quorums(manager)), local, Options(**of_rounds))
+        return QuorumRounds(QuorumMember(model, inner, Quorums(manager)), local, RoundOptions(**of_rounds))
     assert not isinstance(method, Local)  # named_local has taken it
     names = set(options) - set(inspect.signature(engine.attach).parameters)
     chosen = resolve(method, **{name: options.pop(name) for name in names})
     if chosen.decoupled:
         raise ValueError("a decoupled method updates weights after should_commit was asked: leave out decoupled=True")
-    return QuorumSync(Member(model, inner, Quorums(manager)), chosen, options)
+    return QuorumSync(QuorumMember(model, inner, Quorums(manager)), chosen, options)
 
 
 class QuorumSync:
     """One replica's exchange of gradients, through all quorums. Made by :func:`attach`."""
 
-    def __init__(self, member: Member, method: Method, options: Mapping[str, Any]) -> None:
+    def __init__(self, member: QuorumMember, method: Method, options: Mapping[str, Any]) -> None:
         self._member, self._method, self._options = member, method, dict(options)
         member.memory.plan = self._options.pop("plan", None)
         self._sync: GradientSync | None = None

@@ -30,7 +30,7 @@ Attempt = tuple[int, int]
 
 
 @dataclass
-class Memory:
+class QuorumMemory:
     """What goes from one quorum to the next, as it was after the last step that counted.
 
     Attributes:
@@ -99,7 +99,7 @@ class Memory:
         }
 
     @classmethod
-    def of_shared_part(cls, saved: Mapping[str, Any]) -> Memory:
+    def of_shared_part(cls, saved: Mapping[str, Any]) -> QuorumMemory:
         """Of another replica; nothing is owed."""
         made = cls(**{name: saved[name] for name in ("shared", "outer", "step", "dropped", "commit", "runs")})
         made.plan = Plan.from_json(saved["plan"]) if saved["plan"] else None
@@ -132,7 +132,7 @@ class Losses:
         self.norm += sum(float(x.norm()) ** 2 for x in residuals.values()) ** 0.5
 
 
-class Member:
+class QuorumMember:
     """One replica.
 
     Attributes:
@@ -146,7 +146,7 @@ class Member:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], quorums: Quorums) -> None:
         self.model, self.optimizers, self.quorums = model, list(optimizers), quorums
-        self.memory, self.losses = Memory(), Losses()
+        self.memory, self.losses = QuorumMemory(), Losses()
         self.met: Quorum | None = None
         self.attempt: Attempt | None = None
 
@@ -191,7 +191,7 @@ class Member:
 
     def take(self, saved: Mapping[str, Any]) -> None:
         """Take it over: this replica has come, or has fallen behind. What it owes is kept, if its last step counts."""
-        theirs, memory = Memory.of_shared_part(saved), self.memory
+        theirs, memory = QuorumMemory.of_shared_part(saved), self.memory
         if memory.commit is not None and not theirs.counted(memory.commit):
             self.losses.forget(memory.own["residual"])
         else:
@@ -203,7 +203,7 @@ class Member:
 
     def counted_without(self, saved: Mapping[str, Any]) -> bool:
         """Whether the exchange that was under way last has counted for the others."""
-        return self.attempt is not None and Memory.of_shared_part(saved).counted(self.attempt)
+        return self.attempt is not None and QuorumMemory.of_shared_part(saved).counted(self.attempt)
 
     def told_of(self, stats: Stats, *, residual: bool) -> Stats:
         """Stats with what was lost; ``residual``: whether the method owes anything."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.adapters.torchft_manager import Quorum, leave
-from thinwire.adapters.torchft_member import Member, added
+from thinwire.adapters.torchft_member import QuorumMember, added
 from thinwire.engine.local_sync import Travel
 from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, managed_parameters, model_facts
 from thinwire.engine.ranks.communicator import Communicator
@@ -31,7 +31,7 @@ from thinwire.program import State, Topology
 
 
 @dataclass(frozen=True)
-class Options:
+class RoundOptions:
     """Those of ``attach`` that local steps have under torchft."""
 
     keep_dense: DenseRule = "auto"
@@ -53,14 +53,16 @@ def check_settings(local: Local) -> None:
             raise ValueError(f"under torchft all of a model is exchanged at a round's end: leave out {name}=")
 
 
-class Exchange:
+class QuorumExchange:
     """Rounds among the members of one quorum.
 
     Attributes:
         rounds: of this replica.
     """
 
-    def __init__(self, member: Member, quorum: Quorum, local: Local, managed: Sequence[Managed], options: Options):
+    def __init__(
+        self, member: QuorumMember, quorum: Quorum, local: Local, managed: Sequence[Managed], options: RoundOptions
+    ):
         topology, model, start = Topology(quorum.size), member.model, options.start_compression_step
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
         self.rounds = Rounds(local, weights, dense, quorum.rank, topology, start=start)
@@ -131,11 +133,11 @@ class Exchange:
 class QuorumRounds:
     """One replica's local steps, through all quorums. Made by :func:`~thinwire.adapters.torchft.attach`."""
 
-    def __init__(self, member: Member, local: Local, options: Options) -> None:
+    def __init__(self, member: QuorumMember, local: Local, options: RoundOptions) -> None:
         self._member, self._local, self._options = member, local, options
         self._managed = managed_parameters(member.model, local.method, options.keep_dense)
         check_optimizers(self._managed, member.optimizers)
-        self._exchange: Exchange | None = None  # None: the memory has all that counts
+        self._exchange: QuorumExchange | None = None  # None: the memory has all that counts
         self._before: dict[str, Any] | None = None  # what the codec remembered before a round that may not count
         self._received = False
         self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
@@ -185,7 +187,7 @@ class QuorumRounds:
             if quorum is not member.met or self._exchange is None:
                 self._leave()
                 member.meet(quorum)
-                self._exchange = Exchange(member, quorum, self._local, self._managed, self._options)
+                self._exchange = QuorumExchange(member, quorum, self._local, self._managed, self._options)
                 if member.memory.outer:
                     member.memory.restore_rounds(self._exchange.rounds)
             self._before = self._exchange.fragment.state.snapshot()

@@ -18,7 +18,7 @@ _ENDS = {"kill": "started again", "stop": "continued", "cut": "connected again"}
 
 
 @dataclass(frozen=True)
-class Fault:
+class RankFault:
     """One of them.
 
     Attributes:
@@ -48,7 +48,7 @@ class Happening:
     what: str
 
 
-def parse_kills(texts: Sequence[str], restart: str | None) -> list[Fault]:
+def parse_kills(texts: Sequence[str], restart: str | None) -> list[RankFault]:
     """Read ``2:30s`` (rank 2 dies at 30 s); ``restart``: ``5s``, after which it comes again.
 
     Raises:
@@ -57,12 +57,12 @@ def parse_kills(texts: Sequence[str], restart: str | None) -> list[Fault]:
     if restart is not None and not texts:
         raise LabError("--restart says when a killed rank comes again: say which with --kill, such as --kill 2:30s")
     pause = None if restart is None else _time(restart, "--restart", restart, "5s")
-    return [Fault("kill", rank, at, pause) for rank, (at,) in (_parts(x, "--kill", ("30s",)) for x in texts)]
+    return [RankFault("kill", rank, at, pause) for rank, (at,) in (_parts(x, "--kill", ("30s",)) for x in texts)]
 
 
-def parse_pauses(kind: str, texts: Sequence[str]) -> list[Fault]:
+def parse_pauses(kind: str, texts: Sequence[str]) -> list[RankFault]:
     """Read ``1:10s:3s``: at 10 s, for 3 s. ``kind``: "stop" or "cut"."""
-    return [Fault(kind, rank, *times) for rank, times in (_parts(x, f"--{kind}", ("10s", "3s")) for x in texts)]
+    return [RankFault(kind, rank, *times) for rank, times in (_parts(x, f"--{kind}", ("10s", "3s")) for x in texts)]
 
 
 def _parts(text: str, option: str, times: Sequence[str]) -> tuple[int, list[float]]:
@@ -82,9 +82,9 @@ def _time(part: str, option: str, text: str, example: str) -> float:
     return seconds
 
 
-def check_faults(faults: Sequence[Fault], cluster: Cluster, *, emulated: bool) -> None:
+def check_faults(faults: Sequence[RankFault], cluster: Cluster, *, emulated: bool) -> None:
     """Raise `LabError` unless they fit the cluster and one another."""
-    by_victim: dict[tuple[bool, int], list[Fault]] = {}
+    by_victim: dict[tuple[bool, int], list[RankFault]] = {}
     for fault in faults:
         if not 0 <= fault.rank < cluster.workers:
             raise LabError(
@@ -105,7 +105,7 @@ def check_faults(faults: Sequence[Fault], cluster: Cluster, *, emulated: bool) -
                 )
 
 
-def happenings(faults: Sequence[Fault]) -> list[Happening]:
+def happenings(faults: Sequence[RankFault]) -> list[Happening]:
     """What is to happen, in order."""
     begin = [Happening(f.at_seconds, f.rank, _BEGINS[f.kind]) for f in faults]
     end = [Happening(f.until, f.rank, _ENDS[f.kind]) for f in faults if f.for_seconds is not None]

@@ -14,13 +14,13 @@ from thinwire.lab.command import check_command, check_port, loopback_port
 from thinwire.lab.cores import own_cores, usable_cores
 from thinwire.lab.environment import rank_environment
 from thinwire.lab.errors import LabError
-from thinwire.lab.faults import Fault, Happening, check_faults
+from thinwire.lab.faults import Happening, RankFault, check_faults
 from thinwire.lab.network import INTERFACE, Network
 from thinwire.lab.ranks import RankProcesses, child_command
 from thinwire.lab.result import LabResult
 from thinwire.lab.signals import DeferredSignals
 from thinwire.lab.supervise import supervise
-from thinwire.lab.timeline import Timeline
+from thinwire.lab.timeline import FaultTimeline
 from thinwire.link.secret import VARIABLE, fresh_secret_file
 
 _DEFAULT_PORT = 29500  # in a new namespace every port is free
@@ -36,7 +36,7 @@ def run(
     timeout_seconds: float | None = None,
     master_port: int | None = None,
     share_cores: bool = False,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[RankFault] = (),
 ) -> LabResult:
     """Run a command once per worker of an emulated cluster and wait for the end.
 
@@ -97,7 +97,7 @@ def run(
                 assert network is not None
                 network.carry(rank // cluster.ranks_per_node, carries)
 
-            timeline = Timeline(faults, ranks, carry, _tell)
+            timeline = FaultTimeline(faults, ranks, carry, _tell)
             code = supervise(ranks, signals, timeline, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
         seconds = time.monotonic() - began
         nothing = (0,) * cluster.nodes

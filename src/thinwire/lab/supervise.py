@@ -8,7 +8,7 @@ import time
 
 from thinwire.lab.ranks import RankProcesses
 from thinwire.lab.signals import DeferredSignals
-from thinwire.lab.timeline import Timeline
+from thinwire.lab.timeline import FaultTimeline
 
 TIMED_OUT = 124
 _TICK_SECONDS = 0.05
@@ -18,7 +18,7 @@ _KILL_AFTER_SECONDS = 5.0
 def supervise(
     ranks: RankProcesses,
     signals: DeferredSignals,
-    timeline: Timeline,
+    timeline: FaultTimeline,
     *,
     grace_seconds: float,
     timeout_seconds: float | None,

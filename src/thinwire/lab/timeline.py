@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from thinwire.lab.faults import Fault, Happening, happenings
+from thinwire.lab.faults import Happening, RankFault, happenings
 from thinwire.lab.ranks import RankProcesses
 
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "continued": signal.SIGCONT}
 
 
-class Timeline:
+class FaultTimeline:
     """Of one run.
 
     Args:
@@ -27,7 +27,7 @@ class Timeline:
 
     def __init__(
         self,
-        faults: Sequence[Fault],
+        faults: Sequence[RankFault],
         ranks: RankProcesses,
         carry: Callable[[int, bool], None],
         tell: Callable[[Happening], None],
