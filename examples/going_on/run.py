@@ -17,12 +17,13 @@ REPLICAS = 3
 
 
 def trained(mode, workers, faults, options):
-    """Run train.py in the lab. Returns (seconds, line) of each line of JSON, and the lab's result."""
-    told, began = [], time.monotonic()
+    """Run train.py in the lab. Returns the time and the first line told of each step, and how it ended."""
+    told, began = {}, time.monotonic()
 
     def on_line(rank, line):
         if line.startswith("{"):
-            told.append((time.monotonic() - began, json.loads(line)))
+            row = json.loads(line)
+            told.setdefault(row["step"], (time.monotonic() - began, row))
         elif options.verbose:
             print(f"[{rank}] {line}", file=sys.stderr, flush=True)
 
@@ -32,7 +33,7 @@ def trained(mode, workers, faults, options):
     )  # fmt: skip
     if not told:
         raise SystemExit(f"{mode} has made no step in {options.seconds:g} s: give it more --seconds, or see --verbose")
-    return told, result
+    return list(told.values()), result
 
 
 def series(name, told, key, **options):
