@@ -13,7 +13,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from torchft_cases import HEARTBEAT_MS, TIMEOUT, Cluster, check
+import torch
+from torchft_cases import HEARTBEAT_MS, TIMEOUT, Cluster, check, untrained_loss
 
 import thinwire as tw
 from spawned import free_port
@@ -46,24 +47,37 @@ def more_steps(cluster, count, *, without=None, seconds=40.0):
     cluster.wait(lambda: all(cluster.step_of(n) >= step for n in cluster.running if n != without), seconds)
 
 
+def meet(cluster, victim, fault):
+    """Let a fault meet a replica; the others go on, and then all."""
+    cluster.signal(victim, fault)
+    more_steps(cluster, 3, without=victim, seconds=TIMEOUT + HEARTBEAT_MS / 1000 + 10)
+    if fault == signal.SIGKILL:
+        cluster.running[victim].join()
+        cluster.start(victim)
+    else:
+        cluster.signal(victim, signal.SIGCONT)
+    more_steps(cluster, 3)
+
+
 def furthest(cluster):
     return max(cluster.step_of(number) for number in cluster.running)
 
 
-@pytest.mark.parametrize("method", ["ssgd", "powersgd", "local"])
-def test_the_others_go_on_and_who_comes_back_is_equal(tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "faults"),
+    [("ssgd", {1: signal.SIGKILL, 0: signal.SIGKILL}), ("local", {2: signal.SIGKILL, 0: signal.SIGSTOP})],
+)  # rank 0 holds the quorum's store
+def test_the_others_go_on_and_who_comes_back_is_equal(tmp_path, method, faults):
     with Cluster(tmp_path, 3, method, METHODS[method]) as cluster:
         cluster.wait(lambda: all_at(cluster, 3))
-        for killed in (1, 0):  # rank 0 holds the quorum's store
-            cluster.kill(killed)
-            more_steps(cluster, 3, without=killed)
-            cluster.start(killed)
-            more_steps(cluster, 3)
+        for victim, fault in faults.items():
+            meet(cluster, victim, fault)
         events = cluster.finish(furthest(cluster) + 5)
     _, conserved, lost = check(events)
     assert conserved > 10
     assert lost <= 1
     assert len({mine[-1]["weights"] for mine in events.values()}) == 1
+    assert events[0][-1]["loss"] < untrained_loss()
     assert {e["size"] for mine in events.values() for e in mine if e["event"] == "step"} >= {2, 3}
 
 
@@ -86,7 +100,7 @@ def test_one_goes_on_alone_and_pays_what_it_owes_when_another_comes(tmp_path):
 
 @pytest.mark.parametrize("method", ["topk", "local"])
 def test_who_has_not_heard_that_a_step_counted_keeps_its_part_of_it(tmp_path, method):
-    with Cluster(tmp_path, 2, method, METHODS[method], doubts=(4,)) as cluster:
+    with Cluster(tmp_path, 2, method, METHODS[method], least=2, doubts=(4,)) as cluster:
         cluster.wait(lambda: all_at(cluster, 8))
         events = cluster.finish(furthest(cluster) + 2)
     check(events)
@@ -96,6 +110,64 @@ def test_who_has_not_heard_that_a_step_counted_keeps_its_part_of_it(tmp_path, me
     assert following["step"] == counted["step"] + 1
     assert following["before"] != doubted["before"]  # what it kept back in that step, and not zero
     assert following["owed"] != 0
+
+
+def refused(method="ssgd", *, manager=None, wrapped=False, **options):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wrapped:
+        from torchft import Optimizer
+
+        optimizer = Optimizer(manager, optimizer)
+    tw.adapters.torchft.attach(model, optimizer, method, manager=manager, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"method": "auto"}, '"auto" measures ranks that stay: name a method'),
+        ({"timeout": 3}, "timeout= is the manager's affair here: leave it out"),
+        ({"method": "dear"}, "a decoupled method updates weights after should_commit was asked"),
+        ({"method": "local"}, 'sync_every="auto" measures ranks that stay'),
+        ({"method": "local", "sync_every": 8, "fragments": 2}, "leave out fragments="),
+        ({"method": "local", "sync_every": 8, "fragment_sync_delay": 2}, "leave out fragment_sync_delay="),
+        ({"method": "diloco", "inside": "ssgd"}, "leave out inside="),
+        ({"method": "diloco", "moments": {"exp_avg": 2}}, "leave out moments="),
+        ({"method": "diloco", "wrapped": True}, "give your own optimizer, not torchft's"),
+        ({"method": "acp", "rank": 4, "sync_every": 3}, "sync_every"),
+    ],
+)
+def test_what_has_no_meaning_when_ranks_come_and_go_is_refused(arguments, sentence):
+    with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
+        refused(**arguments)
+
+
+def test_a_manager_that_cannot_be_served_is_refused():
+    from datetime import timedelta
+
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.manager import WorldSizeMode
+
+    with pytest.raises(TypeError, match=re.escape("manager must be a torchft.Manager, not str")):
+        refused(manager="manager")
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for options, sentence in (
+        ({}, "Manager(use_async_quorum=False)"),
+        ({"use_async_quorum": False, "world_size": 2}, "the replica group has 2 processes"),
+        ({"use_async_quorum": False, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}, "world_size_mode"),
+    ):
+        common = {
+            "pg": ProcessGroupGloo(timeout=timedelta(seconds=5)), "load_state_dict": None, "state_dict": None,
+            "min_replica_size": 1, "rank": 0, "world_size": 1, "store_addr": "127.0.0.1", "store_port": store.port,
+            "lighthouse_addr": lighthouse.address(), "replica_id": "replica0", "hostname": "127.0.0.1",
+        }  # fmt: skip
+        manager = Manager(**{**common, **options})
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            refused(manager=manager)
+        manager.shutdown(wait=False)
+    lighthouse.shutdown()
 
 
 class Page:
@@ -180,14 +252,7 @@ def test_random_deaths(tmp_path, method, size):
         for fault in faults:
             time.sleep(draw.random() * 0.3)
             victim = draw.randrange(size)
-            cluster.signal(victim, fault)
-            more_steps(cluster, 3, without=victim, seconds=TIMEOUT + HEARTBEAT_MS / 1000 + 10)
-            if fault == signal.SIGKILL:
-                cluster.running[victim].join()
-                cluster.start(victim)
-            else:
-                cluster.signal(victim, signal.SIGCONT)
-            more_steps(cluster, 3)
+            meet(cluster, victim, fault)
         end = furthest(cluster) + 300
         events = cluster.finish(end)
     commits, conserved, lost = check(events, conserves=method not in ("cast", "diloco"))

@@ -52,6 +52,10 @@ def loss_of(model):
         return float((model(x) - y).square().mean())
 
 
+def untrained_loss():
+    return loss_of(_model())
+
+
 def _projected(tensors):
     """One number that is linear in the tensors, by name."""
     import torch
