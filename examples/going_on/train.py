@@ -1,6 +1,6 @@
 """What each rank of run.py runs: plain DDP, or a replica under torchft; rank 0 of the latter is the lighthouse.
 
-Prints a line of JSON every tenth step: step, replicas, loss.
+Prints a line of JSON every tenth step: step, quorum, replicas, loss.
 """
 
 import json
@@ -39,13 +39,13 @@ def built():
     return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
-def tell(model, held, step, replicas):
+def tell(model, held, step, replicas, quorum=0):
     """Print how far it is, every tenth step."""
     if step % TELL_EVERY == 0:
         x, y = held
         with torch.no_grad():
             loss = float(cross_entropy(model(x), y))
-        print(json.dumps({"step": step, "replicas": replicas, "loss": loss}), flush=True)
+        print(json.dumps({"step": step, "quorum": quorum, "replicas": replicas, "loss": loss}), flush=True)
 
 
 def plain():
@@ -121,7 +121,7 @@ def under_torchft(method, **options):
         cross_entropy(model(x), y).backward()
         optimizer.step()
         if manager.current_step() > step:
-            tell(model, held, step + 1, sync.stats().world_size)
+            tell(model, held, step + 1, sync.quorum.size, sync.quorum.number)
 
 
 if __name__ == "__main__":

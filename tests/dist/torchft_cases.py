@@ -26,8 +26,9 @@ def _model():
     import torch
 
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(12, 48), torch.nn.Tanh(), torch.nn.Linear(48, 48), torch.nn.Tanh(),
-                               torch.nn.Linear(48, 4))  # fmt: skip
+    first, second, last = torch.nn.Linear(12, 48), torch.nn.Linear(48, 48), torch.nn.Linear(48, 4)
+    norm = torch.nn.BatchNorm1d(48)  # buffers, which are to be equal too
+    return torch.nn.Sequential(first, torch.nn.Tanh(), second, norm, torch.nn.Tanh(), last)
 
 
 def _drawn(count, seed):
@@ -48,6 +49,7 @@ def loss_of(model):
     import torch
 
     x, y = _drawn(2048, 7)
+    model.eval()
     with torch.no_grad():
         return float((model(x) - y).square().mean())
 
@@ -136,20 +138,23 @@ def _train_rounds(model, inner, manager, batches, doubt, note, attached):
         return counts
 
     manager.start_quorum, manager.should_commit = started, asked
+
+    def made(*_):
+        if rounds:
+            after, stats = sync.residuals(), sync.stats()
+            note(
+                event="step", **rounds.pop(), size=stats.world_size, rank=stats.rank, quorum=sync.quorum.number,
+                weights=digest(model.state_dict().values()), after=digest(after.values()),
+                applied=_projected(weights()), owes=_projected(after),
+            )  # fmt: skip
+
     with attached(inner) as sync:
+        model.register_forward_pre_hook(made)  # the first forward makes a round, before it changes buffers
         for x, y in batches:
             inner.zero_grad()
             (model(x) - y).square().mean().backward()
-            for done in (False, True):
-                if rounds:  # begun by the first forward, or by the step
-                    after, stats = sync.residuals(), sync.stats()
-                    note(
-                        event="step", **rounds.pop(), size=stats.world_size, rank=stats.rank,
-                        quorum=sync.quorum.number, weights=digest(model.state_dict().values()),
-                        after=digest(after.values()), applied=_projected(weights()), owes=_projected(after),
-                    )  # fmt: skip
-                if not done:
-                    inner.step()
+            inner.step()
+            made()
 
 
 def replica(number, lighthouse, folder, method, options, pause, doubts):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -41,11 +42,11 @@ def test_links_are_cut_and_all_go_on_with_equal_weights():
         rows = [json.loads(line) for line in mine if line.startswith("{")]
         last.append(rows[-1])
         for row in rows:
-            losses[row["step"]].add(row["loss"])
-    assert all(len(some) == 1 for some in losses.values()), "weights differ"
+            losses[row["step"], row["quorum"]].add(row["loss"])  # a step may be made again without who was cut off
+    assert not {key: some for key, some in losses.items() if len(some) > 1}, "weights differ"
     assert [row["replicas"] for row in last] == [3] * 3
     failed = sum("does not count" in line for mine in lines for line in mine)
-    print(f"{CUTS} cuts, {failed} failed steps of single replicas, {max(losses)} steps, loss {last[0]['loss']:.3f}")
+    print(f"{CUTS} cuts, {failed} failed steps of single replicas, {max(losses)[0]} steps, loss {last[0]['loss']:.3f}")
     assert max(row["step"] for row in last) - min(row["step"] for row in last) <= 10
 
 
@@ -55,6 +56,6 @@ def test_the_example_draws_deaths_that_end_plain_ddp_alone(tmp_path):
     told = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert told.returncode == 0, told.stderr
     assert plot.read_bytes()[:4] == b"\x89PNG"
-    steps = {line.split(": step ")[0]: int(line.split()[-10]) for line in told.stdout.splitlines() if ": step" in line}
+    steps = {name: int(step) for name, step in re.findall(r"^(.+): step (\d+) ", told.stdout, re.MULTILINE)}
     assert steps["acp under torchft"] > steps["plain DDP"] > 0
     assert sum("killed" in line for line in told.stderr.splitlines()) == 4
