@@ -69,14 +69,18 @@ class QuorumExchange:
         comm = None
         if quorum.size > 1:
             comm = Communicator(None, topology, managed[0].device, member.quorums.timeout, asks=False)
-            comm.agree({"local steps": repr(local), "start": start} | model_facts(model, managed))
         self._session = Session(local.method, comm, State(quorum.rank, topology), None, dict, start=0)
         self._services = Services(model, member.optimizers, managed[0].device, self._session, None, None)
         self._travel: Travel | None = None
         if comm is not None:
             buffers = list(model.buffers()) if options.broadcast_buffers else []
             moments = Moments({}, member.optimizers, weights.values())
-            self._travel = Travel(self._services, self.rounds, buffers, moments, detect_desync=False)
+            try:
+                comm.agree({"local steps": repr(local), "start": start} | model_facts(model, managed))
+                self._travel = Travel(self._services, self.rounds, buffers, moments, detect_desync=False)
+            except Exception as error:
+                self.close(error)
+                raise
 
     @property
     def fragment(self) -> Fragment:

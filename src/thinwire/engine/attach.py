@@ -154,8 +154,9 @@ def attach(
         raise ValueError(f'plan must be a thinwire.Plan, "adaptive" or None, not {plan!r}')
     if auto and isinstance(plan, Plan):
         raise ValueError('a pinned plan and "auto" exclude each other: name the method that the plan was made for')
-    if on_failure is not None and chosen.decoupled:
-        raise ValueError(f"{chosen.name} is decoupled: it has no end of backward at which a failed step could be left")
+    if on_failure is not None and (chosen.decoupled or local is not None):
+        what = "local steps have" if local is not None else f"{chosen.name} is decoupled: it has"
+        raise ValueError(f"{what} no end of backward at which a failed step could be left: leave out on_failure")
     check_scaler(scaler)
     check_topology(topology)
     settings = AttachSettings(
