@@ -30,7 +30,7 @@ LENGTHS = ("7s", "1s")  # above and below the timeout of 5 s
 def test_links_are_cut_and_all_go_on_with_equal_weights():
     texts = [f"{1 + k % 3}:{FIRST + EVERY * k}s:{LENGTHS[k // 3 % 2]}" for k in range(CUTS)]
     command = [sys.executable, str(EXAMPLE / "train.py"), "acp"]
-    seconds = FIRST + EVERY * CUTS + 10
+    seconds = FIRST + EVERY * CUTS + 45  # connections that were cut for long are slow to come back
     result, lines = collect(
         lab.Cluster.parse(4, link="100mbit"), command, timeout_seconds=seconds,
         faults=lab.parse_pauses("cut", texts), env={"RUST_LOG": "error"},

@@ -53,6 +53,13 @@ def test_a_killed_rank_comes_again(capfd):
     assert any(re.fullmatch(r"note: \d\.\d s: rank 1 killed", line) for line in said)
 
 
+def test_the_run_waits_for_the_only_rank_to_come_again():
+    code = "import pathlib, time; pathlib.Path('lived').exists() or (pathlib.Path('lived').touch(), time.sleep(60))"
+    result, _ = run(1, code, lab.RankFault("kill", 0, 1.0, 0.3))
+    assert result.exit_codes == (0,)
+    assert [x.what for x in result.happenings] == ["killed", "started again"]
+
+
 def test_a_death_that_was_asked_for_is_no_failure_and_others_are(capfd):
     code = "import os, time; time.sleep(0.6 if os.environ['RANK'] == '0' else 60); raise SystemExit(3)"
     result, _ = run(2, code, lab.RankFault("kill", 1, 0.3))

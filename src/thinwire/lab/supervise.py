@@ -36,7 +36,7 @@ def supervise(
     terminate_at = kill_at = math.inf
     by_itself: list[int | None] = []
     timed_out = terminated = False
-    while ranks.running:
+    while ranks.running or (timeline.all_dead_for_now and not terminated):
         ranks.step(_TICK_SECONDS)
         now = time.monotonic()
         if not terminated:
@@ -45,7 +45,8 @@ def supervise(
             terminate_at = min(terminate_at, now + grace_seconds)
         if signals.received is not None:
             terminate_at = min(terminate_at, now)
-        if timeout_seconds is not None and now - began >= timeout_seconds and not terminated and ranks.running:
+        ended = not ranks.running and not timeline.all_dead_for_now
+        if timeout_seconds is not None and now - began >= timeout_seconds and not terminated and not ended:
             timed_out, terminate_at = True, now
         if now >= terminate_at and not terminated:
             terminated, kill_at = True, now + _KILL_AFTER_SECONDS

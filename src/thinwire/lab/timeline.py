@@ -63,6 +63,12 @@ class FaultTimeline:
             return False
         return True
 
+    @property
+    def all_dead_for_now(self) -> bool:
+        """Whether all ranks are killed, and one of them comes again."""
+        comes = any(one.what == "started again" and one.rank in self._killed for one in self.left)
+        return comes and len(self._killed) == len(self._ranks.exit_codes)
+
     def unasked(self, exit_codes: Sequence[int | None]) -> list[int | None]:
         """The exit codes without the deaths that were asked for."""
         return [0 if rank in self._killed and code is not None else code for rank, code in enumerate(exit_codes)]
