@@ -24,6 +24,7 @@ from thinwire.cli import (
     report,
     split,
     supernet,
+    watch,
 )
 from thinwire.cli.errors import exit_code
 
@@ -50,24 +51,25 @@ class FriendlyErrors(TyperGroup):
 
 app = typer.Typer(
     cls=FriendlyErrors,
-    help="Train deep networks over thin wires.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
-app.command("bench")(bench.bench)
-app.command("race")(race.race)
-app.command("doctor")(doctor.doctor)
-app.command("probe")(probe.probe)
-app.command("profile")(profile.profile)
-app.command("plan")(plan.plan)
-app.command("report")(report.report)
-app.add_typer(lab.app, name="lab")
-app.add_typer(kfac.app, name="kfac")
-app.add_typer(supernet.app, name="supernet")
-app.add_typer(ps.app, name="ps")
-app.add_typer(split.app, name="split")
-app.add_typer(federated.app, name="federated")
+_CHOOSE, _LOOK, _SYSTEMS = "Choose a method", "Look at a machine, a model, a run", "Systems, each with verbs of its own"
+app.command("demo", rich_help_panel=_CHOOSE)(demo.demo)
+app.command("plan", rich_help_panel=_CHOOSE)(plan.plan)
+app.command("race", rich_help_panel=_CHOOSE)(race.race)
+app.command("bench", rich_help_panel=_CHOOSE)(bench.bench)
+app.command("doctor", rich_help_panel=_LOOK)(doctor.doctor)
+app.command("probe", rich_help_panel=_LOOK)(probe.probe)
+app.command("profile", rich_help_panel=_LOOK)(profile.profile)
+app.command("report", rich_help_panel=_LOOK)(report.report)
+app.command("watch", rich_help_panel=_LOOK)(watch.watch)
+app.add_typer(lab.app, name="lab", rich_help_panel=_LOOK)
+app.add_typer(kfac.app, name="kfac", rich_help_panel=_SYSTEMS)
+app.add_typer(ps.app, name="ps", rich_help_panel=_SYSTEMS)
+app.add_typer(federated.app, name="federated", rich_help_panel=_SYSTEMS)
+app.add_typer(split.app, name="split", rich_help_panel=_SYSTEMS)
+app.add_typer(supernet.app, name="supernet", rich_help_panel=_SYSTEMS)
 
 
 def _version(wanted: bool) -> None:
@@ -80,7 +82,7 @@ def _version(wanted: bool) -> None:
 def root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """Train deep networks over thin wires."""
+    """Train in parallel where the network is slow: choose a method by numbers, see it work, measure it."""
 
 
 def run() -> None:

@@ -53,7 +53,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the plan: method, buckets, ranking.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
 ) -> None:
-    """Predict every method's step on a network and say which one to use; "dense" is an answer."""
+    """Predict every method's step on a network and say which one to use, if any."""
     from rich.console import Console
 
     from thinwire.cli.plan_inputs import read_question

@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from thinwire.report.journals import read_journal, read_step_log
+from thinwire.report.log import records
 from thinwire.report.pictures import RunPicture, grouped, read_run
 from thinwire.report.predictions import MethodRanking, WinnerMap, read_map, read_ranking
 from thinwire.report.results import Bench, read_bench
@@ -80,15 +82,22 @@ def _has(*keys: str) -> Callable[[Any], bool]:
     return lambda data: isinstance(data, dict) and all(key in data for key in keys)
 
 
+def _begins(data: Any, key: str) -> bool:
+    """The lines of a log, the first of which has that key."""
+    return isinstance(data, list) and bool(data) and isinstance(data[0], dict) and key in data[0]
+
+
 _is_demo = _has("bench", "curves")
 _KINDS: Sequence[tuple[str, Callable[[Any], bool], Callable[[str, Any], Result]]] = (
     ("a Chrome trace", _is_trace, read_trace),
     ("a map of winners (thinwire plan --map --json)", _has("cells", "bits_per_second", "workers"), read_map),
     ("a ranking (thinwire plan --json)", _has("entries"), read_ranking),
-    ("a run (thinwire federated run --json)", _has("picture"), read_run),
+    ("a run (--json of federated, kfac, supernet)", _has("picture"), read_run),
     ("a race (thinwire race)", _has("race", "bench", "curves"), read_bench),
     ("a demonstration (thinwire demo)", lambda data: _is_demo(data) and "race" not in data, read_bench),
     ("a comparison (thinwire bench --json)", _has("rows", "compute_seconds", "floor_seconds"), read_bench),
+    ("a step log (tw.StepLog)", lambda data: _begins(data, "kind"), read_step_log),
+    ("a journal (thinwire ps server --journal)", lambda data: _begins(data, "settings"), read_journal),
 )
 
 
@@ -121,9 +130,20 @@ def _parts(data: Any) -> Iterator[Any]:
                 yield {**(asked if isinstance(asked, dict) else {}), **data[key]}
 
 
+def _content(text: str) -> Any:
+    """JSON, or the lines of a log, of which the last may still be written."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        if not isinstance(json.loads(text.partition("\n")[0]), dict):
+            raise
+        return records(text)
+    return [found] if _begins([found], "kind") or _begins([found], "settings") else found
+
+
 def _read(path: Path) -> list[tuple[str, Result]]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = _content(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     found = []

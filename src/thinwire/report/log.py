@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -186,13 +186,27 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         OSError: no such file.
     """
-    steps: dict[int, dict[str, Any]] = {}
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    return steps_of(records(Path(path).read_text(encoding="utf-8")))
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    """What the lines hold that are whole JSON objects."""
+    found = []
+    for line in text.splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and record.get("kind") == "step" and isinstance(record.get("step"), int):
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
+def steps_of(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of records, the steps, as ``read_log`` returns them."""
+    steps: dict[int, dict[str, Any]] = {}
+    for record in found:
+        if record.get("kind") == "step" and isinstance(record.get("step"), int):
             values = {k: float(v) if isinstance(v, str) else v for k, v in record.get("values", {}).items()}
             steps[record["step"]] = {**record, "values": values}
     return [steps[number] for number in sorted(steps)]

@@ -1,0 +1,31 @@
+"""``thinwire watch``: a page in the browser that follows a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def watch(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Of tw.StepLog, of ps server --journal; files that come later too."),
+    ],
+    port: Annotated[int, typer.Option(help="On this machine's loopback; 0: a free one.")] = 0,
+    open: Annotated[bool, typer.Option(help="Open the browser.")] = False,
+) -> None:
+    """Follow a run in the browser: loss, seconds and bytes of its steps, from the file that it writes."""
+    import webbrowser
+
+    from thinwire.report.watch import WatchPage
+
+    for path in files:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"{path} is no file, and none can come there")
+    with WatchPage(files, port) as page:
+        typer.echo(f"watching {', '.join(map(str, files))} at {page.address} ; ctrl-C ends it")
+        if open:
+            webbrowser.open(page.address)
+        page.serve_forever()

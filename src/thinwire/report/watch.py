@@ -1,0 +1,100 @@
+"""A page in the browser that follows a run: the pictures of its files, drawn again when a file has grown."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from thinwire.pictures.colours import Colours
+from thinwire.pictures.draw import as_plotly, plotly
+from thinwire.report.figures import dress
+from thinwire.report.inputs import Inputs, read_files
+from thinwire.report.pictures import grouped
+
+logger = logging.getLogger("thinwire")
+_LOCAL = ("127.0.0.1", "localhost")
+
+
+class WatchPage(ThreadingHTTPServer):
+    """Serves the page on this machine's loopback, to whoever asks there. It only reads.
+
+    Args:
+        paths: what ``thinwire report`` takes; a file may come later.
+        port: 0: a free one.
+
+    Raises:
+        ValueError: plotly is missing, or the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, paths: Sequence[Path], port: int = 0) -> None:
+        plotly()
+        self.paths = tuple(paths)
+        try:
+            super().__init__((_LOCAL[0], port), _Answer)
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--port {port} cannot be used ({error}): leave it out to get a free one") from error
+
+    @property
+    def address(self) -> str:
+        """What to open in the browser."""
+        return f"http://{_LOCAL[0]}:{self.server_port}/"
+
+    def state(self) -> dict[str, Any]:
+        """The pictures now, as plotly's figures, and a line about each file."""
+        there = [path for path in self.paths if path.is_file()]
+        lines = [f"waiting for {path}" for path in self.paths if path not in there]
+        try:
+            inputs = read_files(there)
+        except (OSError, ValueError) as error:
+            inputs, lines = Inputs((), ()), [*lines, str(error)]
+        colours = Colours(inputs.labels())
+        pictures = []
+        for picture in grouped(inputs.runs):
+            figure = as_plotly(picture, colours)
+            pictures.append(
+                {"title": picture.title, "figure": json.loads(dress(figure, figure.layout.height).to_json())}
+            )
+        for path in there:
+            lines.append(f"{path.name}: written {max(0.0, time.time() - path.stat().st_mtime):.0f} s ago")
+        if there and not pictures:
+            lines.append("these files have no picture of a run: thinwire report shows them")
+        return {"lines": lines, "pictures": pictures}
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: WatchPage
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host", "").rpartition(":")[0] not in _LOCAL:  # a page elsewhere that calls itself so
+            self.send_error(403)
+        elif self.path == "/":
+            self._send("text/html; charset=utf-8", files(__package__).joinpath("watch.html").read_bytes())
+        elif self.path == "/page.css":
+            self._send("text/css; charset=utf-8", files(__package__).joinpath("page.css").read_bytes())
+        elif self.path == "/plotly.js":
+            from plotly.offline import get_plotlyjs
+
+            self._send("text/javascript; charset=utf-8", get_plotlyjs().encode())
+        elif self.path == "/state":
+            self._send("application/json", json.dumps(self.server.state()).encode())
+        else:
+            self.send_error(404)
+
+    def _send(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)

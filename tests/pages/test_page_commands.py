@@ -1,0 +1,358 @@
+"""Every command that a page shows runs, in the page's order and one folder, and something is asserted of its result.
+
+A new command on a page is a new row here. Short forms, which `make test` runs, are in the tests of each verb.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^(<!-- tested -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(\w+=\S+ )*(thinwire|python|torchrun|make|pip|accelerate|srun|kubectl) ")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command that has ended with 0."""
+
+    out: str
+    folder: Path
+
+    def json(self, name: str = "") -> dict:
+        """What it printed, or a file that it wrote."""
+        return json.loads((self.folder / name).read_text() if name else self.out)
+
+    def number(self, pattern: str, number: int = 0) -> float:
+        """The first group, of one of the places that match."""
+        found = re.findall(pattern, self.out)
+        assert len(found) > number, f"nothing like {pattern} in:\n{self.out}"
+        return float(found[number].replace(",", ""))
+
+    def has(self, *words: str) -> None:
+        """Words in what it printed, wherever its lines were cut."""
+        flat = " ".join(self.out.split())
+        for word in words:
+            assert word in flat, f"no {word!r} in:\n{self.out}"
+
+    def wrote(self, *names: str) -> None:
+        """Files that are not empty."""
+        for name in names:
+            assert (self.folder / name).stat().st_size > 0, name
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command as a page shows it.
+
+    Attributes:
+        check: of its result.
+        instead: what runs here, where the page means several machines or a name that the reader fills in.
+        by: the test that runs it, ``file::name``, where that is not this one.
+    """
+
+    check: Callable[[Ran], None] | None = None
+    instead: str = ""
+    by: str = ""
+
+
+def blocks(page: str) -> list[str]:
+    return [code for tested, _, code in BLOCK.findall((ROOT / page).read_text()) if tested]
+
+
+def commands(page: str) -> list[str]:
+    found = []
+    for _, language, code in BLOCK.findall((ROOT / page).read_text()):
+        if language in ("", "sh", "bash"):
+            for line in code.replace("\\\n", " ").splitlines():
+                line = re.sub(r"\s+", " ", line.split("  #")[0]).strip()
+                if COMMAND.match(line):
+                    found.append(line)
+    return found
+
+
+def answers(method: str) -> Callable[[Ran], None]:
+    return lambda ran: ran.has(f"{method} is sooner here")
+
+
+def sends(least: float, most: float) -> Callable[[Ran], None]:
+    """The quickstart's line: so many MB leave in a step."""
+
+    def check(ran: Ran) -> None:
+        assert least <= ran.number(r"([\d.]+) MB sent in each") <= most
+
+    return check
+
+
+def rows(*names: str) -> Callable[[Ran], None]:
+    """A bench's JSON: each row has trained, and sent fewer bytes than DDP unless it is exact."""
+
+    def check(ran: Ran) -> None:
+        found = {row["label"].split(" (")[0]: row for row in ran.json()["rows"]}
+        assert list(found) == ["compute", *names]
+        for name, row in found.items():
+            if name != "compute":
+                assert 0 < row["loss"] < 5.4, row  # 5.54 at the first step: the logarithm of 256 bytes
+            if name.startswith(("powersgd", "local")):
+                assert row["bytes_per_step"] < 0.3 * found["ddp"]["bytes_per_step"]
+
+    return check
+
+
+def wrote(*names: str, words: str = "") -> Callable[[Ran], None]:
+    def check(ran: Ran) -> None:
+        ran.has(*filter(None, [words]))
+        for name in names:
+            assert (ran.folder / name).stat().st_size > 0, name
+
+    return check
+
+
+def said(*words: str) -> Callable[[Ran], None]:
+    return lambda ran: ran.has(*words)
+
+
+def _script(ran: Ran) -> None:
+    assert ran.number(r"sent (\d+) bytes") < 0.2 * ran.number(r"S-SGD (\d+)\.")
+
+
+def _supernet_trained(ran: Ran) -> None:
+    found = ran.json("run/report.json")
+    assert all(corner["epe"] < 0.6 * found["constant_guess_epe"] for corner in found["corners"].values())
+
+
+def _supernet_found(ran: Ran) -> None:
+    found = ran.json("run/best.json")
+    assert found["epe"] < 1.0
+    assert found["measured_ms"] <= found["limit_ms"]
+    wrote("run/pareto.png", "run/calibrated.pt")(ran)
+
+
+def _raced(ran: Ran) -> None:
+    found = ran.json("thinwire-out/race.json")
+    assert {row["method"] for row in found["rows"]} >= {"powersgd"}
+    assert found["bench"]["rows"]
+
+
+def _probed(ran: Ran) -> None:
+    assert {group for _, group, *_ in ran.json("costs.json")["exchanges"]} == {"world"}
+
+
+SMALL = "chargpt:layers=2:width=64:heads=2"
+SCRIPT = "torchrun --standalone --nproc-per-node 2 train.py"
+LAUNCHED, LAUNCHERS = "examples/launchers/train.py", "tests/dist/test_launchers.py"
+PROFILE = "thinwire profile mymodule:build --out profile.json"
+PAGES: dict[str, dict[str, Shown]] = {
+    "README.md": {
+        "make demo": Shown(by="tests/net/test_demo.py::test_what_it_says_is_what_it_measured"),
+        "make test": Shown(by=".ci/run::make lint test"),
+        "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
+        "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py": Shown(
+            _script, SCRIPT
+        ),
+        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(answers("powersgd:rank=4")),
+        "thinwire race mymodule:build --link 100mbit --workers 4": Shown(
+            by="tests/net/test_race_on_a_link.py::test_what_sends_little_is_first_on_a_thin_link"
+        ),
+        "thinwire bench --model chargpt --workers 4 --link 200mbit --methods ddp,ssgd,powersgd:rank=4": Shown(
+            rows("ddp", "ssgd", "powersgd rank=4"),
+            f"thinwire bench --model {SMALL} --workers 2 --link 50mbit --steps 4 --rounds 1 "
+            "--methods ddp,ssgd,powersgd:rank=4 --json",
+        ),
+    },
+    "docs/adapters/checkpoints.md": {
+        f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {SCRIPT.replace('2 ', '2 --max-restarts 1 ')}": Shown(
+            by="tests/dist/test_restart.py::test_a_killed_job_goes_on_bit_for_bit"
+        ),
+    },
+    "docs/bench.md": {
+        "thinwire bench --model chargpt --workers 4 --link 200mbit --methods ddp,ddp-best,ssgd,powersgd:rank=4": Shown(
+            rows("ddp", "ddp-best", "ssgd", "powersgd rank=4"),
+            f"thinwire bench --model {SMALL} --workers 2 --link 50mbit --steps 4 --rounds 1 "
+            "--methods ddp,ddp-best,ssgd,powersgd:rank=4 --json",
+        ),
+        "thinwire bench --methods ddp,ssgd,mymodule:by_hand": Shown(
+            rows("ddp", "ssgd", "mymodule:by_hand"),
+            f"thinwire bench --model {SMALL} --steps 4 --rounds 1 --methods ddp,ssgd,mymodule:by_hand --json",
+        ),
+    },
+    "docs/data.md": {
+        "pip install 'thinwire[data]'": Shown(
+            by="tests/packaging/test_wheel.py::test_the_wheel_works_in_a_clean_environment"
+        ),
+    },
+    "docs/doctor.md": {
+        "thinwire doctor": Shown(said("torch", "Gloo")),
+        "thinwire doctor --nodes 2": Shown(
+            by="tests/unit/cli/test_doctor_verb.py::test_only_what_prevents_training_changes_the_exit_code"
+        ),
+        "thinwire doctor --json": Shown(lambda ran: ran.json()["torch"]),
+        "GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 torchrun --nnodes 2 ...": Shown(
+            by="tests/net/test_doctor_gloo.py::test_gloo_listens_where_doctor_says"
+        ),
+    },
+    "docs/gpu.md": {"make gpu": Shown(by="tests/dist/test_gpu_report.py::test_methods_are_right_on_ranks")},
+    "docs/lab.md": {"thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script)},
+    "docs/launchers.md": {
+        f"torchrun --standalone --nproc-per-node 2 {LAUNCHED} acp": Shown(by=f"{LAUNCHERS}::test_by_torchrun"),
+        f"torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 {LAUNCHED} acp": Shown(
+            by=f"{LAUNCHERS}::test_by_torchrun"
+        ),
+        "pip install 'ray[train]'": Shown(by=f"{LAUNCHERS}::test_by_ray_train"),
+        f"python {LAUNCHED} acp": Shown(by=f"{LAUNCHERS}::test_by_ray_train"),
+    },
+    "docs/measure.md": {
+        "torchrun --nnodes 4 --nproc-per-node 1 ... --no-python thinwire probe": Shown(
+            _probed, "torchrun --standalone --nproc-per-node 2 --no-python thinwire probe"
+        ),
+        "thinwire probe --workers 2 --link 100mbit": Shown(_probed),
+        "thinwire profile chargpt": Shown(wrote("profile.json")),
+        "thinwire profile my_module:build --ranks 2": Shown(wrote("profile.json")),
+    },
+    "docs/methods/index.md": {
+        "thinwire plan resnet50 --link 1gbit --workers 16 --methods ssgd,powersgd:rank=4": Shown(
+            said("powersgd:rank=4")
+        ),
+    },
+    "docs/methods/local.md": {
+        "thinwire bench --methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8 --link 100mbit": Shown(
+            rows("ddp", "powersgd rank=4", "local sync_every=8 codec=int8"),
+            f"thinwire bench --model {SMALL} --steps 8 --rounds 1 "
+            "--methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8 --link 100mbit --json",
+        ),
+    },
+    "docs/plan.md": {
+        "thinwire profile chargpt": Shown(wrote("profile.json")),
+        "thinwire plan profile.json --link 10gbit --workers 16": Shown(said("x: times sooner at a loss")),
+        "thinwire plan resnet50 --link 10gbit --workers 16 --map": Shown(said("100mbit", "10gbit")),
+        "thinwire plan profile.json --costs costs.json": Shown(
+            said("measured"),
+            "thinwire probe --workers 2 --link 100mbit && thinwire plan profile.json --costs costs.json",
+        ),
+    },
+    "docs/quickstart.md": {
+        "pip install .": Shown(by="tests/packaging/test_wheel.py::test_the_wheel_works_in_a_clean_environment"),
+        "thinwire plan resnet50 --link 1gbit --workers 4": Shown(answers("powersgd:rank=4")),
+        "thinwire lab run --workers 2 --link 100mbit -- python train.py ssgd": Shown(sends(16.8, 17.0)),
+        "thinwire lab run --workers 2 --link 100mbit -- python train.py powersgd": Shown(sends(0.1, 0.2)),
+    },
+    "docs/race.md": {
+        "thinwire race mymodule:build --link 100mbit --workers 2 --minutes 3": Shown(_raced),
+        "thinwire plan mymodule:build --link 1gbit --workers 8 --worth thinwire-out/race.json": Shown(
+            said("your race")
+        ),
+        "thinwire report thinwire-out/race.json": Shown(wrote("report.html")),
+    },
+    "docs/report.md": {
+        "thinwire plan bert-base --link 1gbit --workers 8 --map --json --trace trace.json > plan.json": Shown(
+            wrote("plan.json", "trace.json")
+        ),
+        "thinwire bench --workers 2 --link 50mbit --json > bench.json": Shown(
+            wrote("bench.json"),
+            f"thinwire bench --model {SMALL} --steps 4 --rounds 1 --workers 2 --link 50mbit --json > bench.json",
+        ),
+        "thinwire demo": Shown(wrote("thinwire-out/demo.json"), "thinwire demo --quick --steps 6"),
+        "thinwire report plan.json trace.json bench.json thinwire-out/demo.json --out report.html": Shown(
+            wrote("report.html", words="report.html")
+        ),
+    },
+    "docs/script.md": {
+        "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
+        "torchrun --nproc-per-node 2 train.py": Shown(_script, SCRIPT),
+        "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py": Shown(
+            _script, SCRIPT
+        ),
+    },
+    "docs/supernet.md": {
+        "thinwire supernet train --out run --data dots": Shown(_supernet_trained),
+        "thinwire supernet search run/net.pt": Shown(_supernet_found),
+        "thinwire supernet export run/calibrated.pt --sub-net run/best.json --out best.pt2": Shown(
+            said("differs by at most 0 px")
+        ),
+        "thinwire lab run --workers 2 --link 100mbit -- "
+        "thinwire supernet train --out run --config published --epoch 1000 --data pairs.txt": Shown(
+            wrote("two/net.pt"),
+            "thinwire lab run --workers 2 --link 100mbit -- thinwire supernet train --out two --steps 4,4",
+        ),
+    },
+    "docs/traces.md": {
+        "thinwire watch steps.jsonl": Shown(
+            by="tests/unit/report/test_watch.py::test_the_page_follows_a_file_that_comes_and_grows"
+        ),
+        "thinwire plan profile.json --link 1gbit --workers 4 --trace predicted.json": Shown(wrote("predicted.json")),
+    },
+    "docs/troubleshooting.md": {
+        PROFILE: Shown(wrote("profile.json")),
+        "thinwire plan profile.json --link 1gbit --workers 4": Shown(said("x: times sooner at a loss")),
+    },
+    "docs/which.md": {
+        PROFILE: Shown(wrote("profile.json")),
+        "thinwire plan profile.json --map": Shown(said("100mbit")),
+    },
+}
+BENCH, SCRIPTS = "docs/bench.md", "docs/script.md"
+FILES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"train.py": lambda: blocks(SCRIPTS)[-1]},
+    "docs/bench.md": {"mymodule.py": lambda: "\n".join(blocks(BENCH))},
+    "docs/lab.md": {"train.py": lambda: blocks(SCRIPTS)[-1]},
+    "docs/measure.md": {"my_module.py": lambda: blocks(BENCH)[0]},
+    "docs/quickstart.md": {"train.py": lambda: blocks("docs/quickstart.md")[0]},
+    "docs/race.md": {"mymodule.py": lambda: blocks("docs/race.md")[0]},
+    "docs/script.md": {"train.py": lambda: blocks(SCRIPTS)[-1]},
+    "docs/troubleshooting.md": {"mymodule.py": lambda: blocks(BENCH)[0]},
+    "docs/which.md": {"mymodule.py": lambda: blocks(BENCH)[0]},
+}
+BEFORE = {"docs/traces.md": "thinwire profile mlp:width=64 --out profile.json"}
+"""Files that a page's commands need: blocks of pages, and what another page has made."""
+
+
+def pages() -> list[str]:
+    found = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
+    return [page for page in found if commands(page)]
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_command_has_a_row(page):
+    assert sorted(set(commands(page))) == sorted(PAGES[page])
+    for shown in PAGES[page].values():
+        if shown.by:
+            file, name = shown.by.split("::")
+            assert name in (ROOT / file).read_text()
+        else:
+            assert shown.check is not None
+
+
+def test_no_row_is_left_over():
+    assert sorted(PAGES) == sorted(pages())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_do_what_the_page_says(page, tmp_path):
+    for name, text in FILES.get(page, {}).items():
+        (tmp_path / name).write_text(text())
+    environment = {name: v for name, v in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "COLUMNS": "80", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    todo = [(line, PAGES[page][line]) for line in dict.fromkeys(commands(page))]
+    if page in BEFORE:
+        todo.insert(0, (BEFORE[page], Shown(said())))
+    for line, shown in todo:
+        if shown.check is not None:
+            done = subprocess.run(
+                shown.instead or line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True,
+                executable="/bin/bash", check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+            shown.check(Ran(done.stdout, tmp_path))
