@@ -38,7 +38,7 @@ def _drawn(count, seed):
     draw = torch.Generator().manual_seed(seed)
     x, noise = torch.randn(count, 12, generator=draw), torch.randn(count, 4, generator=draw)
     teacher = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
-    return x, torch.tanh(x @ teacher) + 0.1 * noise
+    return x, torch.tanh(x @ teacher) + 0.3 * noise
 
 
 def _data(replica, step):
@@ -193,7 +193,7 @@ def replica(number, lighthouse, folder, method, options, pause, doubts):
     def batches():
         step = 0
         while not _ended(folder, manager.current_step()):
-            inner.param_groups[0]["lr"] = 0.05 / (1 + manager.current_step() / 100)  # less noise in the last loss
+            inner.param_groups[0]["lr"] = 0.05 / (1 + manager.current_step() / 300)  # less noise in the last loss
             yield _data(number, manager.current_step() if train is _train_steps else step)
             step += 1
             time.sleep(random.random() * pause)
