@@ -96,6 +96,8 @@ def test_one_goes_on_alone_and_pays_what_it_owes_when_another_comes(tmp_path):
     lonely = [e for e in mine if e["size"] == 1 and e["step"] > alone + 1]  # not those before replica 1 came first
     assert len({e["after"] for e in lonely}) == 1  # owed, and kept
     assert all(e["before"] != e["after"] for e in mine if e["size"] == 2)
+    assert {e["lost_norm"] for e in mine if e["step"] <= alone} == {0.0}  # nobody has left
+    assert mine[-1]["lost_norm"] is None  # who died has not told how much it owed
 
 
 @pytest.mark.parametrize("method", ["topk", "local"])

@@ -112,6 +112,7 @@ def _train_steps(model, inner, manager, batches, doubt, note, attached):
                 rank=stats.rank, quorum=sync.quorum.number, weights=digest(model.state_dict().values()),
                 before=digest(before.values()), after=digest(after.values()), gradient=_projected(own),
                 owed=_projected(before), applied=_projected(applied), owes=_projected(after),
+                lost_norm=stats.lost_residual_norm,
             )  # fmt: skip
 
 
