@@ -79,6 +79,30 @@ def test_a_dead_or_late_rank_is_named(how):
         assert "Rank 2 did not report" in results[rank]
 
 
+def _left_to_the_caller(rank, size):
+    net = cases.model()
+    optimizer, told = torch.optim.SGD(net.parameters(), lr=0.1), []
+    sync = tw.attach(net, optimizer, "topk", density=0.1, start_compression_step=0, timeout=15, on_failure=told.append)
+    for step in range(9):
+        if (rank, step) == (1, 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        owed = {name: x.clone() for name, x in sync.services.state.residuals.items()}
+        cases.loss_of(net, rank, step).backward()  # does not raise
+        if told:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = all(torch.equal(x, owed[name]) for name, x in sync.services.state.residuals.items())
+    sync.close()
+    return step, len(told), str(told[0]), kept
+
+
+def test_who_decides_himself_is_told_of_a_failure_which_leaves_no_trace():
+    step, times, sentence, kept = run(_left_to_the_caller, 2, expect_exit={1: -signal.SIGKILL})[0]
+    assert (step, times, kept) == (5, 1, True)
+    assert "who goes on is decided anew" in sentence.lower()
+
+
 def _gone_before_an_answer(rank, size):
     net = cases.model()
     sync = tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), timeout=60)
@@ -142,6 +166,8 @@ def test_bad_input_is_one_sentence():
         ({"method": "ssgd", "find_unused_parameters": "maybe"}, "find_unused_parameters"),
         ({"method": "ssgd", "keep_dense": "all"}, "keep_dense"),
         ({"method": "ssgd", "plan": "adaptive!"}, "plan"),
+        ({"method": "dear", "on_failure": print}, "dear is decoupled: .* leave out on_failure"),
+        ({"method": "local", "on_failure": print}, "local steps have no end of backward"),
         ({"method": "acp", "start_compression_step": -1}, "start_compression_step"),
         *(({"method": "ssgd", "timeout": value}, "timeout") for value in (-1, 0, "x", True, math.nan, math.inf)),
     ]:

@@ -13,6 +13,7 @@ _FILES = (
     "ddp",
     "fsdp2",
     "lightning",
+    "torchft",
     "trainer",
 )  # loaded when first used: each may want a library that is not installed
 

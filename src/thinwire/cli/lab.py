@@ -31,11 +31,25 @@ def run(
     share_cores: Annotated[
         bool, typer.Option("--share-cores", help="Let every node use all cores; by default each has its own.")
     ] = False,
+    kill: Annotated[
+        list[str] | None, typer.Option(help="Kill a rank: 2:30s is rank 2 after 30 s. May be given again.")
+    ] = None,
+    restart: Annotated[
+        str | None, typer.Option(help="Start killed ranks again after so long, such as 5s; without it they stay dead.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop a rank: 1:10s:3s is rank 1 after 10 s, for 3 s. May be given again.")
+    ] = None,
+    cut: Annotated[
+        list[str] | None, typer.Option(help="Cut the link of a rank's node: 1:10s:3s. May be given again.")
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Result as JSON on stdout; the ranks' lines go to stderr.")
     ] = False,
 ) -> None:
     """Run a command as the ranks of an emulated cluster; the exit code is the worst of the ranks'."""
+    faults = lab.parse_kills(kill or [], restart)
+    faults += [*lab.parse_pauses("stop", stop or []), *lab.parse_pauses("cut", cut or [])]
     stream = sys.stderr if json else sys.stdout
     result = lab.run(
         lab.Cluster.parse(workers, ranks_per_node, link, delay),
@@ -45,6 +59,7 @@ def run(
         timeout_seconds=timeout,
         master_port=master_port,
         share_cores=share_cores,
+        faults=faults,
     )
     if json:
         typer.echo(result.to_json())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -73,6 +73,7 @@ def attach(
     timeout: timedelta | float | None = None,
     detect_desync: bool = False,
     lossy: bool = False,
+    on_failure: Callable[[Exception], None] | None = None,
     costs: Costs | None = None,
     worth: str | Path | None = None,
     **options: Any,
@@ -108,6 +109,10 @@ def attach(
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
         detect_desync: compare the sequence of issued collectives over ranks at every step (debugging).
         lossy: "auto" may choose a method that is not exact.
+        on_failure: for who decides himself which ranks go on, as torchft does: it is told of an exchange that failed,
+            and ``backward`` ends without an error, ``.grad`` being of no use; the optimizer must not step, and this
+            handle is to be closed. A step ends without failure only if every rank has received all of it. None:
+            ``backward`` raises.
         costs: of the network and of compute, where a plan needs them: ``Costs.from_json`` of what ``thinwire
             probe --out`` has written. None: remembered from an earlier start, or measured between the first steps.
         worth: what a step of each method is worth on your model, which ``lossy=True`` chooses by: the file that
@@ -149,6 +154,9 @@ def attach(
         raise ValueError(f'plan must be a thinwire.Plan, "adaptive" or None, not {plan!r}')
     if auto and isinstance(plan, Plan):
         raise ValueError('a pinned plan and "auto" exclude each other: name the method that the plan was made for')
+    if on_failure is not None and (chosen.decoupled or local is not None):
+        what = "local steps have" if local is not None else f"{chosen.name} is decoupled: it has"
+        raise ValueError(f"{what} no end of backward at which a failed step could be left: leave out on_failure")
     check_scaler(scaler)
     check_topology(topology)
     settings = AttachSettings(
@@ -160,6 +168,7 @@ def attach(
         timeout=checked_timeout(timeout),
         detect_desync=detect_desync,
         keep_dense=keep_dense,
+        on_failure=on_failure,
     )
     world = dist.get_world_size(process_group) if dist.is_available() and dist.is_initialized() else 1
     if world < 1:
@@ -180,7 +189,8 @@ def attach(
     communicator: Communicator | Alone | None = None
     pilot = None
     if world > 1:
-        communicator = Communicator(process_group, topology, managed[0].parameter.device, settings.timeout)
+        asks, device = on_failure is None, managed[0].parameter.device
+        communicator = Communicator(process_group, topology, device, settings.timeout, asks=asks)
         if wanted(chosen, settings.pinned, adaptive, auto):
             pilot = (Tuner if rule_of(chosen) == "tune" else Pilot)(
                 communicator, lambda m: managed_parameters(model, m, keep_dense),

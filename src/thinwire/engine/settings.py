@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +30,7 @@ class AttachSettings:
     timeout: timedelta | None = None
     detect_desync: bool = False
     keep_dense: DenseRule = "auto"
+    on_failure: Callable[[Exception], None] | None = None
     note: str = ""
     named: Method | None = None
 

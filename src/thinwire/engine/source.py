@@ -127,6 +127,8 @@ class GradientSource:
         self._end.note()  # first, so that it is known of a pass that dies in ``begin``
         if not buckets.session.running:
             self.begin()
+            if not self.enabled:  # it has failed already
+                return
         step, name = buckets.step, buckets.parameters.managed[index].name
         assert step is not None
         if step.seen[index]:
@@ -174,7 +176,11 @@ class GradientSource:
         names = [entry.names for entry in step.entries]
         session.comm.steps.begin(session.state.step, names, buckets.program, pause=buckets.pauses)
         if self.buffers is not None:
-            self.buffers.send()
+            try:
+                self.buffers.send()
+            except RuntimeError as error:
+                self._failed(error)
+                return
         for index, left in enumerate(step.left):
             if not left:  # nothing of it is expected: what earlier passes left there is all
                 buckets.ready(index)
@@ -190,10 +196,23 @@ class GradientSource:
             return
         try:
             self._finish(observed)
+        except RuntimeError as error:
+            self._failed(error)
         except BaseException as error:
-            if session.broken is None:  # after whatever it was, the other ranks may be elsewhere
-                session.give_up(str(error) or type(error).__name__)
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        if self._buckets.session.broken is None:  # after whatever it was, the other ranks may be elsewhere
+            self._buckets.session.give_up(str(error) or type(error).__name__)
+
+    def _failed(self, error: RuntimeError) -> None:
+        """There will be no other step. Raises the error, unless somebody else is to be told."""
+        self._give_up(error)
+        if self._settings.on_failure is None:
+            raise error
+        self.enabled = False
+        self._settings.on_failure(error)
 
     def _finish(self, observed: bool) -> None:
         buckets, session = self._buckets, self._buckets.session
@@ -215,6 +234,9 @@ class GradientSource:
         session.counters.sent(buckets.parameters.nbytes, session.state.size)
         if (decision := self._controller.after_step(step if observed else None, backward_seconds)) is not None:
             self.follow(decision)
+        if self._settings.on_failure is not None:
+            # Who has had everything says so last: if all have said it, all will keep the step.
+            comm.gather_tensor(torch.ones(1, device=comm.device))
 
     def follow(self, decision: Decision) -> None:
         """Take over a decision of the controller, between two steps, on all ranks alike."""

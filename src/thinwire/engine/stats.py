@@ -36,6 +36,7 @@ class Stats:
         collectives, bytes_by_kind: by kind of op. buckets: the plan in force.
         settled: whether the plan in force is the one that measured times led to, or none was to be measured.
         why: the reasons for it, where it was measured.
+        lost_residual_norm: of what will not be paid, where replicas come and go; None: who left has not said.
     """
 
     method: str
@@ -55,6 +56,7 @@ class Stats:
     settled: bool = True
     rank: int = 0
     why: tuple[str, ...] = ()
+    lost_residual_norm: float | None = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -7,6 +7,7 @@ from thinwire.lab.access import available
 from thinwire.lab.cleanup import clean
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.errors import LabError
+from thinwire.lab.faults import RankFault, parse_kills, parse_pauses
 from thinwire.lab.launch import run
 from thinwire.lab.rates import format_rate, parse_delay, parse_rate
 from thinwire.lab.result import LabResult
@@ -15,10 +16,13 @@ __all__ = [
     "Cluster",
     "LabError",
     "LabResult",
+    "RankFault",
     "available",
     "clean",
     "format_rate",
     "parse_delay",
+    "parse_kills",
+    "parse_pauses",
     "parse_rate",
     "run",
 ]

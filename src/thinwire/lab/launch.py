@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from thinwire.lab.access import find_mode, open_shell
 from thinwire.lab.cluster import Cluster
@@ -14,11 +14,13 @@ from thinwire.lab.command import check_command, check_port, loopback_port
 from thinwire.lab.cores import own_cores, usable_cores
 from thinwire.lab.environment import rank_environment
 from thinwire.lab.errors import LabError
+from thinwire.lab.faults import Happening, RankFault, check_faults
 from thinwire.lab.network import INTERFACE, Network
 from thinwire.lab.ranks import RankProcesses, child_command
 from thinwire.lab.result import LabResult
 from thinwire.lab.signals import DeferredSignals
 from thinwire.lab.supervise import supervise
+from thinwire.lab.timeline import FaultTimeline
 from thinwire.link.secret import VARIABLE, fresh_secret_file
 
 _DEFAULT_PORT = 29500  # in a new namespace every port is free
@@ -34,6 +36,7 @@ def run(
     timeout_seconds: float | None = None,
     master_port: int | None = None,
     share_cores: bool = False,
+    faults: Sequence[RankFault] = (),
 ) -> LabResult:
     """Run a command once per worker of an emulated cluster and wait for the end.
 
@@ -50,6 +53,7 @@ def run(
         timeout_seconds: when to end the run; None is never.
         master_port: where rank 0 listens; None picks a free one.
         share_cores: every node may use all cores; else each has its own, as machines have.
+        faults: what shall happen to ranks while they run.
 
     Raises:
         LabError: the command, the port or the machine does not allow it; nothing was left behind.
@@ -65,6 +69,7 @@ def run(
         if not environment.get(VARIABLE):
             environment[VARIABLE] = stack.enter_context(fresh_secret_file())
         mode, reason = find_mode()
+        check_faults(faults, cluster, emulated=mode != "loopback")
         network: Network | None = None
         if mode == "loopback":
             note = f"ranks on plain loopback, links not emulated: neither root nor a user namespace here ({reason})"
@@ -87,13 +92,27 @@ def run(
                 own = own_cores(node, cluster.nodes, cores) if cores else ()
                 line = network.on_node(node, command, own) if network else child_command(command, cores=own)
                 ranks.start(line, variables)
-            code = supervise(ranks, signals, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
+
+            def carry(rank: int, carries: bool) -> None:
+                assert network is not None
+                network.carry(rank // cluster.ranks_per_node, carries)
+
+            timeline = FaultTimeline(faults, ranks, carry, _tell)
+            code = supervise(ranks, signals, timeline, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
         seconds = time.monotonic() - began
         nothing = (0,) * cluster.nodes
         sent, received = network.traffic() if network is not None else (nothing, nothing)
         codes = tuple(code or 0 for code in ranks.exit_codes)
     control = network.congestion_control if network is not None else None
-    return LabResult(code, codes, seconds, network is not None, note, sent, received, control)
+    if timeline.left:
+        print(f"note: the run ended before rank {timeline.left[0].rank} was {timeline.left[0].what} at "
+              f"{timeline.left[0].seconds:g} s", file=sys.stderr, flush=True)  # fmt: skip
+    happened = tuple(timeline.happened)
+    return LabResult(code, codes, seconds, network is not None, note, sent, received, control, happened)
+
+
+def _tell(happening: Happening) -> None:
+    print(f"note: {happening.seconds:.1f} s: rank {happening.rank} {happening.what}", file=sys.stderr, flush=True)
 
 
 def _print_line(rank: int, line: str) -> None:

@@ -141,6 +141,10 @@ class Network:
         pairs = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(self.counters(), self._at_start)]
         return tuple(sent for sent, _ in pairs), tuple(received for _, received in pairs)
 
+    def carry(self, node: int, carries: bool) -> None:
+        """Let the link of a node carry packets, or none; nobody is told, as when a cable is pulled elsewhere."""
+        self.shell.batch("ip", self.switch, [f"link set port{node} {'up' if carries else 'down'}"])
+
     def close(self) -> None:
         """Take everything down; what is already gone is no error."""
         while self._made:

@@ -44,6 +44,7 @@ class RankProcesses:
         self.exit_codes: list[int | None] = []
         self._on_line = on_line
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._began: list[tuple[Sequence[str], Mapping[str, str]]] = []
         self._pending: list[bytes] = []
         self._selector = selectors.DefaultSelector()
 
@@ -66,6 +67,29 @@ class RankProcesses:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the next rank, in a session of its own, standard error merged into standard output."""
+        self._began.append((command, environment))
+        self._processes.append(self._spawned(len(self._processes)))
+        self._pending.append(b"")
+        self.exit_codes.append(None)
+
+    def start_again(self, rank: int) -> None:
+        """Start a rank that has ended once more, as it was started."""
+        old = self._processes[rank]
+        assert old.stdout is not None
+        end = time.monotonic() + _DRAIN_SECONDS
+        while old.stdout in {key.fileobj for key in self._selector.get_map().values()}:
+            if time.monotonic() > end:  # somebody whom it has started still holds it
+                self._selector.unregister(old.stdout)
+            else:
+                self._read(0.05)
+        old.wait()
+        old.stdout.close()
+        self._pending[rank] = b""
+        self._processes[rank] = self._spawned(rank)
+        self.exit_codes[rank] = None
+
+    def _spawned(self, rank: int) -> subprocess.Popen[bytes]:
+        command, environment = self._began[rank]
         process = subprocess.Popen(
             command,
             env=environment,
@@ -75,12 +99,10 @@ class RankProcesses:
             bufsize=0,
             start_new_session=True,
         )
-        self._processes.append(process)
-        self._pending.append(b"")
-        self.exit_codes.append(None)
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        self._selector.register(process.stdout, selectors.EVENT_READ, len(self._processes) - 1)
+        self._selector.register(process.stdout, selectors.EVENT_READ, rank)
+        return process
 
     @property
     def running(self) -> bool:
@@ -97,10 +119,10 @@ class RankProcesses:
             if self.exit_codes[rank] is None:
                 self.exit_codes[rank] = _exit_code(process.pid)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the process groups of the ranks that still run."""
-        for process, code in zip(self._processes, self.exit_codes):
-            if code is None:
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to the process groups of the ranks that still run, or to that of one rank."""
+        for one, (process, code) in enumerate(zip(self._processes, self.exit_codes)):
+            if code is None and rank in (None, one):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from thinwire.lab.faults import Happening
+
 
 @dataclass(frozen=True)
 class LabResult:
@@ -12,7 +14,8 @@ class LabResult:
 
     Attributes:
         exit_code: the worst code of the ranks that ended before the lab ended the others; 124 if time ran out.
-        exit_codes: one per rank; 128 + signal for a rank that a signal ended.
+        exit_codes: one per rank; 128 + signal for a rank that a signal ended. A death that was asked for does not
+            count in ``exit_code``.
         seconds: from the start of the first rank to the end of the last.
         emulated: False when the ranks ran on plain loopback, without links.
         note: how it ran, in one sentence.
@@ -20,6 +23,7 @@ class LabResult:
             All zero on plain loopback.
         received_bytes: per node, what its interface received.
         congestion_control: what TCP had on the links; None on plain loopback.
+        happenings: what was done to ranks, in order.
     """
 
     exit_code: int
@@ -30,6 +34,7 @@ class LabResult:
     sent_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
     congestion_control: str | None = None
+    happenings: tuple[Happening, ...] = ()
 
     def to_json(self) -> str:
         """The same as one line of JSON."""

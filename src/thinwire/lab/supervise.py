@@ -8,6 +8,7 @@ import time
 
 from thinwire.lab.ranks import RankProcesses
 from thinwire.lab.signals import DeferredSignals
+from thinwire.lab.timeline import FaultTimeline
 
 TIMED_OUT = 124
 _TICK_SECONDS = 0.05
@@ -15,12 +16,18 @@ _KILL_AFTER_SECONDS = 5.0
 
 
 def supervise(
-    ranks: RankProcesses, signals: DeferredSignals, *, grace_seconds: float, timeout_seconds: float | None
+    ranks: RankProcesses,
+    signals: DeferredSignals,
+    timeline: FaultTimeline,
+    *,
+    grace_seconds: float,
+    timeout_seconds: float | None,
 ) -> int:
     """Wait until all ranks have ended and see to it that they do.
 
     When a rank fails the others have `grace_seconds` to notice, then get SIGTERM, and five seconds later SIGKILL. When
-    time is up or a signal came they get SIGTERM at once; at a second signal SIGKILL.
+    time is up or a signal came they get SIGTERM at once; at a second signal SIGKILL. A death that the timeline brings
+    is no failure.
 
     Returns:
         The worst exit code among the ranks that ended by themselves; 124 if time was up.
@@ -29,21 +36,25 @@ def supervise(
     terminate_at = kill_at = math.inf
     by_itself: list[int | None] = []
     timed_out = terminated = False
-    while ranks.running:
+    while ranks.running or (timeline.all_dead_for_now and not terminated):
         ranks.step(_TICK_SECONDS)
         now = time.monotonic()
-        if any(ranks.exit_codes):
+        if not terminated:
+            timeline.until(now - began)
+        if any(timeline.unasked(ranks.exit_codes)):
             terminate_at = min(terminate_at, now + grace_seconds)
         if signals.received is not None:
             terminate_at = min(terminate_at, now)
-        if timeout_seconds is not None and now - began >= timeout_seconds and not terminated and ranks.running:
+        ended = not ranks.running and not timeline.all_dead_for_now
+        if timeout_seconds is not None and now - began >= timeout_seconds and not terminated and not ended:
             timed_out, terminate_at = True, now
         if now >= terminate_at and not terminated:
             terminated, kill_at = True, now + _KILL_AFTER_SECONDS
-            by_itself = list(ranks.exit_codes)
+            by_itself = timeline.unasked(ranks.exit_codes)
             ranks.signal(signal.SIGTERM)
         if now >= kill_at or signals.count > 1:
             ranks.signal(signal.SIGKILL)
     if timed_out:
         return TIMED_OUT
-    return max((code or 0 for code in (by_itself if terminated else ranks.exit_codes)), default=0)
+    codes = by_itself if terminated else timeline.unasked(ranks.exit_codes)
+    return max((code or 0 for code in codes), default=0)

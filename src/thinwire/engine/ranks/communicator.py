@@ -23,7 +23,7 @@ from thinwire.engine.executors.issuer import Failure, OpIssuer
 from thinwire.engine.executors.steps import Names, ProgramSteps, executor_for
 from thinwire.engine.executors.watch import typical
 from thinwire.engine.ranks.agreement import agree, broadcast_tensors, deepest_of_all, gather_bytes
-from thinwire.engine.ranks.late_ranks import LateRanks
+from thinwire.engine.ranks.late_ranks import LateRanks, NobodyAsks
 from thinwire.engine.ranks.order import OrderWatch
 from thinwire.measure.cores import place, spare_places
 from thinwire.program import NextForward, Program, Scope, Topology
@@ -68,6 +68,7 @@ class Communicator:
         topology: of its ranks.
         device: of the gradients.
         timeout: of the collectives; None keeps torch's.
+        asks: after a failure, who is late.
 
     Attributes:
         control: the lane of small messages.
@@ -77,7 +78,13 @@ class Communicator:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, topology: Topology, device: torch.device, timeout: timedelta | None
+        self,
+        group: dist.ProcessGroup | None,
+        topology: Topology,
+        device: torch.device,
+        timeout: timedelta | None,
+        *,
+        asks: bool = True,
     ) -> None:
         ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         rank, backend = dist.get_rank(group), backend_of(group, device)
@@ -86,7 +93,7 @@ class Communicator:
         self.members = Members(group, ranks, rank, topology, backend, device, timeout or _timeout_of(group, device))
         self._lanes = self.lanes_of(topology)
         label = f"{next(_numbers)}/{'-'.join(map(str, ranks[:64]))}"
-        self._late = LateRanks(ranks, rank, label, seconds_of(self.members.timeout))
+        self._late = LateRanks(ranks, rank, label, seconds_of(self.members.timeout)) if asks else NobodyAsks()
         with self.meeting("connecting"):
             self.control: Lane = self._lanes.get("agreement", Scope.WORLD, 0)
         self.ledger = Ledger()

@@ -55,6 +55,20 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+class NobodyAsks:
+    """Stands for :class:`LateRanks` where somebody else decides who goes on, and waits for no notes."""
+
+    def close(self) -> None:
+        """There are no notes."""
+
+    def leave(self, why: str) -> None:
+        """The same."""
+
+    def report(self, step: int, bucket: str, where: str) -> str:
+        """What is said instead of who is late."""
+        return "who goes on is decided anew"
+
+
 class LateRanks:
     """The notes of one GradientSync.
 

@@ -1,0 +1,210 @@
+"""Training that goes on when a replica dies: torchft decides who is in, thinwire exchanges.
+
+torchft's lighthouse makes quorums, its Manager heals who comes from who is ahead, and its ``should_commit`` says
+whether a step counts. Each quorum has a communicator of its own here. What a method remembers goes from one to the
+next: as it was after the last step that counted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.adapters.torchft_manager import Quorum, Quorums, leave
+from thinwire.adapters.torchft_member import QuorumMember, added
+from thinwire.adapters.torchft_rounds import QuorumRounds, RoundOptions, check_settings
+from thinwire.engine import attach as engine
+from thinwire.engine.stats import Stats
+from thinwire.engine.sync import GradientSync
+from thinwire.local.named import named_local
+from thinwire.local.settings import Local
+from thinwire.methods.registry import resolve
+from thinwire.program import Method, Topology
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Any,
+    method: Method | Local | str = "ssgd",
+    *,
+    manager: Any,
+    **options: Any,
+) -> QuorumSync | QuorumRounds:
+    """Average over the replicas of torchft's quorum, in place of its ``DistributedDataParallel`` or ``LocalSGD``.
+
+    The loop stays torchft's: ``zero_grad`` of its optimizer starts the quorum, ``step`` asks ``should_commit``. With
+    local steps your own optimizer steps, and each round starts a quorum and asks. All replicas call this before their
+    first quorum. Model, optimizer and what the method shares are registered with the manager, so that who comes is
+    given them.
+
+    Args:
+        model: on the CPU, bare.
+        optimizer: torchft's, around yours, or yours; or a list.
+        method: a name with its options, or an instance; not decoupled, and not "auto". "local" and "diloco" with a
+            number of steps: ``sync_every=64``.
+        manager: a ``torchft.Manager(use_async_quorum=False)``, whose ``timeout`` is that of exchanges.
+        options: the method's, and those of :func:`thinwire.attach`.
+
+    Raises:
+        ValueError: bad options, or a manager that cannot be served; the message says what to write.
+    """
+    if isinstance(method, str) and method.lower() == "auto":
+        raise ValueError('"auto" measures ranks that stay: name a method')
+    for name in ("process_group", "topology", "timeout", "on_failure"):
+        if name in options:
+            raise ValueError(f"{name}= is the manager's affair here: leave it out")
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise ValueError("under torchft thinwire exchanges from CPUs so far: move the model there")
+    listed = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    inner = [getattr(o, "optim", o) for o in listed]
+    of_rounds = {f.name: options[f.name] for f in fields(RoundOptions) if f.name in options}
+    local = named_local(method, {name: x for name, x in options.items() if name not in of_rounds})
+    if local is not None:
+        if any(one is not o for one, o in zip(inner, listed)):
+            raise ValueError("local steps ask should_commit once a round: give your own optimizer, not torchft's")
+        check_settings(local)
+        return QuorumRounds(QuorumMember(model, inner, Quorums(manager)), local, RoundOptions(**of_rounds))
+    assert not isinstance(method, Local)  # named_local has taken it
+    names = set(options) - set(inspect.signature(engine.attach).parameters)
+    chosen = resolve(method, **{name: options.pop(name) for name in names})
+    if chosen.decoupled:
+        raise ValueError("a decoupled method updates weights after should_commit was asked: leave out decoupled=True")
+    return QuorumSync(QuorumMember(model, inner, Quorums(manager)), chosen, options)
+
+
+class QuorumSync:
+    """One replica's exchange of gradients, through all quorums. Made by :func:`attach`."""
+
+    def __init__(self, member: QuorumMember, method: Method, options: Mapping[str, Any]) -> None:
+        self._member, self._method, self._options = member, method, dict(options)
+        member.memory.plan = self._options.pop("plan", None)
+        self._sync: GradientSync | None = None
+        self._past = Stats("", "", 0)
+        self._handles: list[Any] = [o.register_step_post_hook(self._stepped) for o in member.optimizers]
+        for module in member.model.modules():
+            if module is member.model or any(True for _ in module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+        member.quorums.manager.register_state_dict_fn("thinwire", self._take, self._give)
+
+    # --- quorums -------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """A forward begins: if there is another quorum since the last one, meet its members."""
+        member, quorum = self._member, self._member.quorums.latest
+        if quorum is None:
+            return
+        member.begins(quorum)
+        if quorum is not member.met:
+            self._leave()
+            try:
+                member.meet(quorum)
+                self._sync = self._attached(quorum)
+            except RuntimeError as error:
+                self._failed(error)
+
+    def _attached(self, quorum: Quorum) -> GradientSync:
+        member = self._member
+        sync = engine.attach(
+            member.model, member.optimizers, self._method, plan=member.memory.plan, timeout=member.quorums.timeout,
+            topology=Topology(quorum.size), on_failure=self._failed, **self._options,
+        )  # fmt: skip
+        assert isinstance(sync, GradientSync)
+        if member.memory.commit is not None:
+            sync.services.state.restore(member.memory.state())
+        return sync
+
+    def _failed(self, error: Exception) -> None:
+        if self._sync is not None:
+            self._sync.close()
+        self._member.failed(error)
+
+    def _leave(self) -> None:
+        """Keep what counts, and give the communicator back."""
+        self._keep()
+        sync, self._sync = self._sync, None
+        if sync is not None:
+            self._past = added(self._past, sync.stats())
+            sync.close()
+        leave()
+
+    def _keep(self) -> None:
+        if self._sync is not None:
+            self._member.memory.keep(self._sync.services.state.snapshot())
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """The step counts."""
+        sync, member = self._sync, self._member
+        if sync is None or member.attempt is None:
+            return
+        state, memory = sync.services.state, member.memory
+        memory.step, memory.dropped = state.step, state.dropped
+        memory.counts(member.attempt)
+        if state.size > 1:
+            memory.plan = sync.plan
+
+    # --- what the manager hands to who comes -----------------------------------------------------------------------
+
+    def _give(self) -> dict[str, Any]:
+        """Called by the manager while the training waits for the quorum."""
+        self._keep()
+        return self._member.give()
+
+    def _take(self, saved: dict[str, Any]) -> None:
+        """Called by the manager when this replica has come, or has fallen behind."""
+        member = self._member
+        if self._sync is not None and member.counted_without(saved):
+            # The others had everything of this step, so this replica's part counts; only it has not heard so.
+            self._sync.services.state.commit({name for name, _ in member.model.named_parameters()})
+        self._leave()
+        member.take(saved)
+
+    # --- what users call -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate locally, as ``GradientSync.no_sync``; a forward must have begun with the step."""
+        if self._sync is None:
+            yield
+            return
+        with self._sync.no_sync():
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the averaged gradients by their global norm. Returns the norm."""
+        parameters = self._member.model.parameters()
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def stats(self) -> Stats:
+        """Counters since ``attach``, over all quorums; ``world_size`` and ``rank`` are those of the one in force."""
+        found = self._past if self._sync is None else added(self._past, self._sync.stats())
+        found = replace(found, method=self._method.name)
+        return self._member.told_of(found, residual=self._method.has_residual)
+
+    @property
+    def quorum(self) -> Quorum | None:
+        """The one whose members exchange; None: there was none yet."""
+        return self._member.met
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What this replica owes, by parameter, after the last step that counted."""
+        self._keep()
+        return dict(self._member.memory.own["residual"])
+
+    def close(self) -> None:
+        """Take the hooks out and give the communicator back. Idempotent; the manager is the caller's to shut down."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._leave()
+
+    def __enter__(self) -> QuorumSync:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

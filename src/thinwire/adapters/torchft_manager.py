@@ -1,0 +1,124 @@
+"""What a torchft Manager knows of its quorum. The only file that touches its private interface.
+
+Each quorum has a store of its own and a process group that torchft configures from it: the address is heard there, and
+a default process group of torch is made of the same ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+_KNOWN = ("_pg", "_timeout", "_use_async_quorum", "_group_world_size", "_quorum_id", "_replica_world_size_mode")
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """Who takes part until the next one.
+
+    Attributes:
+        number: torchft's, equal on all members.
+        store: address and prefix of its store, as torchft writes it: ``host:port/prefix``.
+        rank: this member's place. size: how many there are.
+    """
+
+    number: int
+    store: str
+    rank: int
+    size: int
+
+
+class Quorums:
+    """Those of one manager, which must not have had any yet.
+
+    Attributes:
+        manager: it.
+        latest: the one in force; None: there was none yet.
+        timeout: the manager's.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        _check(manager)
+        self.manager = manager
+        self.timeout: timedelta = manager._timeout
+        self.latest: Quorum | None = None
+        group = manager._pg
+        configure = group.configure
+
+        @functools.wraps(configure)
+        def heard(store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any, **kwargs: Any) -> None:
+            self.latest = None
+            configure(store_addr, replica_id, rank, world_size, *args, **kwargs)
+            self.latest = Quorum(manager._quorum_id, store_addr, rank, world_size)
+
+        group.configure = heard
+
+    def fall_behind(self) -> None:
+        """The last step of this replica does not count after all: let the next quorum heal it from who is ahead."""
+        state = self.manager.state_dict()
+        self.manager.load_state_dict({**state, "step": max(0, state["step"] - 1)})
+
+
+def _check(manager: Any) -> None:
+    """Refuse what is no manager, or one of a kind that cannot be served."""
+    if not callable(getattr(manager, "start_quorum", None)):
+        raise TypeError(f"manager must be a torchft.Manager, not {type(manager).__name__}")
+    if missing := [name for name in _KNOWN if not hasattr(manager, name)]:
+        raise RuntimeError(f"this torchft's Manager has no {missing[0]}: install torchft 0.2")
+    if manager._use_async_quorum:
+        raise ValueError(
+            "the manager heals while its replica computes, with gradients that do not count: make it with "
+            "Manager(use_async_quorum=False), so that who comes is healed before its step"
+        )
+    if manager._group_world_size != 1:
+        raise ValueError(
+            f"the replica group has {manager._group_world_size} processes, and thinwire serves groups of one: start "
+            "each process as a replica group of its own, with Manager(rank=0, world_size=1)"
+        )
+    if manager._replica_world_size_mode.name != "DYNAMIC":
+        raise ValueError("spare replicas send zeros, which thinwire does not: leave out Manager(world_size_mode=...)")
+    if manager._quorum_id != -1:
+        raise ValueError("the manager has had a quorum already: call attach before the first start_quorum")
+    if dist.is_initialized():
+        raise ValueError(
+            "torch.distributed has a default process group, which thinwire makes anew for each quorum: leave out "
+            "init_process_group; the manager wants a TCPStore alone"
+        )
+
+
+def enter(quorum: Quorum, timeout: timedelta) -> None:
+    """Make torch's default process group of a quorum's members. All of them must call it.
+
+    Raises:
+        RuntimeError: some member has not come within ``timeout``.
+    """
+    address, _, prefix = quorum.store.partition("/")
+    host, _, port = address.rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore(f"{prefix}/thinwire", store),
+        rank=quorum.rank,
+        world_size=quorum.size,
+        timeout=timeout,
+    )
+
+
+def told(numbers: list[int]) -> list[tuple[int, ...]]:
+    """The numbers that each member brings, as many from all, in the order of their places."""
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [tuple(row.tolist()) for row in everyone]
+
+
+def leave() -> None:
+    """Give the default process group back, if there is one. Whoever still waits for this member learns of it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,279 @@
+"""Local steps under torchft: a quorum and a vote for each round.
+
+A round that fails is made again at once by those who are left, with the weights that they have: who leaves costs its
+own change. Who comes is given the weights, the outer weights and the optimizer that another replica has at the end of
+its round, and takes part in the exchange as that replica's double.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.adapters.torchft_manager import Quorum, leave
+from thinwire.adapters.torchft_member import QuorumMember, added
+from thinwire.engine.local_sync import Travel
+from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, managed_parameters, model_facts
+from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.services import Services
+from thinwire.engine.session import Session
+from thinwire.engine.stats import Stats
+from thinwire.local.buffers import Moments
+from thinwire.local.rounds import Fragment, Rounds
+from thinwire.local.settings import Local
+from thinwire.program import State, Topology
+
+
+@dataclass(frozen=True)
+class RoundOptions:
+    """Those of ``attach`` that local steps have under torchft."""
+
+    keep_dense: DenseRule = "auto"
+    start_compression_step: int | None = None
+    broadcast_buffers: bool = True
+
+
+def check_settings(local: Local) -> None:
+    """Refuse what has no meaning when ranks come and go.
+
+    Raises:
+        ValueError: the sentence says what to leave out.
+    """
+    if local.sync_every == "auto":
+        raise ValueError('sync_every="auto" measures ranks that stay: name a number of steps, such as sync_every=64')
+    for name, unless in (("fragments", 1), ("fragment_sync_delay", 0), ("fragment_update_alpha", None), ("moments", {}),
+                         ("inside", None)):  # fmt: skip
+        if getattr(local, name) != unless:
+            raise ValueError(f"under torchft all of a model is exchanged at a round's end: leave out {name}=")
+
+
+class QuorumExchange:
+    """Rounds among the members of one quorum.
+
+    Attributes:
+        rounds: of this replica.
+    """
+
+    def __init__(
+        self, member: QuorumMember, quorum: Quorum, local: Local, managed: Sequence[Managed], options: RoundOptions
+    ):
+        topology, model, start = Topology(quorum.size), member.model, options.start_compression_step
+        weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
+        self.rounds = Rounds(local, weights, dense, quorum.rank, topology, start=start)
+        comm = None
+        if quorum.size > 1:
+            comm = Communicator(None, topology, managed[0].device, member.quorums.timeout, asks=False)
+        self._session = Session(local.method, comm, State(quorum.rank, topology), None, dict, start=0)
+        self._services = Services(model, member.optimizers, managed[0].device, self._session, None, None)
+        self._travel: Travel | None = None
+        if comm is not None:
+            buffers = list(model.buffers()) if options.broadcast_buffers else []
+            moments = Moments({}, member.optimizers, weights.values())
+            try:
+                comm.agree({"local steps": repr(local), "start": start} | model_facts(model, managed))
+                self._travel = Travel(self._services, self.rounds, buffers, moments, detect_desync=False)
+            except Exception as error:
+                self.close(error)
+                raise
+
+    @property
+    def fragment(self) -> Fragment:
+        """The whole model."""
+        return self.rounds.fragments[0]
+
+    def stepped(self, lr: float) -> None:
+        """The optimizer has stepped."""
+        self.rounds.stepped(lr)
+        nbytes = sum(x.nbytes for x in self.fragment.parameters.values())
+        self._session.counters.sent(nbytes, self.fragment.state.size)
+
+    def receive(self) -> None:
+        """Exchange what was learnt. Raises ``RuntimeError`` if that fails."""
+        if self._travel is not None:
+            self._travel.leave(self.rounds.fragments)
+            self._travel.receive(self.fragment)
+
+    def confirm(self) -> None:
+        """Wait until all have received everything. Raises ``RuntimeError`` if they have not."""
+        self._services.gather(b"")
+
+    def merge(self) -> None:
+        """Take over what was received."""
+        if self._travel is not None:
+            self._travel.merge(self.fragment)
+
+    def undo(self, codec: Mapping[str, Any]) -> None:
+        """What was sent or received does not count: the codec remembers what it did before."""
+        self.fragment.state.restore(codec)
+        self.fragment.due = None
+
+    def stats(self) -> Stats:
+        """The counters so far."""
+        found = dataclasses.replace(self._session.stats("one replica: nothing is sent"), steps=self.rounds.count)
+        if self._travel is None:
+            return found
+        return dataclasses.replace(
+            found,
+            note=f"{self.fragment.state.step} rounds, every {self.rounds.period} steps, by {found.method}",
+            rejected_steps=self.fragment.rejected,
+            bytes_sent=found.bytes_sent + self._travel.ledger().total,
+            exposed_seconds=self._travel.seconds,
+        )
+
+    def close(self, error: Exception | None = None) -> None:
+        """Give the communicator back; after an error nobody is waited for. Idempotent."""
+        if error is not None and self._session.broken is None:
+            self._session.give_up(str(error))
+        self._services.close()
+        self._session.close()
+
+
+class QuorumRounds:
+    """One replica's local steps, through all quorums. Made by :func:`~thinwire.adapters.torchft.attach`."""
+
+    def __init__(self, member: QuorumMember, local: Local, options: RoundOptions) -> None:
+        self._member, self._local, self._options = member, local, options
+        self._managed = managed_parameters(member.model, local.method, options.keep_dense)
+        check_optimizers(self._managed, member.optimizers)
+        self._exchange: QuorumExchange | None = None  # None: the memory has all that counts
+        self._before: dict[str, Any] | None = None  # what the codec remembered before a round that may not count
+        self._received = False
+        self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
+        self._past = Stats("local", "", 0)
+        self._handles: list[Any] = [o.register_step_post_hook(self._stepped) for o in member.optimizers]
+        for module in member.model.modules():
+            if module is member.model or any(True for _ in module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+        member.quorums.manager.register_state_dict_fn("thinwire", self._take, self._give)
+
+    # --- rounds ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """The first forward that trains: a round at once, by which this replica is given what the others have."""
+        if self._exchange is None and module.training and torch.is_grad_enabled():
+            self._round()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        everyone = {id(o) for o in self._member.optimizers}
+        self._waiting = (self._waiting or everyone) - {id(optimizer)}
+        if self._waiting or self._exchange is None:
+            return
+        self._exchange.stepped(float(self._member.optimizers[0].param_groups[0]["lr"]))
+        if self._exchange.rounds.ends:
+            self._round()
+
+    def _round(self) -> None:
+        """Exchange what was learnt, until it counts."""
+        member, manager = self._member, self._member.quorums.manager
+        counts = False
+        while not counts:
+            manager.start_quorum()
+            self._settle(counts=False)
+            if (quorum := member.quorums.latest) is not None:
+                self._try(quorum)
+            counts = manager.should_commit()
+        assert self._exchange is not None
+        assert member.attempt is not None
+        self._exchange.merge()
+        self._settle(counts=True)
+        member.memory.counts(member.attempt)
+
+    def _try(self, quorum: Quorum) -> None:
+        member = self._member
+        member.begins(quorum)
+        try:
+            if quorum is not member.met or self._exchange is None:
+                self._leave()
+                member.meet(quorum)
+                self._exchange = QuorumExchange(member, quorum, self._local, self._managed, self._options)
+                if member.memory.outer:
+                    member.memory.restore_rounds(self._exchange.rounds)
+            self._before = self._exchange.fragment.state.snapshot()
+            self._exchange.receive()
+            self._received = True
+            self._exchange.confirm()
+        except RuntimeError as error:
+            if self._exchange is not None:
+                self._exchange.close(error)
+            member.failed(error)
+
+    def _settle(self, *, counts: bool) -> None:
+        """The last round counts, or its exchange is undone."""
+        if self._before is not None and not counts:
+            assert self._exchange is not None
+            self._exchange.undo(self._before)
+        self._before, self._received = None, False
+
+    def _leave(self) -> None:
+        """Keep what counts, and give the communicator back."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            self._member.memory.keep_rounds(exchange.rounds)
+            self._past = added(self._past, exchange.stats())
+            exchange.close()
+        leave()
+
+    # --- what the manager hands to who comes -----------------------------------------------------------------------
+
+    def _give(self) -> dict[str, Any]:
+        """Called by the manager at a round's end, before the exchange."""
+        self._settle(counts=False)
+        if self._exchange is not None:
+            self._member.memory.keep_rounds(self._exchange.rounds)
+        return self._member.give()
+
+    def _take(self, saved: dict[str, Any]) -> None:
+        """Called by the manager when this replica has come, or has fallen behind."""
+        self._settle(counts=self._received and self._member.counted_without(saved))
+        self._leave()
+        self._member.take(saved)
+
+    # --- what users call -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: gradients are this replica's own anyway."""
+        yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip this replica's gradients by their global norm. Returns the norm."""
+        parameters = self._member.model.parameters()
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def stats(self) -> Stats:
+        """Counters since ``attach``, over all quorums; ``steps`` are the optimizer's."""
+        found = self._past if self._exchange is None else added(self._past, self._exchange.stats())
+        found = dataclasses.replace(found, method="local")
+        return self._member.told_of(found, residual=self._local.method.has_residual)
+
+    @property
+    def quorum(self) -> Quorum | None:
+        """The one whose members exchange; None: there was none yet."""
+        return self._member.met
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What this replica owes, by parameter, after the last round that counted."""
+        if self._before is not None:
+            return dict(self._before["residual"])
+        if self._exchange is not None:
+            return dict(self._exchange.fragment.state.snapshot()["residual"])
+        return dict(self._member.memory.own["residual"])
+
+    def close(self) -> None:
+        """Take the hooks out and give the communicator back. Idempotent; the manager is the caller's to shut down."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._leave()
+
+    def __enter__(self) -> QuorumRounds:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -1,0 +1,156 @@
+"""Deaths, stops and cut links that were asked for: on plain loopback, what needs no wires."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire import lab
+from thinwire.cli.main import app
+from thinwire.lab.faults import happenings
+from verbs import CliRunner
+
+COUNTS = """
+import os, pathlib, time
+mine = pathlib.Path(f"starts{os.environ['RANK']}")
+with mine.open("a") as file:
+    file.write("x")
+lives = len(mine.read_text())
+print("life", lives, flush=True)
+while not pathlib.Path("end").exists():
+    if os.environ["RANK"] == "1" and lives == 2:
+        pathlib.Path("end").touch()
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch, tmp_path):
+    monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
+    monkeypatch.chdir(tmp_path)
+
+
+def run(workers, code, *faults):
+    lines = []
+    result = lab.run(
+        lab.Cluster(workers), [sys.executable, "-c", code], timeout_seconds=30, faults=faults,
+        on_line=lambda rank, line: lines.append((rank, line)),
+    )  # fmt: skip
+    return result, lines
+
+
+def test_a_killed_rank_comes_again(capfd):
+    result, lines = run(2, COUNTS, *lab.parse_kills(["1:1.5s"], "200ms"))
+    assert result.exit_codes == (0, 0)
+    assert result.exit_code == 0
+    assert [line for rank, line in lines if rank == 1][-1] == "life 2"
+    assert [line for rank, line in lines if rank == 0] == ["life 1"]
+    assert [(x.rank, x.what) for x in result.happenings] == [(1, "killed"), (1, "started again")]
+    said = capfd.readouterr().err.splitlines()
+    assert any(re.fullmatch(r"note: \d\.\d s: rank 1 killed", line) for line in said)
+
+
+def test_the_run_waits_for_the_only_rank_to_come_again():
+    code = "import pathlib, time; pathlib.Path('lived').exists() or (pathlib.Path('lived').touch(), time.sleep(60))"
+    result, _ = run(1, code, lab.RankFault("kill", 0, 1.0, 0.3))
+    assert result.exit_codes == (0,)
+    assert [x.what for x in result.happenings] == ["killed", "started again"]
+
+
+def test_a_death_that_was_asked_for_is_no_failure_and_others_are(capfd):
+    code = "import os, time; time.sleep(0.6 if os.environ['RANK'] == '0' else 60); raise SystemExit(3)"
+    result, _ = run(2, code, lab.RankFault("kill", 1, 0.3))
+    assert result.exit_codes == (3, 137)
+    assert result.exit_code == 3
+    result, _ = run(2, code.replace("SystemExit(3)", "SystemExit(0)"), lab.RankFault("kill", 1, 0.3))
+    assert result.exit_codes == (0, 137)
+    assert result.exit_code == 0
+
+
+def test_a_stopped_rank_goes_on():
+    code = """
+import os, pathlib, time
+beat = pathlib.Path("beat")
+if os.environ["RANK"] == "1":
+    for n in range(10**6):
+        beat.write_text(str(n))
+        time.sleep(0.005)
+        if pathlib.Path("seen").exists():
+            break
+else:
+    last, still = None, 0
+    while still < 10:  # it stands still
+        time.sleep(0.02)
+        now = beat.exists() and beat.read_text()
+        last, still = now, still + 1 if now and now == last else 0
+    while beat.read_text() == last:
+        time.sleep(0.02)
+    pathlib.Path("seen").touch()
+"""
+    result, _ = run(2, code, *lab.parse_pauses("stop", ["1:1s:800ms"]))
+    assert result.exit_codes == (0, 0)
+    assert [(x.rank, x.what) for x in result.happenings] == [(1, "stopped"), (1, "continued")]
+
+
+def test_what_meets_a_rank_that_has_ended_is_left_out_and_what_comes_too_late_is_told(capfd):
+    code = "import os, time; time.sleep(0.8 * (os.environ['RANK'] == '0'))"
+    faults = [lab.RankFault("kill", 1, 0.5, 0.1), lab.RankFault("kill", 0, 50.0)]
+    result, _ = run(2, code, *faults)
+    assert result.exit_codes == (0, 0)
+    assert result.happenings == ()
+    assert "note: the run ended before rank 0 was killed at 50 s" in capfd.readouterr().err
+
+
+def test_happenings_are_in_order():
+    faults = [*lab.parse_kills(["2:30s"], "5s"), *lab.parse_pauses("stop", ["1:10s:3s"]),
+              *lab.parse_pauses("cut", ["0:0.5m:250ms"])]  # fmt: skip
+    assert [(x.seconds, x.rank, x.what) for x in happenings(faults)] == [
+        (10.0, 1, "stopped"), (13.0, 1, "continued"), (30.0, 2, "killed"), (30.0, 0, "cut off"),
+        (30.25, 0, "connected again"), (35.0, 2, "started again"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--kill", "5:1s"], "--kill names rank 5, and the ranks are 0 to 1"),
+        (["--kill", "1"], "--kill '1' is not RANK:AT: write for example --kill 2:30s"),
+        (["--kill", "-1:3s"], "is not RANK:AT"),
+        (["--kill", "1:0s"], "'0s' is not a time above 0 in ms, s or m"),
+        (["--kill", "1:nans"], "'nans' is not a time"),
+        (["--restart", "5s"], "say which with --kill"),
+        (["--kill", "1:1s", "--restart", "5"], "--restart '5': '5' is not a time"),
+        (["--stop", "1:3s"], "--stop '1:3s' is not RANK:AT:FOR"),
+        (["--kill", "1:1s", "--kill", "1:3s"], "killed from 1 s for good (--restart S brings it back)"),
+        (["--kill", "1:1s", "--restart", "4s", "--stop", "1:3s:1s"], "killed from 1 s until 5 s"),
+        (["--cut", "1:1s:1s"], "--cut needs emulated links"),
+    ],
+)
+def test_nonsense_is_one_sentence_and_exit_code_2(arguments, complaint):
+    answer = CliRunner().invoke(app, ["lab", "run", "--workers", "2", *arguments, "--", "true"])
+    assert answer.exit_code == 2
+    assert re.fullmatch(r"error: [^\n]+\n", answer.stderr)
+    assert complaint in answer.stderr
+
+
+def test_the_json_has_what_happened():
+    command = ["--kill", "0:200ms", "--json", "--", sys.executable, "-c", "import time; time.sleep(60)"]
+    answer = CliRunner().invoke(app, ["lab", "run", "--workers", "1", *command])
+    found = json.loads(answer.stdout)
+    assert found["exit_code"] == 0
+    assert found["exit_codes"] == [137]
+    assert [(x["rank"], x["what"]) for x in found["happenings"]] == [(0, "killed")]
+
+
+def test_the_command_of_the_page(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
+    command, said = re.findall(r"```\n(.*?)```", page.split("## What goes wrong")[1], re.DOTALL)[:2]
+    (tmp_path / "train.py").write_text("import time; time.sleep(2.6)")
+    words = [sys.executable if word == "python" else word for word in shlex.split(command.replace("\\\n", ""))]
+    answer = CliRunner().invoke(app, words[1:])
+    assert answer.exit_code == 0
+    told = [line for line in answer.stderr.splitlines() if re.match(r"note: \d", line)]
+    assert [line.split("s: ")[1] for line in told] == [line.split("s: ")[1] for line in said.splitlines()]
