@@ -33,17 +33,19 @@ def _loopback(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def run(workers, code, *faults):
+def run(workers, code, *faults, begin=None):
+    """``begin``: the rank and the line from which times count, so that a slow machine changes nothing."""
     lines = []
     result = lab.run(
-        lab.Cluster(workers), [sys.executable, "-c", code], timeout_seconds=30, faults=faults,
+        lab.Cluster(workers), [sys.executable, "-c", code], timeout_seconds=60, faults=faults,
         on_line=lambda rank, line: lines.append((rank, line)),
+        faults_begin=None if begin is None else lambda *said: said == begin,
     )  # fmt: skip
     return result, lines
 
 
 def test_a_killed_rank_comes_again(capfd):
-    result, lines = run(2, COUNTS, *lab.parse_kills(["1:1.5s"], "200ms"))
+    result, lines = run(2, COUNTS, *lab.parse_kills(["1:100ms"], "200ms"), begin=(1, "life 1"))
     assert result.exit_codes == (0, 0)
     assert result.exit_code == 0
     assert [line for rank, line in lines if rank == 1][-1] == "life 2"
@@ -54,8 +56,9 @@ def test_a_killed_rank_comes_again(capfd):
 
 
 def test_the_run_waits_for_the_only_rank_to_come_again():
-    code = "import pathlib, time; pathlib.Path('lived').exists() or (pathlib.Path('lived').touch(), time.sleep(60))"
-    result, _ = run(1, code, lab.RankFault("kill", 0, 1.0, 0.3))
+    code = "import pathlib, time\nif not pathlib.Path('lived').exists():\n    pathlib.Path('lived').touch()\n"
+    code += "    print(0, flush=True)\n    time.sleep(60)"
+    result, _ = run(1, code, lab.RankFault("kill", 0, 0.1, 0.3), begin=(0, "0"))
     assert result.exit_codes == (0,)
     assert [x.what for x in result.happenings] == ["killed", "started again"]
 
@@ -77,6 +80,8 @@ beat = pathlib.Path("beat")
 if os.environ["RANK"] == "1":
     for n in range(10**6):
         beat.write_text(str(n))
+        if n == 0:
+            print("beats", flush=True)
         time.sleep(0.005)
         if pathlib.Path("seen").exists():
             break
@@ -90,15 +95,15 @@ else:
         time.sleep(0.02)
     pathlib.Path("seen").touch()
 """
-    result, _ = run(2, code, *lab.parse_pauses("stop", ["1:1s:800ms"]))
+    result, _ = run(2, code, *lab.parse_pauses("stop", ["1:100ms:800ms"]), begin=(1, "beats"))
     assert result.exit_codes == (0, 0)
     assert [(x.rank, x.what) for x in result.happenings] == [(1, "stopped"), (1, "continued")]
 
 
 def test_what_meets_a_rank_that_has_ended_is_left_out_and_what_comes_too_late_is_told(capfd):
-    code = "import os, time; time.sleep(0.8 * (os.environ['RANK'] == '0'))"
-    faults = [lab.RankFault("kill", 1, 0.5, 0.1), lab.RankFault("kill", 0, 50.0)]
-    result, _ = run(2, code, *faults)
+    code = "import os, time; print('here', flush=True); time.sleep(3 * (os.environ['RANK'] == '0'))"
+    faults = [lab.RankFault("kill", 1, 1.0, 0.1), lab.RankFault("kill", 0, 50.0)]
+    result, _ = run(2, code, *faults, begin=(1, "here"))
     assert result.exit_codes == (0, 0)
     assert result.happenings == ()
     assert "note: the run ended before rank 0 was killed at 50 s" in capfd.readouterr().err

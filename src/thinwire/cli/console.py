@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-_EVERY_SECONDS = 15.0  # of lines where there is no bar
+EVERY_SECONDS = 15.0  # of lines where there is no bar
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Bar:
     ) -> None:
         """Change what is given."""
         self.shown.update(self.task, completed=completed, total=total, description=description)
-        if self.shown.disable and time.monotonic() - self.told > _EVERY_SECONDS:
+        if self.shown.disable and time.monotonic() - self.told > EVERY_SECONDS:
             task, self.told = self.shown.tasks[0], time.monotonic()
             of = "" if task.total is None else f" of {task.total:.0f}"
             self.shown.console.print(f"{task.description}  {task.completed:.0f}{of}", markup=False, highlight=False)

@@ -65,12 +65,12 @@ def server(
 
     _check_end(updates, gradients)
     check_shards(shards)
-    with live() as show:
+    with live(quiet=json) as screen:
         service = make_service(
             model, settings, outer, port=port, host=host, secret=read_secret_file(secret_file),
             keys=keys, insecure=insecure, nodes=nodes, shards=shards, updates=updates, gradients=gradients,
             checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, journal=journal, seed=seed,
-            on_status=lambda status: show(status.to_dict()),
+            on_status=lambda status: screen.status(status.to_dict()),
         )  # fmt: skip
         status = service.run()
     typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
@@ -168,14 +168,21 @@ def run(
     journal: Annotated[Path | None, typer.Option(help="File for the log of updates.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is ended.")] = 3600.0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw loss against seconds, kills marked: .png or .html.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """A server and its nodes in the lab, over emulated links, with slow nodes and kills."""
-    from thinwire.cli.ps_lab import LabSpec, run_lab
+    from dataclasses import asdict
+
+    from thinwire.cli.ps_lab import LabSpec, lab_picture, run_lab
     from thinwire.cli.ps_work import check_shards
+    from thinwire.pictures import check_plot, write_picture
 
     _check_end(updates, gradients, seconds)
     check_shards(shards)
+    check_plot(plot)
     spec = LabSpec(
         model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay, pace=pace,
         slow=_pairs(slow, "--slow 1:4", nodes), kill=_pairs(kill, "--kill 2:10", nodes), updates=updates,
@@ -183,7 +190,23 @@ def run(
         journal=str(journal.absolute()) if journal else None, seed=seed, timeout=timeout, shards=shards,
     )  # fmt: skip
     result = run_lab(spec, quiet=json)
-    typer.echo(json_module.dumps(result) if json else _last_words(result["status"], result["note"]))
+    if result["losses"]:
+        picture = lab_picture(spec, result)
+        result["picture"] = asdict(picture)
+        if plot is not None:
+            write_picture(picture, plot)
+    elif plot is not None:
+        raise RunFailed(f"{plot} was not drawn: {model} has no held-out loss")
+    if json:
+        typer.echo(json_module.dumps(result))
+        return
+    status, losses = result["status"], result["losses"]
+    typer.echo(_last_words(status))
+    if losses:
+        typer.echo(f"held-out loss {losses[0][2]:.3f} -> {losses[-1][2]:.3f} in {losses[-1][0]:.0f} s")
+    typer.echo(f"{nodes} nodes of {workers} worker(s), and the server: {result['note']}")
+    if plot is not None:
+        typer.echo(f"written: {plot}")
 
 
 @app.command()
@@ -254,11 +277,11 @@ def _pairs(words: list[str] | None, example: str, nodes: int) -> list[tuple[int,
     return found
 
 
-def _last_words(status: dict[str, object], note: str = "") -> str:
+def _last_words(status: dict[str, object]) -> str:
     loss = status.get("loss")
     text = (
         f"version {status['version']}, {status['gradients']} gradients in {status['seconds']:.1f} s, staleness mean "
         f"{status['mean_staleness']:.2f}, most {status['max_staleness']}, "
         f"{(status['up_bytes'] + status['down_bytes']) / 1e6:.1f} MB"  # type: ignore[operator]
     )
-    return text + (f", loss {loss:.3f}" if loss is not None else "") + (f"; {note}" if note else "")
+    return text + (f", training loss {loss:.3f}" if loss is not None else "")

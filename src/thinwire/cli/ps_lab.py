@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.errors import RunFailed, exit_code
 
+if TYPE_CHECKING:
+    from thinwire.pictures import Picture
+
 PORT = 29400
-_AWAY_SECONDS = 1.0
+_AWAY_SECONDS = 1.0  # between a node's death and its return
+_FIRST_UPDATE = "@@begun"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class LabSpec:
 
 
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
-    """Run it, with the server's table on stderr.
+    """Run it, with the server's table, or a line now and then, on stderr.
 
     Raises:
         RunFailed: the server ended with an error, or time ran out.
@@ -58,33 +60,58 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     check_model(spec.model)
     read_settings(spec.settings, spec.nodes)
     read_outer(spec.outer)
-    cluster = lab.Cluster.parse(1 + spec.shards + spec.nodes, 1, spec.link, spec.delay)
+    first = 1 + spec.shards  # the rank of node 0
+    cluster = lab.Cluster.parse(first + spec.nodes, 1, spec.link, spec.delay)
     words: deque[str] = deque(maxlen=15)
-    result: dict[str, Any] = {"status": None, "losses": []}
+    result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
     with ExitStack() as stack:
-        show = None if quiet else stack.enter_context(live())
+        screen = stack.enter_context(live(quiet))
 
         def on_line(rank: int, text: str) -> None:
-            if rank == 0 and text.startswith("@@"):
+            if text.startswith(_FIRST_UPDATE):
+                screen.say("first update: seconds count from here")
+            elif rank == 0 and text.startswith("@@"):
                 event = json.loads(text[2:])
                 if "loss_at" in event:
                     result["losses"].append(event["loss_at"])
+                    screen.held_out(event["loss_at"])
                 elif "weights" in event:
                     result["weights"] = event["weights"]
                 else:
                     result["status"] = event
-                    if show is not None:
-                        show(event)
+                    screen.status(event)
             elif text.strip():
                 words.append(f"[{rank}] {text.rstrip()}")
 
+        def on_fault(what: lab.Happening) -> None:
+            sentence = f"node {what.rank - first} was {what.what} at {what.seconds:.0f} s"
+            result["happened"].append([what.seconds, sentence])
+            screen.say(sentence)
+
         command = [sys.executable, "-m", "thinwire.cli.ps_lab", json.dumps(asdict(spec))]
-        launched = lab.run(cluster, command, on_line=on_line, timeout_seconds=spec.timeout, grace_seconds=10.0)
+        launched = lab.run(
+            cluster, command, on_line=on_line, timeout_seconds=spec.timeout, grace_seconds=10.0,
+            faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kill],
+            faults_begin=lambda rank, text: rank == 0 and text.startswith(_FIRST_UPDATE), on_fault=on_fault,
+        )  # fmt: skip
     if launched.exit_codes[0] or result["status"] is None or launched.exit_code == 124:
         raise RunFailed("\n".join([f"the server ended with exit code {launched.exit_code}; last words:", *words]))
     result["note"] = launched.note
     result["node_bytes"] = {"sent": launched.sent_bytes, "received": launched.received_bytes}
     return result
+
+
+def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
+    """The held-out loss against the seconds since the first update, with who was slow and what happened."""
+    from thinwire.pictures import Mark, Panel, Picture, Series
+
+    seconds, _, losses = zip(*result["losses"])
+    slow = "".join(f", node {node} {factor:g} times slower" for node, factor in spec.slow)
+    panel = Panel(
+        "seconds", "loss on held-out data", (Series(spec.settings, tuple(seconds), tuple(losses)),),
+        tuple(Mark(at, sentence) for at, sentence in result["happened"]),
+    )  # fmt: skip
+    return Picture(f"{spec.model}, {spec.nodes} nodes, link {spec.link}{slow}", (panel,))
 
 
 def main(text: str) -> None:
@@ -98,7 +125,7 @@ def main(text: str) -> None:
     elif rank <= spec.shards:
         run_shard(f"{os.environ['MASTER_ADDR']}:{PORT}", rank - 1, None, 0, None, host=_host())
     else:
-        _lead(spec, rank - 1 - spec.shards)
+        _work(spec, rank - 1 - spec.shards)
 
 
 def _host() -> str:
@@ -116,17 +143,22 @@ def _serve(spec: LabSpec) -> None:
     layout = Layout.of(workload.model)
     began: list[float] = []
 
+    def held_out(seconds: float, gradients: int) -> None:
+        if workload.evaluate is not None:
+            workload.model.eval()
+            value = float(workload.evaluate(workload.model, 0, 0))
+            print("@@" + json.dumps({"loss_at": [seconds, gradients, value]}), flush=True)
+
     def on_update(version: int, theta: Any) -> None:
         now = time.monotonic()
         if not began:
+            print(_FIRST_UPDATE, flush=True)
+            held_out(0.0, 0)
             began.append(now)
-        if workload.evaluate is not None:
-            layout.write(theta, workload.model)
-            service.buffers.write(workload.model)
-            workload.model.eval()
-            value = float(workload.evaluate(workload.model, 0, 0))
-            row = [now - began[0], service.machine.counters["applied"], value]
-            print("@@" + json.dumps({"loss_at": row}), flush=True)
+            return
+        layout.write(theta, workload.model)
+        service.buffers.write(workload.model)
+        held_out(now - began[0], service.machine.counters["applied"])
 
     def on_status(status: Status) -> None:
         print("@@" + json.dumps(status.to_dict()), flush=True)
@@ -143,33 +175,6 @@ def _serve(spec: LabSpec) -> None:
     final = {**status.to_dict(), "training_seconds": ended - began[0] if began else 0.0}
     print("@@" + json.dumps({"weights": weights_hash(layout.flat(service.model))}), flush=True)
     print("@@" + json.dumps(final), flush=True)
-
-
-def _lead(spec: LabSpec, number: int) -> None:
-    """A node, and who kills it: the process that works is a child of this one."""
-    kills = sorted(at for node, at in spec.kill if node == number)
-    if not kills:
-        _work(spec, number)
-        return
-    began = time.monotonic()
-    code = "import sys; from thinwire.cli.ps_lab import child; child(sys.argv[1], int(sys.argv[2]))"
-    command = [sys.executable, "-c", code, json.dumps(asdict(spec)), str(number)]
-    while True:
-        process = subprocess.Popen(command)
-        at = kills.pop(0) if kills else None
-        while process.poll() is None and (at is None or time.monotonic() - began < at):
-            time.sleep(0.05)
-        if process.returncode is not None:
-            sys.exit(process.returncode)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        print(f"node {number} was killed at {time.monotonic() - began:.1f} s", flush=True)
-        time.sleep(_AWAY_SECONDS)
-
-
-def child(text: str, number: int) -> None:
-    """A node that may be killed."""
-    _work(LabSpec(**json.loads(text)), number)
 
 
 def _work(spec: LabSpec, number: int) -> None:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.console import plain_table
+from thinwire.cli.console import EVERY_SECONDS, plain_table
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
     from rich.table import Table
 
 
 def status_table(status: dict[str, Any]) -> Table:
-    """One line per node."""
-    from rich.table import Table
-
-    loss = status["loss"]
-    rate = status["gradients"] / max(status["seconds"], 1e-9)
-    title = (
-        f"version {status['version']}, {status['gradients']} gradients, {rate:.1f}/s, staleness "
-        f"{status['mean_staleness']:.2f} (most {status['max_staleness']})"
-    )
-    table = Table(title=title + (f", loss {loss:.3f}" if loss is not None else ""))
-    for name in ("node", "member", "workers", "IN", "behind", "step", "MB up", "MB down"):
-        table.add_column(name, justify="right")
+    """One line per node, in 80 columns."""
+    table = plain_table(_head(status), ("node", "workers", "rounds seen", "behind", "step", "MB up", "MB down"))
     for node in status["nodes"]:
         table.add_row(
-            str(node["node"]), str(node["member"] % 100_000), str(node["alive"]), str(node["seen"]),
+            str(node["node"]), str(node["alive"]), str(node["seen"]),
             "idle" if node["behind"] < 0 else str(node["behind"]), f"{node['step_seconds']:.3f} s",
             f"{node['up_bytes'] / 1e6:.1f}", f"{node['down_bytes'] / 1e6:.1f}",
         )  # fmt: skip
@@ -40,14 +33,57 @@ def status_table(status: dict[str, Any]) -> Table:
     return table
 
 
+def _head(status: dict[str, Any]) -> str:
+    loss = status["loss"]
+    rate = status["gradients"] / max(status["seconds"], 1e-9)
+    return (
+        f"version {status['version']}, {status['gradients']} gradients, {rate:.1f}/s, staleness "
+        f"{status['mean_staleness']:.2f}" + (f", loss {loss:.3f}" if loss is not None else "")
+    )
+
+
+class Screen:
+    """What a server's run shows on stderr: a table that follows its status, lines that stay above it.
+
+    Args:
+        table: rich's live display; None where stderr is no terminal: then a line of status now and then.
+        console: of stderr.
+    """
+
+    def __init__(self, table: Live | None, console: Console) -> None:
+        self._table, self._console = table, console
+        self._told = time.monotonic()
+
+    def status(self, status: dict[str, Any]) -> None:
+        """Show it, unless all nodes have left: the last table with somebody in it stays."""
+        if self._table is not None:
+            if status["nodes"]:
+                self._table.update(status_table(status))
+        elif time.monotonic() - self._told > EVERY_SECONDS:
+            self.say(f"{status['seconds']:.0f} s: {_head(status)}, {len(status['nodes'])} nodes")
+
+    def held_out(self, row: tuple[float, int, float]) -> None:
+        """A loss on held-out data: seconds, gradients, value."""
+        self.say(f"{row[0]:.0f} s: held-out loss {row[2]:.3f} after {row[1]} gradients")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._told = time.monotonic()
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
-def live() -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A table on stderr that follows the server's status."""
+def live(quiet: bool = False) -> Iterator[Screen]:
+    """For a server's run."""
     from rich.console import Console
     from rich.live import Live
 
-    with Live(console=Console(stderr=True), refresh_per_second=2, transient=False) as screen:
-        yield lambda status: screen.update(status_table(status))
+    console = Console(stderr=True, quiet=quiet)
+    if not console.is_terminal:
+        yield Screen(None, console)
+        return
+    with Live(console=console, refresh_per_second=2, transient=False) as table:
+        yield Screen(table, console)
 
 
 def prediction_table(rows: list[dict[str, Any]]) -> Table:

@@ -7,13 +7,14 @@ from thinwire.lab.access import available
 from thinwire.lab.cleanup import clean
 from thinwire.lab.cluster import Cluster
 from thinwire.lab.errors import LabError
-from thinwire.lab.faults import RankFault, parse_kills, parse_pauses
+from thinwire.lab.faults import Happening, RankFault, parse_kills, parse_pauses
 from thinwire.lab.launch import run
 from thinwire.lab.rates import format_rate, parse_delay, parse_rate
 from thinwire.lab.result import LabResult
 
 __all__ = [
     "Cluster",
+    "Happening",
     "LabError",
     "LabResult",
     "RankFault",

@@ -37,6 +37,8 @@ def run(
     master_port: int | None = None,
     share_cores: bool = False,
     faults: Sequence[RankFault] = (),
+    faults_begin: Callable[[int, str], bool] | None = None,
+    on_fault: Callable[[Happening], None] | None = None,
 ) -> LabResult:
     """Run a command once per worker of an emulated cluster and wait for the end.
 
@@ -54,6 +56,8 @@ def run(
         master_port: where rank 0 listens; None picks a free one.
         share_cores: every node may use all cores; else each has its own, as machines have.
         faults: what shall happen to ranks while they run.
+        faults_begin: given a rank and each of its lines: whether the times of ``faults`` count from now on; None: they
+            count from the start. on_fault: called with each that has happened; None prints it on stderr.
 
     Raises:
         LabError: the command, the port or the machine does not allow it; nothing was left behind.
@@ -81,7 +85,19 @@ def run(
             address, port, interface = network.address(0), master_port or _DEFAULT_PORT, INTERFACE
         cores = [] if share_cores else usable_cores()
         began = time.monotonic()
-        with RankProcesses(on_line or _print_line) as ranks:
+        tell_line = on_line or _print_line
+
+        def heard(rank: int, line: str) -> None:
+            if timeline.began is None and faults_begin is not None and faults_begin(rank, line):
+                timeline.began = time.monotonic()
+            tell_line(rank, line)
+
+        def carry(rank: int, carries: bool) -> None:
+            assert network is not None
+            network.carry(rank // cluster.ranks_per_node, carries)
+
+        with RankProcesses(heard) as ranks:
+            timeline = FaultTimeline(faults, ranks, carry, on_fault or _tell)
             for rank in range(cluster.workers):
                 if signals.received is not None:
                     break
@@ -92,12 +108,8 @@ def run(
                 own = own_cores(node, cluster.nodes, cores) if cores else ()
                 line = network.on_node(node, command, own) if network else child_command(command, cores=own)
                 ranks.start(line, variables)
-
-            def carry(rank: int, carries: bool) -> None:
-                assert network is not None
-                network.carry(rank // cluster.ranks_per_node, carries)
-
-            timeline = FaultTimeline(faults, ranks, carry, _tell)
+            if faults_begin is None:
+                timeline.began = time.monotonic()
             code = supervise(ranks, signals, timeline, grace_seconds=grace_seconds, timeout_seconds=timeout_seconds)
         seconds = time.monotonic() - began
         nothing = (0,) * cluster.nodes

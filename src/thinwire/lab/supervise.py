@@ -40,7 +40,7 @@ def supervise(
         ranks.step(_TICK_SECONDS)
         now = time.monotonic()
         if not terminated:
-            timeline.until(now - began)
+            timeline.until(now)
         if any(timeline.unasked(ranks.exit_codes)):
             terminate_at = min(terminate_at, now + grace_seconds)
         if signals.received is not None:

@@ -21,6 +21,7 @@ class FaultTimeline:
         tell: called with each that has happened.
 
     Attributes:
+        began: the point on ``time.monotonic`` from which times count; None: nothing happens yet.
         happened: so far, at the time at which it did.
         left: not yet.
     """
@@ -32,13 +33,15 @@ class FaultTimeline:
         carry: Callable[[int, bool], None],
         tell: Callable[[Happening], None],
     ) -> None:
+        self.began: float | None = None
         self.happened: list[Happening] = []
         self.left = happenings(faults)
         self._ranks, self._carry, self._tell = ranks, carry, tell
         self._killed: set[int] = set()
 
-    def until(self, seconds: float) -> None:
-        """Let happen what is due so long after the start. What was to meet a rank that has ended is left out."""
+    def until(self, now: float) -> None:
+        """Let happen what is due by now. What was to meet a rank that has ended is left out."""
+        seconds = -1.0 if self.began is None else now - self.began
         while self.left and self.left[0].seconds <= seconds:
             due = self.left.pop(0)
             if self._does(due):
