@@ -26,6 +26,7 @@ from rich.table import Table
 
 from thinwire import lab
 from thinwire.cli.split_inputs import model_builder
+from thinwire.link.keys import new_keys
 from thinwire.split import (
     Batch,
     CloudClient,
@@ -42,7 +43,6 @@ from thinwire.split import (
     load_half,
     prepare,
     split_finetune,
-    write_keys,
 )
 from thinwire.split.compare import shape_of, steps_of
 from thinwire.split.finetune import remaining
@@ -148,7 +148,7 @@ def child(folder: Path, steps: int) -> None:
     if os.environ["RANK"] == "0":
         half = load_half(folder, "cloud")
         server = CloudServer(
-            CloudEnd(half.module, half.pair, recipe), "0.0.0.0", PORT, Credentials.of(folder / "keys", "cloud")
+            CloudEnd(half.module, half.pair, recipe), "0.0.0.0", PORT, Credentials.of(folder / "keys" / "cloud")
         )
         server.serve(1)
         return
@@ -162,7 +162,7 @@ def child(folder: Path, steps: int) -> None:
 
     pair = LocalPair(front.module, back.module, recipe, 100)
     edge = EdgeEnd(load_half(folder, "edge").module, front.pair, recipe, 100)
-    with CloudClient(os.environ["MASTER_ADDR"], PORT, Credentials.of(folder / "keys", "edge")) as link:
+    with CloudClient(os.environ["MASTER_ADDR"], PORT, Credentials.of(folder / "keys" / "edge")) as link:
         link.attach(edge)
         before, sent = link.ledger.wire, sum(link.ledger.messages.values())
         spent = [(timed(pair, batch), timed(edge, batch)) for batch in batches][
@@ -184,7 +184,7 @@ def link_row(name: str, rate: str, delay: str, steps: int) -> dict[str, Any]:
         folder = Path(where)
         prepare(model, plan, folder)
         cluster = lab.Cluster.parse(2, 1, rate, delay)
-        write_keys(folder / "keys", hosts=(NODE_0, "127.0.0.1"))
+        new_keys(folder / "keys", ["cloud", "edge"], [NODE_0])
         command = [sys.executable, __file__, "--child", str(folder), "--steps", str(steps)]
         done = lab.run(cluster, command, timeout_seconds=500)
         if done.exit_code:

@@ -15,7 +15,12 @@ author = "the thinwire authors"
 copyright = author
 version = release = thinwire.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+]
 autosummary_generate = False  # its tables link to what api.md shows
 html_theme = "furo"
 html_title = f"thinwire {release}"
@@ -40,5 +45,7 @@ def setup(app: Any) -> None:
     recorded.setup(app)
 
 
-def _keep_bars(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def _keep_bars(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
     lines[:] = [line.replace("|", "\\|") for line in lines]

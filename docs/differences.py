@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).parents[1] / "src" / "thinwire"
-PAGES = {"sign": "signsgd", "butterfly": "gtopk", "regions": "oktopk", "decoupling": "dear"}
+PAGES = {
+    "sign": "signsgd",
+    "butterfly": "gtopk",
+    "regions": "oktopk",
+    "decoupling": "dear",
+}
 """Files of methods whose page has another name."""
 
 
@@ -41,11 +46,20 @@ def collect(package: str) -> list[Difference]:
         if "Differences from" not in text:
             continue
         tree = ast.parse(text)
-        module = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-        nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+        module = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(
+            ".__init__"
+        )
+        nodes = [
+            n
+            for n in ast.walk(tree)
+            if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        ]
         for node in nodes:
             name = "" if isinstance(node, ast.Module) else node.name
-            found += [Difference(module, name, *parts) for parts in paragraphs(ast.get_docstring(node) or "")]
+            found += [
+                Difference(module, name, *parts)
+                for parts in paragraphs(ast.get_docstring(node) or "")
+            ]
     return found
 
 
@@ -54,7 +68,9 @@ def paragraphs(docstring: str) -> list[tuple[str, str]]:
     blocks = re.split(r"\n\s*\n", docstring)
     found = []
     for block, after in zip(blocks, [*blocks[1:], ""]):
-        for match in re.finditer(r"Differences from (?P<origin>[^:]+):(?P<text>.*)", block, re.DOTALL):
+        for match in re.finditer(
+            r"Differences from (?P<origin>[^:]+):(?P<text>.*)", block, re.DOTALL
+        ):
             text = match["text"].strip()
             found.append((" ".join(match["origin"].split()), text or after))
     return found
@@ -63,12 +79,19 @@ def paragraphs(docstring: str) -> list[tuple[str, str]]:
 def readable(text: str) -> str:
     """As one paragraph or one list; a bar outside of code would be read as a substitution."""
     if text.lstrip().startswith("* "):
-        items = [" ".join(item.split()) for item in re.split(r"^\s*\* ", text, flags=re.MULTILINE) if item.strip()]
+        items = [
+            " ".join(item.split())
+            for item in re.split(r"^\s*\* ", text, flags=re.MULTILINE)
+            if item.strip()
+        ]
         text = "\n".join(f"* {item}" for item in items)
     else:
         text = " ".join(text.split())
         text = text[:1].upper() + text[1:]
-    return "".join(part if part.startswith("``") else part.replace("|", "\\|") for part in re.split(r"(``.*?``)", text))
+    return "".join(
+        part if part.startswith("``") else part.replace("|", "\\|")
+        for part in re.split(r"(``.*?``)", text)
+    )
 
 
 def listing(package: str) -> str:

@@ -63,8 +63,17 @@ class Row:
     def first(self) -> str:
         """Of the table that sets methods side by side."""
         words = self.words
-        title = f"[`{self.name}`]({self.name}.md)" + (f", {words['title']}" if words.get("title") else "")
-        cells = (title, words["bytes"], self.method.result, words["exchange"], keeps(self.method), words["when"])
+        title = f"[`{self.name}`]({self.name}.md)" + (
+            f", {words['title']}" if words.get("title") else ""
+        )
+        cells = (
+            title,
+            words["bytes"],
+            self.method.result,
+            words["exchange"],
+            keeps(self.method),
+            words["when"],
+        )
         return f"| {' | '.join(cells)} |"
 
     def second(self) -> str:
@@ -85,9 +94,13 @@ def rows(folder: Path = FOLDER) -> list[Row]:
     for name in METHODS:
         blocks = _BLOCK.findall((folder / f"{name}.md").read_text(encoding="utf-8"))
         if not blocks:
-            raise ValueError(f"{folder / name}.md has no comment 'in the index': see docs/method_tables.py")
+            raise ValueError(
+                f"{folder / name}.md has no comment 'in the index': see docs/method_tables.py"
+            )
         for block in blocks:
-            words = dict(re.split(r":\s+", line, maxsplit=1) for line in block.splitlines())
+            words = dict(
+                re.split(r":\s+", line, maxsplit=1) for line in block.splitlines()
+            )
             found.append(Row(name, usual(name, words.get("options", "")), words))
     return found
 
@@ -95,7 +108,15 @@ def rows(folder: Path = FOLDER) -> list[Row]:
 def usual(name: str, more: str = "") -> Method:
     """The method with the options of the figures."""
     _, options = split_options(f"{name}:{more}" if more else name)
-    return method(name, **{option: USUAL[option] for option in needed(class_of(name)) if option in USUAL} | options)
+    return method(
+        name,
+        **{
+            option: USUAL[option]
+            for option in needed(class_of(name))
+            if option in USUAL
+        }
+        | options,
+    )
 
 
 @cache
@@ -108,13 +129,23 @@ def megabytes(chosen: Method) -> float:
     managed = managed_parameters(_model(), chosen, "auto")
     plan = make_plan(chosen, managed, range(len(managed)), (), "gloo")
     traced = trace_plan(plan, chosen, SSGD(), managed, Topology(4), 0)
-    return sum(step.sent_bytes for phase in traced for bucket in phase for step in bucket) / len(traced) / 1e6
+    return (
+        sum(step.sent_bytes for phase in traced for bucket in phase for step in bucket)
+        / len(traced)
+        / 1e6
+    )
 
 
 def keeps(chosen: Method) -> str:
     """What the program remembers of a matrix from step to step."""
-    state = memory(chosen, [("x", (64, 256))], Topology(4, 2), rank=0, dtype=torch.float32)
-    residual = ["residual of d / n" if chosen.shards else "residual"] if chosen.has_residual else []
+    state = memory(
+        chosen, [("x", (64, 256))], Topology(4, 2), rank=0, dtype=torch.float32
+    )
+    residual = (
+        ["residual of d / n" if chosen.shards else "residual"]
+        if chosen.has_residual
+        else []
+    )
     fields = sorted({field for field, _ in [*state.fields, *state.locals]})
     return ", ".join([*residual, *(f"`{field}`" for field in fields)]) or "nothing"
 
@@ -125,7 +156,9 @@ def rendered(text: str, folder: Path = FOLDER) -> str:
     made = {
         "side_by_side": "\n".join([FIRST, *(row.first() for row in found)]),
         "when_each_pays": "\n".join([SECOND, *(row.second() for row in found)]),
-        "methods": "\n".join(["```{toctree}", ":maxdepth: 1", "", "common", *METHODS, "```"]),
+        "methods": "\n".join(
+            ["```{toctree}", ":maxdepth: 1", "", "common", *METHODS, "```"]
+        ),
     }
     return _PLACE.sub(lambda place: f"{place[1]}\n{made[place[3]]}\n\n{place[4]}", text)
 

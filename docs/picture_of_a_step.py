@@ -62,7 +62,13 @@ def timeline(label: str, link: str) -> Timeline:
         flops=None,
         profile=None,
     )
-    return simulate(dict(asked.candidates)[label], asked.profile, asked.topology, asked.costs(), **asked.where)
+    return simulate(
+        dict(asked.candidates)[label],
+        asked.profile,
+        asked.topology,
+        asked.costs(),
+        **asked.where,
+    )
 
 
 def one_step(found: Timeline) -> list[Event]:
@@ -71,17 +77,26 @@ def one_step(found: Timeline) -> list[Event]:
         return list(found.events)
     first = next(event.name for event in found.events if event.lane == COMPUTE)
     starts = [event.start_seconds for event in found.events if event.name == first]
-    return [event for event in found.events if len(starts) == 1 or event.start_seconds < starts[1] - 1e-12]
+    return [
+        event
+        for event in found.events
+        if len(starts) == 1 or event.start_seconds < starts[1] - 1e-12
+    ]
 
 
 def exposed_intervals(events: list[Event]) -> list[tuple[float, float]]:
     """When something travels and nothing is computed."""
-    busy = [(e.start_seconds, e.end_seconds) for e in events if e.lane in (COMPUTE, METHOD)]
+    busy = [
+        (e.start_seconds, e.end_seconds) for e in events if e.lane in (COMPUTE, METHOD)
+    ]
     edges = sorted({t for e in events for t in (e.start_seconds, e.end_seconds)})
     found: list[tuple[float, float]] = []
     for first, last in pairwise(edges):
         middle = (first + last) / 2
-        travels = any(e.lane.startswith("link") and e.start_seconds <= middle < e.end_seconds for e in events)
+        travels = any(
+            e.lane.startswith("link") and e.start_seconds <= middle < e.end_seconds
+            for e in events
+        )
         if travels and not any(a <= middle < b for a, b in busy):
             if found and first - found[-1][1] < 1e-9:
                 found[-1] = (found[-1][0], last)
@@ -104,9 +119,19 @@ def draw(axes: Any, found: Timeline, title: str, ink: str) -> None:
         if lane == 2 and width > 2:
             name = f"bucket {event.bucket}" if width > 7 else f"{event.bucket}"
             name = "all changes" if found.every > 1 else name
-            axes.text(start + width / 2, 0.5, name, ha="center", va="center", color="white", size=8)
+            axes.text(
+                start + width / 2,
+                0.5,
+                name,
+                ha="center",
+                va="center",
+                color="white",
+                size=8,
+            )
     for first, last in exposed_intervals(events):
-        axes.axvspan(1e3 * first, 1e3 * last, color=EXPOSED, alpha=0.25, linewidth=0, zorder=0)
+        axes.axvspan(
+            1e3 * first, 1e3 * last, color=EXPOSED, alpha=0.25, linewidth=0, zorder=0
+        )
     axes.set_yticks([2.5, 1.5, 0.5], LANES)
     axes.set_ylim(0, 3)
     figures = f"{1e3 * found.step_seconds:.1f} ms a step, {1e3 * found.exposed_seconds:.1f} ms exposed"
@@ -126,14 +151,34 @@ def picture(name: str, theme: str, found: dict[str, Timeline]) -> None:
         draw(axes, step, titles[label], ink)
     where = f"milliseconds; predicted: {MODEL}, {WORKERS} workers of one A100 and {BATCH} samples, {link}"
     rows[-1].set_xlabel(where, color=ink, size=9)
-    marks = {"forward": FORWARD, "backward": BACKWARD, "method's own work": WORK, "exchange": BUCKETS[0]}
+    marks = {
+        "forward": FORWARD,
+        "backward": BACKWARD,
+        "method's own work": WORK,
+        "exchange": BUCKETS[0],
+    }
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in marks.values()]
     handles.append(plt.Rectangle((0, 0), 1, 1, color=EXPOSED, alpha=0.25))
-    legend = figure.legend(handles, [*marks, "exposed"], loc="lower center", ncols=5, frameon=False, fontsize=9)
+    legend = figure.legend(
+        handles,
+        [*marks, "exposed"],
+        loc="lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=9,
+    )
     plt.setp(legend.get_texts(), color=ink)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "thinwire", "font.family": "sans-serif"})
-    figure.savefig(FOLDER / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None})
+    plt.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "thinwire",
+            "font.family": "sans-serif",
+        }
+    )
+    figure.savefig(
+        FOLDER / f"{name}-{theme}.svg", transparent=True, metadata={"Date": None}
+    )
     plt.close(figure)
 
 
@@ -143,4 +188,6 @@ if __name__ == "__main__":
         for each in INK:
             picture(name, each, steps)
         for label, step in steps.items():
-            print(f"{label}: {1e3 * step.step_seconds:.1f} ms a step, {1e3 * step.exposed_seconds:.1f} ms exposed")
+            print(
+                f"{label}: {1e3 * step.step_seconds:.1f} ms a step, {1e3 * step.exposed_seconds:.1f} ms exposed"
+            )

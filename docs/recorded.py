@@ -44,7 +44,12 @@ class Source:
 
 
 def claim(
-    what: str, value: float, unit: str = "", *, at_most: float | None = None, at_least: float | None = None
+    what: str,
+    value: float,
+    unit: str = "",
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
 ) -> Row:
     """A row; ``unit`` follows the figure and the target."""
     figure = f"{number(value)}{unit}"
@@ -64,7 +69,11 @@ def main_figures(data: Any) -> Iterator[Row]:
     """The figures with their own targets; a load far above the workers is shown beside the figure."""
     for f in data["figures"]:
         unit = "" if f["unit"] == "x" else f"{NBSP}{f['unit']}"
-        busy = f"{NBSP}(load{NBSP}{f['load_average']:g})" if f["load_average"] > 2 * data["machine"]["cores"] else ""
+        busy = (
+            f"{NBSP}(load{NBSP}{f['load_average']:g})"
+            if f["load_average"] > 2 * data["machine"]["cores"]
+            else ""
+        )
         figure = f"{number(f['value'])}{unit}{busy}"
         if f["target"] is None:
             yield Row(f["what"], figure)
@@ -77,11 +86,22 @@ def predictions(data: Any) -> Iterator[Row]:
     """Errors by number of workers, and how often the first choice was right."""
     cells = data["cells"]
     for workers in sorted({c["workers"] for c in cells}):
-        errors = [100 * abs(c["predicted"] / c["measured"] - 1) for c in cells if c["workers"] == workers]
+        errors = [
+            100 * abs(c["predicted"] / c["measured"] - 1)
+            for c in cells
+            if c["workers"] == workers
+        ]
         enough = workers <= 2  # cores, on the machine that measured
         where, middle = f"predicted step, {workers} workers", statistics.median(errors)
-        yield claim(f"{where}: median error", middle, PERCENT, at_most=10.0 if enough else 20.0)
-        yield claim(f"{where}: worst of {len(errors)}", max(errors), PERCENT, at_most=25.0 if enough else None)
+        yield claim(
+            f"{where}: median error", middle, PERCENT, at_most=10.0 if enough else 20.0
+        )
+        yield claim(
+            f"{where}: worst of {len(errors)}",
+            max(errors),
+            PERCENT,
+            at_most=25.0 if enough else None,
+        )
     networks = {(c["model"], c["link"], c["workers"]) for c in cells}
     right = 0
     for network in networks:
@@ -89,20 +109,40 @@ def predictions(data: Any) -> Iterator[Row]:
         first = min(here, key=lambda c: c["predicted"])
         right += first["measured"] <= 1.05 * min(c["measured"] for c in here)
     share = 100 * right / len(networks)
-    yield claim(f"networks, of {len(networks)}, whose first choice is within 5 %", share, PERCENT, at_least=90.0)
+    yield claim(
+        f"networks, of {len(networks)}, whose first choice is within 5 %",
+        share,
+        PERCENT,
+        at_least=90.0,
+    )
 
 
 def grid() -> str:
     """The cells behind ``predictions``, as Markdown: a row for each network."""
-    cells = json.loads((RESULTS / "predictions.json").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((RESULTS / "predictions.json").read_text(encoding="utf-8"))[
+        "cells"
+    ]
     methods = list(dict.fromkeys(c["method"] for c in cells))
-    lines = [f"| workers, model, link | {' | '.join(methods)} |", "|---" * (1 + len(methods)) + "|"]
-    for network in sorted({(c["workers"], c["model"].partition(":")[0], c["link"]) for c in cells}):
-        found = {c["method"]: c for c in cells if (c["workers"], c["model"].partition(":")[0], c["link"]) == network}
+    lines = [
+        f"| workers, model, link | {' | '.join(methods)} |",
+        "|---" * (1 + len(methods)) + "|",
+    ]
+    for network in sorted(
+        {(c["workers"], c["model"].partition(":")[0], c["link"]) for c in cells}
+    ):
+        found = {
+            c["method"]: c
+            for c in cells
+            if (c["workers"], c["model"].partition(":")[0], c["link"]) == network
+        }
         texts = []
         for c in (found.get(method) for method in methods):
             error = 0.0 if c is None else c["predicted"] / c["measured"] - 1
-            texts.append("" if c is None else f"{1e3 * c['measured']:.0f} / {1e3 * c['predicted']:.0f} ({error:+.0%})")
+            texts.append(
+                ""
+                if c is None
+                else f"{1e3 * c['measured']:.0f} / {1e3 * c['predicted']:.0f} ({error:+.0%})"
+            )
         lines.append(f"| {', '.join(map(str, network))} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"
 
@@ -117,7 +157,9 @@ def hierarchy(data: Any) -> Iterator[Row]:
             density = float(method.partition("=")[2])
             below = density < data["break_even_density"]
             bound = {"at_most": 1.0} if below else {"at_least": 1.0}
-            yield claim(f"hitopk, density {density:g} / torus, step", value / torus, **bound)
+            yield claim(
+                f"hitopk, density {density:g} / torus, step", value / torus, **bound
+            )
 
 
 def selection(data: Any) -> Iterator[Row]:
@@ -125,7 +167,11 @@ def selection(data: Any) -> Iterator[Row]:
     largest = max(row["elements"] for row in data["rows"])
     for size, goals in ((largest, {"threshold": 2.0, "histogram": 1.5}), (65536, {})):
         for row in data["rows"]:
-            if row["data"] == "normal" and row["density"] == 0.001 and row["elements"] == size:
+            if (
+                row["data"] == "normal"
+                and row["density"] == 0.001
+                and row["elements"] == size
+            ):
                 for name in ("exact", "threshold", "histogram"):
                     what = f"torch.topk / {name}, {size:,} elements, density 0.001"
                     yield claim(what, row["ratio"][name], at_least=goals.get(name))
@@ -138,7 +184,10 @@ def kfac(data: Any) -> Iterator[Row]:
     yield claim("K-FAC, steps to 0.3 on the ill-conditioned teacher", ours, at_most=260)
     for name, words in (("sgd", "tuned SGD"), ("adamw", "AdamW"), ("muon", "Muon")):
         steps = tasks[f"teacher, {name}"]["steps"]
-        yield Row(f"{words}, the same", "not in 400 steps" if steps is None else f"{steps} steps")
+        yield Row(
+            f"{words}, the same",
+            "not in 400 steps" if steps is None else f"{steps} steps",
+        )
     for name in ("sgd", "adamw", "muon"):
         ratio = tasks["digits, kfac"]["seconds"] / tasks[f"digits, {name}"]["seconds"]
         yield claim(f"K-FAC / {name}, seconds to 0.62 on the digits", ratio)
@@ -147,32 +196,59 @@ def kfac(data: Any) -> Iterator[Row]:
         for other in ("dkfac", "mpd", "spd, published rules", "spd, threshold 1400"):
             if {"spd", other} <= set(rows):
                 ratio = rows["spd"]["step"] / rows[other]["step"]
-                yield claim(f"{place.partition(', ')[2]}: spd / {other}, step", ratio, at_most=1.0)
+                yield claim(
+                    f"{place.partition(', ')[2]}: spd / {other}, step",
+                    ratio,
+                    at_most=1.0,
+                )
 
 
 def parameter_server(data: Any) -> Iterator[Row]:
     """One node four times slower: the best settings of each scheme, by sequences per gradient."""
     for where in sorted(key for key in data if key.startswith("slow")):
-        runs = {name.rpartition(", ")[0]: found[-1] for name, found in data[where].items()}
+        runs = {
+            name.rpartition(", ")[0]: found[-1] for name, found in data[where].items()
+        }
         plain, batch = runs["S-SGD (all-reduce)"], where.partition(", ")[2]
         for name, ours in runs.items():
             what = f"{batch}: {name} / S-SGD"
             if ours is plain:
                 continue
-            yield claim(f"{what}, gradients per second", ours["rate"] / plain["rate"], at_least=2.0)
+            yield claim(
+                f"{what}, gradients per second",
+                ours["rate"] / plain["rate"],
+                at_least=2.0,
+            )
             for goal in (2.8, 2.7):
                 at, theirs = _first(ours["losses"], goal), _first(plain["losses"], goal)
                 if at is None or theirs is None:
-                    yield Row(f"{what}, seconds to a loss of {goal:g}", "not reached", f"≤{NBSP}1", at is not None)
+                    yield Row(
+                        f"{what}, seconds to a loss of {goal:g}",
+                        "not reached",
+                        f"≤{NBSP}1",
+                        at is not None,
+                    )
                 else:
-                    yield claim(f"{what}, seconds to a loss of {goal:g}", at / theirs, at_most=1.0)
+                    yield claim(
+                        f"{what}, seconds to a loss of {goal:g}",
+                        at / theirs,
+                        at_most=1.0,
+                    )
             if "asp" in runs and ours is not runs["asp"]:
-                yield claim(f"{batch}: asp / {name}, bytes per gradient", runs["asp"]["mb"] / ours["mb"], at_least=3.0)
+                yield claim(
+                    f"{batch}: asp / {name}, bytes per gradient",
+                    runs["asp"]["mb"] / ours["mb"],
+                    at_least=3.0,
+                )
     for link, rows in data.get("shards", {}).items():
         ratio = statistics.median(rows["2"]) / statistics.median(rows["0"])
         yield claim(f"two shards / none, {link}, gradients per second", ratio)
     taken = data["in"]
-    yield claim("iteration numbers per second, one server", taken["taken_per_second"], at_least=10_000)
+    yield claim(
+        "iteration numbers per second, one server",
+        taken["taken_per_second"],
+        at_least=10_000,
+    )
     yield claim("the same: share of a core", taken["core_share"], at_most=1.0)
 
 
@@ -189,12 +265,22 @@ def federated(data: Any) -> Iterator[Row]:
     """A round beside other frameworks, and what a million clients take."""
     speed = data["speed"]
     plain = "Flower simulation, 1 actor"
-    for name, goal in (("Flower simulation, 2 actors", 10.0), (plain, 10.0), ("pfl-research", 1.0)):
+    for name, goal in (
+        ("Flower simulation, 2 actors", 10.0),
+        (plain, 10.0),
+        ("pfl-research", 1.0),
+    ):
         if name in speed:
-            yield claim(f"{name} / thinwire, seconds per round", speed[name]["ratio"], at_least=goal)
+            yield claim(
+                f"{name} / thinwire, seconds per round",
+                speed[name]["ratio"],
+                at_least=goal,
+            )
     for budget, run in data["million"].items():
         what = f"1,000,000 clients, states in memory under a budget of {int(budget) / 1e6:.1f} MB"
-        yield claim(what, run["states_peak"] / 1e6, f"{NBSP}MB", at_most=int(budget) / 1e6)
+        yield claim(
+            what, run["states_peak"] / 1e6, f"{NBSP}MB", at_most=int(budget) / 1e6
+        )
     equal = data["uneven"]["equal"]["makespan"]
     for name in ("lpt", "pull"):
         ratio = data["uneven"][name]["makespan"] / equal
@@ -205,47 +291,100 @@ def split(data: Any) -> Iterator[Row]:
     """Bytes by formula, seconds on links, accuracy."""
     full = {row["plan"]: row for row in data["bytes"] if row["batch"] == "32x128"}
     what = "BERT-base, rank 8, 32 x 128: boundary / lowrank"
-    yield claim(f"{what}, activations and gradients", full["lowrank"]["state_ratio"], at_least=96.0)
-    yield claim(f"{what}, all that crosses the socket", full["lowrank"]["wire_ratio"], at_least=95.0)
-    yield claim(f"{what} with int8", full["lowrank:int8"]["state_ratio"], at_least=300.0)
+    yield claim(
+        f"{what}, activations and gradients",
+        full["lowrank"]["state_ratio"],
+        at_least=96.0,
+    )
+    yield claim(
+        f"{what}, all that crosses the socket",
+        full["lowrank"]["wire_ratio"],
+        at_least=95.0,
+    )
+    yield claim(
+        f"{what} with int8", full["lowrank:int8"]["state_ratio"], at_least=300.0
+    )
     rows = {key: row for key, row in data["task"].items() if "seed 0" in key}
-    small = {key: row["score"] for key, row in rows.items() if key.endswith("lr 0.0003")}
-    plain = next((score for key, score in small.items() if key.startswith("lowrank,")), None)
+    small = {
+        key: row["score"] for key, row in rows.items() if key.endswith("lr 0.0003")
+    }
+    plain = next(
+        (score for key, score in small.items() if key.startswith("lowrank,")), None
+    )
     for name in ("int8,pack", "int4,pack"):
-        score = next((score for key, score in small.items() if key.startswith(f"lowrank:{name}")), None)
+        score = next(
+            (
+                score
+                for key, score in small.items()
+                if key.startswith(f"lowrank:{name}")
+            ),
+            None,
+        )
         if plain is not None and score is not None:
             lost = 100 * (plain - score)
-            yield claim(f"lowrank with {name}: points lost from random weights, one seed", lost, at_most=1.0)
+            yield claim(
+                f"lowrank with {name}: points lost from random weights, one seed",
+                lost,
+                at_most=1.0,
+            )
     for width in (768, 256):
-        here = {key: row for key, row in data["task"].items() if f"pretrained-{width}," in key}
-        pairs = [(row, here.get(key.replace("lowrank,", "lowrank:int8,pack,", 1))) for key, row in here.items()]
-        coded = [(row["score"], other) for row, other in pairs if other is not None and other is not row]
+        here = {
+            key: row
+            for key, row in data["task"].items()
+            if f"pretrained-{width}," in key
+        }
+        pairs = [
+            (row, here.get(key.replace("lowrank,", "lowrank:int8,pack,", 1)))
+            for key, row in here.items()
+        ]
+        coded = [
+            (row["score"], other)
+            for row, other in pairs
+            if other is not None and other is not row
+        ]
         if coded:
             what = f"lowrank with int8,pack, width {width}, from pre-trained weights"
-            lost = statistics.mean(100 * (score - other["score"]) for score, other in coded)
-            yield claim(f"{what}: points lost, mean of {len(coded)} seeds", lost, at_most=1.0)
+            lost = statistics.mean(
+                100 * (score - other["score"]) for score, other in coded
+            )
+            yield claim(
+                f"{what}: points lost, mean of {len(coded)} seeds", lost, at_most=1.0
+            )
             ratio = statistics.mean(other["wire_ratio"] for _, other in coded)
             yield claim(
-                f"{what}: boundary / all that crosses the socket", ratio, at_least=300.0 if width == 768 else None
+                f"{what}: boundary / all that crosses the socket",
+                ratio,
+                at_least=300.0 if width == 768 else None,
             )
     worst = max(abs(row["off"]) for row in data["link"].values())
-    yield claim("seconds on a link, predicted: worst error", 100 * worst, PERCENT, at_most=15.0)
+    yield claim(
+        "seconds on a link, predicted: worst error", 100 * worst, PERCENT, at_most=15.0
+    )
 
 
 def supernet(data: Any) -> Iterator[Row]:
     """One sub-network per step, and six."""
     for case in data["cases"]:
         where = f"{case['sub_nets']} sub-network{'s' * (case['sub_nets'] > 1)} per step"
-        yield claim(f"{where}: active / dense, step", case["active_over_dense"], at_most=0.80)
-        yield claim(f"{where}: active / DDP, step", case["active_over_ddp"], at_most=0.65)
+        yield claim(
+            f"{where}: active / dense, step", case["active_over_dense"], at_most=0.80
+        )
+        yield claim(
+            f"{where}: active / DDP, step", case["active_over_ddp"], at_most=0.65
+        )
 
 
 def locality(data: Any) -> Iterator[Row]:
     """Accuracy beside a global shuffle."""
-    mean = {(row["nodes"], row["shuffle"]): statistics.mean(row["accuracy"]) for row in data["rows"]}
+    mean = {
+        (row["nodes"], row["shuffle"]): statistics.mean(row["accuracy"])
+        for row in data["rows"]
+    }
     for nodes in sorted({nodes for nodes, _ in mean}):
         lost = 100 * (mean[nodes, "global shuffle"] - mean[nodes, "locality"])
-        yield claim(f"{nodes} machines: points of accuracy lost to LocalitySampler", lost)
+        yield claim(
+            f"{nodes} machines: points of accuracy lost to LocalitySampler", lost
+        )
 
 
 def hsdp(data: Any) -> Iterator[Row]:
@@ -267,7 +406,9 @@ def auto(data: Any) -> Iterator[Row]:
 def dear(data: Any) -> Iterator[Row]:
     """Of every link: the decoupled schedule as it comes beside the coupled one, at its ratio of exchange to compute."""
     for run in data:
-        step = {row["method"]: row["seconds"] for row in run["rows"] if not row["error"]}
+        step = {
+            row["method"]: row["seconds"] for row in run["rows"] if not row["error"]
+        }
         c = run["exchange"] / run["compute"]
         for other in ("ssgd", "ddp"):
             if "dear" in step and other in step:
@@ -278,33 +419,56 @@ def dear(data: Any) -> Iterator[Row]:
 def merge_plans(data: Any) -> Iterator[Row]:
     """Every rule beside DDP as it comes."""
     for model, link in dict.fromkeys((row["model"], row["link"]) for row in data):
-        here = {row["row"]: row for row in data if (row["model"], row["link"]) == (model, link)}
+        here = {
+            row["row"]: row
+            for row in data
+            if (row["model"], row["link"]) == (model, link)
+        }
         for label, row in here.items():
             if label not in ("ddp", "compute") and row["measured"]:
-                yield claim(f"{label} / ddp, {model}, {link}", row["measured"] / here["ddp"]["measured"])
+                yield claim(
+                    f"{label} / ddp, {model}, {link}",
+                    row["measured"] / here["ddp"]["measured"],
+                )
 
 
 def bucket_view(data: Any) -> Iterator[Row]:
     """What it is worth that ``.grad`` is the bucket's memory."""
     for row in data:
-        yield claim(f"ssgd, step with .grad in the bucket / with its own, {row['model']}", row["ratio"])
+        yield claim(
+            f"ssgd, step with .grad in the bucket / with its own, {row['model']}",
+            row["ratio"],
+        )
 
 
 def encode_time(data: Any) -> Iterator[Row]:
     """Quantisers that work on whole buckets, beside the commit before which they worked tensor by tensor."""
     for row in data["rows"]:
-        yield claim(f"{row['method']}, whole buckets / tensor by tensor, {row['model']}", row["ratio"], at_most=1.0)
+        yield claim(
+            f"{row['method']}, whole buckets / tensor by tensor, {row['model']}",
+            row["ratio"],
+            at_most=1.0,
+        )
 
 
 def lars(data: Any) -> Iterator[Row]:
     """The price of the norms, and how exact the rates are."""
     for row in data["rows"]:
         if row["optimizer"] != row["beside"]:
-            asked = 1.5 if (row["model"], row["optimizer"]) == ("resnet50", "LARS") else None
+            asked = (
+                1.5
+                if (row["model"], row["optimizer"]) == ("resnet50", "LARS")
+                else None
+            )
             what = f"{row['optimizer']} / {row['beside']}, a step on the shapes of {row['model']}"
             yield claim(what, row["ratio"], at_most=asked)
     for model, error in data["rate_errors"].items():
-        yield Row(f"relative error of a layer's rate, {model}", f"{error:.1e}", f"≤{NBSP}1e-6", error <= 1e-6)
+        yield Row(
+            f"relative error of a layer's rate, {model}",
+            f"{error:.1e}",
+            f"≤{NBSP}1e-6",
+            error <= 1e-6,
+        )
 
 
 def cache(data: Any) -> Iterator[Row]:
@@ -312,14 +476,34 @@ def cache(data: Any) -> Iterator[Row]:
     for table in data["tables"]:
         step = f"step of {1e3 * table['step_seconds']:.0f} ms"
         files, full = table["rows"]["files"], table["rows"]["cached 100%"]
-        yield claim(f"epoch from files / decoded in advance, {step}", files["of_decoded"])
-        asked = 1.1 if files["of_decoded"] > 1.1 else None  # where decoding was the bound
-        yield claim(f"epoch with a full cache / decoded in advance, {step}", full["of_decoded"], at_most=asked)
-        yield claim(f"the same / batches made in advance, no loader, {step}", full["of_synthetic"])
+        yield claim(
+            f"epoch from files / decoded in advance, {step}", files["of_decoded"]
+        )
+        asked = (
+            1.1 if files["of_decoded"] > 1.1 else None
+        )  # where decoding was the bound
+        yield claim(
+            f"epoch with a full cache / decoded in advance, {step}",
+            full["of_decoded"],
+            at_most=asked,
+        )
+        yield claim(
+            f"the same / batches made in advance, no loader, {step}",
+            full["of_synthetic"],
+        )
     exact = data["hits_exact"]
-    yield Row("hits from the second epoch on are the cached share", "exactly" if exact else "no", "exactly", exact)
+    yield Row(
+        "hits from the second epoch on are the cached share",
+        "exactly" if exact else "no",
+        "exactly",
+        exact,
+    )
     kills = data["options"]["kills"]
-    yield claim(f"torn samples after {kills} kills of a process that fills a cache", data["torn"], at_most=0)
+    yield claim(
+        f"torn samples after {kills} kills of a process that fills a cache",
+        data["torn"],
+        at_most=0,
+    )
 
 
 def peers(data: Any) -> Iterator[Row]:
@@ -334,14 +518,24 @@ def race(data: Any) -> Iterator[Row]:
     """Steps to DDP's loss, over DDP's: the median of three seeds, and their ends."""
     for one in data:
         track = one["track"]
-        apart = ", each with its own share of the text" if "shares" in track["model"] else ""
+        apart = (
+            ", each with its own share of the text"
+            if "shares" in track["model"]
+            else ""
+        )
         where = f"{one['elements'] / 1e6:.1f}{NBSP}M parameters, {track['workers']} workers{apart}"
         for label, row in one["rows"].items():
-            ordered = sorted(float("inf") if factor is None else factor for factor in row["factors"])
-            low, middle, high = (
-                "never" if x == float("inf") else f"{x:.2f}" for x in (ordered[0], ordered[1], ordered[-1])
+            ordered = sorted(
+                float("inf") if factor is None else factor for factor in row["factors"]
             )
-            yield Row(f"{where}: {label}", f"{middle} ({low} to {high}), rate x{NBSP}{row['rate']:g}")
+            low, middle, high = (
+                "never" if x == float("inf") else f"{x:.2f}"
+                for x in (ordered[0], ordered[1], ordered[-1])
+            )
+            yield Row(
+                f"{where}: {label}",
+                f"{middle} ({low} to {high}), rate x{NBSP}{row['rate']:g}",
+            )
 
 
 def local_steps(data: Any) -> Iterator[Row]:
@@ -351,40 +545,75 @@ def local_steps(data: Any) -> Iterator[Row]:
         "10mbit": {"local": 1.15, "codec=int2": 1.15},
     }
     for network in data:
-        found, where = network["result"], f"{network['workers']} workers, {network['link']}"
+        found, where = (
+            network["result"],
+            f"{network['workers']} workers, {network['link']}",
+        )
         rows = {row["label"]: row for row in found["rows"]}
         alone = found["rows"][0]
         for label, row in rows.items():
             if row is not alone and not row["error"]:
-                bound = next((b for end, b in bounds[network["link"]].items() if label.endswith(end)), None)
+                bound = next(
+                    (
+                        b
+                        for end, b in bounds[network["link"]].items()
+                        if label.endswith(end)
+                    ),
+                    None,
+                )
                 share = row["step_seconds"] / found["compute_seconds"]
-                yield claim(f"{where}: {label}, step over compute alone", share, at_most=bound)
+                yield claim(
+                    f"{where}: {label}, step over compute alone", share, at_most=bound
+                )
                 if label.startswith("local sync_every=8"):
                     more = 100 * (row["host_seconds"] / alone["host_seconds"] - 1)
-                    yield claim(f"{where}: {label}, more CPU time of the training thread", more, PERCENT, at_most=5.0)
+                    yield claim(
+                        f"{where}: {label}, more CPU time of the training thread",
+                        more,
+                        PERCENT,
+                        at_most=5.0,
+                    )
 
 
 SOURCES = {
-    "local_steps": Source("python benchmarks/local_steps.py", "methods/local.md", local_steps),
+    "local_steps": Source(
+        "python benchmarks/local_steps.py", "methods/local.md", local_steps
+    ),
     "race": Source("python benchmarks/race.py", "methods/local.md", race),
-    "main_figures": Source("python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures),
+    "main_figures": Source(
+        "python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures
+    ),
     "predictions": Source("python benchmarks/predictions.py", "plan.md", predictions),
     "auto": Source("python benchmarks/auto.py --workers 4", "plan.md", auto),
-    "bucket_view": Source("python benchmarks/bucket_view.py", "what_differs_from_ddp.md", bucket_view),
+    "bucket_view": Source(
+        "python benchmarks/bucket_view.py", "what_differs_from_ddp.md", bucket_view
+    ),
     "dear": Source("python benchmarks/dear.py", "methods/dear.md", dear),
-    "merge_plans": Source("python benchmarks/merge_plans.py", "methods/common.md", merge_plans),
-    "hierarchy": Source("python benchmarks/hierarchy.py", "methods/hitopk.md", hierarchy),
+    "merge_plans": Source(
+        "python benchmarks/merge_plans.py", "methods/common.md", merge_plans
+    ),
+    "hierarchy": Source(
+        "python benchmarks/hierarchy.py", "methods/hitopk.md", hierarchy
+    ),
     "hsdp": Source("python benchmarks/hsdp.py", "adapters/fsdp2.md", hsdp),
     "peers": Source("make -C benchmarks/peers", "peers.md", peers),
     "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
-    "encode_time": Source("python benchmarks/encode_time.py", "results.md", encode_time),
+    "encode_time": Source(
+        "python benchmarks/encode_time.py", "results.md", encode_time
+    ),
     "lars": Source("python benchmarks/lars.py", "large_batch.md", lars),
     "cache": Source("python benchmarks/cache.py", "data.md", cache),
     "locality": Source("python benchmarks/locality.py", "data.md", locality),
     "kfac": Source("python benchmarks/kfac.py tasks", "kfac.md", kfac),
-    "parameter_server": Source("python benchmarks/parameter_server.py", "parameter_server.md", parameter_server),
-    "parameter_server_rates_batch1": Source(f"{RATES} --model ...:batch=1", "parameter_server.md", rates),
-    "parameter_server_rates_batch4": Source(f"{RATES} --model ...:batch=4", "parameter_server.md", rates),
+    "parameter_server": Source(
+        "python benchmarks/parameter_server.py", "parameter_server.md", parameter_server
+    ),
+    "parameter_server_rates_batch1": Source(
+        f"{RATES} --model ...:batch=1", "parameter_server.md", rates
+    ),
+    "parameter_server_rates_batch4": Source(
+        f"{RATES} --model ...:batch=4", "parameter_server.md", rates
+    ),
     "federated": Source("python benchmarks/federated.py", "federated.md", federated),
     "split": Source("python benchmarks/split.py", "split.md", split),
     "supernet": Source("python benchmarks/supernet.py", "supernet.md", supernet),
@@ -411,7 +640,11 @@ def table(name: str) -> str:
     head = f"`{source.command}`; explained in [](/{source.page})"
     if not found:
         return f"{head}. Not recorded.\n"
-    lines = [f"{head}.\n", "| claim | recorded | target | reached |", "|---|---|---|---|"]
+    lines = [
+        f"{head}.\n",
+        "| claim | recorded | target | reached |",
+        "|---|---|---|---|",
+    ]
     for row in found:
         reached = "" if row.met is None else "yes" if row.met else "**no**"
         lines.append(f"| {row.what} | {row.figure} | {row.target} | {reached} |")
@@ -434,7 +667,9 @@ def figure(text: str) -> str:
     for row in rows(name) if name in SOURCES else []:
         if row.what == what:
             return row.figure
-    raise ValueError(f"{text!r} is no recorded figure: python docs/recorded.py prints them")
+    raise ValueError(
+        f"{text!r} is no recorded figure: python docs/recorded.py prints them"
+    )
 
 
 def setup(app: Any) -> None:
@@ -449,9 +684,13 @@ def setup(app: Any) -> None:
 
         def run(self) -> list[Any]:
             name = self.arguments[0]
-            self.env.note_dependency(str(RESULTS / f"{'predictions' if name == 'grid' else name}.json"))
+            self.env.note_dependency(
+                str(RESULTS / f"{'predictions' if name == 'grid' else name}.json")
+            )
             made = {"tally": tally, "grid": grid}
-            return self.parse_text_to_nodes(made[name]() if name in made else table(name))
+            return self.parse_text_to_nodes(
+                made[name]() if name in made else table(name)
+            )
 
     class Figure(SphinxRole):
         """``{recorded}`NAME: CLAIM` ``"""

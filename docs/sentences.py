@@ -19,7 +19,10 @@ def text_of(node: ast.AST) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        parts = [text_of(part) if isinstance(part, ast.Constant) else GAP for part in node.values]
+        parts = [
+            text_of(part) if isinstance(part, ast.Constant) else GAP
+            for part in node.values
+        ]
         return "".join(part or "" for part in parts)
     return None
 
@@ -27,7 +30,9 @@ def text_of(node: ast.AST) -> str | None:
 def sentences(path: Path, raised: bool = False) -> Iterator[str]:
     """Every text of a file, or only those inside ``raise``."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    waiting: list[ast.AST] = [n for n in ast.walk(tree) if isinstance(n, ast.Raise)] if raised else [tree]
+    waiting: list[ast.AST] = (
+        [n for n in ast.walk(tree) if isinstance(n, ast.Raise)] if raised else [tree]
+    )
     while waiting:
         node = waiting.pop()
         text = text_of(node)

@@ -27,7 +27,10 @@ MACHINES_OF_SEVERAL = {4: 2, 16: 4, 64: 8}  # workers: of each machine
 SEVERAL = ("hitopk",)  # the pages of methods that need them
 
 LABELS = {
-    **{name: tuple(label_of(name, options) for options in cls.candidates) for name, cls in classes().items()},
+    **{
+        name: tuple(label_of(name, options) for options in cls.candidates)
+        for name, cls in classes().items()
+    },
     "cast": ("cast:dtype=bf16", "cast:dtype=int8"),
     "qsgd": ("qsgd:bits=4",),
     "dgc": ("dgc:density=0.001",),
@@ -58,20 +61,42 @@ def question(model: str, link: str, workers: int, per_node: int) -> Question:
 
 
 @cache
-def step_seconds(label: str, model: str, link: str, workers: int, per_node: int) -> float:
+def step_seconds(
+    label: str, model: str, link: str, workers: int, per_node: int
+) -> float:
     """The predicted step; where a method makes its plan from measured times, under that plan."""
-    asked, chosen = question(model, link, workers, per_node), dict(read_methods(label)[0])[label]
-    chosen = resolved(chosen, asked.profile, asked.topology, asked.costs(), **asked.where)
+    asked, chosen = (
+        question(model, link, workers, per_node),
+        dict(read_methods(label)[0])[label],
+    )
+    chosen = resolved(
+        chosen, asked.profile, asked.topology, asked.costs(), **asked.where
+    )
     plan = planned(chosen, asked) if needs_measurement(chosen) else None
-    return simulate(chosen, asked.profile, asked.topology, asked.costs(), plan=plan, **asked.where).step_seconds
+    return simulate(
+        chosen, asked.profile, asked.topology, asked.costs(), plan=plan, **asked.where
+    ).step_seconds
 
 
 def planned(chosen: Method, asked: Question) -> Plan:
     """The plan that ``attach`` makes once it knows these prices."""
     profile, backend = asked.profile, asked.device.backend
-    dense = {name for b in plan_of(chosen, profile, backend).phases[0] if b.dense for name in b.names}
-    tensors = [PlanTensor(t.name, t.shape, t.name in dense, itemsize=profile.dtype_bytes) for t in profile.tensors]
-    measured = Measured(profile, asked.costs(), asked.topology, side_stream=not asked.device.shared_compute)
+    dense = {
+        name
+        for b in plan_of(chosen, profile, backend).phases[0]
+        if b.dense
+        for name in b.names
+    }
+    tensors = [
+        PlanTensor(t.name, t.shape, t.name in dense, itemsize=profile.dtype_bytes)
+        for t in profile.tensors
+    ]
+    measured = Measured(
+        profile,
+        asked.costs(),
+        asked.topology,
+        side_stream=not asked.device.shared_compute,
+    )
     return make_plan(chosen, tensors, range(len(tensors)), (), backend, measured)
 
 
@@ -87,12 +112,22 @@ def cell(page: str, label: str, model: str, link: str, workers: int) -> str:
 
 def figure(ratio: float) -> str:
     """Three digits."""
-    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}" if ratio < 99.95 else f"{ratio:.0f}"
+    return (
+        f"{ratio:.2f}"
+        if ratio < 9.995
+        else f"{ratio:.1f}"
+        if ratio < 99.95
+        else f"{ratio:.0f}"
+    )
 
 
 def table(page: str, label: str) -> str:
     """One table as Markdown."""
-    heads = [f"{m}, {w} workers" if w == WORKERS[0] else f"{w}" for m in MODELS for w in WORKERS]
+    heads = [
+        f"{m}, {w} workers" if w == WORKERS[0] else f"{w}"
+        for m in MODELS
+        for w in WORKERS
+    ]
     lines = [f"| `{label}` | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for link in LINKS:
         cells = [cell(page, label, m, link, w) for m in MODELS for w in WORKERS]
@@ -108,7 +143,9 @@ def fragment(page: str) -> str:
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     if unknown := set(sys.argv[1:]) - set(LABELS):
-        sys.exit(f"unknown method {', '.join(sorted(unknown))}: give names of pages, or none for all")
+        sys.exit(
+            f"unknown method {', '.join(sorted(unknown))}: give names of pages, or none for all"
+        )
     for name in sys.argv[1:] or LABELS:
         (FOLDER / f"{name}.md").write_text(fragment(name), encoding="utf-8")
         print(f"\n{fragment(name)}", end="", flush=True)

@@ -33,18 +33,30 @@ def winners(model: str) -> Map:
         flops=None,
         profile=None,
     )
-    return map_of(asked.candidates, asked.profile, workers=WORKERS, costs=asked.assumed, **asked.where)
+    return map_of(
+        asked.candidates,
+        asked.profile,
+        workers=WORKERS,
+        costs=asked.assumed,
+        **asked.where,
+    )
 
 
 def rate(bits_per_second: float) -> str:
     """As ``tc`` writes it."""
-    return f"{bits_per_second / 1e9:g} Gb/s" if bits_per_second >= 1e9 else f"{bits_per_second / 1e6:g} Mb/s"
+    return (
+        f"{bits_per_second / 1e9:g} Gb/s"
+        if bits_per_second >= 1e9
+        else f"{bits_per_second / 1e6:g} Mb/s"
+    )
 
 
 def short(label: str) -> str:
     """Without the names of options: "acp 4"."""
     name, _, options = label.partition(":")
-    return " ".join([name, *(part.partition("=")[2] for part in options.split(":") if part)])
+    return " ".join(
+        [name, *(part.partition("=")[2] for part in options.split(":") if part)]
+    )
 
 
 def table(model: str) -> str:
@@ -53,7 +65,9 @@ def table(model: str) -> str:
     heads = [model, *(f"{count} workers" for count in found.workers)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for bits, row in zip(found.bits_per_second, found.cells):
-        cells = [f"{short(c.winner)}, {c.dense_seconds / c.loss_seconds:.1f} x" for c in row]
+        cells = [
+            f"{short(c.winner)}, {c.dense_seconds / c.loss_seconds:.1f} x" for c in row
+        ]
         lines.append(f"| {rate(bits)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Part one: a batch of 128 against 8192, on scikit-learn's digits, for equal epochs."""
+"""Part one: batches from 128 to 8192, on scikit-learn's digits, for equal epochs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.optim import LAMB, LARS, param_groups, scaled_lr, warmup_poly
 
-SMALL, LARGE = 128, 8192
+BATCHES = SMALL, MIDDLE, LARGE = 128, 1024, 8192
 WEIGHT_DECAY = 1e-4
 BASE_LR = 0.1  # of SGD at 128 samples per step
 
@@ -47,9 +47,9 @@ def lamb(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 # Tuned on this data and network: SGD over 0.1 to 0.8 (unsteady from 0.2 on), LARS over 10, 20, 40, LAMB over 0.01,
 # 0.02, 0.04.
 RECIPES = (
-    Recipe("SGD", SMALL, BASE_LR, 1, sgd),
-    Recipe("SGD, linearly scaled", LARGE, scaled_lr(BASE_LR, LARGE, SMALL), 2, sgd),
+    *(Recipe("SGD, linearly scaled", n, scaled_lr(BASE_LR, n, SMALL), 1 + (n == LARGE), sgd) for n in BATCHES),
     Recipe("SGD, tuned", LARGE, 0.1, 2, sgd),
+    Recipe("LARS", MIDDLE, 10.0, 2, lars),
     Recipe("LARS", LARGE, 40.0, 2, lars),
     Recipe("LAMB", LARGE, 0.04, 2, lamb),
 )

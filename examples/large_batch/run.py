@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,12 @@ def main() -> int:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(arena)
-        from show import draw, tables
+        from show import picture, tables
 
-        found["picture"] = str(draw(found, given.out / "large_batch.png"))
+        from thinwire.pictures import write_picture
+
+        write_picture(drawn := picture(found), given.out / "large_batch.png")
+        found |= {"written": str(given.out / "large_batch.png"), "picture": asdict(drawn)}
         if given.json:
             print(json.dumps(found, indent=1))
         else:

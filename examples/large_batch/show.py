@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from thinwire.data.stall import SYNTHETIC
+from thinwire.pictures import Level, Panel, Picture, Series
 
 
 def tables(found: dict[str, Any]) -> None:
@@ -23,7 +24,7 @@ def tables(found: dict[str, Any]) -> None:
         console.print(stalls(split))
     if found["quick"]:
         console.print("--quick trains too little for the accuracies to mean anything.")
-    console.print(f"{found['seconds']:.0f} s in all; picture: {found['picture']}")
+    console.print(f"{found['seconds']:.0f} s in all; written: {found['written']}")
 
 
 def table(title: str, *names: str) -> Table:
@@ -94,44 +95,39 @@ def stalls(split: dict[str, Any]) -> Table:
     return made
 
 
-def draw(found: dict[str, Any], path: Path) -> Path:
-    """Accuracy over epochs, and waiting beside computing, as a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    splits = found.get("stalls", [])
-    panels = int("batches" in found) + int("resolutions" in found) + len(splits)
-    figure, all_axes = plt.subplots(1, panels, figsize=(5.2 * panels, 4.2), squeeze=False)
-    axes = iter(all_axes[0])
+def picture(found: dict[str, Any]) -> Picture:
+    """Batch against accuracy, accuracy over seconds, and what an epoch takes by the share of reads that hit."""
+    panels = []
     if "batches" in found:
-        here = next(axes)
-        for label, same in by_recipe(found["batches"]).items():
-            median = [statistics.median(values) for values in zip(*(row["accuracy"] for row in same))]
-            here.plot(range(1, len(median) + 1), median, marker=".", label=label)
-        here.set(title="digits", xlabel="epoch", ylabel="accuracy on held-out images")
-        here.legend(fontsize=8)
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for same in by_recipe(found["batches"]).values():
+            accuracy = statistics.median(row["accuracy"][-1] for row in same)
+            lines.setdefault(same[0]["recipe"], []).append((same[0]["batch"], accuracy))
+        panels.append(
+            Panel(
+                "samples per step", "accuracy on digits held out",
+                tuple(Series(name, *zip(*points)) for name, points in lines.items()),
+                levels=(Level(0.1, "chance"),), y_range=(0.0, 1.0), log_x=True,
+            )
+        )  # fmt: skip
     if "resolutions" in found:
-        here = next(axes)
+        shown = []
         for row in found["resolutions"]:
-            clock, gone = [], 0.0
-            for epoch in row["epochs"]:
-                gone += epoch["wait_seconds"] + epoch["step_seconds"]
-                clock.append(gone)
-            here.plot(clock, [epoch["accuracy"] for epoch in row["epochs"]], marker=".", label=row["input"])
-        here.set(title="JPEG files", xlabel="seconds of training", ylabel="accuracy on held-out images")
-        here.legend(fontsize=8)
-    for split in splits:
-        here, rows = next(axes), split["rows"]
-        names = [name for name in rows if name != SYNTHETIC] + [SYNTHETIC]
-        wait = [rows[name]["wait_seconds"] for name in names]
-        work = [rows[name]["seconds"] - rows[name]["wait_seconds"] for name in names]
-        here.bar(names, work, label="computing", color="#8c9bab")
-        here.bar(names, wait, bottom=work, label="waiting for input", color="#d1603d")
-        here.set(title=f"{split['size']} pixels", ylabel="seconds per epoch")
-        here.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+            seconds = [epoch["wait_seconds"] + epoch["step_seconds"] for epoch in row["epochs"]]
+            accuracy = tuple(epoch["accuracy"] for epoch in row["epochs"])
+            shown.append(Series(row["input"], tuple(accumulate(seconds)), accuracy))
+        panels.append(Panel("seconds", "accuracy on images held out", tuple(shown), y_range=(0.0, 1.0)))
+    for split in found.get("stalls", []):
+        rows = {name: row for name, row in split["rows"].items() if name != SYNTHETIC}
+        hits = tuple(row["hits"] / row["samples"] if "hits" in row else 0.0 for row in rows.values())
+        panels.append(
+            Panel(
+                f"share of reads that hit, {split['size']} pixels", "seconds per epoch",
+                (
+                    Series("an epoch", hits, tuple(row["seconds"] for row in rows.values())),
+                    Series("of it waiting for input", hits, tuple(row["wait_seconds"] for row in rows.values())),
+                ),
+                levels=(Level(split["rows"][SYNTHETIC]["seconds"], "batches made in advance"),),
+            )
+        )  # fmt: skip
+    return Picture(f"large batches and cached input, {found['ranks']} ranks", tuple(panels))

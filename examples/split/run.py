@@ -41,8 +41,8 @@ def main() -> None:
         words += ["--up", options.codecs, "--down", options.codecs, "--epochs", options.epochs, "--link", options.link]
         words += ["--latency", options.delay, "--out", str(folder)] + ["--kind", "boundary"] * options.plain
         subprocess.run([*THINWIRE, "plan", *words], check=True)
-        keys = ["keys", "--out", str(folder / "keys"), "--host", CLOUD, "--host", "127.0.0.1"]
-        subprocess.run([*THINWIRE, *keys], check=True, stdout=subprocess.DEVNULL)
+        keys = ["keys", "new", str(folder / "keys"), "--names", "cloud,edge", "--host", CLOUD]
+        subprocess.run([*THINWIRE[:-1], *keys], check=True, stdout=subprocess.DEVNULL)
         try:
             result = lab.run(
                 lab.Cluster.parse(2, 1, options.link, options.delay),
@@ -65,9 +65,11 @@ def machine(folder: Path) -> None:
     """What each of the two machines runs: rank 0 is the cloud."""
     if os.environ["RANK"] == "0":
         words = ["cloud", str(folder / "cloud.safetensors"), "--listen", f"{os.environ['MASTER_ADDR']}:7443"]
-        raise SystemExit(subprocess.run([*THINWIRE, *words, "--keys", str(folder / "keys")]).returncode)
+        raise SystemExit(subprocess.run([*THINWIRE, *words, "--keys", str(folder / "keys" / "cloud")]).returncode)
     words = ["edge", str(folder / "edge.safetensors"), "--cloud", f"{os.environ['MASTER_ADDR']}:7443", "--json"]
-    done = subprocess.run([*THINWIRE, *words, "--keys", str(folder / "keys")], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*THINWIRE, *words, "--keys", str(folder / "keys" / "edge")], stdout=subprocess.PIPE, text=True
+    )
     (folder / "report.json").write_text(done.stdout)
     raise SystemExit(done.returncode)
 

@@ -102,7 +102,7 @@ def test_no_other_words_let_anybody_in_for_long(good):
 
 def test_a_listener_hears_them_all_and_then_a_node(good):
     came = []
-    listener = Listener(roles=("node",), secret=SECRET, notes={"a": "b"})
+    listener = Listener(roles=("node",), trust=SECRET, notes={"a": "b"})
     listener.serve(lambda pair, first: came.append(pair), 4)
 
     @settings(max_examples=100, database=None)

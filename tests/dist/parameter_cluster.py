@@ -140,25 +140,28 @@ class Cluster:
         shard_folder: for shards' checkpoints.
         apart: the server is ``process``, to be killed, and there is no ``service``.
         shards_apart: of these shards too; each is in ``shard_processes``, by its number, and not in ``shards``.
+        keys: directory with identities server, shard0, ..., node0, ...
     """
 
     def __init__(
         self, settings, nodes, workers=1, *, delays=(), port=0, spoil=None, outer=None, width=6, shard_folder=None,
-        apart=False, shards_apart=(), **options,
+        apart=False, shards_apart=(), keys=None, **options,
     ):  # fmt: skip
         self.status = self.service = self.process = None
         self.failures = []
         self.nodes, self.workers, self.models = {}, [], {}
+        self._keys = keys
         self._settings, self._spoil, self._width = settings, spoil, width
         self._threads = []
         self.shards, self.shard_processes = [], {}
         if apart:
             port = port or free_port()
-            self.process = process(serve_apart, settings, port, {"nodes": nodes, **options})
+            more = {"nodes": nodes, "keys": self.keys_of("server"), **options}
+            self.process = process(serve_apart, settings, port, more)
         else:
             self.model = model(width=width)
             self.service = Service(self.model, settings, port=port, host="127.0.0.1", outer=outer or sgd(),
-                                   nodes=nodes, **options)  # fmt: skip
+                                   nodes=nodes, keys=self.keys_of("server"), **options)  # fmt: skip
             port = self.service.port
         self.address = f"127.0.0.1:{port}"
         for index in range(options.get("shards", 0)):
@@ -173,6 +176,9 @@ class Cluster:
         while any(len(node.leader.alive) < workers for node in self.nodes.values()) and time.monotonic() < end:
             time.sleep(0.002)
         self.serving = None if apart else self._thread(self._serve)
+
+    def keys_of(self, name):
+        return None if self._keys is None else self._keys / name
 
     def _thread(self, target, *args):
         def guarded():
@@ -189,16 +195,17 @@ class Cluster:
         self.status = self.service.run()
 
     def add_shard(self, index, **options):
-        shard = Shard(self.address, index, host="127.0.0.1", **options)
+        shard = Shard(self.address, index, host="127.0.0.1", keys=self.keys_of(f"shard{index}"), **options)
         self.shards.append(shard)
         self._threads.append(self._thread(shard.run))
 
     def add(self, number, workers=1, delay=0.0, **options):
-        node = self.nodes[number] = Node(self.address, number, workers, **options)
+        keys = self.keys_of(f"node{number}")
+        node = self.nodes[number] = Node(self.address, number, workers, **{"keys": keys, **options})
         for k in range(workers):
             network = self.models[number, k] = model(99, self._width)
             worker = Worker(
-                network, *part_of(number, k, delay, self._spoil), node.address, k, check=lambda: node.wait(0)
+                network, *part_of(number, k, delay, self._spoil), node.address, k, check=lambda: node.wait(0), keys=keys
             )
             self.workers.append(worker)
             self._threads.append(self._thread(worker.run))

@@ -239,7 +239,7 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
         with pytest.raises(kind, match=sentence):
             Shard(address, index, host="127.0.0.1", **options).run()
     # a leader that sends pieces before the server has admitted it, or somebody else's
-    (host, port), _ = json.loads(Meeting(address, Badge("node", 7)).note("shards"))["places"]
+    (host, port, _), _ = json.loads(Meeting(address, Badge("node", 7)).note("shards"))["places"]
     stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)), Badge("node", 7))
     stranger.receive_frame(FRAME.size, 5.0)
     (member,) = cluster.service.machine.members

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from spawned import free_port
-from thinwire.split import LocalPair, Recipe, SplitPlan, load_half, prepare, write_keys
+from thinwire.link.keys import new_keys
+from thinwire.split import LocalPair, Recipe, SplitPlan, load_half, prepare
 from thinwire.split.files import read_facts
 from thinwire.split.finetune import train
 from thinwire.split.models.presets import preset
@@ -38,7 +39,7 @@ def prepared(folder, plan, epochs=2):
     sizes = {"layers": 2, "hidden": 32, "heads": 2}
     model = preset("bert", classes=task.classes, vocabulary=task.vocabulary, length=12, **sizes)
     prepare(model, plan, folder, notes={"task": WORDS, "recipe": json.loads(recipe.to_json())})
-    write_keys(folder / "keys")
+    new_keys(folder / "keys", ["cloud", "edge"])
     ends = [load_half(folder, role).module for role in ("edge", "cloud")]
     front, back = ends if plan.front_on == "edge" else reversed(ends)
     pair = LocalPair(front, back, recipe, recipe.steps(len(task.train)), folder / "local")
@@ -52,7 +53,7 @@ def start(role, folder, port, *more):
         role,
         str(folder),
         "--keys",
-        str(folder / "keys"),
+        str(folder / "keys" / role),
         "--checkpoint-dir",
         str(folder / f"{role}-kept"),
         "--json",

@@ -7,7 +7,8 @@ import pytest
 from wires import collect
 
 from thinwire import lab
-from thinwire.split import Link, Shape, SplitPlan, crossings, estimate, prepare, write_keys
+from thinwire.link.keys import new_keys
+from thinwire.split import Link, Shape, SplitPlan, crossings, estimate, prepare
 from thinwire.split.models.presets import preset
 
 pytestmark = [pytest.mark.net, pytest.mark.usefixtures("no_leftovers")]
@@ -21,13 +22,13 @@ folder, recipe = sys.argv[1], Recipe(batch_size=8)
 if os.environ["RANK"] == "0":
     half = load_half(folder, "cloud")
     cloud = CloudEnd(half.module, half.pair, recipe)
-    CloudServer(cloud, "0.0.0.0", 7443, Credentials.of(folder + "/keys", "cloud")).serve(1, idle_seconds=200)
+    CloudServer(cloud, "0.0.0.0", 7443, Credentials.of(folder + "/keys/cloud")).serve(1, idle_seconds=200)
     sys.exit()
 half = load_half(folder, "edge")
 edge = EdgeEnd(half.module, half.pair, recipe, 10)
 ids = torch.randint(5, 100, (8, 32))
 batch = Batch({"input_ids": ids}, torch.zeros(8, dtype=torch.int64), torch.full((8,), 32), torch.arange(8))
-keys, far = Credentials.of(folder + "/keys", "edge"), os.environ["MASTER_ADDR"]
+keys, far = Credentials.of(folder + "/keys/edge"), os.environ["MASTER_ADDR"]
 with CloudClient(far, 7443, keys, reconnect_seconds=150) as link:  # the other's imports take long on a busy machine
     link.attach(edge)
     edge.step(batch)
@@ -45,7 +46,7 @@ with CloudClient(far, 7443, keys, reconnect_seconds=150) as link:  # the other's
 def test_a_step_across_a_slow_link(any_mode, tmp_path):
     plan = SplitPlan(1, "boundary")
     prepare(preset("bert", classes=2, vocabulary=100, length=32, layers=2, hidden=128, heads=2), plan, tmp_path)
-    write_keys(tmp_path / "keys", hosts=("10.77.0.1",))
+    new_keys(tmp_path / "keys", ["cloud", "edge"], ["10.77.0.1"])
     cluster = lab.Cluster.parse(2, 1, "10mbit")
     result, lines = collect(cluster, [sys.executable, "-c", SCRIPT, str(tmp_path)], timeout_seconds=250)
     assert result.exit_codes == (0, 0), lines

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from fences import blocks
+
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^(<!-- tested -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(\w+=\S+ )*(thinwire|python|torchrun|make|pip|accelerate|srun|kubectl) ")
 
 
@@ -65,15 +66,16 @@ class Shown:
     by: str = ""
 
 
-def blocks(page: str) -> list[str]:
-    return [code for tested, _, code in BLOCK.findall((ROOT / page).read_text()) if tested]
+def python_of(page: str) -> list[str]:
+    """The Python of a page that other tests run."""
+    return [block.code for block in blocks((ROOT / page).read_text()) if block.above == "<!-- tested -->"]
 
 
 def commands(page: str) -> list[str]:
     found = []
-    for _, language, code in BLOCK.findall((ROOT / page).read_text()):
-        if language in ("", "sh", "bash"):
-            for line in code.replace("\\\n", " ").splitlines():
+    for block in blocks((ROOT / page).read_text()):
+        if block.language in ("", "sh"):
+            for line in block.code.replace("\\\n", " ").splitlines():
                 line = re.sub(r"\s+", " ", line.split("  #")[0]).strip()
                 if COMMAND.match(line):
                     found.append(line)
@@ -301,15 +303,15 @@ PAGES: dict[str, dict[str, Shown]] = {
 }
 BENCH, SCRIPTS = "docs/bench.md", "docs/script.md"
 FILES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"train.py": lambda: blocks(SCRIPTS)[-1]},
-    "docs/bench.md": {"mymodule.py": lambda: "\n".join(blocks(BENCH))},
-    "docs/lab.md": {"train.py": lambda: blocks(SCRIPTS)[-1]},
-    "docs/measure.md": {"my_module.py": lambda: blocks(BENCH)[0]},
-    "docs/quickstart.md": {"train.py": lambda: blocks("docs/quickstart.md")[0]},
-    "docs/race.md": {"mymodule.py": lambda: blocks("docs/race.md")[0]},
-    "docs/script.md": {"train.py": lambda: blocks(SCRIPTS)[-1]},
-    "docs/troubleshooting.md": {"mymodule.py": lambda: blocks(BENCH)[0]},
-    "docs/which.md": {"mymodule.py": lambda: blocks(BENCH)[0]},
+    "README.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
+    "docs/bench.md": {"mymodule.py": lambda: "\n".join(python_of(BENCH))},
+    "docs/lab.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
+    "docs/measure.md": {"my_module.py": lambda: python_of(BENCH)[0]},
+    "docs/quickstart.md": {"train.py": lambda: python_of("docs/quickstart.md")[0]},
+    "docs/race.md": {"mymodule.py": lambda: python_of("docs/race.md")[0]},
+    "docs/script.md": {"train.py": lambda: python_of(SCRIPTS)[-1]},
+    "docs/troubleshooting.md": {"mymodule.py": lambda: python_of(BENCH)[0]},
+    "docs/which.md": {"mymodule.py": lambda: python_of(BENCH)[0]},
 }
 BEFORE = {"docs/traces.md": "thinwire profile mlp:width=64 --out profile.json"}
 """Files that a page's commands need: blocks of pages, and what another page has made."""

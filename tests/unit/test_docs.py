@@ -112,7 +112,14 @@ def test_example_method_runs_on_shapes_alone(random_k):
         random_k(density=0.0)
 
 
-DOCTESTS = ("program.local_world", "planner.merge.fuse", "planner.placement", "methods.feedback", "kernels.seeding")
+DOCTESTS = (
+    "program.local_world",
+    "planner.merge.fuse",
+    "planner.placement",
+    "methods.feedback",
+    "kernels.seeding",
+    "kfac.scheduled",
+)
 
 
 @pytest.mark.parametrize("name", DOCTESTS)

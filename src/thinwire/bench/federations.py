@@ -6,6 +6,7 @@ What does not live here: algorithms, partitions and readers (federated/).
 from __future__ import annotations
 
 import dataclasses
+import math
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from thinwire.bench.functions import check_options, load_function, told
 from thinwire.bench.words import nearest, split_options
-from thinwire.federated import ArrayClients, FedAvg, Federation, FunctionClients, TextClients, partition
+from thinwire.federated import ArrayClients, FedAvg, Federation, FunctionClients, TextClients, over_clients, partition
 
 
 def digits(
@@ -42,20 +43,25 @@ def digits(
     }
     if split not in splits:
         raise ValueError(f"digits: split={split!r} is unknown; use one of {', '.join(splits)}")
+    parts, held_out = splits[split](), (pixels[known:], labels[known:])
+
+    def right(model: nn.Module, data: Any) -> float:
+        return float((model(data[0]).argmax(1) == data[1]).float().mean())
 
     def evaluate(model: nn.Module, round: int) -> Mapping[str, float]:
-        logits = model(pixels[known:])
-        right = (logits.argmax(1) == labels[known:]).float().mean()
-        return {"accuracy": float(right), "held-out loss": float(F.cross_entropy(logits, labels[known:]))}
+        loss = F.cross_entropy(model(held_out[0]), held_out[1])
+        return {"accuracy": right(model, held_out), "held-out loss": float(loss)}
 
     torch.manual_seed(0)
     return Federation(
         FedAvg(lr=0.2, batch_size=10, epochs=5),
         network(width, hidden),
-        ArrayClients((pixels[:known], labels[:known]), splits[split]()),
+        ArrayClients((pixels[:known], labels[:known]), parts),
         rounds=50,
         clients_per_round=min(20, clients),
         evaluate=evaluate,
+        per_client=over_clients(right, ArrayClients(held_out, partition.alike(labels[:known], parts, labels[known:]))),
+        chance={"accuracy": 0.1, "held-out loss": math.log(10)},
     )
 
 
@@ -89,6 +95,7 @@ def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> 
         clients_per_round=min(16, len(train)),
         loss=loss,
         evaluate=evaluate,
+        chance={"held-out loss": math.log(256)},
     )
 
 
@@ -137,7 +144,7 @@ def build_federation(name: str) -> Federation:
     return check_federation(made, name)
 
 
-ALGORITHMS = ("FedAvg", "FedProx", "FedOpt", "FedNova", "Mime", "Scaffold", "FedDyn")
+ALGORITHMS = ("FedAvg", "FedProx", "FedOpt", "FedNova", "Mime", "Scaffold", "FedDyn", "FedRobust")
 TUNED: Mapping[str, Mapping[str, Any]] = {
     "FedOpt": {"server_lr": 0.02},
     "Mime": {"beta": 0.5},

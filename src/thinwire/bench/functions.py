@@ -51,8 +51,7 @@ def told(what: str) -> Iterator[None]:
 
 def in_words(error: Exception) -> str:
     """``file, line: Type: message``; the place is the innermost one that is neither thinwire's nor a library's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    own = _own_frames(error)
     place: tuple[str, int | None] | None = (own[-1].filename, own[-1].lineno) if own else None
     words = str(error)
     if isinstance(error, SyntaxError) and error.filename:
@@ -60,6 +59,16 @@ def in_words(error: Exception) -> str:
     at = f"{os.path.relpath(place[0])}, line {place[1]}: " if place else ""
     lines = words.strip().splitlines()
     return f"{at}{type(error).__name__}" + (f": {lines[0]}" if lines else "")
+
+
+def is_users(error: Exception) -> bool:
+    """Whether it came out of code of the user's."""
+    return bool(_own_frames(error))
+
+
+def _own_frames(error: Exception) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
 
 
 def check_options(label: str, function: Callable[..., Any], options: Mapping[str, Any], *, ours: bool) -> None:

@@ -40,6 +40,16 @@ class Bar:
         """How far it has come."""
         return self.shown.tasks[0].completed
 
+    @property
+    def hidden(self) -> bool:
+        """Whether stderr is no terminal."""
+        return self.shown.disable
+
+    def log(self, text: str) -> None:
+        """Print a line that stays, above the bar if there is one."""
+        self.told = time.monotonic()
+        self.shown.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def say(self, text: str, style: str) -> None:
         """Print a line above it."""
         self.shown.console.print(text, style=style, markup=False)

@@ -86,6 +86,8 @@ def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
     """The facts, and with them what follows from them."""
     from dataclasses import asdict
 
+    from thinwire.measure.doctor.listeners import LISTENERS
+
     return {
         **asdict(facts),
         "backend in use": (diagnosis.nccl or diagnosis.gloo).backend,
@@ -96,6 +98,7 @@ def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
         "nccl": asdict(diagnosis.nccl) if diagnosis.nccl else None,
         "findings": [asdict(finding) for finding in diagnosis.findings],
         "prevents_training": diagnosis.prevents_training,
+        "listeners": [asdict(listener) for listener in LISTENERS],
     }
 
 
@@ -105,6 +108,7 @@ def _show(facts: Facts, diagnosis: Diagnosis) -> None:
 
     console = Console(highlight=False)
     console.print(_machine(facts, diagnosis))
+    console.print(_listeners())
     for finding in diagnosis.findings:
         line = Text(f"{finding.level}: ", style=_COLOURS[finding.level]).append(finding.what, style="default")
         console.print(line.append(f"\n    {finding.remedy} [{finding.code}]", style="default"))
@@ -143,6 +147,18 @@ def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
     table = Table("what", "found", show_header=False)
     for name, value in rows.items():
         table.add_row(name, Text(value))  # whatever brackets are in it
+    return table
+
+
+def _listeners() -> Table:
+    """What opens a port where, for whom."""
+    from rich.table import Table
+
+    from thinwire.measure.doctor.listeners import LISTENERS
+
+    table = Table("what listens, while it runs", "at", "who may come in", "encrypted")
+    for one in LISTENERS:
+        table.add_row(one.what, one.address, one.admits, one.encrypted)
     return table
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json as json_module
+import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.console import progress
-from thinwire.cli.errors import RunFailed
+from thinwire.cli.console import check_output
 from thinwire.cli.ranks import torchrun_group
-
-if TYPE_CHECKING:
-    from thinwire.federated import RoundRecord
 
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
 
@@ -29,8 +26,8 @@ def run(
     algorithm: Annotated[
         str | None,
         typer.Option(
-            help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, as scaffold:lr=0.1; "
-            "what is not named stays as the federation has it."
+            help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, fedrobust, as scaffold:lr=0.1; several, "
+            "with commas between, side by side. What is not named stays as the federation has it."
         ),
     ] = None,
     compress: Annotated[str | None, typer.Option(help="Method for the clients' changes, as topk:density=0.01.")] = None,
@@ -40,7 +37,10 @@ def run(
     schedule: Annotated[str, typer.Option(help="auto, equal, lpt or pull.")] = "auto",
     reduction: Annotated[str | None, typer.Option(help="fp32, fp64 or exact.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of cohorts and clients.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="In rounds.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="In rounds; else at most 20 times.")] = None,
+    per_client: Annotated[
+        bool, typer.Option("--per-client", help="Also the accuracy of the median client and of the worst tenth.")
+    ] = False,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="A folder; a run that is there goes on.")] = None,
     checkpoint_every: Annotated[int, typer.Option(help="In rounds.")] = 1,
     state_memory: Annotated[int, typer.Option(help="Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
@@ -51,67 +51,80 @@ def run(
     json: Annotated[bool, typer.Option("--json", help="The history as JSON on stdout.")] = False,
 ) -> None:
     """Train a federation here: in this process, or on the ranks that torchrun has started."""
+    import torch
     from rich.console import Console
 
-    from thinwire.bench.federations import build_algorithm, build_federation, compressed
-    from thinwire.cli.federated_tables import failures, in_force, outcome, rounds_table, traffic
-    from thinwire.federated import ClientStateStore, ClientTrace
+    from thinwire.cli.federated_runs import federations, folder_of, spent, train
+    from thinwire.cli.federated_tables import (
+        algorithms_table,
+        failures,
+        in_force,
+        outcome,
+        rounds_table,
+        traffic,
+    )  # fmt: skip
+    from thinwire.federated import ClientStateStore, ClientTrace, History
     from thinwire.federated.picture import history_picture
     from thinwire.pictures import check_plot, write_picture
 
     check_plot(plot)
+    check_output("--out", out)
     if threads < 1:
         raise ValueError(f"--threads {threads} must be at least 1")
-    import torch
-
+    given = {
+        "rounds": rounds, "clients_per_round": clients_per_round, "seed": seed, "reduction": reduction,
+        "evaluate_every": evaluate_every,
+    }  # fmt: skip
+    asked = federations(federation, algorithm, compress, given, per_client=per_client)
+    if out is not None and len(asked) > 1:
+        raise ValueError("--out takes the weights of one algorithm: name one")
     torch.set_num_threads(threads)
-    made = build_federation(federation)
-    if algorithm is not None:
-        made.algorithm = build_algorithm(algorithm, made.algorithm, compress)
-    else:
-        made.algorithm = compressed(made.algorithm, compress)
-    given = {"rounds": rounds, "clients_per_round": clients_per_round, "seed": seed, "reduction": reduction}
-    for name, value in {**given, "evaluate_every": evaluate_every}.items():
-        if value is not None:
-            setattr(made, name, value)
-    options: dict[str, Any] = {"checkpoint_dir": checkpoint_dir, "checkpoint_every": checkpoint_every}
-    options |= {"schedule": schedule, "devices": devices}
+    options: dict[str, Any] = {"checkpoint_every": checkpoint_every, "schedule": schedule, "devices": devices}
     options["trace"] = None if trace is None else ClientTrace.read(trace)
-    if made.algorithm.stateful:
-        folder = None if checkpoint_dir is None else checkpoint_dir / "states"
-        options["state"] = ClientStateStore(len(made.clients), folder, state_memory)
-    console = Console()
-    with torchrun_group() as (rank, _), progress("first round", made.rounds, quiet=rank != 0) as bar:
-
-        def shown(row: RoundRecord) -> None:
-            numbers = {**row.metrics, **row.evaluation}
-            words = ", ".join(f"{name} {value:.3g}" for name, value in list(numbers.items())[:3])
-            bar(completed=row.round + 1, description=words)
-
-        if rank == 0 and not json:
+    console = Console(quiet=json)
+    runs: dict[str, History] = {}
+    with torchrun_group() as (rank, _):
+        console.quiet = json or rank != 0
+        for name, made in asked.items():
+            folder = folder_of(checkpoint_dir, name, len(asked))
+            store = {}
+            if made.algorithm.stateful:
+                states = None if folder is None else folder / "states"
+                store["state"] = ClientStateStore(len(made.clients), states, state_memory)
             console.print(in_force(made.algorithm), markup=False, highlight=False)
-        try:
-            history = made.simulate(on_round=shown, **options)
-        except (OverflowError, OSError) as error:
-            raise RunFailed(str(error)) from error
+            runs[name] = train(name, made, rank, checkpoint_dir=folder, **options, **store)
     if rank != 0:
         return
+    made = list(asked.values())[-1]
+    title = f"{federation}, {made.clients_per_round} of {len(made.clients)} clients a round"
+    picture = history_picture(runs, title, made.chance)
+    if json:
+        only = [json_module.loads(history.to_json()) for history in runs.values()]
+        data = only[0] if len(runs) == 1 else {"runs": dict(zip(runs, only))}
+        typer.echo(json_module.dumps({**data, "picture": asdict(picture)}))
+    for name, history in runs.items():
+        if len(runs) == 1:
+            console.print(rounds_table(history, console.width))
+            console.print(traffic(history), markup=False)
+        for sentence in failures(history):
+            console.print(sentence if len(runs) == 1 else f"{name}, {sentence}", style="yellow", markup=False)
+    if len(runs) > 1:
+        console.print(algorithms_table(runs, f"{title}, {made.rounds} rounds", console.width))
     if out is not None:
         from thinwire.durable import write_whole
         from thinwire.federated import files
 
         write_whole(out, files.pack({**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}))
-    picture = history_picture(history, f"{federation}, {history.about['algorithm']}")
+        console.print(f"written: {out}", markup=False)
     if plot is not None:
         write_picture(picture, plot)
-    if json:
-        typer.echo(json_module.dumps({**json_module.loads(history.to_json()), "picture": asdict(picture)}))
-        return
-    console.print(rounds_table(history))
-    console.print(outcome(history), markup=False)
-    console.print(traffic(history), markup=False)
-    for sentence in failures(history):
-        console.print(sentence, style="yellow", markup=False)
+        console.print(f"written: {plot}", markup=False)
+    for name, one in asked.items():
+        if (said := spent(one)) is not None:
+            console.print(said if len(runs) == 1 else f"{name}, {said}", markup=False, highlight=False)
+    for name, history in runs.items():
+        last = outcome(history, made.chance)
+        console.print(last if len(runs) == 1 else f"{name}, {last}", markup=False, highlight=False)
 
 
 @app.command()
@@ -125,7 +138,7 @@ def predict(
     clients_per_round: Annotated[int, typer.Option(help="How many train in a round.")] = 100,
     mean: Annotated[float, typer.Option(help="Samples of a client, mean of a log-normal distribution.")] = 50.0,
     spread: Annotated[float, typer.Option(help="Standard deviation of its logarithm; 0: all alike.")] = 1.0,
-    rounds: Annotated[int, typer.Option(help="How many.")] = 10,
+    rounds: Annotated[int, typer.Option(help="That the means are over.")] = 50,
     seed: Annotated[int, typer.Option(help="Of sizes and cohorts.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="All rounds as JSON on stdout.")] = False,
 ) -> None:
@@ -151,10 +164,30 @@ def predict(
     schedules = ("equal", "lpt", "pull", "auto")
     found = [predicted(name, clients, lambda i: int(sizes[i]), speeds, **numbers) for name in schedules]
     if json:
-        typer.echo(json_module.dumps([{**asdict(one), "ratio": one.ratio} for one in found]))
+        typer.echo(json_module.dumps([{**asdict(one), "seconds": one.seconds, "ratio": one.ratio} for one in found]))
         return
-    title = f"{clients_per_round} of {clients} clients a round on {len(speeds)} devices"
+    title = f"{clients_per_round} of {clients} clients a round, {len(speeds)} devices, {rounds} rounds"
     Console().print(schedules_table(found, title))
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="Where it goes; made if it is not there.")],
+) -> None:
+    """Begin a federation of your own: a folder with one that runs, to put your data, model and algorithm into."""
+    from importlib import resources
+
+    template = resources.files("thinwire.federated") / "template"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already and not empty: give another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("README.md", "federation.py", "speeds.json"):
+            (folder / name).write_bytes(template.joinpath(name).read_bytes())
+            typer.echo(f"written: {folder / name}")
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error.strerror}") from error
+    typer.echo(f"next: cd {shlex.quote(str(folder))} && thinwire federated run federation:build")
 
 
 @app.command()

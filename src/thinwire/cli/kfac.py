@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thinwire.cli.console import check_output, plain_table, progress
+from thinwire.cli.kfac_tune import tune
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from thinwire.kfac.plan import KFACPlan
     from thinwire.kfac.predict import KFACPrediction
 
-app = typer.Typer(help="Second order: plan K-FAC's messages and inversions, measure inversions.", no_args_is_help=True)
+app = typer.Typer(
+    help="Second order: plan K-FAC's messages and inversions, measure inversions, try dampings.", no_args_is_help=True
+)
+app.command("tune")(tune)
 
 
 @app.command("plan")

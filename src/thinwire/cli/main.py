@@ -14,6 +14,7 @@ from thinwire.cli import (
     demo,
     doctor,
     federated,
+    keys,
     kfac,
     lab,
     plan,
@@ -65,6 +66,7 @@ app.command("profile", rich_help_panel=_LOOK)(profile.profile)
 app.command("report", rich_help_panel=_LOOK)(report.report)
 app.command("watch", rich_help_panel=_LOOK)(watch.watch)
 app.add_typer(lab.app, name="lab", rich_help_panel=_LOOK)
+app.add_typer(keys.app, name="keys", rich_help_panel=_SYSTEMS)
 app.add_typer(kfac.app, name="kfac", rich_help_panel=_SYSTEMS)
 app.add_typer(ps.app, name="ps", rich_help_panel=_SYSTEMS)
 app.add_typer(federated.app, name="federated", rich_help_panel=_SYSTEMS)

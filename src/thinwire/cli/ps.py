@@ -25,12 +25,16 @@ SettingsText = Annotated[
 ]
 OuterText = Annotated[str, typer.Option("--outer", help="The server's optimizer, as sgd:lr=0.1:momentum=0.9.")]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
-Host = Annotated[str, typer.Option(help="The address to listen at; another than this machine's own needs a secret.")]
+Host = Annotated[str, typer.Option(help="The address to listen at; one that others reach needs keys or a secret.")]
+Keys = Annotated[
+    Path | None,
+    typer.Option(help="This machine's directory that `thinwire keys new` wrote: TLS with certificates on both sides."),
+]
 SecretFile = Annotated[
     Path | None,
     typer.Option(help="A file with the secret of this training, equal on all machines; else THINWIRE_SECRET_FILE."),
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Without a secret: let in whoever reaches the port.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Without keys and secret: let in whoever reaches the port.")]
 
 
 @app.command()
@@ -40,6 +44,7 @@ def server(
     outer: OuterText = "auto",
     port: Annotated[int, typer.Option(help="Where nodes and shards come.")] = 29400,
     host: Host = "127.0.0.1",
+    keys: Keys = None,
     secret_file: SecretFile = None,
     insecure: Insecure = False,
     nodes: Annotated[int, typer.Option(help="The first weights wait for this many nodes.")] = 1,
@@ -63,7 +68,7 @@ def server(
     with live() as show:
         service = make_service(
             model, settings, outer, port=port, host=host, secret=read_secret_file(secret_file),
-            insecure=insecure, nodes=nodes, shards=shards, updates=updates, gradients=gradients,
+            keys=keys, insecure=insecure, nodes=nodes, shards=shards, updates=updates, gradients=gradients,
             checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, journal=journal, seed=seed,
             on_status=lambda status: show(status.to_dict()),
         )  # fmt: skip
@@ -82,6 +87,7 @@ def shard(
     ] = None,
     port: Annotated[int, typer.Option(help="Where nodes find this shard; 0: a free one.")] = 0,
     host: Host = "127.0.0.1",
+    keys: Keys = None,
     secret_file: SecretFile = None,
     insecure: Insecure = False,
     checkpoint_dir: Annotated[
@@ -93,8 +99,9 @@ def shard(
     from thinwire.cli.ps_work import read_secret_file, run_shard
 
     result = run_shard(
-        server, index, outer, port, checkpoint_dir, host=host, secret=read_secret_file(secret_file), insecure=insecure
-    )
+        server, index, outer, port, checkpoint_dir, host=host, keys=keys, secret=read_secret_file(secret_file),
+        insecure=insecure,
+    )  # fmt: skip
     typer.echo(
         json_module.dumps(result) if json else f"shard {index}: training has ended at version {result['version']}"
     )
@@ -103,6 +110,7 @@ def shard(
 @app.command()
 def node(
     server: Annotated[str, typer.Option(help="host:port of the server.")],
+    keys: Keys = None,
     secret_file: SecretFile = None,
     model: Model = "chargpt",
     node: Annotated[int | None, typer.Option(help="Number of this node; by default made of the host's name.")] = None,
@@ -117,18 +125,21 @@ def node(
     """Work for a server: this node's leader and its workers; workers that die are started again."""
     from thinwire.cli.ps_work import run_node
 
-    result = run_node(server, model, node, workers, slowdown=slowdown, pace=pace, seed=seed, secret_file=secret_file)
+    result = run_node(
+        server, model, node, workers, slowdown=slowdown, pace=pace, seed=seed, secret_file=secret_file, keys=keys
+    )
     typer.echo(json_module.dumps(result) if json else f"node {result['node']}: {result['end']}")
 
 
 @app.command(hidden=True)
 def worker(
-    leader: str, number: int, model: str, node: int, slowdown: float = 1.0, pace: float = 0.0, seed: int = 0
-) -> None:
+    leader: str, number: int, model: str, node: int, slowdown: float = 1.0, pace: float = 0.0, seed: int = 0,
+    keys: Path | None = None,
+) -> None:  # fmt: skip
     """One worker of `ps node`, a process of its own."""
     from thinwire.cli.ps_work import make_worker
 
-    make_worker(leader, number, model, node, slowdown=slowdown, pace=pace, seed=seed).run()
+    make_worker(leader, number, model, node, slowdown=slowdown, pace=pace, seed=seed, keys=keys).run()
 
 
 @app.command()

@@ -142,7 +142,7 @@ def rank_of(node: int, worker: int) -> int:
 
 def make_worker(
     leader: str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int,
-    check: Callable[[], object] = lambda: None, secret: bytes | None = None,
+    check: Callable[[], object] = lambda: None, secret: bytes | None = None, keys: Path | None = None,
 ) -> Worker:  # fmt: skip
     """A worker on a model of the bench."""
     from thinwire.parameter_server import Worker
@@ -154,13 +154,13 @@ def make_worker(
 
     return Worker(
         workload.model, lambda step: step, loss, leader, number, slowdown=slowdown, pace_seconds=pace, check=check,
-        secret=secret,
+        secret=secret, keys=keys,
     )  # fmt: skip
 
 
 def run_node(
     server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
-    seed: int = 0, secret_file: Path | None = None,
+    seed: int = 0, secret_file: Path | None = None, keys: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A leader with its workers: one in this process, or several in processes of their own.
 
@@ -183,11 +183,11 @@ def run_node(
     children: dict[int, subprocess.Popen[bytes]] = {}
     node = None
     try:
-        node = Node(server, number, workers, secret=secret)
+        node = Node(server, number, workers, secret=secret, keys=keys)
         if workers == 1:
             worker = make_worker(
                 node.address, 0, model, number, slowdown=slowdown, pace=pace, seed=seed, check=lambda: node.wait(0),
-                secret=secret,
+                secret=secret, keys=keys,
             )  # fmt: skip
             stats = worker.run()
             node.wait(5.0)
@@ -202,6 +202,7 @@ def run_node(
                     command = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps", "worker"]
                     command += [node.address, str(k), model, str(number)]
                     command += ["--slowdown", str(slowdown), "--seed", str(seed), "--pace", str(pace)]
+                    command += [] if keys is None else ["--keys", str(keys)]
                     children[k] = subprocess.Popen(command, env=environment)
         _await(children)
         return {"node": number, "end": "training has ended", "restarts": restarts}

@@ -43,30 +43,11 @@ LinkUp = Annotated[str, typer.Option("--link", help="Rate from the edge to the c
 LinkDown = Annotated[str | None, typer.Option("--link-down", help="Rate to the edge; else the same.")]
 Latency = Annotated[str, typer.Option(help="One-way delay, such as 10ms.")]
 Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
-Keys = Annotated[Path | None, typer.Option(help="Directory that thinwire split keys wrote; none: no TLS.")]
+Keys = Annotated[Path | None, typer.Option(help="This machine's directory that thinwire keys new wrote; none: no TLS.")]
 Fingerprint = Annotated[str | None, typer.Option(help="SHA-256 of the other end's certificate: that one only.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Without keys, also to other machines: all in the clear.")]
 Checkpoints = Annotated[Path | None, typer.Option(help="Directory of this end's checkpoints; to go on after a stop.")]
 Out = Annotated[Path | None, typer.Option(help="Write the trained half to this .safetensors file.")]
-
-
-@app.command()
-def keys(
-    out: Annotated[Path, typer.Option(help="Directory to write to.")] = Path("keys"),
-    host: Annotated[list[str] | None, typer.Option(help="Name or address of the cloud; may be repeated.")] = None,
-    edge: Annotated[list[str] | None, typer.Option(help="Name of an edge; may be repeated.")] = None,
-    json: Json = False,
-) -> None:
-    """Make a development CA and certificates: ca.crt, cloud.crt/.key, edge.crt/.key."""
-    from thinwire.split import write_keys
-
-    files = write_keys(out, host or ("localhost", "127.0.0.1"), edge or ("edge",))
-    if json:
-        typer.echo(json_module.dumps({"files": [str(path) for path in files]}))
-        return
-    for path in files:
-        typer.echo(f"written: {path}")
-    typer.echo("take ca.crt and the cloud's two files to the cloud, ca.crt and an edge's own two to each edge")
 
 
 @app.command()
@@ -148,7 +129,7 @@ def cloud(
 
     facts = read_facts(half / "cloud.safetensors" if half.is_dir() else half)
     address = read_address(listen)
-    trust = read_keys(keys, "cloud", fingerprint, address[0], insecure)
+    trust = read_keys(keys, fingerprint, address[0], insecure)
     with _steps() as on_step:
         report = split_finetune(
             None, half, role="cloud", recipe=recipe_of(facts["notes"]), address=address, tls=trust, insecure=insecure,
@@ -162,7 +143,7 @@ def edge(
     half: Annotated[Path, typer.Argument(help="edge.safetensors of thinwire split plan --out, or its directory.")],
     cloud: Annotated[str, typer.Option(help="host:port of the cloud.")] = "127.0.0.1:7443",
     keys: Keys = None,
-    name: Annotated[str, typer.Option(help="This edge's name, and of its certificate's files.")] = "edge",
+    name: Annotated[str, typer.Option(help="This edge's name, where no certificate says it.")] = "edge",
     fingerprint: Fingerprint = None,
     insecure: Insecure = False,
     data: Data = None,
@@ -184,7 +165,7 @@ def edge(
     leaves = SplitPlan.from_json(facts["plan"]).leaves
     recipe = recipe_of(facts["notes"])
     address = read_address(cloud)
-    trust = read_keys(keys, name, fingerprint, address[0], insecure)
+    trust = read_keys(keys, fingerprint, address[0], insecure)
     task = read_share(share, task_of(facts["notes"], data, tokenizer))
     typer.echo(task.describe, err=True)
     if leaves:

@@ -131,21 +131,18 @@ def read_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def read_keys(
-    directory: Path | None, name: str, fingerprint: str | None, host: str, insecure: bool
-) -> Credentials | None:
-    """The files that ``thinwire split keys`` wrote; None: no TLS, which is for this machine or on demand."""
-    from dataclasses import replace
-
+def read_keys(directory: Path | None, fingerprint: str | None, host: str, insecure: bool) -> Credentials | None:
+    """What ``thinwire keys new`` wrote for a machine; None: no TLS, which is for this machine or on demand."""
     from thinwire.split import Credentials
-    from thinwire.split.tls import check_plain
+    from thinwire.split.link import check_plain
 
     if directory is None:
         check_plain(host, insecure)
         if fingerprint is not None:
             raise ValueError("--fingerprint is of a TLS certificate: give --keys too")
         return None
-    return replace(Credentials.of(directory, name), fingerprint=fingerprint)
+    found = Credentials.of(directory)
+    return found if fingerprint is None else found.pinned(fingerprint)
 
 
 def recipe_of(notes: dict[str, Any]) -> Any:

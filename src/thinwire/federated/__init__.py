@@ -6,7 +6,7 @@ What does not live here: the deployment on Flower (adapters/flower*.py), plots a
 
 from thinwire.federated import partition
 from thinwire.federated.aggregator import COLLECT, SUM, WEIGHTED_MEAN, RoundRequest
-from thinwire.federated.algorithms import FedAvg, FedDyn, FedNova, FedOpt, FedProx, Mime, Scaffold
+from thinwire.federated.algorithms import FedAvg, FedDyn, FedNova, FedOpt, FedProx, FedRobust, Mime, Scaffold
 from thinwire.federated.client import ClientContext, ClientResult
 from thinwire.federated.clocks import ClientTrace, Speed
 from thinwire.federated.compress import Compressed
@@ -14,6 +14,7 @@ from thinwire.federated.coordinator import DeviceLost
 from thinwire.federated.data import ArrayClients, FunctionClients
 from thinwire.federated.federation import Federation
 from thinwire.federated.history import History, RoundRecord
+from thinwire.federated.per_client import over_clients
 from thinwire.federated.predict import Prediction, predict
 from thinwire.federated.readers import TextClients, read_hugging_face, read_leaf
 from thinwire.federated.server import AllClientsFailed
@@ -37,6 +38,7 @@ __all__ = [
     "FedNova",
     "FedOpt",
     "FedProx",
+    "FedRobust",
     "Federation",
     "FunctionClients",
     "History",
@@ -47,6 +49,7 @@ __all__ = [
     "Scaffold",
     "Speed",
     "TextClients",
+    "over_clients",
     "partition",
     "predict",
     "read_hugging_face",

@@ -89,7 +89,7 @@ class ClientResult:
         sent_bytes: what this client alone would send, where that is less than its tensors (compression).
     """
 
-    reduce: Mapping[str, Tensor]
+    reduce: Mapping[str, Tensor] = field(default_factory=dict)
     collect: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Tensor] | None = None
     samples: int | None = None

@@ -55,8 +55,8 @@ class Compressed:
         self.method = resolve(method, **options)
         if not inner.compressible:
             raise ValueError(
-                f"{type(inner).__name__} sends weights or gradients that must arrive whole; FedAvg, FedProx, FedOpt, "
-                "FedNova and Scaffold send changes, which can be compressed"
+                f"{type(inner).__name__} sends weights or gradients or changes that must arrive whole; FedAvg, "
+                "FedProx, FedOpt, FedNova and Scaffold send changes, which can be compressed"
             )
         if why := self.method.unfit.get("federated"):
             raise ValueError(f"{self.method.name} is of no use on clients' changes: {why}")

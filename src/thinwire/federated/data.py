@@ -97,10 +97,21 @@ def to_device(data: Any, device: torch.device) -> Any:
     return data
 
 
+def size_of(data: Any) -> int:
+    """How many samples there are in what ``load`` returned."""
+    return len(data[0]) if isinstance(data, tuple) else len(data)
+
+
+def chosen_samples(data: Any, chosen: Tensor) -> Any:
+    """Some samples as a batch."""
+    if isinstance(data, tuple):
+        return tuple(x[chosen.to(x.device)] for x in data)
+    return _collate(data, chosen.tolist())
+
+
 def batches(data: Any, epochs: int, batch_size: int | None, limit: int | None, seed: int) -> Iterator[Any]:
     """Batches of a client's samples; see :meth:`~thinwire.federated.client.ClientContext.steps`."""
-    tensors = isinstance(data, tuple)
-    size = len(data[0]) if tensors else len(data)
+    tensors, size = isinstance(data, tuple), size_of(data)
     whole = batch_size is None or batch_size >= size
     draw = None if whole else generator(seed, "order")
     made = 0
@@ -114,7 +125,7 @@ def batches(data: Any, epochs: int, batch_size: int | None, limit: int | None, s
                 yield data if tensors else _collate(data, range(size))
                 continue
             chosen = order[start : start + (batch_size or size)]
-            yield tuple(x[chosen.to(x.device)] for x in data) if tensors else _collate(data, chosen.tolist())
+            yield chosen_samples(data, chosen)
 
 
 def _collate(data: Any, indices: Sequence[int]) -> Any:

@@ -197,7 +197,8 @@ class Device:
             self.store.put(client, result.state, task.round)
         into.samples += samples
         into.clients += 1
-        into.sent_bytes += result.sent_bytes if result.sent_bytes is not None else _bytes(result.reduce.values())
+        sent = _bytes([*result.reduce.values(), *result.collect.values()])
+        into.sent_bytes += sent if result.sent_bytes is None else result.sent_bytes
         metrics = dict(result.metrics)
         if (loss := context.mean_loss()) is not None:
             metrics.setdefault("loss", loss)

@@ -25,6 +25,9 @@ class Federation:
         clients: the population.
         rounds, clients_per_round, seed, reduction: as of :func:`~thinwire.federated.simulate`.
         loss, evaluate, evaluate_every: likewise.
+        per_client: an ``evaluate`` for ``thinwire federated run --per-client``, which is asked beside the other: see
+            :func:`~thinwire.federated.over_clients`.
+        chance: what guessing reaches of the numbers that ``evaluate`` returns, by their names: a line in pictures.
         options: more arguments for ``simulate``.
     """
 
@@ -35,7 +38,9 @@ class Federation:
     clients_per_round: int = 10
     loss: Loss = cross_entropy
     evaluate: Evaluate | None = None
-    evaluate_every: int = 10
+    evaluate_every: int | None = None
+    per_client: Evaluate | None = None
+    chance: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     reduction: str = "fp64"
     options: Mapping[str, Any] = field(default_factory=dict)

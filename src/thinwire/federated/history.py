@@ -9,6 +9,9 @@ from typing import Any
 
 from thinwire.program.plan import UNREADABLE
 
+TRAINING_LOSS = "training loss"
+"""What the clients' "loss" is called beside evaluated ones."""
+
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -50,6 +53,12 @@ class RoundRecord:
     client_bytes: int
     lost_devices: tuple[int, ...] = ()
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """All that was measured, by name."""
+        means = {TRAINING_LOSS if name == "loss" else name: value for name, value in self.metrics.items()}
+        return {**means, **self.evaluation}
+
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> RoundRecord:
         """The counterpart of ``dataclasses.asdict``, from JSON."""
@@ -64,10 +73,12 @@ class History:
 
     Attributes:
         rounds: oldest first; after a resume, those before it too.
+        start: what ``evaluate`` returned before the first round, of the untrained model.
         about: algorithm, devices, seed and the like, for people.
     """
 
     rounds: list[RoundRecord] = field(default_factory=list)
+    start: Mapping[str, float] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,7 +87,8 @@ class History:
         return {row.round: row.evaluation for row in self.rounds if row.evaluation}
 
     def to_json(self) -> str:
-        return json.dumps({"about": self.about, "rounds": [asdict(row) for row in self.rounds]})
+        rows = [asdict(row) for row in self.rounds]
+        return json.dumps({"about": self.about, "start": dict(self.start), "rounds": rows})
 
     @classmethod
     def from_json(cls, text: str) -> History:
@@ -87,6 +99,7 @@ class History:
         """
         try:
             data: Any = json.loads(text)
-            return cls([RoundRecord.from_dict(row) for row in data["rounds"]], dict(data["about"]))
+            rows = [RoundRecord.from_dict(row) for row in data["rounds"]]
+            return cls(rows, dict(data.get("start", {})), dict(data["about"]))
         except UNREADABLE as error:
             raise ValueError(f"this is not a history of a federated run: {error}") from error

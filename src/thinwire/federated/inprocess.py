@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from thinwire.federated.backend import Planner, VisitReport, seconds_of
 from thinwire.federated.clocks import Speed
 from thinwire.federated.coordinator import Coordinator
@@ -78,8 +80,9 @@ class InProcess:
             predicted_seconds=assignment.predicted_seconds,
             schedule=name,
             busy_seconds=outcome.busy_seconds,
-            bytes_up=sum(_bytes(part) for _, part in reports),
+            bytes_up=sum(_bytes(part.sums.sums) for _, part in reports),
             bytes_down=len(worked) * sum(x.numel() * x.element_size() for x in task.request.payload.values()),
+            control_bytes=sum(_bytes(row) for row in total.collected.values()),
             lost_devices=tuple(coordinator.lost_devices),
         )
 
@@ -90,5 +93,5 @@ class InProcess:
             self._device.store.commit(round)
 
 
-def _bytes(part: Sums) -> int:
-    return sum(x.numel() * x.element_size() for x in part.sums.sums.values())
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors.values())

@@ -17,7 +17,7 @@ from thinwire.federated.aggregator import facts as facts_of
 from thinwire.federated.cohort import generators_kept
 from thinwire.federated.device import Device, RoundTask, run_list
 from thinwire.federated.federation import Federation
-from thinwire.federated.remote import NodeMessage
+from thinwire.federated.remote import NodeMessage, check_noise
 from thinwire.federated.state import ClientStateStore
 from thinwire.federated.workspace import Workspace
 
@@ -37,6 +37,7 @@ class RemoteNode:
     """
 
     def __init__(self, federation: Federation, clients: Sequence[int], folder: str | Path) -> None:
+        check_noise(federation.algorithm)
         population = len(federation.clients)
         if strange := [client for client in clients if not 0 <= client < population]:
             raise ValueError(f"this node is to host client {strange[0]}, and there are 0..{population - 1}")

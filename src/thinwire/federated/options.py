@@ -12,7 +12,7 @@ from thinwire.federated.state import ClientStateStore
 
 
 def check_numbers(
-    rounds: int, clients_per_round: int, population: int, evaluate_every: int, checkpoint_every: int
+    rounds: int, clients_per_round: int, population: int, evaluate_every: int | None, checkpoint_every: int
 ) -> None:
     """Raise ``ValueError`` for a number out of range."""
     if rounds < 1:
@@ -23,7 +23,7 @@ def check_numbers(
         raise ValueError(
             f"clients_per_round={clients_per_round} must be between 1 and the number of clients, {population}"
         )
-    if evaluate_every < 0:
+    if evaluate_every is not None and evaluate_every < 0:
         raise ValueError(f"evaluate_every={evaluate_every} must not be negative")
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1")

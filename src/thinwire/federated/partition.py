@@ -1,4 +1,5 @@
-"""Cutting one data set up into clients: evenly, by Dirichlet draws, by shards of sorted labels, by who wrote it.
+"""Cutting one data set up into clients: evenly, by Dirichlet draws, by shards of sorted labels, by who wrote it; and
+held-out samples as each client would have them.
 
 Each function returns, per client, the indices of its samples, ascending: what :class:`~thinwire.federated.ArrayClients`
 takes.
@@ -84,6 +85,31 @@ def by_key(keys: Sequence[Hashable]) -> tuple[Parts, list[Any]]:
     if not found:
         raise ValueError("there are no samples")
     return [np.array(part, dtype=np.int64) for part in found.values()], list(found)
+
+
+def alike(labels: ArrayLike, parts: Sequence[ArrayLike], others: ArrayLike, samples: int = 50, seed: int = 0) -> Parts:
+    """For each client as many of other samples, held out say, in its own mix of classes; clients may share them.
+
+    Args:
+        labels: that ``parts`` were cut from.
+        parts: of each client the indices of its samples.
+        others: the labels of the other samples.
+        samples: that each client gets.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a client has a class of which there are no others.
+    """
+    known, other = np.asarray(labels).reshape(-1), np.asarray(others).reshape(-1)
+    members = {label: np.flatnonzero(other == label) for label in np.unique(other)}
+    if missing := set(np.unique(known).tolist()) - set(members):
+        raise ValueError(f"there are no other samples of class {min(missing)}")
+    draw = np.random.default_rng(seed)
+    found = []
+    for part in parts:
+        classes = draw.choice(known[np.asarray(part)], size=samples)
+        found.append(np.sort([draw.choice(members[label]) for label in classes]).astype(np.int64))
+    return found
 
 
 def _check(samples: int, needed: int) -> None:

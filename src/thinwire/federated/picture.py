@@ -1,31 +1,47 @@
-"""The picture of a federated run: what was evaluated, against rounds and against seconds."""
+"""The picture of federated runs: what was evaluated, against rounds and against seconds."""
 
 from __future__ import annotations
 
-from thinwire.federated.history import History
-from thinwire.pictures import Panel, Picture, Series
+from collections.abc import Iterator, Mapping
+
+from thinwire.federated.history import TRAINING_LOSS, History
+from thinwire.federated.per_client import MEDIAN, WORST
+from thinwire.pictures import Level, Panel, Picture, Series
+
+_SHARES = ("accuracy", MEDIAN, WORST)
 
 
-def history_picture(history: History, title: str) -> Picture:
-    """Two panels for each number that was evaluated, and for the training loss; a share has an axis from 0 to 1."""
-    name = str(history.about.get("inner", history.about)["algorithm"])
-    curves = {
-        number: [(row.round, row.evaluation[number]) for row in history.rounds if number in row.evaluation]
-        for number in sorted({number for row in history.rounds for number in row.evaluation})
-    }
-    curves["training loss"] = [(row.round, row.metrics["loss"]) for row in history.rounds if "loss" in row.metrics]
-    clock, at = 0.0, {}
+def history_picture(runs: Mapping[str, History], title: str, chance: Mapping[str, float] | None = None) -> Picture:
+    """A panel for each number that was evaluated and for the training loss, against rounds; of the first, seconds too.
+
+    Args:
+        runs: by the names of their lines.
+        title: above it.
+        chance: what guessing reaches, by number: a line across its panels.
+    """
+    evaluated = sorted({number for history in runs.values() for row in history.rounds for number in row.evaluation})
+    traced = any(row.client_seconds is not None for history in runs.values() for row in history.rounds)
+    clock = "seconds on the clients' devices (trace)" if traced else "seconds"
+    levels = {number: (Level(value, "chance"),) for number, value in (chance or {}).items()}
+    panels: list[Panel] = []
+    for number in (*evaluated, TRAINING_LOSS):
+        points = {name: list(_points(history, number)) for name, history in runs.items()}
+        limits = (0.0, 1.0) if number in _SHARES else None
+        for axis, place in (("rounds", 0), (clock, 1))[: 1 if panels else 2]:
+            lines = tuple(
+                Series(name, tuple(point[place] for point in found), tuple(point[2] for point in found))
+                for name, found in points.items()
+            )
+            panels.append(Panel(axis, number, lines, levels=levels.get(number, ()), y_range=limits))
+    return Picture(title, tuple(panels))
+
+
+def _points(history: History, number: str) -> Iterator[tuple[float, float, float]]:
+    """(rounds, seconds, value)."""
+    if number in history.start:
+        yield 0.0, 0.0, history.start[number]
+    clock = 0.0
     for row in history.rounds:
         clock += row.client_seconds if row.client_seconds is not None else row.seconds
-        at[row.round] = clock
-    traced = any(row.client_seconds is not None for row in history.rounds)
-    axis = "seconds on the clients' devices (trace)" if traced else "seconds"
-    panels = []
-    for number, points in curves.items():
-        values = tuple(value for _, value in points)
-        limits = (0.0, 1.0) if number == "accuracy" else None
-        rounds = Series(name, tuple(float(r) for r, _ in points), values)
-        seconds = Series(name, tuple(at[r] for r, _ in points), values)
-        panels.append(Panel("round", number, (rounds,), y_range=limits))
-        panels.append(Panel(axis, number, (seconds,), y_range=limits))
-    return Picture(title, tuple(panels))
+        if number in row.numbers:
+            yield float(row.round + 1), clock, row.numbers[number]

@@ -22,7 +22,7 @@ class Prediction:
     Attributes:
         schedule: its name.
         round_seconds: of every round.
-        bound_seconds: what no schedule could beat, of every round.
+        bound_seconds: what no schedule could beat, of every round; the same under every schedule.
         busy_share: of the devices' time, mean over rounds.
     """
 
@@ -32,9 +32,15 @@ class Prediction:
     busy_share: float
 
     @property
+    def seconds(self) -> float:
+        """Mean of a round."""
+        return statistics.fmean(self.round_seconds)
+
+    @property
     def ratio(self) -> float:
-        """Median over rounds of the time to the bound."""
-        return statistics.median(t / b if b else 1.0 for t, b in zip(self.round_seconds, self.bound_seconds))
+        """``seconds`` to the mean of the bound."""
+        bound = statistics.fmean(self.bound_seconds)
+        return self.seconds / bound if bound else 1.0
 
 
 def predict(
@@ -67,6 +73,8 @@ def predict(
         raise ValueError(
             f"clients_per_round={clients_per_round} must be between 1 and the number of clients, {population}"
         )
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} must be at least 1")
     planner = Planner(schedule, len(speeds), seed, warmup_rounds, window_rounds)
     fits = [Fit(max(s.seconds_per_sample, 1e-12), s.seconds_per_client) for s in speeds]
     seconds, bounds, shares = [], [], []

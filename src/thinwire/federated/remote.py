@@ -50,6 +50,15 @@ class RefusedAnswer(ValueError):
     """A node's answer that is not used; the message says why."""
 
 
+def check_noise(algorithm: Any) -> None:
+    """Raise ``ValueError`` for noise that hides nothing."""
+    if getattr(getattr(algorithm, "inner", algorithm), "noise_multiplier", None) is not None:
+        raise ValueError(
+            "noise_multiplier= draws its noise from the run's seed, which the server knows, so it hides nothing: "
+            "it is for simulations"
+        )
+
+
 class RemoteServer:
     """The server of a deployment, without I/O: messages out, messages in, one visit after the other.
 
@@ -66,6 +75,7 @@ class RemoteServer:
     """
 
     def __init__(self, federation: Federation, hosts: Mapping[int, Mapping[int, int]]) -> None:
+        check_noise(federation.algorithm)
         self.federation = federation
         self.algorithm = federation.algorithm
         population = len(federation.clients)
@@ -86,6 +96,7 @@ class RemoteServer:
         self.run = {**facts_of(self.algorithm), "seed": federation.seed, "reduction": federation.reduction}
         self.history = History(about={**self.run, "nodes": len(hosts), "clients": population})
         self.round = -1
+        self.history.start = self._evaluated()
         self._accepted: dict[int, int] = {}
         self._begin_round()
 

@@ -117,6 +117,14 @@ def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> R
     )
 
 
-def evaluation_due(round: int, rounds: int, every: int) -> bool:
-    """Whether the user's measures are due after a round: after the last, and each ``every`` (0: not before it)."""
-    return round == rounds - 1 or (every > 0 and (round + 1) % every == 0)
+_EVALUATIONS = 20
+"""Of a run, where nobody says how many."""
+
+
+def evaluation_due(round: int, rounds: int, every: int | None) -> bool:
+    """Whether the user's measures are due after a round (-1: before the first), as ``simulate`` says of ``every``."""
+    if round == rounds - 1:
+        return True
+    if every is None:
+        every = -(-rounds // _EVALUATIONS)
+    return every > 0 and (round + 1) % every == 0

@@ -42,7 +42,7 @@ def simulate(
     seed: int = 0,
     state: ClientStateStore | str | os.PathLike[str] | None = None,
     evaluate: Evaluate | None = None,
-    evaluate_every: int = 10,
+    evaluate_every: int | None = None,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 1,
     warmup_rounds: int = 2,
@@ -73,7 +73,8 @@ def simulate(
         seed: of cohorts and clients.
         state: where the states of clients go: a folder or a store; None: next to the checkpoint, or a temporary folder.
         evaluate: (model in eval mode, round) -> numbers, on rank 0.
-        evaluate_every: in rounds; also after the last one. 0: after the last one only.
+        evaluate_every: in rounds; also before the first and after the last one. None: at most 20 times in a run; 0:
+            after the last one only.
         checkpoint_dir: a folder; a run that finds a checkpoint in it goes on from there.
         checkpoint_every: in rounds; also after the last one.
         warmup_rounds, window_rounds: of the fits that ``lpt`` uses.
@@ -126,12 +127,19 @@ def simulate(
         back = InProcess(device, planner, speeds, faults) if comm is None else AllReduceBackend(device, planner, comm)
         run = Run(server, back, device, given, folder, rank)
         with generators_kept():
-            for round in range(run.resume(comm), rounds):
+
+            def evaluated(round: int) -> Mapping[str, float]:
+                if evaluate is None or rank != 0 or not evaluation_due(round, rounds, evaluate_every):
+                    return {}
+                return workspace.evaluated(algorithm.theta, server.buffers, evaluate, round)
+
+            first = run.resume(comm)
+            if first == 0:
+                run.history.start = evaluated(-1)
+            for round in range(first, rounds):
                 record = run.round(round, clients_per_round, seed, trace)
                 last = round == rounds - 1
-                if evaluate is not None and rank == 0 and evaluation_due(round, rounds, evaluate_every):
-                    found = workspace.evaluated(algorithm.theta, server.buffers, evaluate, round)
-                    record = replace(record, evaluation=found)
+                record = replace(record, evaluation=evaluated(round))
                 run.history.rounds.append(record)
                 if folder is not None and (last or (round + 1) % checkpoint_every == 0):
                     run.save(round, comm)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
-"""(model in eval mode, round) -> numbers."""
+"""(model in eval mode, round) -> numbers by name; the round is -1 before the first."""
 
 
 class Workspace:
@@ -109,7 +109,10 @@ class Workspace:
         self.reset(theta, buffers)
         self.model.eval()
         with torch.no_grad():
-            return {name: float(value) for name, value in evaluate(self.model, round).items()}
+            found = evaluate(self.model, round)
+        if not isinstance(found, Mapping):
+            raise ValueError(f'evaluate() must return numbers by name, as {{"accuracy": 0.9}}, not {found!r}')
+        return {name: float(value) for name, value in found.items()}
 
 
 def _write_buffers(model: nn.Module, buffers: Tensor) -> None:

@@ -5,6 +5,7 @@ What does not live here: how programs run (engine/), how messages are fused and 
 
 from thinwire.kfac.kfac import KFAC
 from thinwire.kfac.plan import KFACPlan
+from thinwire.kfac.scheduled import stepped
 from thinwire.kfac.schedules import Choices, make_plan
 
-__all__ = ["KFAC", "Choices", "KFACPlan", "make_plan"]
+__all__ = ["KFAC", "Choices", "KFACPlan", "make_plan", "stepped"]

@@ -21,10 +21,11 @@ from thinwire.kfac.gradients import clip_factor, learning_rates, preconditioned,
 from thinwire.kfac.inversion import Inverses
 from thinwire.kfac.layers import find_layers
 from thinwire.kfac.measured import agreed_times, measured_costs
-from thinwire.kfac.options import Damping, Options
+from thinwire.kfac.options import Options
 from thinwire.kfac.plan import KFACPlan
 from thinwire.kfac.programs import FactorExchange, decay_of
 from thinwire.kfac.rounds import FactorRounds
+from thinwire.kfac.scheduled import Damping, Interval
 from thinwire.kfac.schedules import Choices, make_plan
 from thinwire.kfac.stats import KFACStats, Tally
 from thinwire.methods.decoupling import deferring
@@ -45,11 +46,13 @@ class KFAC:
     Args:
         model: the one that is attached.
         sync: from ``thinwire.attach``; None: one process, then give ``optimizer``.
-        damping: lambda, above 0, or a function of the step. It has no default, since it matters more than anything
-            else, and no value carries over between scalings, methods or code bases.
+        damping: lambda, above 0, or a function of the step, such as :func:`~thinwire.kfac.stepped`. It matters more
+            than anything else, and no value carries over between scalings, methods or code bases: try some, as
+            ``thinwire kfac tune`` does.
         factor_decay: weight of the old factor in the running average, or "warmup".
         kl_clip: bound on the step's length in the Fisher metric; None: none.
-        factor_update_steps, inv_update_steps: steps between new statistics, and between inversions.
+        factor_update_steps, inv_update_steps: steps between new statistics, and between inversions; or functions of the
+            step.
         method: "inverse", "inverse_pi" (damping split by the factors' traces) or "eigen" (of the product of the
             eigenvalues: the damped product inverted exactly). At one damping these are three optimizers.
         fisher: "empirical": gradients of the loss; "sampled": of targets drawn from the model, see ``fisher_backward``.
@@ -77,11 +80,11 @@ class KFAC:
         model: nn.Module,
         sync: GradientSync | None,
         *,
-        damping: Damping,
+        damping: Damping = 0.03,
         factor_decay: float | str = 0.95,
         kl_clip: float | None = 1e-3,
-        factor_update_steps: int = 10,
-        inv_update_steps: int = 100,
+        factor_update_steps: Interval = 10,
+        inv_update_steps: Interval = 100,
         method: str = "inverse",
         fisher: str = "empirical",
         scaling: str = "reference",
@@ -132,7 +135,7 @@ class KFAC:
         self._active = not self.plan.exchange  # preconditioning has begun
         self._count = 0  # passes, where the engine does not count them
         self._shift = -self._ranks.services.state.step if self._ranks is not None else 0
-        self._stepped = self._turn = 0  # passes that a step has used; the inverse update that is due next
+        self._stepped = self._next = 0  # passes that a step has used; from which on inverses are due
         self._wanting = self._touched = False  # a sample of the Fisher; a gradient that no step has used
         self._handles: list[Any] = [
             layer.weight.register_post_accumulate_grad_hook(self._touch) for layer in self._layers
@@ -192,7 +195,7 @@ class KFAC:
 
     def due(self) -> bool:
         """Whether this pass's statistics are wanted."""
-        return self._blank or self.passes % self._options.factor_update_steps == 0
+        return self._blank or self.passes % self._options.factor_steps_at(self.passes) == 0
 
     def last_pass(self) -> bool:
         """Whether the pass that now runs is the last of its step; without a sync that is known in ``step`` alone."""
@@ -253,8 +256,9 @@ class KFAC:
         if self._again and self._capture.measured:
             self._plan_again()
         damping = self._options.damping_at(index)
-        if not self._blank and index // self._options.inv_update_steps >= self._turn:
-            self._turn = index // self._options.inv_update_steps + 1
+        if not self._blank and index >= self._next:
+            every = self._options.inv_steps_at(index)
+            self._next = (index // every + 1) * every
             self._invert(damping)
         if self._active:
             self._precondition(damping)
@@ -320,7 +324,7 @@ class KFAC:
                 "K-FAC has seen a part of a step: save after optimizer.step(), not between micro-batches"
             )
         self._take_in()
-        values = {"passes": self.passes, "turn": self._turn, "active": self._active}
+        values = {"passes": self.passes, "next_inversion": self._next, "active": self._active}
         values |= {name: self._options.facts()[name] for name in _FITTING}
         return persistence.to_state_dict(self._state, self._inverses, values)
 
@@ -338,7 +342,12 @@ class KFAC:
                 )
         whole = persistence.from_state_dict(self._state, self._inverses, state, self._device)
         self._follow(KFACPlan.from_json(state["plan"]))
-        self._turn = int(state["turn"]) if whole else 0
+        if not whole:
+            self._next = 0
+        elif "next_inversion" in state:
+            self._next = int(state["next_inversion"])
+        else:  # of a state from before intervals could change
+            self._next = int(state["turn"]) * self._options.inv_steps_at(0)
         self._active = not self.plan.exchange or (bool(state["active"]) and whole)
         self._count, self._shift = int(state["passes"]), self._shift + int(state["passes"]) - self.passes
         self._stepped, self._blank = self.passes, self._rounds.blank()

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.kfac.factors import SCALINGS, TOKENS
+from thinwire.kfac.scheduled import Damping, Interval, check_positive, interval_at
 from thinwire.methods.base import check_choice, check_count
 
 FISHERS = ("empirical", "sampled")
-
-Damping = float | Callable[[int], float]
-
-
-def check_positive(name: str, value: Any) -> float:
-    """A finite number above 0.
-
-    Raises:
-        ValueError: it is not.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value!r} must be a number above 0")
-    return float(value)
 
 
 @dataclass(frozen=True)
@@ -36,11 +21,11 @@ class Options:
         ValueError: a value out of range; the message names the option, the value and the choices.
     """
 
-    damping: Damping
+    damping: Damping = 0.03
     factor_decay: float | str = 0.95
     kl_clip: float | None = 1e-3
-    factor_update_steps: int = 10
-    inv_update_steps: int = 100
+    factor_update_steps: Interval = 10
+    inv_update_steps: Interval = 100
     fisher: str = "empirical"
     scaling: str = "reference"
     tokens: str | None = None
@@ -54,16 +39,18 @@ class Options:
             raise ValueError(f"factor_decay={self.factor_decay!r} must be a number from 0 to 1, or 'warmup'")
         if self.kl_clip is not None:
             check_positive("kl_clip", self.kl_clip)
-        check_count("factor_update_steps", self.factor_update_steps, 1)
-        check_count("inv_update_steps", self.inv_update_steps, 1)
+        for name in ("factor_update_steps", "inv_update_steps"):
+            if not callable(every := getattr(self, name)):
+                check_count(name, every, 1)
         check_choice("fisher", self.fisher, FISHERS)
         check_choice("scaling", self.scaling, SCALINGS)
         check_choice("tokens", self.tokens, (None, *TOKENS))
         check_choice("warm_start", self.warm_start, (None, "identity"))
-        if self.inv_update_steps % self.factor_update_steps:
+        factors, inverses = self.factor_update_steps, self.inv_update_steps
+        if isinstance(factors, int) and isinstance(inverses, int) and inverses % factors:
             warnings.warn(
-                f"inv_update_steps={self.inv_update_steps} is no multiple of factor_update_steps="
-                f"{self.factor_update_steps}: some inverses will be made of factors that are older than need be",
+                f"inv_update_steps={inverses} is no multiple of factor_update_steps="
+                f"{factors}: some inverses will be made of factors that are older than need be",
                 stacklevel=4,
             )
 
@@ -78,6 +65,14 @@ class Options:
             return float(self.damping)
         return check_positive(f"damping({step})", self.damping(step))
 
+    def factor_steps_at(self, step: int) -> int:
+        """Steps between new statistics, at a step."""
+        return interval_at("factor_update_steps", self.factor_update_steps, step)
+
+    def inv_steps_at(self, step: int) -> int:
+        """Steps between inversions, at a step."""
+        return interval_at("inv_update_steps", self.inv_update_steps, step)
+
     def facts(self) -> dict[str, Any]:
         """What ranks, and whoever resumes, must agree on."""
         return {
@@ -85,7 +80,7 @@ class Options:
             "tokens": self.positions,
             "fisher": self.fisher,
             "factor_decay": self.factor_decay,
-            "factor_update_steps": self.factor_update_steps,
-            "inv_update_steps": self.inv_update_steps,
+            "factor_update_steps": self.factor_steps_at(0),
+            "inv_update_steps": self.inv_steps_at(0),
             "kl_clip": self.kl_clip,
         }

@@ -1,4 +1,4 @@
-"""A connected socket whose two directions are used by two threads, each with time limits of its own."""
+"""A connected socket, with TLS where asked: two threads use its two directions, each with time limits of its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
-from thinwire.link.errors import PairError
+from thinwire.link.errors import NotAdmitted, PairError, PairTimeout
+from thinwire.link.tls import Certificate, Cipher, Credentials
 
 _LOOK_SECONDS = 5.0
+_ROOM = 1 << 16
+_RECORD = 1 << 14
+_BURST = 1 << 18  # whole records, encrypted at once
+_SILENT = "timed out: the other side is silent, or takes nothing"
+_Done = TypeVar("_Done", bytes, int)
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # no descriptor of its own, as epoll has
 
 
@@ -21,22 +29,61 @@ class Duplex:
 
     Args:
         connection: owned from now on.
+
+    Attributes:
+        shown: the other side's certificate; None without TLS.
+        sent, received: bytes that crossed the socket, of TLS itself too.
     """
+
+    shown: Certificate | None = None
+    host = "somebody who has gone"
+    """The other side's address."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self._cipher: Cipher | None = None
+        self._room = memoryview(b"")
         self._lock = threading.Lock()
-        self._users, self._closed = 0, False
+        self._users, self._closed = 0, ""
         self._in, self._out = _Selector(), _Selector()
         self._in.register(connection, selectors.EVENT_READ)
         self._out.register(connection, selectors.EVENT_WRITE)
+        self.sent = self.received = 0
         with contextlib.suppress(OSError):
             self.host = str(connection.getpeername()[0])
 
-    host = "somebody who has gone"
-    """The other side's address."""
+    def secure(self, credentials: Credentials, end: float, host: str | None = None) -> None:
+        """Speak TLS from now on.
+
+        Args:
+            credentials: of this side.
+            end: of the handshake.
+            host: that was called; None: this side listens.
+
+        Raises:
+            NotAdmitted: one side does not trust the other, or the other does not speak TLS.
+            PairError: it did not come in time, or has gone.
+        """
+        cipher, nothing = Cipher(credentials, host), memoryview(b"")
+        self._room = memoryview(bytearray(_ROOM))
+        with self._in_use():
+            try:
+                while not cipher.shake():
+                    self._send(memoryview(cipher.seal(nothing)), end)
+                    self._feed(cipher, end)
+            except NotAdmitted:
+                with contextlib.suppress(PairError):  # the other side is told why, if it still listens
+                    self._send(memoryview(cipher.seal(nothing)), min(end, end_of(1.0)))
+                raise
+            self._send(memoryview(cipher.seal(nothing)), end)
+        self._cipher, self.shown = cipher, cipher.shown()
+
+    def look(self, end: float) -> bytes:
+        """The first byte of what has come, which stays there to be read."""
+        with self._in_use():
+            return self._when_ready(self._in, end, partial(self._socket.recv, 1, socket.MSG_PEEK))
 
     def read(self, size: int, end: float) -> bytes:
         """Exactly that many bytes.
@@ -51,19 +98,28 @@ class Duplex:
     def read_into(self, view: memoryview, end: float) -> None:
         """Fill a memory; see :meth:`read`."""
         with self._in_use():
+            cipher = self._cipher
             while view:
-                try:
-                    count = self._socket.recv_into(view)
-                except BlockingIOError:
-                    self._wait(self._in, end)
-                    continue
-                except OSError as error:
-                    raise PairError(f"nothing came ({error})") from error
-                if not count:
-                    raise PairError("the other side has closed the connection")
+                if cipher is None:
+                    count = self._receive(view, end)
+                elif not (count := cipher.open_into(view)):
+                    self._feed(cipher, end)
                 view = view[count:]
 
-    def write(self, data: bytes | memoryview, end: float) -> None:
+    def read_some(self, end: float) -> bytes:
+        """What comes next; nothing, where it is part of a record of TLS."""
+        room = memoryview(bytearray(_ROOM + _RECORD))
+        with self._in_use():
+            cipher = self._cipher
+            if cipher is None:
+                return bytes(room[: self._receive(room, end)])
+            count = cipher.open_into(room)  # what came with the end of the handshake
+            if not count:
+                self._feed(cipher, end)
+                count = cipher.open_into(room)
+            return bytes(room[:count])
+
+    def write(self, data: bytes | bytearray | memoryview, end: float) -> None:
         """Send all of it.
 
         Raises:
@@ -71,19 +127,60 @@ class Duplex:
         """
         view = memoryview(data)
         with self._in_use():
+            if self._cipher is None:
+                self._send(view, end)
+                return
             while view:
-                try:
-                    view = view[self._socket.send(view) :]
-                except BlockingIOError:
-                    self._wait(self._out, end)
-                except OSError as error:
-                    raise PairError(f"the other side has gone ({error})") from error
+                self._send(memoryview(self._cipher.seal(view[:_BURST])), end)
+                view = view[_BURST:]
+
+    @property
+    def closed(self) -> bool:
+        """Whether this side has closed it."""
+        return bool(self._closed)
+
+    def fileno(self) -> int:
+        """For ``select``."""
+        return self._socket.fileno()
+
+    def _feed(self, cipher: Cipher, end: float) -> None:
+        """Records may come without end and hold nothing, so the clock is looked at each time."""
+        if time.monotonic() > end:
+            raise PairTimeout(_SILENT)
+        cipher.feed(self._room[: self._receive(self._room, end)])
+
+    def _receive(self, view: memoryview, end: float) -> int:
+        """Some bytes of the socket, at least one."""
+        count = self._when_ready(self._in, end, partial(self._socket.recv_into, view))
+        self.received += count
+        return count
+
+    def _send(self, view: memoryview, end: float) -> None:
+        done = 0
+        while done < len(view):
+            count = self._when_ready(self._out, end, partial(self._socket.send, view[done:]))
+            self.sent += count
+            done += count
+
+    def _when_ready(self, selector: selectors.BaseSelector, end: float, go: Callable[[], _Done]) -> _Done:
+        """What it returns, once it can."""
+        while True:
+            try:
+                done = go()
+            except BlockingIOError:
+                self._wait(selector, end)
+            except OSError as error:
+                raise PairError(self._closed or f"the other side has gone ({error})") from error
+            else:
+                if not done:
+                    raise PairError(self._closed or "the other side has closed the connection")
+                return done
 
     @staticmethod
     def _wait(selector: selectors.BaseSelector, end: float) -> None:
         left = end - time.monotonic()
         if left <= 0:
-            raise PairError("timed out: the other side is silent, or takes nothing")
+            raise PairTimeout(_SILENT)
         selector.select(min(left, _LOOK_SECONDS))
 
     @contextlib.contextmanager
@@ -91,7 +188,7 @@ class Duplex:
         """The descriptor is not given back while somebody waits for it: it would soon be another connection's."""
         with self._lock:
             if self._closed:
-                raise PairError("this connection is closed")
+                raise PairError(self._closed)
             self._users += 1
         try:
             yield
@@ -101,13 +198,13 @@ class Duplex:
                 if self._closed and not self._users:
                     self._socket.close()
 
-    def close(self) -> None:
-        """Give it back; whoever still reads or writes gets an error."""
+    def close(self, why: str = "this connection is closed") -> None:
+        """Give it back; whoever still reads or writes gets an error that says why."""
         with self._lock:
-            if not self._closed:
+            first, self._closed = not self._closed, self._closed or why
+            if first:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
-            self._closed = True
             if not self._users:
                 self._socket.close()
 

@@ -1,5 +1,6 @@
-"""The first words on a connection: who comes, and on both sides the proof that the shared secret is known.
+"""The first words on a connection: who comes, and on both sides the proof that it may.
 
+With certificates TLS comes first, and is the proof. The rest is the same, with or without a secret:
 The caller names itself and sends a nonce; the listener sends another; the caller sends a MAC over all of that, and only
 then the listener its own. A MAC holds for one direction of one connection: in it are both nonces, the version, the
 caller's role and number and what the connection is for. Each of these messages has one size, and nothing else is read
@@ -14,9 +15,12 @@ import secrets
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from thinwire.link.duplex import Duplex
 from thinwire.link.errors import NotAdmitted, PairError
+from thinwire.link.secret import Trust
+from thinwire.link.tls import Certificate, Credentials
 
 VERSION = 1
 NOTES, FRAMES, TENSORS = 0, 1, 2
@@ -25,19 +29,22 @@ TOKEN_BYTES = 16
 
 _MAGIC = b"thinwire"
 _KNOCK = struct.Struct(f"<8sHBBq{TOKEN_BYTES}s32s")  # magic, version, channel, role, number, token, nonce
-_ANSWER = struct.Struct("<8sHB32s")  # magic, version, whether a secret is asked for, nonce
+_ANSWER = struct.Struct("<8sHB32s")  # magic, version, what is asked for, nonce
 _PROOF = struct.Struct("<32s")
 _VERDICT = struct.Struct("<B32s")
-_IN, _WRONG_SECRET, _WRONG_ROLE = 0, 1, 2
+_NOTHING, _SECRET, _CERTIFICATE = 0, 1, 2
+_IN, _WRONG_SECRET, _WRONG_ROLE, _NOT_ITS_NUMBER = 0, 1, 2, 3
+_OF_TLS = b"\x16"  # its first byte
 
 
 @dataclass(frozen=True)
 class Badge:
-    """As whom a process comes: its role, its number there, and the secret that it knows."""
+    """As whom a process comes: its role, its number there, what it proves that with, and the certificate it showed."""
 
     role: str
     number: int
-    secret: bytes | None = field(default=None, repr=False)
+    trust: Trust = field(default=None, repr=False)
+    shown: Certificate | None = None
 
 
 def check_badge(badge: Badge, role: str, number: int) -> None:
@@ -56,13 +63,28 @@ class Knock:
     words: bytes
 
 
-def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float) -> None:
+def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float, host: str = "") -> None:
     """The caller's side.
 
+    Args:
+        duplex: to the listener.
+        badge: of the caller.
+        channel: what the connection is for.
+        token: of the pair that it belongs to.
+        end: of the time.
+        host: that was called, where the badge has credentials.
+
     Raises:
-        NotAdmitted: the listener is of another version, asks for another secret, or does not know it.
+        NotAdmitted: the listener is of another version, asks for another secret or certificate, or is not to be
+            trusted.
         PairError: it does not answer.
     """
+    if isinstance(badge.trust, Credentials):
+        try:
+            duplex.secure(badge.trust, end, host)
+        except NotAdmitted as error:
+            raise NotAdmitted(f"{host}: {error}") from error
+    secret = _secret_of(badge.trust)
     role = ROLES.index(badge.role)
     first = _KNOCK.pack(_MAGIC, VERSION, channel, role, badge.number, token, secrets.token_bytes(32))
     duplex.write(first, end)
@@ -72,33 +94,52 @@ def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float) 
         raise PairError("another program answers there")
     if version != VERSION:
         raise NotAdmitted(f"{duplex.host} runs another version of thinwire: install the same one on both")
-    if asks and badge.secret is None:
+    if asks == _CERTIFICATE:
+        raise NotAdmitted(f"{duplex.host} asks for a certificate: give --keys, or keys= (thinwire keys new makes them)")
+    if asks and secret is None:
         raise NotAdmitted(f"{duplex.host} asks for a secret: give --secret-file, THINWIRE_SECRET_FILE or secret=")
-    if not asks and badge.secret is not None:
+    if not asks and secret is not None:
         raise NotAdmitted(f"{duplex.host} lets everybody in, and this process was given a secret: give both the same")
-    duplex.write(_proof(badge.secret, b"caller", first + second), end)
+    duplex.write(_proof(secret, b"caller", first + second), end)
     verdict, proof = _VERDICT.unpack(duplex.read(_VERDICT.size, end))
     if verdict == _WRONG_SECRET:
         raise NotAdmitted(f"{duplex.host} has another secret: give both the same")
+    if verdict == _NOT_ITS_NUMBER:
+        raise NotAdmitted(
+            f"{badge.role} {badge.number} belongs to another name than this certificate's, or that name has too many "
+            "numbers: come with the certificate that it first came with, or with a number of its own"
+        )
     if verdict != _IN:
         raise NotAdmitted(f"{duplex.host} takes no {badge.role}s: is this the right address?")
-    if not hmac.compare_digest(proof, _proof(badge.secret, b"listener", first + second)):
+    if not hmac.compare_digest(proof, _proof(secret, b"listener", first + second)):
         raise NotAdmitted(f"whoever listens at {duplex.host} does not know the secret")
 
 
-def hear(duplex: Duplex, roles: Collection[str], secret: bytes | None, end: float) -> Knock:
+def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Knock:
     """The listener's side, until it knows who comes; :func:`admit` is its last word.
 
     Raises:
         NotAdmitted: it is a stranger.
         PairError: it went, or said too little in the time.
     """
+    secret = _secret_of(trust)
+    asks = _NOTHING if secret is None else _SECRET
+    if duplex.look(end) == _OF_TLS:
+        if not isinstance(trust, Credentials):
+            duplex.read_some(end)
+            duplex.write(_ANSWER.pack(_MAGIC, VERSION, asks, bytes(32)), end)  # for a caller that can read it
+            raise NotAdmitted("it speaks TLS, and this side has no keys")
+        duplex.secure(trust, end)
+    elif isinstance(trust, Credentials):
+        asks = _CERTIFICATE
     first = duplex.read(_KNOCK.size, end)
     magic, version, channel, role, number, token, _ = _KNOCK.unpack(first)
     if magic != _MAGIC:
         raise NotAdmitted("it does not speak our protocol")
-    second = _ANSWER.pack(_MAGIC, VERSION, secret is not None, secrets.token_bytes(32))
+    second = _ANSWER.pack(_MAGIC, VERSION, asks, secrets.token_bytes(32))
     duplex.write(second, end)
+    if asks == _CERTIFICATE:
+        raise NotAdmitted("it shows no certificate")
     if version != VERSION:
         raise NotAdmitted(f"it speaks version {version} of our protocol, not {VERSION}")
     try:
@@ -113,12 +154,26 @@ def hear(duplex: Duplex, roles: Collection[str], secret: bytes | None, end: floa
     if role >= len(ROLES) or ROLES[role] not in roles or channel not in (NOTES, FRAMES, TENSORS):
         duplex.write(_VERDICT.pack(_WRONG_ROLE, bytes(32)), end)
         raise NotAdmitted("it comes as somebody who has nothing to do here")
-    return Knock(Badge(ROLES[role], number), channel, token, first + second)
+    return Knock(Badge(ROLES[role], number, shown=duplex.shown), channel, token, first + second)
 
 
-def admit(duplex: Duplex, heard: Knock, secret: bytes | None, end: float) -> None:
+def admit(duplex: Duplex, heard: Knock, trust: Trust, end: float) -> None:
     """Tell the caller that it is in, and that this side knows the secret too."""
-    duplex.write(_VERDICT.pack(_IN, _proof(secret, b"listener", heard.words)), end)
+    duplex.write(_VERDICT.pack(_IN, _proof(_secret_of(trust), b"listener", heard.words)), end)
+
+
+def refuse(duplex: Duplex, end: float) -> NoReturn:
+    """Tell the caller that its number is another's.
+
+    Raises:
+        NotAdmitted: always.
+    """
+    duplex.write(_VERDICT.pack(_NOT_ITS_NUMBER, bytes(32)), end)
+    raise NotAdmitted("it comes with the number of another name")
+
+
+def _secret_of(trust: Trust) -> bytes | None:
+    return trust if isinstance(trust, bytes) else None
 
 
 def _proof(secret: bytes | None, side: bytes, words: bytes) -> bytes:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from thinwire.link.door import HELLO_SECONDS, Door
 from thinwire.link.duplex import Duplex
 from thinwire.link.errors import NotAdmitted, PairError
-from thinwire.link.hello import FRAMES, NOTES, Badge, Knock, admit, hear
+from thinwire.link.hello import FRAMES, NOTES, Badge, Knock, admit, hear, refuse
 from thinwire.link.pair import Pair
-from thinwire.link.secret import check_host
+from thinwire.link.secret import Trust, check_host
 
-HELLO_SECONDS = 10.0
-MOST_UNKNOWN = 128
 NOTES_SIZE = struct.Struct("<I")
 _LINES_SECONDS = 1.0
+MOST_NUMBERS = 64  # of one name
 
 logger = logging.getLogger("thinwire")
 
@@ -39,16 +37,18 @@ class _Half:
 
 
 class Listener:
-    """Lets in who knows the secret. Hellos are heard side by side, each within one time limit; of more than
-    ``MOST_UNKNOWN`` who have not ended theirs, the one that has been there longest goes.
+    """Lets in who shows a certificate of its authority, or knows its secret; see :class:`Door` for the others.
+
+    Under certificates, a number in a role belongs to the name that first came with it.
 
     Args:
         port: 0 takes a free one.
         host: the address to listen at.
         notes: what :class:`Meeting` reads on the other side.
         roles: who may come.
-        secret: of all processes of this training; None: whoever can reach the port comes in.
-        insecure: there may be no secret at an address that others can reach.
+        trust: this side's credentials, or the secret of all processes of this training; None: whoever can reach the
+            port comes in.
+        insecure: there may be neither at an address that others can reach.
         seconds: for a whole hello.
 
     Raises:
@@ -63,28 +63,22 @@ class Listener:
         notes: dict[str, str] | None = None,
         *,
         roles: Collection[str],
-        secret: bytes | None = None,
+        trust: Trust = None,
         insecure: bool = False,
         seconds: float = HELLO_SECONDS,
     ) -> None:
-        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
-            raise ValueError(f"port={port!r} must be a whole number from 0 to 65535")
-        check_host(host, secret, insecure)
-        self._roles, self._secret, self._seconds = roles, secret, seconds
+        check_host(host, trust, insecure)
+        self._roles, self._trust = roles, trust
         self._notes = dict(notes or {})
         self._came: Came | None = None
         self._hello_bytes = 0
-        self._unknown: dict[Duplex, None] = {}  # the longest there first
         self._halves: dict[bytes, _Half] = {}
+        self._owners: dict[tuple[str, int], str] = {}
         self._changed = threading.Condition()
         self._said, self._unsaid = 0.0, 0
-        try:
-            self._server: socket.socket | None = socket.create_server((host, port), backlog=MOST_UNKNOWN)
-        except OSError as error:
-            advice = "choose another or end its user" if port else "is that an address of this machine?"
-            raise PairError(f"port {port} of {host} cannot be used ({error.strerror}): {advice}") from error
-        self.port = int(self._server.getsockname()[1])
-        threading.Thread(target=self._accept, args=(self._server,), name="thinwire-accept", daemon=True).start()
+        self._door = Door(port, host, self._meet, seconds)
+        self.port = self._door.port
+        self._door.open()
 
     def note(self, key: str, value: str) -> None:
         """Put a note there, or another in its place."""
@@ -104,48 +98,21 @@ class Listener:
 
     def close(self) -> None:
         """Take in nobody any more, and give the port back."""
+        self._door.close()
         with self._changed:
-            server, self._server = self._server, None
-            unknown = list(self._unknown)
             self._changed.notify_all()
-        if server is None:
-            return
-        with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_RDWR)
-        server.close()
-        for duplex in unknown:
-            duplex.close()
 
     # --- threads --------------------------------------------------------------------------------------------------
 
-    def _accept(self, server: socket.socket) -> None:
-        while self._server is server:
-            try:
-                connection, _ = server.accept()
-                duplex = Duplex(connection)
-            except OSError:  # closed, or the process has no more descriptors
-                time.sleep(0.01)
-                continue
-            with self._changed:
-                if self._server is not server:
-                    duplex.close()
-                    return
-                oldest = next(iter(self._unknown)) if len(self._unknown) >= MOST_UNKNOWN else None
-                if oldest is not None:
-                    del self._unknown[oldest]
-                self._unknown[duplex] = None
-            if oldest is not None:
-                oldest.close()
-            threading.Thread(target=self._meet, args=(duplex,), name="thinwire-hello", daemon=True).start()
-
-    def _meet(self, duplex: Duplex) -> None:
-        end = time.monotonic() + self._seconds
+    def _meet(self, duplex: Duplex, end: float) -> None:
         try:
-            heard = hear(duplex, self._roles, self._secret, end)
-            if self._secret is not None:
-                self._forget(duplex)
+            heard = hear(duplex, self._roles, self._trust, end)
+            if not self._is_its_own(heard.badge):
+                refuse(duplex, end)
+            if self._trust is not None:
+                self._door.forget(duplex)
             if heard.channel == NOTES:
-                admit(duplex, heard, self._secret, end)
+                admit(duplex, heard, self._trust, end)
                 with self._changed:
                     notes = json.dumps(self._notes).encode()
                 duplex.write(NOTES_SIZE.pack(len(notes)) + notes, end)
@@ -160,18 +127,22 @@ class Listener:
         except (PairError, ValueError, RuntimeError) as error:
             logger.debug("%s did not come in: %s", duplex.host, error)
             duplex.close()
-        finally:
-            self._forget(duplex)
 
-    def _forget(self, duplex: Duplex) -> None:
+    def _is_its_own(self, badge: Badge) -> bool:
+        """Whether nobody else has come with its number; from now on nobody else may."""
+        if badge.shown is None:
+            return True
+        place, name = (badge.role, badge.number), badge.shown.name
         with self._changed:
-            self._unknown.pop(duplex, None)
+            if place not in self._owners and sum(owner == name for owner in self._owners.values()) >= MOST_NUMBERS:
+                return False
+            return self._owners.setdefault(place, name) == name
 
     def _hold(self, duplex: Duplex, heard: Knock, end: float) -> None:
         """Read the first frame, and keep the connection until its tensors' comes."""
         with self._changed:
             self._wait(lambda: self._came is not None, end)
-        admit(duplex, heard, self._secret, end)
+        admit(duplex, heard, self._trust, end)
         half = _Half(heard.badge, duplex, duplex.read(self._hello_bytes, end))
         with self._changed:
             if heard.token in self._halves:
@@ -192,10 +163,10 @@ class Listener:
             half = self._halves[heard.token]
             if half.badge != heard.badge:
                 raise NotAdmitted("it wants the tensors of another")
-            admit(duplex, heard, self._secret, end)
+            admit(duplex, heard, self._trust, end)
             del self._halves[heard.token]
             for ours in (duplex, half.duplex):
-                self._unknown.pop(ours, None)
+                self._door.forget(ours)
             self._changed.notify_all()
             came = self._came
         assert came is not None
@@ -208,8 +179,8 @@ class Listener:
 
     def _wait(self, ready: Callable[[], bool], end: float) -> None:
         """Until then; the lock is held."""
-        self._changed.wait_for(lambda: self._server is None or ready(), max(0.0, end - time.monotonic()))
-        if self._server is None or not ready():
+        self._changed.wait_for(lambda: self._door.closed or ready(), max(0.0, end - time.monotonic()))
+        if self._door.closed or not ready():
             raise PairError("it took too long, or this side has closed")
 
     def _say(self, words: str) -> None:

@@ -7,10 +7,11 @@ import secrets
 import socket
 import time
 
+from thinwire.link.door import HELLO_SECONDS
 from thinwire.link.duplex import Duplex
 from thinwire.link.errors import NotAdmitted, PairError
 from thinwire.link.hello import FRAMES, NOTES, TENSORS, TOKEN_BYTES, Badge, knock
-from thinwire.link.listener import HELLO_SECONDS, NOTES_SIZE
+from thinwire.link.listener import NOTES_SIZE
 from thinwire.link.pair import Pair
 
 _MOST_NOTES = 1 << 24
@@ -95,7 +96,7 @@ def connect(host: str, port: int, hello: bytes, badge: Badge, seconds: float = H
 def _call(host: str, port: int, badge: Badge, channel: int, token: bytes, end: float) -> Duplex:
     duplex = Duplex(socket.create_connection((host, port), max(0.001, end - time.monotonic())))
     try:
-        knock(duplex, badge, channel, token, end)
+        knock(duplex, badge, channel, token, end, host)
     except PairError:
         duplex.close()
         raise

@@ -1,4 +1,4 @@
-"""A secret that the processes of one training share, and the rule that nobody is let in without one."""
+"""Whom a process lets in: by certificates, by a secret that all share, or everybody of this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from thinwire.link.tls import Credentials
+
+Trust = Credentials | bytes | None
+"""Certificates on both sides, a secret that both know, or neither."""
 VARIABLE = "THINWIRE_SECRET_FILE"
 _LEAST = 16
 _PREFIX = "thinwire-secret-"
@@ -42,6 +46,24 @@ def find_secret(given: str | bytes | None = None) -> bytes | None:
     if not isinstance(given, (str, bytes)):
         raise ValueError(f"secret= must be a string or bytes, not a {type(given).__name__}")
     return _checked(given.encode() if isinstance(given, str) else given, "secret=")
+
+
+def find_trust(secret: str | bytes | None = None, keys: str | Path | Credentials | None = None) -> Trust:
+    """The credentials, in the directory of an identity; without any, what :func:`find_secret` finds.
+
+    Raises:
+        ValueError: both were given, or what was given cannot be used.
+    """
+    if keys is None:
+        return find_secret(secret)
+    if secret is not None:
+        raise ValueError("give keys, or a secret, not both: under certificates nobody needs a secret")
+    return keys if isinstance(keys, Credentials) else Credentials.of(keys)
+
+
+def own_trust(trust: Trust) -> Trust:
+    """The same between processes of one machine, which all show its one certificate."""
+    return trust.own() if isinstance(trust, Credentials) else trust
 
 
 def _checked(secret: bytes, where: str) -> bytes:
@@ -79,14 +101,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_host(host: str, secret: bytes | None, insecure: bool) -> None:
+def check_host(host: str, trust: Trust, insecure: bool) -> None:
     """Refuse an address that others can reach, where nothing keeps strangers out.
 
     Raises:
         ValueError: it is one.
     """
-    if secret is None and not insecure and not is_loopback(host):
+    if trust is None and not insecure and not is_loopback(host):
         raise ValueError(
-            f"whoever reaches {host} could take part in this training: give all of its processes one secret, with "
-            f"--secret-file FILE, {VARIABLE} or secret=; or let everybody in with --insecure, or insecure=True"
+            f"whoever reaches {host} could take part in this training: give each of its processes keys, with --keys or "
+            f"keys= (thinwire keys new makes them), or all of them one secret, with --secret-file FILE, {VARIABLE} or "
+            "secret=; or let everybody in with --insecure, or insecure=True"
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from thinwire.link.hello import check_badge
 from thinwire.link.listener import Listener
 from thinwire.link.pair import Pair
+from thinwire.link.secret import Trust, own_trust
 from thinwire.parameter_server.buffers import BufferLayout
 from thinwire.parameter_server.connection import Anything, Connection
 from thinwire.parameter_server.effects import Start
@@ -27,7 +28,7 @@ class Crew:
         settings, layout: the server's, told to the workers.
         workers: W.
         port: 0 takes a free one.
-        secret: which workers must know; None: there is none.
+        trust: the node's; workers must show the same certificate, or know the same secret. None: neither.
         lock: held in every call of ``came``, ``lost`` and ``result``.
         came, lost: told the number of a worker.
         result: told the number and what it handed in.
@@ -39,7 +40,7 @@ class Crew:
         layout: Layout,
         workers: int,
         port: int,
-        secret: bytes | None,
+        trust: Trust,
         lock: RLock,
         *,
         came: Callable[[int], None],
@@ -56,7 +57,7 @@ class Crew:
         self._farewell: tuple[Anything, ...] = ()
         notes = {"settings": settings.to_json(), "layout": layout.to_json()}
         self._most_bytes = most_bytes(settings, layout)
-        self._listener = Listener(port, "127.0.0.1", notes, roles=("worker",), secret=secret)
+        self._listener = Listener(port, "127.0.0.1", notes, roles=("worker",), trust=own_trust(trust))
 
     @property
     def port(self) -> int:

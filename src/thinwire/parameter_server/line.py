@@ -16,6 +16,7 @@ from thinwire.link.errors import PairError
 from thinwire.link.hello import Badge
 from thinwire.link.meeting import Meeting, connect, split_address
 from thinwire.link.pair import Pair
+from thinwire.link.tls import Credentials
 from thinwire.parameter_server.assembly import Assembly
 from thinwire.parameter_server.connection import SLOWEST, Anything, Connection
 from thinwire.parameter_server.ending import join_all
@@ -217,7 +218,9 @@ def reach(server: str, hello: Hello, badge: Badge, seconds: float) -> tuple[Pair
     shards: list[Pair] = []
     try:
         ticket = 1 + secrets.randbits(61) if notes["count"] else 0
-        for index, (host, port) in enumerate(notes["places"]):
+        for index, (host, port, fingerprint) in enumerate(notes["places"]):
+            if isinstance(badge.trust, Credentials):
+                badge = replace(badge, trust=badge.trust.pinned(fingerprint))
             shards.append(_show(host or split_address(server)[0], port, ticket, index, badge, seconds))
         return meeting.connect(encode(replace(hello, ticket=ticket))), shards
     except PairError:

@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,8 @@ from thinwire.link.errors import NotAdmitted, PairError
 from thinwire.link.hello import Badge
 from thinwire.link.meeting import Meeting
 from thinwire.link.pair import Pair
-from thinwire.link.secret import find_secret
+from thinwire.link.secret import find_trust
+from thinwire.link.tls import Credentials
 from thinwire.parameter_server.connection import Anything
 from thinwire.parameter_server.crew import Crew
 from thinwire.parameter_server.effects import Effect, GiveUp, Join, Leave, Report, Send, Start
@@ -40,6 +42,7 @@ class Node:
         workers: W.
         port: for this machine's workers, on the loopback interface; 0 takes a free one.
         secret: the server's, which workers must know too; by default that of ``THINWIRE_SECRET_FILE``.
+        keys: directory of this node's identity, where the server has keys; its workers need the same one.
         leases: give up after that many leases without a server.
 
     Raises:
@@ -56,9 +59,10 @@ class Node:
         port: int = 0,
         leases: float = 6.0,
         secret: str | bytes | None = None,
+        keys: str | Path | Credentials | None = None,
     ) -> None:
         self._server, self._leases = server, leases
-        self._badge = Badge("node", node, find_secret(secret))
+        self._badge = Badge("node", node, find_trust(secret, keys))
         meeting = self._meet(60.0)
         self.settings = Settings.from_json(meeting.note("settings"))
         self.layout = Layout.from_json(meeting.note("layout"))
@@ -77,7 +81,7 @@ class Node:
         self._over = threading.Event()
         self._wanted = threading.Event()
         self._crew = Crew(
-            self.settings, self.layout, workers, port, self._badge.secret, self._lock,
+            self.settings, self.layout, workers, port, self._badge.trust, self._lock,
             came=lambda number: self._do(self.leader.returned(number, time.monotonic())),
             lost=lambda number: self._do(self.leader.lost(number, time.monotonic())),
             result=self._result,

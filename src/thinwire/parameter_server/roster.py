@@ -149,7 +149,10 @@ class Roster:
 
     def addresses(self) -> str:
         """For the leaders, as text."""
-        return json.dumps({"count": self.count, "places": [[p.host, p.port] for _, p in sorted(self.posts.items())]})
+        posts = [post for _, post in sorted(self.posts.items())]
+        shown = [post.connection.pair.other.shown for post in posts]  # by its certificate a leader knows the shard
+        places = [[p.host, p.port, one.fingerprint if one else ""] for p, one in zip(posts, shown)]
+        return json.dumps({"count": self.count, "places": places})
 
     def post(self, message: Anything) -> None:
         """To all shards."""

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from thinwire.link.hello import check_badge
 from thinwire.link.listener import Listener
 from thinwire.link.pair import Pair
-from thinwire.link.secret import find_secret
+from thinwire.link.secret import find_trust
+from thinwire.link.tls import Credentials
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.buffers import RunningBuffers
 from thinwire.parameter_server.effects import Apply, Drop, Effect, Forget, Log, Refuse, Send
@@ -60,8 +61,9 @@ class Service:
         model: its trainable parameters are the start, and hold the result in the end.
         settings: published to every node.
         port: of the rendezvous; 0 takes a free one.
-        host: the address to listen at; one that other machines reach needs a secret, or ``insecure``.
+        host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``.
         secret: which nodes and shards must know, at least 16 bytes; by default that of ``THINWIRE_SECRET_FILE``.
+        keys: directory of an identity that ``thinwire keys new`` wrote, in place of a secret: TLS on all connections.
         insecure: let everybody in who reaches the port.
         outer: makes the optimizer of the flat weights; by default that of the settings.
         outer_text: published, for shards that are started with a command line.
@@ -94,6 +96,7 @@ class Service:
         port: int = 0,
         host: str = "127.0.0.1",
         secret: str | bytes | None = None,
+        keys: str | Path | Credentials | None = None,
         insecure: bool = False,
         outer: Outer | None = None,
         outer_text: str | None = None,
@@ -149,7 +152,7 @@ class Service:
             "outer": outer_text or ("auto" if outer is None else ""),
         }
         self._listener = Listener(
-            port, host, notes, roles=("node", "shard"), secret=find_secret(secret), insecure=insecure
+            port, host, notes, roles=("node", "shard"), trust=find_trust(secret, keys), insecure=insecure
         )
         try:  # only now: another server on this port may be writing it
             self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None

@@ -7,6 +7,7 @@ import socket
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 
 from thinwire.engine.attach import attach
 from thinwire.link.meeting import split_address
+from thinwire.link.tls import Credentials
 from thinwire.measure.batches import Batches, Loss
 from thinwire.parameter_server.node import Node
 from thinwire.parameter_server.node_mean import NodeMean
@@ -28,6 +30,7 @@ from thinwire.parameter_server.worker import Worker, WorkerStats
 DEFAULT_PORT = 29400
 _LATE_SECONDS = 60.0
 _Work = tuple[nn.Module, Batches, Loss]
+_Trust = dict[str, Any]  # ``secret`` and ``keys``, as they were given
 
 
 def serve(
@@ -37,6 +40,7 @@ def serve(
     port: int = DEFAULT_PORT,
     host: str = "127.0.0.1",
     secret: str | bytes | None = None,
+    keys: str | Path | Credentials | None = None,
     insecure: bool = False,
     outer: Outer | None = None,
     shards: int = 0,
@@ -50,9 +54,11 @@ def serve(
 
     Args:
         settings: of a preset; by default :func:`presets.inhad`.
-        host: the address to listen at. One that other machines reach needs ``secret``, or ``insecure``.
+        host: the address to listen at. One that other machines reach needs ``keys``, ``secret``, or ``insecure``.
         secret: which every node and shard must know, at least 16 bytes; by default what the file holds that the
             variable ``THINWIRE_SECRET_FILE`` names.
+        keys: directory of this machine's identity, as ``thinwire keys new`` wrote it, in place of a secret: every node
+            and shard then shows a certificate of the same authority, and all connections are encrypted.
         insecure: let everybody in who reaches the port.
         outer: makes the optimizer of the flat weights, ``lambda params: torch.optim.SGD(params, lr=0.1)``.
         shards: k processes hold a slice of the weights each, and this one only decides; nodes wait until
@@ -75,6 +81,7 @@ def serve(
         port=port,
         host=host,
         secret=secret,
+        keys=keys,
         insecure=insecure,
         outer=outer,
         shards=shards,
@@ -96,6 +103,7 @@ def serve_shard(
     port: int = 0,
     host: str = "127.0.0.1",
     secret: str | bytes | None = None,
+    keys: str | Path | Credentials | None = None,
     insecure: bool = False,
 ) -> int:
     """Keep one slice of the weights of a model that :func:`serve` serves with ``shards``, until the training ends.
@@ -108,6 +116,7 @@ def serve_shard(
         port: where nodes find this shard; 0 takes a free one.
         host: the address to listen at, as for :func:`serve`.
         secret: the server's; by default what the file holds that ``THINWIRE_SECRET_FILE`` names.
+        keys: directory of this machine's identity, where the server has keys.
         insecure: let everybody in who reaches the port.
 
     Returns:
@@ -127,6 +136,7 @@ def serve_shard(
         port=port,
         host=host,
         secret=secret,
+        keys=keys,
         insecure=insecure,
     )
     return shard.run()
@@ -141,6 +151,7 @@ def run(
     node_id: int | None = None,
     leader_port: int | None = None,
     secret: str | bytes | None = None,
+    keys: str | Path | Credentials | None = None,
     slowdown: float = 1.0,
     pace_seconds: float = 0.0,
     intra_node: str = "leader",
@@ -158,6 +169,7 @@ def run(
             A second process with a number that is at work is refused.
         leader_port: on this machine's loopback; by default torchrun's master port + 1.
         secret: the server's; by default what the file holds that ``THINWIRE_SECRET_FILE`` names.
+        keys: directory of this machine's identity, where the server has keys.
         slowdown, pace_seconds: emulate other machines, see :class:`Worker`.
         intra_node: how the workers of a node work together. "leader": each takes weights from the leader and hands in
             its own gradients. "collectives": all compute each gradient together, and its mean over them, by all-reduce,
@@ -166,10 +178,11 @@ def run(
     Raises:
         ValueError: an address or a word that cannot be.
         ServerLost: the server has gone and did not come back within six leases.
-        NodeRefused: another process works under this node's number, or the server asks for another secret.
+        NodeRefused: another process works under this node's number, or the server asks for another secret or for keys.
         LayoutMismatch: the server's model is another one.
     """
     split_address(server)
+    trust: _Trust = {"secret": secret, "keys": keys}
     local = int(os.environ.get("LOCAL_RANK", "0"))
     workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     port = leader_port or int(os.environ.get("MASTER_PORT", str(DEFAULT_PORT))) + 1
@@ -178,23 +191,22 @@ def run(
         raise ValueError(f'intra_node={intra_node!r} is unknown; there is "leader", "collectives"')
     number = _node_number() if node_id is None else node_id
     if intra_node == "collectives" and workers > 1:
-        return _together(work, server, number, local, slowdown, pace_seconds, secret)
+        return _together(work, server, number, local, slowdown, pace_seconds, trust)
     if local:
-        worker = Worker(*work, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds, secret=secret)
-        return worker.run()
-    node = Node(server, number, workers, port=port if workers > 1 else 0, secret=secret)
-    return _lead(node, work, slowdown, pace_seconds, secret)
+        return Worker(*work, f"127.0.0.1:{port}", local, slowdown=slowdown, pace_seconds=pace_seconds, **trust).run()
+    node = Node(server, number, workers, port=port if workers > 1 else 0, **trust)
+    return _lead(node, work, slowdown, pace_seconds, trust)
 
 
 def _lead(
-    node: Node, work: _Work, slowdown: float, pace: float, secret: str | bytes | None, together: NodeMean | None = None
+    node: Node, work: _Work, slowdown: float, pace: float, trust: _Trust, together: NodeMean | None = None
 ) -> WorkerStats:
     """The worker in the process of its leader."""
     try:
         gradient = together.gradient if together is not None else None
         worker = Worker(
             *work, node.address, 0, slowdown=slowdown, pace_seconds=pace, gradient=gradient,
-            check=lambda: node.wait(0), secret=secret,
+            check=lambda: node.wait(0), **trust,
         )  # fmt: skip
         stats = worker.run()
         node.wait(5.0)
@@ -205,7 +217,7 @@ def _lead(
 
 
 def _together(
-    work: _Work, server: str, number: int, local: int, slowdown: float, pace: float, secret: str | bytes | None
+    work: _Work, server: str, number: int, local: int, slowdown: float, pace: float, trust: _Trust
 ) -> WorkerStats:
     """One rank of a node whose ranks compute each gradient together."""
     made = not dist.is_initialized()
@@ -222,7 +234,7 @@ def _together(
                 return WorkerStats(steps=count, version=version)
             version = -1
             try:
-                stats = _lead(Node(server, number, 1, secret=secret), work, slowdown, pace, secret, together)
+                stats = _lead(Node(server, number, 1, **trust), work, slowdown, pace, trust, together)
                 version = stats.version
             finally:
                 together.end(version)

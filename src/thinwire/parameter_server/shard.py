@@ -14,7 +14,8 @@ from thinwire.link.hello import Badge
 from thinwire.link.listener import Listener
 from thinwire.link.meeting import Meeting, split_address
 from thinwire.link.pair import Pair
-from thinwire.link.secret import find_secret
+from thinwire.link.secret import find_trust
+from thinwire.link.tls import Credentials
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.connection import Connection
 from thinwire.parameter_server.layout import Layout
@@ -48,8 +49,9 @@ class Shard:
         read_outer: makes it, where ``outer`` is not given, of the text that the server publishes (``outer_text``).
         checkpoint_dir: for checkpoints; needed where the server has one.
         port: where leaders find this shard; 0 takes a free one.
-        host: the address to listen at; one that other machines reach needs a secret, or ``insecure``.
+        host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``.
         secret: the server's; by default that of ``THINWIRE_SECRET_FILE``.
+        keys: directory of this shard's identity, where the server has keys.
         insecure: let everybody in who reaches the port.
         leases: give up after that many leases without a server.
 
@@ -68,6 +70,7 @@ class Shard:
         port: int = 0,
         host: str = "127.0.0.1",
         secret: str | bytes | None = None,
+        keys: str | Path | Credentials | None = None,
         insecure: bool = False,
         leases: float = 6.0,
     ) -> None:
@@ -81,8 +84,8 @@ class Shard:
         self.keeper: SliceKeeper | None = None
         self.visitors = Visitors(lambda what, who, value: self._inbox.put((what, who, value)))
         self._over = threading.Event()
-        self._badge = Badge("shard", index, find_secret(secret))
-        self._listener = Listener(port, host, roles=("node",), secret=self._badge.secret, insecure=insecure)
+        self._badge = Badge("shard", index, find_trust(secret, keys))
+        self._listener = Listener(port, host, roles=("node",), trust=self._badge.trust, insecure=insecure)
         self._listener.serve(self._came, FRAME.size)
 
     def run(self) -> int:

@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from thinwire.link.errors import NotAdmitted, PairError
 from thinwire.link.hello import Badge
 from thinwire.link.meeting import Meeting
-from thinwire.link.secret import find_secret
+from thinwire.link.secret import find_trust, own_trust
+from thinwire.link.tls import Credentials
 from thinwire.measure.batches import Batches, Loss, numbered
 from thinwire.parameter_server.connection import Anything, Connection
 from thinwire.parameter_server.layout import Layout
@@ -70,6 +72,7 @@ class Worker:
         gradient: (flat parameters, number of the batch) -> flat gradient, loss, samples; by default that of
             ``loss``.
         secret: the leader's; by default that of ``THINWIRE_SECRET_FILE``.
+        keys: the leader's.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Worker:
         check: Callable[[], object] = lambda: None,
         gradient: Callable[[Tensor, int], tuple[Tensor, float, int]] | None = None,
         secret: str | bytes | None = None,
+        keys: str | Path | Credentials | None = None,
     ) -> None:
         self.model, self._leader, self.number = model, leader, number
         self._slowdown, self._pace, self._on_step, self._check = slowdown, pace_seconds, on_step, check
@@ -94,7 +98,7 @@ class Worker:
         self.layout = Layout.of(model)
         self._take = gradient or partial(local_gradient, model, self.layout, numbered(batches), loss)
         self.stats = WorkerStats()
-        self._badge = Badge("worker", number, find_secret(secret))
+        self._badge = Badge("worker", number, own_trust(find_trust(secret, keys)))
         self._inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
         self._theta: Tensor | None = None
         self._began = time.monotonic()
@@ -106,7 +110,7 @@ class Worker:
         Raises:
             ServerLost: the leader has gone and does not come back.
             LayoutMismatch: this model is not the server's.
-            NodeRefused: the leader has another secret.
+            NodeRefused: the leader has another secret, or other keys.
         """
         lost_at: float | None = None
         lease = 10.0

@@ -3,6 +3,7 @@
 What does not live here: data-parallel training (``methods``, ``engine``), averaging over many edges (``federated``).
 """
 
+from thinwire.link.tls import Credentials
 from thinwire.split.batch import Batch
 from thinwire.split.compare import compare
 from thinwire.split.edge import EdgeEnd
@@ -11,7 +12,6 @@ from thinwire.split.estimate import Link, Shape, crossings, estimate
 from thinwire.split.files import load_half, prepare
 from thinwire.split.finetune import SplitReport, split_finetune
 from thinwire.split.halves import Back, Front
-from thinwire.split.keys import write_keys
 from thinwire.split.ledger import ByteLedger
 from thinwire.split.link import CloudClient
 from thinwire.split.pair import LocalPair
@@ -20,7 +20,6 @@ from thinwire.split.recipe import Recipe
 from thinwire.split.serve import CloudServer
 from thinwire.split.session import CloudEnd
 from thinwire.split.surgery import split_model
-from thinwire.split.tls import Credentials
 
 __all__ = [
     "Back",
@@ -46,5 +45,4 @@ __all__ = [
     "prepare",
     "split_finetune",
     "split_model",
-    "write_keys",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.link.tls import Credentials
 from thinwire.split.edge import EdgeEnd
 from thinwire.split.files import load_half
 from thinwire.split.ledger import ByteLedger
@@ -23,7 +24,6 @@ from thinwire.split.serve import CloudServer
 from thinwire.split.session import CloudEnd
 from thinwire.split.surgery import split_model
 from thinwire.split.tasks import Task, TextData
-from thinwire.split.tls import Credentials
 from thinwire.split.unsplit import train_unsplit
 
 OnStep = Callable[[int, int, float], None]

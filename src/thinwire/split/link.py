@@ -9,11 +9,14 @@ import warnings
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from thinwire.link.door import HELLO_SECONDS, check_port
+from thinwire.link.duplex import Duplex
+from thinwire.link.secret import is_loopback
+from thinwire.link.tls import Credentials
 from thinwire.split.edge import EdgeEnd, printable
 from thinwire.split.errors import FrameError, LinkError, LinkTimeout, SessionError, TrustError
 from thinwire.split.frames import Fields, Message
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.tls import Credentials, check_plain, check_port
 from thinwire.split.wire import FrameConnection
 
 DEFAULT_LIMIT = 1 << 28  # bytes of one message
@@ -116,28 +119,28 @@ class CloudClient:
         assert self._edge is not None
         while True:
             try:
-                connected = socket.create_connection((self.host, self.port), timeout=self.receive_seconds)
+                duplex = Duplex(socket.create_connection((self.host, self.port), timeout=self.receive_seconds))
             except OSError as error:
                 problem: LinkError = LinkError(f"no connection with {self.host} port {self.port}: {error}")
             else:
                 try:
-                    return self._hello(connected, known)
+                    return self._hello(duplex, known)
                 except (FrameError, SessionError, TrustError):
                     self._drop()
-                    connected.close()
+                    duplex.close()
                     raise
                 except LinkError as error:
                     self._drop()
-                    connected.close()
+                    duplex.close()
                     problem = error
             if time.monotonic() > deadline:
                 raise problem
             time.sleep(_BETWEEN_TRIES)
 
-    def _hello(self, connected: socket.socket, known: bool) -> Fields:
+    def _hello(self, duplex: Duplex, known: bool) -> Fields:
         assert self._edge is not None
         self._wire = FrameConnection(
-            connected, self.credentials, server=False, host=self.host, ledger=self.ledger, limit=self.limit
+            duplex, self.credentials, host=self.host, ledger=self.ledger, limit=self.limit, seconds=HELLO_SECONDS
         )
         self._wire.send(Message("hello", fields=self._edge.hello()), self.receive_seconds)
         ready = self._wire.receive(self.receive_seconds, "the answer to hello")
@@ -170,3 +173,12 @@ class CloudClient:
     ) -> None:
         with contextlib.suppress(OSError):
             self.close()
+
+
+def check_plain(host: str, insecure: bool) -> None:
+    """Raise ``ValueError`` for a connection without TLS to anywhere but this machine, unless it was asked for."""
+    if not insecure and not is_loopback(host):
+        raise ValueError(
+            f"no keys for a connection with {host}: give --keys (thinwire keys new makes them), or --insecure to send "
+            "everything in the clear"
+        )

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from thinwire.split.door import Door, Newcomer
+from thinwire.link.door import HELLO_SECONDS, Door
+from thinwire.link.duplex import Duplex
+from thinwire.link.errors import PairError
+from thinwire.link.tls import Credentials
 from thinwire.split.edge import printable
 from thinwire.split.errors import FrameError, LinkError, SessionError, SplitError
-from thinwire.split.frames import Message
+from thinwire.split.frames import Fields, Message
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.link import DEFAULT_LIMIT
+from thinwire.split.link import DEFAULT_LIMIT, check_plain
 from thinwire.split.session import CloudEnd
-from thinwire.split.tls import Credentials, check_plain, check_port
-from thinwire.split.wire import HANDSHAKE_SECONDS, FrameConnection
+from thinwire.split.wire import FrameConnection
+
+MOST = 64
+
+
+@dataclass
+class _Newcomer:
+    """A connection until its hello has been answered.
+
+    Attributes:
+        duplex: its socket.
+        ledger: its bytes until then.
+        wire: once it was made.
+        hello: once it was heard; None: there will be none, for the reason in ``error``.
+        answered: it is no newcomer any more.
+    """
+
+    duplex: Duplex
+    ledger: ByteLedger = field(default_factory=ByteLedger)
+    wire: FrameConnection | None = None
+    hello: Fields | None = None
+    error: Exception | None = None
+    answered: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -44,7 +71,7 @@ class CloudServer:
     insecure: bool = False
     hold_seconds: float = 30.0
     message_seconds: float = 60.0
-    hello_seconds: float = HANDSHAKE_SECONDS
+    hello_seconds: float = HELLO_SECONDS
     limit: int = DEFAULT_LIMIT
     ledger: ByteLedger = field(default_factory=ByteLedger)
     say: Callable[[str], None] = lambda sentence: None
@@ -55,14 +82,16 @@ class CloudServer:
     def __post_init__(self) -> None:
         if self.credentials is None:
             check_plain(self.host, self.insecure)
-        check_port(self.port, 0)
+        self._heard: queue.SimpleQueue[_Newcomer] = queue.SimpleQueue()
+        self._bell, self._ring = socket.socketpair()  # readable when a newcomer was heard
         try:
-            self._listener = socket.create_server((self.host, self.port))
-        except OSError as error:
-            raise ValueError(f"cannot listen at {self.host} port {self.port}: {error}") from error
-        self.port = self._listener.getsockname()[1]
-        self._listener.setblocking(False)  # who was at the door when it was looked at may have gone
-        self._door = Door(self.credentials, self.limit, self.hello_seconds)
+            self._door = Door(self.port, self.host, self._hear, self.hello_seconds, MOST)
+        except (PairError, ValueError) as error:
+            self._bell.close()
+            self._ring.close()
+            raise ValueError(f"cannot listen at {self.host}: {error}") from error
+        self.port = self._door.port
+        self._door.open()
 
     def serve(self, edges: int | None = 1, idle_seconds: float | None = None) -> None:
         """Answer until that many edges have said bye.
@@ -78,7 +107,7 @@ class CloudServer:
         left = edges
         self._heard_at = time.monotonic()
         while left is None or left > 0:
-            waiting: list[FrameConnection | Door | socket.socket] = [self._door, self._listener]
+            waiting: list[FrameConnection | socket.socket] = [self._bell]
             if self._wire is not None:
                 waiting.append(self._wire)
             ready, _, _ = select.select(waiting, [], [], 0.5)
@@ -86,26 +115,37 @@ class CloudServer:
                 if self._answer() and left is not None:
                     left -= 1
                 self._heard_at = time.monotonic()
-            if self._door in ready:
-                self._admit(self._door.next())
-            if self._listener in ready:
-                self._accept()
+            if self._bell in ready:
+                self._bell.recv(1)
+                newcomer = self._heard.get()
+                self._admit(newcomer)
+                newcomer.answered.set()
             silent = time.monotonic() - self._heard_at
             if self._wire is not None and self._wire.middle and silent > self.message_seconds:
                 self._lose("it fell silent within a message")
             if idle_seconds is not None and silent > idle_seconds:
                 raise LinkError(f"no edge has said anything for {idle_seconds:g} s")
 
-    def _accept(self) -> None:
-        """Take a new connection; the door hears who it is."""
+    def _hear(self, duplex: Duplex, end: float) -> None:
+        """In a thread of its own: what a newcomer says, until it is answered or has to make room for others."""
+        newcomer = _Newcomer(duplex)
         try:
-            connected, address = self._listener.accept()
-        except OSError as error:  # it was gone before it was taken, or there are too many files open
-            self._say(f"lost a connection: {error}")
-            return
-        self._door.let_in(connected, address[0])
+            newcomer.wire = FrameConnection(
+                duplex, self.credentials, ledger=newcomer.ledger, limit=self.limit, seconds=self.hello_seconds
+            )
+            hello = newcomer.wire.receive(self.hello_seconds, "hello")
+            if hello.kind != "hello" or hello.fields is None:
+                raise SessionError(f"a connection began with {hello.kind!r} instead of hello")
+            newcomer.hello = hello.fields
+        except Exception as error:  # whatever a stranger sends, it must not end the cloud
+            newcomer.error = error
+        self._heard.put(newcomer)
+        with contextlib.suppress(OSError):  # the cloud has closed
+            self._ring.send(b".")
+        while not newcomer.answered.wait(0.5) and not duplex.closed:
+            pass
 
-    def _admit(self, newcomer: Newcomer) -> None:
+    def _admit(self, newcomer: _Newcomer) -> None:
         """Answer a newcomer's hello, if it may come."""
         wire = newcomer.wire
         if wire is None or newcomer.hello is None:
@@ -117,15 +157,15 @@ class CloudServer:
         try:
             if holder and name != holder and held:
                 sentence = f"the cloud is busy with edge {printable(holder)!r}; this one comes after it"
-                wire.send(Message("error", fields={"sentence": sentence, "busy": True}), HANDSHAKE_SECONDS)
+                wire.send(Message("error", fields={"sentence": sentence, "busy": True}), HELLO_SECONDS)
                 self._close(newcomer)
                 return
             try:
                 fields = self.cloud.hello(newcomer.hello, wire.peer)
             except SessionError as error:
-                wire.send(Message("error", fields={"sentence": printable(error)}), HANDSHAKE_SECONDS)
+                wire.send(Message("error", fields={"sentence": printable(error)}), HELLO_SECONDS)
                 raise
-            wire.send(Message("ready", fields=fields), HANDSHAKE_SECONDS)
+            wire.send(Message("ready", fields=fields), HELLO_SECONDS)
         except (SplitError, OSError) as error:
             self._refuse(newcomer, error)
             return
@@ -136,12 +176,12 @@ class CloudServer:
         self._wire, self._heard_at = wire, time.monotonic()
         self._say(f"edge {self.cloud.edge!r} {'is back' if fields['known'] else 'begins'}, step {fields['resume']}")
 
-    def _refuse(self, newcomer: Newcomer, why: Exception | None) -> None:
-        self._say(f"refused a connection from {newcomer.address}: {why}")
+    def _refuse(self, newcomer: _Newcomer, why: Exception | None) -> None:
+        self._say(f"refused a connection from {newcomer.duplex.host}: {why}")
         self._close(newcomer)
 
-    def _close(self, newcomer: Newcomer) -> None:
-        newcomer.close()
+    def _close(self, newcomer: _Newcomer) -> None:
+        newcomer.duplex.close()
         self.ledger.add(newcomer.ledger)
 
     def _answer(self) -> bool:
@@ -185,7 +225,10 @@ class CloudServer:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-        self._listener.close()
+        while not self._heard.empty():
+            self._heard.get().duplex.close()
+        self._bell.close()
+        self._ring.close()
 
     def __enter__(self) -> CloudServer:
         return self

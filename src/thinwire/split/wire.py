@@ -1,109 +1,82 @@
-"""One connection: a socket, TLS over memory buffers, frames; every byte that crosses the socket is counted."""
+"""One connection: messages as frames over a link's socket; every byte that crosses it is counted."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
-import ssl
-import time
+import math
 from collections import deque
+from collections.abc import Iterator
 
+from thinwire.link.duplex import Duplex, end_of
+from thinwire.link.errors import NotAdmitted, PairError, PairTimeout
+from thinwire.link.tls import Credentials
 from thinwire.split.errors import LinkError, LinkTimeout, TrustError
 from thinwire.split.frames import Message, MessageReader, encode
 from thinwire.split.ledger import ByteLedger
-from thinwire.split.tls import Credentials
 
-_PIECE = 1 << 16
 _BURST = 1 << 18  # whole TLS records of 16 KiB
 _HELLO_BYTES = 1 << 16
-HANDSHAKE_SECONDS = 10.0
 
 
 class FrameConnection:
-    """A connected pair's end. Blocking, with a deadline for everything.
+    """One end, blocking, with a deadline for everything.
 
-    A server's takes 64 KiB at most, and has a deadline for the handshake and all that comes, until `admit`; a client's
-    has one for the handshake.
-
-    TLS runs as an ``SSLObject`` over memory buffers, so ciphertext is counted where it leaves.
-
-    Attributes:
-        peer: the common name in the other end's certificate; None without TLS.
+    Args:
+        duplex: its own from now on.
+        credentials: for TLS; None: in the clear.
+        host: of the cloud that was called; None: this end is the cloud. It takes 64 KiB at most until `admit`.
+        ledger: counts what crosses.
+        limit: bytes of one message, received.
+        seconds: for the TLS handshake, and at the cloud for all until `admit`.
     """
 
     def __init__(
         self,
-        connected: socket.socket,
+        duplex: Duplex,
         credentials: Credentials | None,
         *,
-        server: bool,
         host: str | None = None,
         ledger: ByteLedger,
         limit: int,
-        seconds: float = HANDSHAKE_SECONDS,
+        seconds: float,
     ) -> None:
-        self._socket = connected
-        self._ledger = ledger
-        self._limit = limit
-        self._reader = MessageReader(min(limit, _HELLO_BYTES) if server else limit, ledger)
-        self._seconds = seconds
-        self._deadline: float | None = time.monotonic() + seconds
+        self._duplex, self._ledger, self._limit, self._seconds = duplex, ledger, limit, seconds
+        self._reader = MessageReader(limit if host else min(limit, _HELLO_BYTES), ledger)
+        self._end = end_of(seconds)
         self._ready: deque[Message] = deque()
-        self._tls: ssl.SSLObject | None = None
-        self.peer: str | None = None
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if credentials is not None:
-            self._handshake(credentials, server, host)
-        if not server:
-            self._deadline = None
+        self._sent = self._received = 0
+        try:
+            if credentials is not None:
+                with self._lost("the TLS handshake", seconds):
+                    duplex.secure(credentials, self._end, host)
+        finally:
+            self._count_tls(0, 0)
+        if host:
+            self._end = math.inf
+
+    @property
+    def peer(self) -> str | None:
+        """The common name in the other end's certificate; None without TLS."""
+        return self._duplex.shown.name if self._duplex.shown else None
 
     def admit(self, ledger: ByteLedger) -> None:
         """Its hello is accepted: messages may be long from now on, and take their time; they count in this ledger."""
-        self._deadline, self._reader.limit = None, self._limit
+        self._end, self._reader.limit = math.inf, self._limit
         self._ledger = self._reader.ledger = ledger
 
     def fileno(self) -> int:
-        """For ``selectors``."""
-        return self._socket.fileno()
-
-    def _handshake(self, credentials: Credentials, server: bool, host: str | None) -> None:
-        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        try:
-            context = credentials.context(server=server)
-        except ValueError as error:
-            raise LinkError(str(error)) from error
-        tls = context.wrap_bio(self._in, self._out, server_side=server, server_hostname=None if server else host)
-        while True:
-            try:
-                tls.do_handshake()
-                break
-            except ssl.SSLWantReadError:
-                self._flush(self._seconds)
-                data = self._pull(self._seconds, "the TLS handshake")
-                if not data:
-                    raise LinkError("the other end closed during the TLS handshake: does it speak TLS?") from None
-                self._ledger.received["tls"] += len(data)
-                self._in.write(data)
-            except ssl.SSLError as error:
-                with contextlib.suppress(LinkError):  # tell the other end why, if it still listens
-                    self._flush(1.0)
-                raise TrustError(_words(error)) from error
-        self._flush(self._seconds)
-        credentials.check_peer(tls.getpeercert(binary_form=True))
-        subject = (tls.getpeercert() or {}).get("subject", ())
-        self.peer = next((value for part in subject for name, value in part if name == "commonName"), None)  # type: ignore
-        self._tls = tls
-        self._decrypt(b"", "hello")  # what came with the end of the handshake
+        """For ``select``."""
+        return self._duplex.fileno()
 
     def send(self, message: Message, seconds: float) -> None:
         """Send a whole message.
 
         Args:
             message: to send.
-            seconds: how long the other end may take nothing at all.
+            seconds: how long the other end may take for 256 KiB.
 
         Raises:
-            LinkError: the connection is lost; `LinkTimeout`: it took no bytes for so long.
+            LinkError: the connection is lost; `LinkTimeout`: it did not take them in that time.
         """
         waiting = bytearray()  # frames share TLS records, whose overhead is 22 bytes each
         for piece in encode(message, self._ledger):
@@ -145,80 +118,36 @@ class FrameConnection:
 
     def close(self) -> None:
         """Close it; never raises."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._duplex.close()
 
-    def _write(self, plain: bytes | bytearray, seconds: float) -> None:
-        if self._tls is None:
-            self._push(plain, seconds)
-            return
-        self._tls.write(plain)
-        self._ledger.sent["tls"] -= len(plain)
-        self._flush(seconds)
+    def _write(self, plain: bytearray, seconds: float) -> None:
+        with self._lost("the other end to take bytes", seconds):
+            self._duplex.write(plain, end_of(seconds))
+        self._count_tls(len(plain), 0)
 
     def _read(self, seconds: float, waiting_for: str) -> None:
         """Take in what comes next."""
-        data = self._pull(seconds, waiting_for)
-        if not data:
-            raise LinkError(f"the connection was closed while waiting for {waiting_for}")
-        if self._tls is None:
-            self._ready.extend(self._reader.feed(data))
-        else:
-            self._decrypt(data, waiting_for)
+        with self._lost(waiting_for, seconds):
+            plain = self._duplex.read_some(min(end_of(seconds), self._end))
+        self._count_tls(0, len(plain))
+        self._ready.extend(self._reader.feed(plain))
 
-    def _decrypt(self, data: bytes, waiting_for: str) -> None:
-        assert self._tls is not None
-        self._ledger.received["tls"] += len(data)
-        self._in.write(data)
-        while True:
-            try:
-                plain = self._tls.read(_PIECE)
-            except ssl.SSLWantReadError:
-                return
-            except ssl.SSLError as error:
-                raise TrustError(_words(error)) from error
-            if not plain:
-                raise LinkError(f"the connection was closed while waiting for {waiting_for}")
-            self._ledger.received["tls"] -= len(plain)
-            self._ready.extend(self._reader.feed(plain))
+    def _count_tls(self, sent: int, received: int) -> None:
+        """What crossed beyond so many bytes of ours."""
+        self._ledger.sent["tls"] += self._duplex.sent - self._sent - sent
+        self._ledger.received["tls"] += self._duplex.received - self._received - received
+        self._sent, self._received = self._duplex.sent, self._duplex.received
 
-    def _push(self, data: bytes | bytearray, seconds: float) -> None:
-        rest = memoryview(data)
+    @contextlib.contextmanager
+    def _lost(self, waiting_for: str, seconds: float) -> Iterator[None]:
+        """Errors of the link in words of this package."""
         try:
-            self._socket.settimeout(max(0.001, seconds))
-            while rest:
-                rest = rest[self._socket.send(rest) :]
-        except TimeoutError as error:
-            raise LinkTimeout(f"the connection took no bytes for {seconds:g} s") from error
-        except OSError as error:
-            raise LinkError(f"the connection was lost: {error}") from error
-
-    def _pull(self, seconds: float, waiting_for: str) -> bytes:
-        left = seconds if self._deadline is None else min(seconds, self._deadline - time.monotonic())
-        try:
-            if left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left)
-            return self._socket.recv(_PIECE)
-        except TimeoutError as error:
-            if self._deadline is not None:
+            yield
+        except NotAdmitted as error:
+            raise TrustError(str(error)) from error
+        except PairTimeout as error:
+            if self._end < math.inf:
                 raise LinkTimeout(f"{waiting_for} was not over within {self._seconds:g} s") from error
             raise LinkTimeout(f"nothing came for {seconds:g} s while waiting for {waiting_for}") from error
-        except OSError as error:
+        except PairError as error:
             raise LinkError(f"the connection was lost while waiting for {waiting_for}: {error}") from error
-
-    def _flush(self, seconds: float) -> None:
-        data = self._out.read()
-        if data:
-            self._push(data, seconds)
-            self._ledger.sent["tls"] += len(data)
-
-
-def _words(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the other end's certificate is not to be trusted: {error.verify_message}"
-    reason = (error.reason or str(error)).replace("_", " ").lower()
-    if "alert" in reason:
-        return f"the other end refused this end's certificate or TLS version ({reason})"
-    return f"TLS failed ({reason}): does the other end speak TLS?"

@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -73,3 +74,14 @@ def test_a_torch_that_cannot_be_imported_is_one_sentence(monkeypatch):
     assert result.exit_code == 1
     assert "torch cannot be imported" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_what_listens_is_told_and_the_page_says_the_same(debian):
+    found = json.loads(runner.invoke(app, ["doctor", "--json", "--read", debian]).stdout)["listeners"]
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page).replace("`", "")
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in plain.splitlines() if line[:2] == "| "]
+    assert rows[1:] == [list(one.values()) for one in found]
+    shown = runner.invoke(app, ["doctor", "--read", debian], env={"COLUMNS": "400"}).stdout
+    for one in found:
+        assert f" {one['admits']} " in shown

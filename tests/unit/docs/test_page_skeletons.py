@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from fences import blocks
 from thinwire.methods.registry import METHODS
 
 DOCS = Path(__file__).parents[3] / "docs"
 SYSTEMS = ("large_batch", "data", "kfac", "parameter_server", "federated", "split", "supernet")
 HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WIDTH = 88
 FRAGMENTS = ("_build", "when", "winners")
 
 
@@ -46,6 +48,13 @@ def test_systems(name):
     turned_on = text[text.index("## Turn it on") :]
     first = re.search(r"^```(\w*)\n(.*?)^```$", turned_on, re.MULTILINE | re.DOTALL)
     assert first, "no command or code under 'Turn it on'"
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *pages()], ids=lambda page: page.name)
+def test_code_is_not_cut_on_a_screen_of_1280_pixels(page):
+    shown = [block for block in blocks(page.read_text()) if not block.language.startswith("{")]
+    wide = [line for block in shown for line in block.code.splitlines() if len(line) > WIDTH]
+    assert not wide, f"{page.name}: break these lines, and put remarks above them"
 
 
 def test_every_page_is_in_the_contents_once():

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from thinwire.bench.models.registry import build_model
 from thinwire.kernels.symmetric import unpack_upper
-from thinwire.kfac import KFAC
+from thinwire.kfac import KFAC, stepped
 from thinwire.kfac.fisher import sampled_loss
 
 EVERY = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -422,3 +422,56 @@ def test_the_ill_conditioned_task():
     assert steps is not None
     assert steps <= 260
     assert all(steps_to(0.3, 400, lr, kfac=False) is None for lr in (0.03, 0.1, 0.3, 1.0, 3.0))
+
+
+def intervals_seen(steps, **options):
+    """The passes that took statistics, and those that inverted."""
+    net = mlp(5, 3)
+    kfac, optimizer = made(net, **{"kl_clip": 1e-3, **options})
+    statistics, inversions = [], []
+    for step in range(steps):
+        before = kfac.stats()
+        x = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = kfac.stats()
+        statistics += [step] * (after.factor_updates - before.factor_updates)
+        inversions += [step] * (after.inverse_updates - before.inverse_updates)
+    return statistics, inversions
+
+
+def test_intervals_may_be_functions_of_the_step():
+    assert intervals_seen(13, factor_update_steps=2, inv_update_steps=4) == ([0, 2, 4, 6, 8, 10, 12], [0, 4, 8, 12])
+    changing = {"factor_update_steps": stepped(1, 3, at=(6,)), "inv_update_steps": stepped(2, 3, at=(5,))}
+    assert intervals_seen(20, **changing) == ([0, 1, 2, 3, 4, 5, 6, 9, 12, 15, 18], [0, 2, 4, 6, 12, 18])
+    with pytest.raises(ValueError, match=r"inv_update_steps\(0\)=0 must be a whole number of at least 1"):
+        intervals_seen(1, inv_update_steps=lambda step: 0)
+
+
+def test_the_default_damping_trains_both_examples():
+    """0.001, which other libraries begin with, takes the digits to a loss in the thousands."""
+    for model, most in (("teacher", 1.2), ("digits:batch=64:width=8:hidden=64", 1.0)):
+        workload = build_model(model)
+        optimizer = torch.optim.SGD(workload.model.parameters(), 0.1, momentum=0.9)
+        with KFAC(workload.model, None, optimizer=optimizer, factor_update_steps=5, inv_update_steps=25):
+            for step in range(160):
+                workload.loss(workload.model, step, 0).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert float(workload.evaluate(workload.model, 0, 0)) < most
+
+
+def test_a_state_from_before_intervals_could_change_is_read():
+    net = mlp(5, 3)
+    kfac, optimizer = made(net, factor_update_steps=1, inv_update_steps=3)
+    x = torch.randn(6, 5, dtype=torch.float64)
+    for _ in range(4):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = kfac.state_dict()
+    assert state["next_inversion"] == 6
+    old = {key: value for key, value in state.items() if key != "next_inversion"} | {"turn": 2}
+    kfac.load_state_dict(old)
+    assert kfac.state_dict()["next_inversion"] == 6

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
+from thinwire.link.door import MOST_UNKNOWN
 from thinwire.link.errors import NotAdmitted, PairError
 from thinwire.link.hello import Badge
-from thinwire.link.listener import MOST_UNKNOWN, Listener
+from thinwire.link.listener import Listener
 from thinwire.link.meeting import Meeting, connect
 from thinwire.link.secret import VARIABLE, check_host, find_secret, fresh_secret_file, read_secret
 
@@ -25,7 +26,7 @@ class Inn:
     """A listener, and the pairs that have come in."""
 
     def __init__(self, **options):
-        self.listener = Listener(notes={"a": "b"}, **{"roles": ("node", "shard"), "secret": SECRET, **options})
+        self.listener = Listener(notes={"a": "b"}, **{"roles": ("node", "shard"), "trust": SECRET, **options})
         self.came = queue.SimpleQueue()
         self.address = f"127.0.0.1:{self.listener.port}"
 
@@ -74,13 +75,13 @@ def test_who_knows_the_secret_comes_in_as_who_it_is(inn):
     ],
 )
 def test_others_are_told_why_not(inn, caplog, secret, badge, sentence):
-    there = inn(secret=secret)
+    there = inn(trust=secret)
     with pytest.raises(NotAdmitted, match=sentence):
         Meeting(there.address, badge)
     with pytest.raises(NotAdmitted, match=sentence):
         connect("127.0.0.1", there.listener.port, b"1234", badge)
     assert there.came.empty()
-    if badge.secret == OTHER:
+    if badge.trust == OTHER:
         assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
             "turned away 127.0.0.1: it does not know the secret"
         ]

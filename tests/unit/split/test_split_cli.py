@@ -6,6 +6,7 @@ from rich.console import Console
 from thinwire.cli.main import app
 from thinwire.cli.split_inputs import read_rows
 from thinwire.cli.split_tables import compare_table
+from thinwire.link.keys import new_keys
 from thinwire.split.compare import ComparisonRow
 from thinwire.split.files import read_facts
 from thinwire.split.tasks import TextData
@@ -33,21 +34,6 @@ def refused(says, *words, code=2):
     assert last.startswith("error: "), result.stderr
     assert says in last
     assert len(before) == (code == 1)  # a run that began has said what it does
-
-
-def test_keys(tmp_path):
-    assert "written: keys/ca.crt" in run("keys").stdout
-    made = json.loads(run("keys", "--out", "more", "--host", "10.0.0.1", "--edge", "a", "--edge", "b", "--json").stdout)
-    pairs = [f"more/{name}.{end}" for name in ("cloud", "a", "b") for end in ("crt", "key")]
-    assert made["files"] == ["more/ca.crt", *pairs]
-    refused("is there already", "keys")
-    for host in ("", "a b", "cloud.example.org:7443", "ä.example.org", "-a", "a..b", "10.0.0.300"):
-        refused(f"host {host!r} is no name and no address", "keys", "--out", "other", "--host", host)
-    (tmp_path / "file").write_text("x")
-    refused("cannot write to file", "keys", "--out", "file")
-    refused("cannot write to file/below", "keys", "--out", "file/below")
-    assert not (tmp_path / "other").exists()
-    run("keys", "--out", "names", "--host", "*.example.org", "--host", "cloud_1", "--host", "::1")
 
 
 def test_plan_writes_both_halves_and_says_what_a_step_costs(tmp_path):
@@ -140,12 +126,12 @@ def test_wrong_addresses_keys_and_shares(tmp_path):
     refused("is no host:port", "edge", "halves", "--cloud", "somewhere")
     refused("no keys for a connection with 10.0.0.1", "edge", "halves", "--cloud", "10.0.0.1:7443")
     refused("no keys for a connection with 0.0.0.0", "cloud", "halves", "--listen", "0.0.0.0:7443")
-    refused("certificate: keys/edge.crt is no file", "edge", "halves", "--keys", "keys")
+    refused("certificate: keys/identity.crt is no file", "edge", "halves", "--keys", "keys")
     refused("give --keys too", "edge", "halves", "--fingerprint", "00")
     refused("share '5/4' is no part", "edge", "halves", "--share", "5/4")
     refused("share '¹/4' is no part", "edge", "halves", "--share", "¹/4")
     refused("is the half of the edge", "cloud", "halves/edge.safetensors")
     refused("no connection with 127.0.0.1", "edge", "halves", "--cloud", "127.0.0.1:9", "--reconnect", "0", code=1)
-    run("keys")
-    (tmp_path / "keys" / "cloud.key").write_text("spoiled")
-    refused("do not fit together", "cloud", "halves", "--keys", "keys")
+    new_keys("keys", ["cloud"])
+    (tmp_path / "keys" / "cloud" / "identity.key").write_text("spoiled")
+    refused("do not fit together", "cloud", "halves", "--keys", "keys/cloud")

@@ -11,7 +11,8 @@ import pytest
 import torch
 from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_process, linked, parameters, serving
 
-from thinwire.split import CloudClient, CloudEnd, CloudServer, Credentials, SplitPlan, write_keys
+from thinwire.link.keys import new_keys
+from thinwire.split import CloudClient, CloudEnd, CloudServer, Credentials, SplitPlan
 from thinwire.split.errors import LinkError, LinkTimeout, SessionError, TrustError
 from thinwire.split.frames import Message, MessageReader, encode
 
@@ -19,13 +20,13 @@ from thinwire.split.frames import Message, MessageReader, encode
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys")
-    write_keys(folder / "ours", edges=("edge", "other"))
-    write_keys(folder / "theirs")
+    new_keys(folder / "ours", ["cloud", "edge", "other"])
+    new_keys(folder / "theirs", ["cloud", "edge"])
     return folder
 
 
 def trust(keys, role, whose="ours"):
-    return Credentials.of(keys / whose, role)
+    return Credentials.of(keys / whose / role)
 
 
 CODED = SplitPlan(2, up=("delta:4", "pack"), down=("int8", "pack"))
@@ -165,7 +166,7 @@ def test_an_edge_certificate_is_no_cloud_certificate(keys):
 
 
 def test_a_pinned_certificate(keys):
-    pem = (keys / "ours" / "cloud.crt").read_text()
+    pem = (keys / "ours" / "cloud" / "identity.crt").read_text()
     print_ = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
     front, back = halves()
     with serving(back, credentials=trust(keys, "cloud")) as server:
@@ -315,25 +316,3 @@ def test_what_is_no_port(port):
         CloudServer(CloudEnd(halves()[1], "pair", RECIPE), port=port)
     with pytest.raises(ValueError, match=f"port={port!r} must be a whole number from 1 to 65535"):
         CloudClient("127.0.0.1", port)
-
-
-def test_keys_are_private_and_never_replaced(tmp_path):
-    files = write_keys(tmp_path, ("cloud.example.org", "10.0.0.1"), ("a", "b-2"))
-    pairs = [f"{name}.{end}" for name in ("cloud", "a", "b-2") for end in ("crt", "key")]
-    assert [path.name for path in files] == ["ca.crt", *pairs]
-    assert all(path.stat().st_mode & 0o077 == 0 for path in files if path.suffix == ".key")
-    with pytest.raises(ValueError, match="is there already"):
-        write_keys(tmp_path)
-    for edges in (("ca",), ("a/b",), ("",), ("cloud",)):
-        with pytest.raises(ValueError, match="edge name"):
-            write_keys(tmp_path / "x", edges=edges)
-    with pytest.raises(ValueError, match="two edges"):
-        write_keys(tmp_path / "x", edges=("a", "a"))
-    with pytest.raises(ValueError, match="at least one host"):
-        write_keys(tmp_path / "x", hosts=())
-    with pytest.raises(ValueError, match="is no file"):
-        Credentials.of(tmp_path, "c")
-    (tmp_path / "c.crt").write_text("x")
-    (tmp_path / "c.key").write_text("x")
-    with pytest.raises(ValueError, match="do not fit together"):
-        Credentials.of(tmp_path, "c")

@@ -8,16 +8,17 @@ import pytest
 import torch
 from split_ends import batch_of, edge_end, halves, in_process, linked, parameters, serving
 
-from thinwire.split import Credentials, write_keys
-from thinwire.split.door import MOST
+from thinwire.link.keys import new_keys
+from thinwire.split import Credentials
 from thinwire.split.frames import Message, encode
+from thinwire.split.serve import MOST
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys")
-    write_keys(folder)
-    return {role: Credentials.of(folder, role) for role in ("cloud", "edge")}
+    new_keys(folder, ["cloud", "edge"])
+    return {role: Credentials.of(folder / role) for role in ("cloud", "edge")}
 
 
 @contextlib.contextmanager

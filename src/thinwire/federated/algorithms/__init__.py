@@ -8,7 +8,8 @@ from thinwire.federated.algorithms.feddyn import FedDyn
 from thinwire.federated.algorithms.fednova import FedNova
 from thinwire.federated.algorithms.fedopt import FedOpt
 from thinwire.federated.algorithms.fedprox import FedProx
+from thinwire.federated.algorithms.fedrobust import FedRobust
 from thinwire.federated.algorithms.mime import Mime
 from thinwire.federated.algorithms.scaffold import Scaffold
 
-__all__ = ["FedAvg", "FedDyn", "FedNova", "FedOpt", "FedProx", "Mime", "Scaffold"]
+__all__ = ["FedAvg", "FedDyn", "FedNova", "FedOpt", "FedProx", "FedRobust", "Mime", "Scaffold"]

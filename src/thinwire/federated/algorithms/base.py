@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.federated.aggregator import Operator, RoundProgram
 from thinwire.federated.client import ClientContext, ClientResult
 from thinwire.federated.cohort import sample
+from thinwire.federated.private import opacus, private_gradients
 
 Adjust = Callable[[Tensor, Tensor], None]
 """(gradient, x): edit the gradient [D] in place before the step."""
@@ -47,6 +48,8 @@ class Algorithm(abc.ABC):
         max_steps: of a client; None: as many as its epochs have.
         momentum, weight_decay: of the local steps, as of ``torch.optim.SGD``.
         max_grad_norm: limit of the norm of each local gradient; None: none.
+        noise_multiplier: DP-SGD: ``max_grad_norm`` limits the gradient of each *sample*, and noise of this many times
+            the limit is on their sum; see :mod:`~thinwire.federated.private`. None: plain SGD.
         server_lr: of the server's step.
         weights: what a client counts in means: "samples" or "uniform".
 
@@ -72,6 +75,7 @@ class Algorithm(abc.ABC):
     momentum: float = 0.0
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
+    noise_multiplier: float | None = None
     server_lr: float = 1.0
     weights: str = "samples"
 
@@ -88,11 +92,17 @@ class Algorithm(abc.ABC):
             raise ValueError(f"weight_decay={self.weight_decay} must be a number of at least 0")
         if self.max_grad_norm is not None:
             positive("max_grad_norm", self.max_grad_norm)
+        if self.noise_multiplier is not None:
+            positive("noise_multiplier", self.noise_multiplier)
+            if self.max_grad_norm is None:
+                raise ValueError("noise_multiplier= is in units of max_grad_norm=: give both")
         if self.weights not in ("samples", "uniform"):
             raise ValueError(f"weights={self.weights!r} is unknown; use 'samples' or 'uniform'")
 
     def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run from these weights ``[D]``. The server's other tensors begin as zeros."""
+        if self.noise_multiplier is not None:
+            opacus()
         self.theta = theta
         self.population = population
         for name in self.server_state:
@@ -151,10 +161,7 @@ class Algorithm(abc.ABC):
         x, lr, steps = context.x, self.rate(context.round), 0
         x.copy_(theta)
         velocity = torch.zeros_like(x) if self.momentum else None
-        for batch in context.steps(self.epochs, self.batch_size, self.max_steps):
-            g = context.gradient(batch)
-            if self.max_grad_norm is not None:
-                g.mul_((self.max_grad_norm / (torch.linalg.vector_norm(g) + 1e-6)).clamp(max=1.0))
+        for g in self._gradients(context):
             with torch.no_grad():
                 if self.weight_decay:
                     g.add_(x, alpha=self.weight_decay)
@@ -163,6 +170,16 @@ class Algorithm(abc.ABC):
                 x.add_(g if velocity is None else velocity.mul_(self.momentum).add_(g), alpha=-lr)
             steps += 1
         return LocalResult(x, steps, lr)
+
+    def _gradients(self, context: ClientContext) -> Iterator[Tensor]:
+        if self.noise_multiplier is not None:
+            yield from private_gradients(self, context)
+            return
+        for batch in context.steps(self.epochs, self.batch_size, self.max_steps):
+            g = context.gradient(batch)
+            if self.max_grad_norm is not None:
+                g.mul_((self.max_grad_norm / (torch.linalg.vector_norm(g) + 1e-6)).clamp(max=1.0))
+            yield g
 
 
 def proximal(mu: float, theta: Tensor) -> Adjust | None:

@@ -1,0 +1,111 @@
+"""What ``thinwire federated run`` runs: a federation for each algorithm that was named, one after another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.console import progress
+from thinwire.cli.errors import RunFailed, exit_code
+
+if TYPE_CHECKING:
+    from thinwire.federated import Federation, History, RoundRecord
+    from thinwire.federated.workspace import Evaluate
+
+
+def federations(
+    federation: str, algorithms: str | None, compress: str | None, given: Mapping[str, Any], *, per_client: bool
+) -> dict[str, Federation]:
+    """By the names of their lines: what each algorithm trains, from the same weights and with the same options.
+
+    Raises:
+        ValueError: an unknown name, one algorithm twice, or a federation that does not say how to look at its clients.
+    """
+    from thinwire.bench.federations import build_algorithm, build_federation, compressed
+
+    texts = [None] if algorithms is None else [text.strip() for text in algorithms.split(",") if text.strip()]
+    if not texts:
+        raise ValueError("--algorithm: name one, or several with commas between, as scaffold,fedavg")
+    found: dict[str, Federation] = {}
+    for text in texts:
+        made = build_federation(federation)
+        if text is None:
+            made.algorithm = compressed(made.algorithm, compress)
+        else:
+            made.algorithm = build_algorithm(text, made.algorithm, compress)
+        for option, value in given.items():
+            if value is not None:
+                setattr(made, option, value)
+        if per_client:
+            if made.per_client is None:
+                raise ValueError(f"--per-client: give {federation} a per_client=, as fl.over_clients(right, clients)")
+            made.evaluate = _both(made.evaluate, made.per_client)
+        name = " ".join([type(getattr(made.algorithm, "inner", made.algorithm)).__name__, *(text or "").split(":")[1:]])
+        if name in found:
+            raise ValueError(f"--algorithm names {name} twice")
+        found[name] = made
+    return found
+
+
+def _both(first: Evaluate | None, second: Evaluate) -> Evaluate:
+    return lambda model, round: {**(first(model, round) if first else {}), **second(model, round)}
+
+
+def folder_of(checkpoint_dir: Path | None, name: str, runs: int) -> Path | None:
+    """Where the checkpoints of a run go: of several, each has a folder of its own."""
+    if checkpoint_dir is None or runs == 1:
+        return checkpoint_dir
+    return checkpoint_dir / re.sub(r"[^\w.=-]+", "-", name).lower()
+
+
+def spent(made: Federation) -> str | None:
+    """What a run with DP-SGD has spent of its clients' privacy; None: it was without."""
+    from statistics import median
+
+    from thinwire.federated.private import epsilons
+
+    algorithm = getattr(made.algorithm, "inner", made.algorithm)
+    if getattr(algorithm, "noise_multiplier", None) is None:
+        return None
+    found = epsilons(
+        algorithm, made.clients, rounds=made.rounds, clients_per_round=made.clients_per_round, seed=made.seed
+    ).values()
+    return f"privacy spent, at delta 1e-05: epsilon {median(found):.3g} for the median client, {max(found):.3g} at most"
+
+
+def train(name: str, made: Federation, rank: int, **options: Any) -> History:
+    """Run one here, under a bar that follows its rounds; where there is no bar, a line for each evaluation.
+
+    Raises:
+        RunFailed: it was not finished, by an error of the machine's or of the user's own code.
+    """
+    from thinwire.bench.functions import in_words, is_users
+
+    first: int | None = None
+    with progress(f"{name}, first round", made.rounds, quiet=rank != 0) as bar:
+
+        def shown(row: RoundRecord) -> None:
+            nonlocal first
+            if first is None:
+                first = row.round
+                if first:
+                    bar.log(f"{name}: going on from round {first}")
+            words = f"{name}  " + ", ".join(f"{key} {value:.3g}" for key, value in list(row.numbers.items())[:3])
+            bar(completed=row.round + 1, description=words)
+            if row.evaluation and bar.hidden:
+                bar.log(f"round {row.round + 1} of {made.rounds}  {words}")
+
+        try:
+            history = made.simulate(on_round=shown, **options)
+        except (OverflowError, OSError) as error:
+            raise RunFailed(str(error)) from error
+        except Exception as error:
+            if exit_code(error) is None and is_users(error):
+                raise RunFailed(in_words(error)) from error
+            raise
+        if first is None:
+            done, folder = len(history.rounds), options["checkpoint_dir"]
+            bar.log(f"{name}: {done} rounds are in {folder} already, none was trained")
+    return history

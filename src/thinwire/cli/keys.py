@@ -1,0 +1,58 @@
+"""``thinwire keys``: certificates for the machines of a training."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from thinwire.link.keys import Issued
+
+app = typer.Typer(help="Certificates for the machines of a training.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
+
+
+@app.command()
+def new(
+    directory: Annotated[Path, typer.Argument(help="Where the authority is, or will be.")],
+    names: Annotated[str, typer.Option(help="Of the machines, with commas; the one that others call comes first.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address at which others call the first; may be repeated.")
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long the certificates hold.")] = 90,
+    json: Json = False,
+) -> None:
+    """Make an identity for each machine, in a directory of its own, and a development CA if there is none."""
+    from thinwire.link.keys import new_keys
+
+    made = new_keys(directory, [name.strip() for name in names.split(",")], host or (), days)
+    _tell(made, json)
+    if not json:
+        typer.echo(
+            f"take each directory to its machine, for --keys there; {directory / 'ca.key'} signs more and stays here"
+        )
+
+
+@app.command()
+def show(
+    directory: Annotated[Path, typer.Argument(help="What thinwire keys new wrote, or one machine's part of it.")],
+    json: Json = False,
+) -> None:
+    """Who is named in the certificates of a directory, until when they hold, and their fingerprints."""
+    from thinwire.link.keys import show_keys
+
+    _tell(show_keys(directory), json)
+
+
+def _tell(identities: list[Issued], json: bool) -> None:
+    if json:
+        typer.echo(json_module.dumps([asdict(identity) for identity in identities], default=str))
+        return
+    for one in identities:
+        called = f", called at {', '.join(one.hosts)}" if one.hosts else ""
+        typer.echo(f"{one.directory}: {one.name}{called}; until {one.expires}; {one.fingerprint}")

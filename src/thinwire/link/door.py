@@ -1,0 +1,109 @@
+"""A port, and those who have come to it and not said who they are: bounded in number and in time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from thinwire.link.duplex import Duplex
+from thinwire.link.errors import PairError
+
+HELLO_SECONDS = 10.0
+MOST_UNKNOWN = 128
+
+
+class Door:
+    """Hears newcomers side by side, a thread each, so that one who says nothing delays nobody.
+
+    Args:
+        port: 0 takes a free one.
+        host: the address to listen at.
+        hear: called for each newcomer with its connection and the end of its time, in its own thread; must not raise.
+        seconds: for a whole hello.
+        most: of more who have not ended theirs, the one that has been there longest goes.
+
+    Raises:
+        PairError: the port is taken.
+        ValueError: there is no such port.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        host: str,
+        hear: Callable[[Duplex, float], None],
+        seconds: float = HELLO_SECONDS,
+        most: int = MOST_UNKNOWN,
+    ) -> None:
+        check_port(port)
+        self._hear, self._seconds, self._most = hear, seconds, most
+        self._unknown: dict[Duplex, None] = {}  # the longest there first
+        self._lock = threading.Lock()
+        try:
+            self._server: socket.socket | None = socket.create_server((host, port), backlog=MOST_UNKNOWN)
+        except OSError as error:
+            advice = "choose another or end its user" if port else "is that an address of this machine?"
+            raise PairError(f"port {port} of {host} cannot be used ({error.strerror}): {advice}") from error
+        self.port = int(self._server.getsockname()[1])
+
+    def open(self) -> None:
+        """Begin to hear them."""
+        threading.Thread(target=self._accept, args=(self._server,), name="thinwire-accept", daemon=True).start()
+
+    def forget(self, duplex: Duplex) -> None:
+        """It is no stranger any more."""
+        with self._lock:
+            self._unknown.pop(duplex, None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody comes in any more."""
+        return self._server is None
+
+    def close(self) -> None:
+        """Give the port back, and send all strangers away."""
+        with self._lock:
+            server, self._server = self._server, None
+            unknown = list(self._unknown)
+        if server is None:
+            return
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        for duplex in unknown:
+            duplex.close()
+
+    def _accept(self, server: socket.socket) -> None:
+        while not self.closed:
+            try:
+                connection, _ = server.accept()
+                duplex = Duplex(connection)
+            except OSError:  # closed, or the process has no more descriptors
+                time.sleep(0.01)
+                continue
+            with self._lock:
+                if self.closed:
+                    duplex.close()
+                    return
+                oldest = next(iter(self._unknown)) if len(self._unknown) >= self._most else None
+                if oldest is not None:
+                    del self._unknown[oldest]
+                self._unknown[duplex] = None
+            if oldest is not None:
+                oldest.close(f"{self._most} others came before it had said hello")
+            threading.Thread(target=self._meet, args=(duplex,), name="thinwire-hello", daemon=True).start()
+
+    def _meet(self, duplex: Duplex) -> None:
+        try:
+            self._hear(duplex, time.monotonic() + self._seconds)
+        finally:
+            self.forget(duplex)
+
+
+def check_port(port: int, least: int = 0) -> None:
+    """Raise ``ValueError`` for what is no port."""
+    if isinstance(port, bool) or not isinstance(port, int) or not least <= port <= 65535:
+        raise ValueError(f"port={port!r} must be a whole number from {least} to 65535")

@@ -1,0 +1,221 @@
+"""A port that speaks TLS: strangers of all kinds, who change nothing, and a node that then comes in."""
+
+import contextlib
+import datetime
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parameter_cluster import Cluster, model, part_of, sgd
+from split_ends import batch_of, edge_end, halves, in_process, linked, serving
+
+from thinwire.link.door import MOST_UNKNOWN
+from thinwire.link.duplex import Duplex, end_of
+from thinwire.link.errors import NotAdmitted, PairError, PairTimeout
+from thinwire.link.hello import Badge
+from thinwire.link.keys import new_keys
+from thinwire.link.listener import Listener
+from thinwire.link.meeting import Meeting, connect
+from thinwire.link.tls import Credentials
+from thinwire.parameter_server import Node, Service, Worker
+from thinwire.parameter_server.presets import bsp
+
+CLIENT_HELLO = bytes.fromhex("1603010200010001fc0303")  # the first bytes of a TLS handshake
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    new_keys(folder / "ours", ["server", "shard0", "node0", "late", "other"])
+    new_keys(folder / "theirs", ["server", "node0"])
+    path = folder / "ours" / "late" / "identity.crt"  # signed again, as of yesterday
+    old = x509.load_pem_x509_certificate(path.read_bytes())
+    signer = serialization.load_pem_private_key((folder / "ours" / "ca.key").read_bytes(), None)
+    then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(1)
+    made = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), 7, then - datetime.timedelta(1), then)
+    path.write_bytes(made.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def handshake(keys):
+    """What a node says to a listener of the same authority: its two flights, the second with its certificate."""
+    ends = [ssl.MemoryBIO() for _ in range(4)]
+    caller = Credentials.of(keys / "ours" / "node0").contexts[0].wrap_bio(*ends[:2], server_hostname="localhost")
+    listener = Credentials.of(keys / "ours" / "server").contexts[1].wrap_bio(ends[2], ends[3], server_side=True)
+    said = []
+    for _ in range(2):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            caller.do_handshake()
+        said.append(ends[1].read())
+        ends[2].write(said[-1])
+        with contextlib.suppress(ssl.SSLWantReadError):
+            listener.do_handshake()
+        ends[0].write(ends[3].read())
+    return said
+
+
+def spoiled(draw, parts):
+    """Garbage, or a true handshake that is cut, changed, doubled, in another order, or of another connection."""
+    if draw.random() < 0.3:
+        return draw.choice((b"", b"\x16\x03\x01", b"thinwire")) + draw.randbytes(draw.randrange(300))
+    words = bytearray(b"".join(draw.choice((parts, parts[::-1], parts[:1], parts[:1] * 3))))
+    for _ in range(draw.randrange(4)):
+        words[draw.randrange(len(words))] = draw.randrange(256)
+    if draw.random() < 0.3:
+        words = words[: draw.randrange(len(words))]
+    return bytes(words) + draw.randbytes(draw.choice((0, 0, 1, 40, 70_000)))
+
+
+def memory():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def attack(ports, handshake, examples, each):
+    """Every port gets so many of them."""
+    before = memory()
+
+    @settings(max_examples=examples, database=None)
+    @given(st.integers(0, 2**32))
+    def go(seed):
+        draw = random.Random(seed)
+        for _ in range(each):
+            with (
+                socket.create_connection(("127.0.0.1", draw.choice(ports))) as stranger,
+                contextlib.suppress(OSError),  # it was sent away in the middle
+            ):
+                stranger.sendall(spoiled(draw, handshake))
+                if draw.random() < 0.3:  # an end without a good-bye
+                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+    go()
+    assert memory() - before < 200e6
+
+
+def besiege(keys, handshake, examples, each):
+    """A training with a shard, whose server, shard and leader are all attacked while a node works and after."""
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], updates=10**9, shards=1, keys=keys / "ours")
+    while not cluster.service.keeper.ready:
+        time.sleep(0.01)
+    (post,) = cluster.service.keeper.roster.posts.values()
+    ports = [cluster.service.port, post.port, cluster.nodes[0].port]
+    attack(ports, handshake, examples, each)
+    version = cluster.version
+    end = time.monotonic() + 30.0
+    while cluster.version < version + 5 and time.monotonic() < end:
+        time.sleep(0.01)
+    cluster.service.stop()
+    status = cluster.join()
+    assert status.version >= version + 5
+    assert (status.counters["joined"], status.counters.get("refused")) == (1, None)
+    assert len(os.listdir("/proc/self/fd")) < 500
+
+
+def test_garbage_and_spoiled_handshakes(keys, handshake):
+    besiege(keys, handshake, 60, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_garbage_and_spoiled_handshakes_for_long(keys, handshake):
+    besiege(keys, handshake, 1000, 30)
+
+
+def test_a_split_cloud_among_them(keys, handshake):
+    front, back = halves()
+    trust = {name: Credentials.of(keys / "ours" / name) for name in ("server", "other")}
+    with (
+        serving(back, credentials=trust["server"]) as server,
+        linked(server, edge_end(front), trust["other"]) as (link, edge),
+    ):
+        losses = []
+        for step in range(6):
+            attack([server.port], handshake, 3, 5)
+            losses.append(float(edge.step(batch_of(step))))
+        edge.bye()
+    assert losses == in_process()[0]
+    assert link.reconnects == 0
+
+
+def test_nobody_comes_in_with_a_certificate_that_is_not_right(keys):
+    service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5, keys=keys / "ours" / "server")
+    address, serving_thread = f"127.0.0.1:{service.port}", threading.Thread(target=service.run, daemon=True)
+    serving_thread.start()
+    node = Node(address, 0, 1, keys=keys / "ours" / "node0")
+    mine = Credentials.of(keys / "ours" / "node0")
+    for trust in (
+        None,
+        Credentials.of(keys / "theirs" / "node0"),
+        Credentials(keys / "theirs" / "node0" / "identity.crt", keys / "theirs" / "node0" / "identity.key", mine.ca),
+        Credentials.of(keys / "ours" / "late"),
+        Credentials.of(keys / "ours" / "other"),  # whose number is another's
+    ):
+        for come in (
+            lambda badge: Meeting(address, badge),
+            lambda badge: connect("127.0.0.1", service.port, b"", badge),
+        ):
+            with pytest.raises(NotAdmitted):
+                come(Badge("node", 0, trust))
+    anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.maximum_version, old.check_hostname, old.verify_mode = ssl.TLSVersion.TLSv1_2, False, ssl.CERT_NONE
+    for context in (anonymous, old):
+        with (
+            socket.create_connection(("127.0.0.1", service.port)) as raw,
+            pytest.raises((ssl.SSLError, ConnectionError)),
+            context.wrap_socket(raw) as stranger,
+        ):
+            assert stranger.recv(1)
+    Worker(model(), *part_of(0, 0), node.address, 0, keys=keys / "ours" / "node0").run()
+    serving_thread.join(20)
+    node.close()
+    assert (service.machine.version, service.machine.counters["joined"]) == (5, 1)
+
+
+def test_five_hundred_handshakes_that_do_not_end_keep_nobody_out(keys):
+    service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=5, keys=keys / "ours" / "server")
+    threading.Thread(target=service.run, daemon=True).start()
+    before, idle = memory(), []
+    for _ in range(500):
+        idle.append(socket.create_connection(("127.0.0.1", service.port)))
+        with contextlib.suppress(OSError):
+            idle[-1].sendall(CLIENT_HELLO)
+    with Node(f"127.0.0.1:{service.port}", 0, 1, keys=keys / "ours" / "node0") as node:
+        Worker(model(), *part_of(0, 0), node.address, 0, keys=keys / "ours" / "node0").run()
+    assert memory() - before < 200e6
+    for stranger in idle[: 500 - MOST_UNKNOWN]:
+        stranger.settimeout(20.0)
+        with contextlib.suppress(ConnectionError):
+            assert stranger.recv(1) == b""  # sent away
+    for stranger in idle:
+        stranger.close()
+
+
+def trickle(duplex, word):
+    """Say this again and again, and read, until the other side has had enough."""
+    end = time.monotonic() + 20.0
+    while time.monotonic() < end:
+        duplex.write(word, end_of(5))
+        with contextlib.suppress(PairTimeout):
+            duplex.read(1, end_of(0.1))
+
+
+@pytest.mark.parametrize("word", [b"", b"t"])
+def test_after_the_handshake_a_hello_has_its_time_limit_too(keys, word):
+    listener = Listener(roles=("node",), trust=Credentials.of(keys / "ours" / "server"), seconds=0.5)
+    slow = Duplex(socket.create_connection(("127.0.0.1", listener.port)))
+    slow.secure(Credentials.of(keys / "ours" / "node0"), end_of(5), "127.0.0.1")
+    with pytest.raises(PairError, match=r"closed|gone"):
+        trickle(slow, word)
+    slow.close()
+    listener.close()

@@ -1,0 +1,178 @@
+"""A training whose processes show certificates: the same numbers, and who else comes is told why not."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from parameter_cluster import Cluster, flat, free_port, model, part_of, sgd
+
+from thinwire.link.errors import NotAdmitted, PairError
+from thinwire.link.hello import Badge
+from thinwire.link.keys import new_keys
+from thinwire.link.meeting import Meeting, connect
+from thinwire.link.secret import VARIABLE
+from thinwire.link.tls import Credentials
+from thinwire.parameter_server import Node, NodeRefused, Service, Shard, ShardRefused, Worker, run, serve
+from thinwire.parameter_server.messages import encode
+from thinwire.parameter_server.presets import bsp
+from thinwire.parameter_server.shard_messages import Ticket
+
+pytestmark = pytest.mark.dist
+SECRET = "a secret of this training"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    new_keys(folder / "ours", ["server", "shard0", "shard1", "node0", "node1"])
+    new_keys(folder / "theirs", ["server", "node0"])
+    return folder
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_the_numbers_are_those_of_plain_connections(keys, shards):
+    settings = bsp(start_nodes=2, deterministic=True)
+    plain = Cluster(settings, 2, 2, updates=12, shards=shards)
+    plain.join()
+    secured = Cluster(settings, 2, 2, updates=12, shards=shards, keys=keys / "ours")
+    assert secured.join().version == 12
+    assert torch.equal(flat(secured.model), flat(plain.model))
+
+
+def test_a_node_that_comes_back_is_let_in_and_another_with_its_number_is_not(keys, caplog):
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.02], updates=100, keys=keys / "ours")
+    with pytest.raises(NodeRefused, match="node 0 belongs to another name than this certificate's"):
+        Node(cluster.address, 0, 1, keys=keys / "ours" / "node1")
+    told = "turned away 127.0.0.1: it comes with the number of another name"
+    while cluster.version < 3 or told not in caplog.messages:
+        time.sleep(0.01)
+    cluster.nodes[0].close()  # its worker looks for it, and goes on doing so
+    cluster.add(0)
+    cluster.serving.join(30)
+    assert (cluster.status.version, cluster.status.counters["joined"]) == (100, 2)
+    cluster.nodes[0].close()
+
+
+@pytest.mark.slow
+def test_a_server_that_comes_back_lets_its_node_in_again(keys, tmp_path):
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 5}
+    cluster = Cluster(bsp(lease_seconds=2), 1, delays=[0.01], keys=keys / "ours", apart=True, updates=10**6, **options)
+    while cluster.version < 12:
+        time.sleep(0.01)
+    cluster.kill()
+    port = int(cluster.address.rpartition(":")[2])
+    again = Service(model(), bsp(lease_seconds=2), outer=sgd(), port=port, updates=cluster.version + 30,
+                    keys=keys / "ours" / "server", **options)  # fmt: skip
+    assert again.resumed >= 10
+    status = again.run()
+    assert status.counters["joined"] == 2
+    cluster.nodes[0].close()
+
+
+def test_each_of_them_is_told_why_not(keys, monkeypatch):
+    service = Service(model(), bsp(), outer=sgd(), updates=5, shards=1, keys=keys / "ours" / "server")
+    open_to_all = Service(model(), bsp(), outer=sgd(), updates=5)
+    shared = Service(model(), bsp(), outer=sgd(), updates=5, secret=SECRET)
+    for one, options, sentence in (
+        (service, {"keys": keys / "theirs" / "node0"}, "another authority signed it"),
+        (service, {}, "asks for a certificate: give --keys"),
+        (service, {"secret": SECRET}, "asks for a certificate: give --keys"),
+        (open_to_all, {"keys": keys / "ours" / "node0"}, "give keys to both ends, or to neither"),
+        (shared, {"keys": keys / "ours" / "node0"}, "give keys to both ends, or to neither"),
+    ):
+        address = f"127.0.0.1:{one.port}"
+        with pytest.raises(NodeRefused, match=sentence):
+            Node(address, 0, 1, **options)
+        with pytest.raises(ShardRefused, match=sentence):
+            Shard(address, 0, **options).run()
+    for one in (service, open_to_all, shared):
+        one.close()
+
+
+def test_who_has_a_certificate_of_this_training_is_not_its_server(keys):
+    impostor = Service(model(), bsp(), outer=sgd(), updates=5, keys=keys / "ours" / "node1")
+    with impostor, pytest.raises(NodeRefused, match=r"not valid for '127\.0\.0\.1'"):
+        Node(f"127.0.0.1:{impostor.port}", 0, 1, keys=keys / "ours" / "node0")
+
+
+def test_workers_show_their_nodes_certificate(keys):
+    service = Service(model(), bsp(), outer=sgd(), updates=5, keys=keys / "ours" / "server")
+    node = Node(f"127.0.0.1:{service.port}", 0, 1, keys=keys / "ours" / "node0")
+    with pytest.raises(NodeRefused, match=r"worker 0: .* asks for a certificate"):
+        Worker(model(), *part_of(0, 0), node.address, 0).run()
+    with pytest.raises(NodeRefused, match=r"worker 0: .* not the pinned one"):
+        Worker(model(), *part_of(0, 0), node.address, 0, keys=keys / "ours" / "node1").run()
+    node.close()
+    service.close()
+
+
+def test_a_leader_knows_a_shard_by_its_certificate(keys):
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=30, shards=1, keys=keys / "ours")
+    while not (posts := cluster.service.keeper.roster.posts) or not cluster.service.keeper.ready:
+        time.sleep(0.01)
+    (_, _, fingerprint), *_ = json.loads(cluster.service.keeper.roster.addresses())["places"]
+    assert fingerprint == Credentials.of(keys / "ours" / "shard0").own().fingerprint
+    node1 = Credentials.of(keys / "ours" / "node1")
+    hello = encode(Ticket(7))
+    connect("127.0.0.1", posts[0].port, hello, Badge("node", 1, node1.pinned(fingerprint))).close()
+    with pytest.raises(NotAdmitted, match="not the pinned one"):
+        connect("127.0.0.1", posts[0].port, hello, Badge("node", 1, node1.pinned("0" * 64)))
+    with pytest.raises(NotAdmitted, match="takes no shards"):
+        connect("127.0.0.1", posts[0].port, hello, Badge("shard", 1, node1.pinned(fingerprint)))
+    assert cluster.join().version == 30
+
+
+def test_keys_go_before_the_secret_of_the_environment_and_not_beside_another(keys, monkeypatch, tmp_path):
+    (tmp_path / "secret").write_text(SECRET)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "secret"))
+    with Service(model(), bsp(), host="0.0.0.0", keys=str(keys / "ours" / "server")) as service:
+        assert Meeting(f"127.0.0.1:{service.port}", Badge("node", 0, Credentials.of(keys / "ours" / "node0")))
+        with pytest.raises(PairError, match="asks for a certificate"):
+            Meeting(f"127.0.0.1:{service.port}", Badge("node", 0))
+    with pytest.raises(ValueError, match="not both"):
+        Service(model(), bsp(), secret=SECRET, keys=keys / "ours" / "server")
+    with pytest.raises(ValueError, match=r"server.crt|identity.crt is no file"):
+        Service(model(), bsp(), keys=keys)
+
+
+def test_serve_and_run_take_keys(keys):
+    port, served, trained = free_port(), model(), model()
+    options = {"settings": bsp(), "port": port, "outer": sgd(), "updates": 5, "keys": keys / "ours" / "server"}
+    serving = threading.Thread(target=serve, args=(served,), kwargs=options, daemon=True)
+    serving.start()
+    run(trained, *part_of(0, 0), server=f"127.0.0.1:{port}", node_id=0, keys=keys / "ours" / "node0")
+    serving.join(20)
+    assert torch.equal(flat(trained), flat(served))
+
+
+THINWIRE = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps"]
+
+
+@pytest.mark.slow
+def test_by_the_command_line_each_in_its_own_process(keys):
+    """What the page shows, on this machine: a server at all addresses, a shard, a node with two workers."""
+    ours, port = keys / "ours", str(free_port())
+    verbs = [
+        ["server", "--model", "mlp:width=16", "--settings", "bsp", "--updates", "4", "--host", "0.0.0.0",
+         "--port", port, "--shards", "1", "--keys", str(ours / "server"), "--json"],
+        ["shard", f"127.0.0.1:{port}", "--index", "0", "--keys", str(ours / "shard0"), "--json"],
+        ["node", "--server", f"localhost:{port}", "--model", "mlp:width=16", "--workers", "2", "--node", "0",
+         "--keys", str(ours / "node0"), "--json"],
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop(VARIABLE, None)
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for words in verbs:
+            process = subprocess.Popen([*THINWIRE, *words], env=environment, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        found = [json.loads(process.communicate(timeout=200)[0] or "{}") for process in reversed(processes)]
+    assert [found[0]["end"], found[1]["version"], found[2]["version"]] == ["training has ended", 4, 4]

@@ -1,0 +1,123 @@
+"""The commands of docs/federated.md do what the page says: in short runs, and with its figures in slow ones."""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fed_calls import call
+
+from thinwire.bench.federations import ALGORITHMS
+from thinwire.federated import History
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "federated.md").read_text()
+FENCES = re.compile(r"^```\n((?:thinwire|torchrun|cd|pip) .*?)^```$(?:\n\n^```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+SHOWN = {
+    words: output
+    for commands, output in FENCES.findall(PAGE)
+    for words in commands.replace("\\\n", "").strip().splitlines()
+}
+ONE, SIDE_BY_SIDE, PER_CLIENT, COMPRESSED, DEVICES, PRIVATE = (
+    next(words for words in SHOWN if words.startswith("thinwire federated run digits") and part in words)
+    for part in ("--algorithm scaffold", ",scaffold", "--per-client", "--compress", "--devices 4", "noise_multiplier")
+)
+PREDICT = next(words for words in SHOWN if "predict" in words)
+RANKS = next(words for words in SHOWN if words.startswith("torchrun"))
+ELSEWHERE = {  # where these are run
+    "pip install 'thinwire[privacy]'",
+    "thinwire federated new mine",  # test_fed_new.py
+    "cd mine && thinwire federated run federation:build",
+    "thinwire federated run digits_clients:build --out simulated.safetensors",  # tests/dist/test_federated_flower.py
+    "thinwire federated serve digits_clients:build --nodes 2 --local --out deployed",
+}
+
+
+def test_all_commands_of_the_page_are_known():
+    known = {ONE, SIDE_BY_SIDE, PER_CLIENT, COMPRESSED, DEVICES, PRIVATE, PREDICT, RANKS}
+    assert set(SHOWN) == known | ELSEWHERE
+    blocks = re.findall(r"^```.*?^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > 88]
+
+
+def run(words, *more):
+    done = call(*shlex.split(words)[1:], *more)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+ROW = re.compile(r"^ (?:Fed\w+|Scaffold)(?: \w+=\S+)* +([\d.]+) ", re.MULTILINE)
+
+
+def accuracies(text):
+    """All that an output says, in its last lines or, where it has one, in its table of algorithms."""
+    return [float(x) for x in ROW.findall(text) or re.findall(r"accuracy ([\d.]+)", " ".join(text.split()))]
+
+
+def last(text):
+    return History.from_json(text).rounds[-1].evaluation
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("FedAvg", "Scaffold", "FedDyn") else pytest.param(name, marks=pytest.mark.slow)
+        for name in ALGORITHMS
+    ],
+)
+def test_every_algorithm_begins_to_learn_by_the_pages_command(alone, name):
+    rounds = 15 if name == "FedRobust" else 10
+    assert last(run(ONE.replace("scaffold", name.lower()), "--rounds", rounds, "--json"))["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("words, least", [(PER_CLIENT, 0.5), (COMPRESSED, 0.5), (DEVICES, 0.6)])
+def test_short_runs(alone, words, least):
+    words = words.replace("--rounds 30", "")
+    found = last(run(words, "--rounds", 8, "--json"))
+    assert found["accuracy"] > least
+    if words == PER_CLIENT:
+        assert found["worst tenth"] < found["accuracy"] < 1
+
+
+def test_predict(alone):
+    rows = re.compile(r"^ (equal|lpt|pull|auto) +([\d.]+) +([\d.]+) +(\d+)%", re.MULTILINE)
+    assert rows.findall(run(PREDICT)) == rows.findall(SHOWN[PREDICT])
+    assert len(rows.findall(SHOWN[PREDICT])) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*ALGORITHMS, "FedOpt:rule=adagrad", "FedOpt:rule=sgd", "FedRobust:rule=trimmed"])
+def test_every_algorithm_learns_by_the_pages_command(alone, name):
+    assert last(run(ONE.replace("scaffold", name.lower()), "--json"))["accuracy"] >= 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [ONE, SIDE_BY_SIDE, PER_CLIENT, COMPRESSED, DEVICES, PRIVATE])
+def test_the_pages_figures(alone, words):
+    if words == PRIVATE and importlib.util.find_spec("opacus") is None:
+        pytest.skip("pip install 'thinwire[privacy]'")
+    text = run(words)
+    said = accuracies(SHOWN[words]) or [float(re.findall(r"^ 50 +[\d.]+ +([\d.]+)", SHOWN[words], re.MULTILINE)[0])]
+    found = accuracies(text)
+    assert len(said) == (3 if words == SIDE_BY_SIDE else 2 if words == PRIVATE else 1)
+    for number in said:
+        assert min(abs(number - other) for other in found) <= 0.03
+    if words != PRIVATE:
+        assert min(found) >= 0.85
+    if words == SIDE_BY_SIDE:
+        assert (alone / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_on_ranks(alone):
+    words = shlex.split(RANKS)[1:]
+    words[words.index("thinwire")] = str(Path(sys.executable).with_name("thinwire"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert accuracies(done.stdout)[0] >= 0.85

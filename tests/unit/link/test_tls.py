@@ -1,0 +1,228 @@
+"""TLS between two processes: who is let in by certificates, what each is told, and what crosses the socket."""
+
+import datetime
+import queue
+import socket
+import ssl
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+
+from thinwire.link.duplex import Duplex, end_of
+from thinwire.link.errors import NotAdmitted, PairError
+from thinwire.link.hello import Badge
+from thinwire.link.keys import new_keys, show_keys
+from thinwire.link.listener import MOST_NUMBERS, Listener
+from thinwire.link.meeting import Meeting, connect
+from thinwire.link.secret import check_host, find_trust
+from thinwire.link.tls import Credentials
+
+SECRET = b"0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys")
+    new_keys(folder / "ours", ["server", "a", "b", "late"])
+    new_keys(folder / "theirs", ["server", "a"])
+    expire(folder / "ours", "late")
+    return folder
+
+
+def expire(folder, name):
+    """Sign a certificate again, as of yesterday."""
+    path = folder / name / "identity.crt"
+    old = x509.load_pem_x509_certificate(path.read_bytes())
+    signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    made = x509.CertificateBuilder().subject_name(old.subject).issuer_name(old.issuer).public_key(old.public_key())
+    made = (
+        made.serial_number(7).not_valid_before(now - datetime.timedelta(2)).not_valid_after(now - datetime.timedelta(1))
+    )
+    path.write_bytes(made.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+
+
+@pytest.fixture
+def of(keys):
+    return lambda name, whose="ours": Credentials.of(keys / whose / name)
+
+
+@pytest.fixture
+def inn():
+    """Makes a listener; what comes in is in its ``pairs``."""
+    made = []
+
+    def make(trust, **options):
+        listener = Listener(roles=("node", "shard"), trust=trust, notes={"a": "b"}, **options)
+        listener.pairs = queue.SimpleQueue()
+        listener.serve(lambda pair, first: listener.pairs.put((pair, first)), 4)
+        listener.address = f"127.0.0.1:{listener.port}"
+        made.append(listener)
+        return listener
+
+    yield make
+    for listener in made:
+        listener.close()
+
+
+def test_frames_and_tensors_cross_both_ways_at_once(of, inn):
+    there = inn(of("server"))
+    meeting = Meeting(there.address, Badge("node", 3, of("a")))
+    assert meeting.note("a") == "b"
+    here = meeting.connect(b"1234")
+    other, first = there.pairs.get(timeout=10)
+    assert (other.other.role, other.other.number, other.other.shown.name, first) == ("node", 3, "a", b"1234")
+    sent = [torch.randn(1_300_001), torch.randn(700_003)]
+    found = [torch.empty_like(x) for x in reversed(sent)]
+    threads = [
+        started(here.send_tensor, sent[0], 20.0),
+        started(other.send_tensor, sent[1], 20.0),
+        started(here.receive_tensor, found[0], 20.0),
+        started(other.receive_tensor, found[1], 20.0),
+    ]
+    for n in range(200):
+        here.send_frame(b"%04d" % n)
+        assert other.receive_frame(4, 10.0) == b"%04d" % n
+    for thread in threads:
+        thread.join(30)
+    assert torch.equal(found[0], sent[1])
+    assert torch.equal(found[1], sent[0])
+
+
+def both_ends():
+    """Of one TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        return server.accept()[0], far
+
+
+def started(target, *args):
+    thread = threading.Thread(target=target, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_what_crosses_is_counted_and_cannot_be_read(of):
+    seen = [bytearray(), bytearray()]
+
+    def carry(source, target, seen):
+        while data := source.recv(5000):
+            seen += data
+            target.sendall(data)
+
+    (near, first), (second, far) = both_ends(), both_ends()
+    between = [started(carry, first, second, seen[0]), started(carry, second, first, seen[1])]
+    caller, listener = Duplex(near), Duplex(far)
+    listening = started(listener.secure, of("server"), end_of(10))
+    caller.secure(of("a"), end_of(10), "localhost")
+    listening.join(10)
+    writing = started(caller.write, b"plain words " * 40_000, end_of(10))
+    assert listener.read(480_000, end_of(10)) == b"plain words " * 40_000
+    writing.join(10)
+    listener.write(b"x" * 100, end_of(10))
+    assert caller.read_some(end_of(10)) == b"x" * 100
+    for end in (caller, listener):
+        end.close()
+    for thread in between:
+        thread.join(10)
+    for end in (first, second):
+        end.close()
+    assert (caller.sent, listener.sent) == (listener.received, caller.received) == (len(seen[0]), len(seen[1]))
+    assert b"plain words" not in seen[0]
+    assert len(seen[0]) - 480_000 < 4000  # records of 16 KiB, and the handshake
+
+
+def refused(there, badge, sentence):
+    for come in (lambda: Meeting(there.address, badge), lambda: connect("127.0.0.1", there.port, b"1234", badge)):
+        with pytest.raises(NotAdmitted, match=sentence):
+            come()
+    assert there.pairs.empty()
+
+
+def test_strangers_are_told_why_not(of, inn):
+    there = inn(of("server"))
+    theirs = inn(of("server", "theirs"))
+    refused(there, Badge("node", 3, of("a", "theirs")), "127.0.0.1: the other end's certificate .* another authority")
+    refused(theirs, Badge("node", 3, of("a")), "another authority")
+    refused(there, Badge("node", 3, of("late")), r"refused this end's certificate \(.*expired\)")
+    for secret in (None, SECRET):
+        refused(there, Badge("node", 3, secret), "asks for a certificate: give --keys, or keys=")
+        refused(inn(secret), Badge("node", 3, of("a")), "does not speak TLS .*: give keys to both ends, or to neither")
+    refused(inn(of("a")), Badge("node", 3, of("b")), "not valid for '127.0.0.1'.*--host")  # no server's certificate
+    refused(inn(of("late")), Badge("node", 3, of("a").pinned("0" * 64)), "has expired")
+    refused(there, Badge("worker", 3, of("a")), "takes no workers")
+    anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anonymous.check_hostname, anonymous.verify_mode = False, ssl.CERT_NONE
+    with (
+        socket.create_connection(("127.0.0.1", there.port)) as raw,
+        anonymous.wrap_socket(raw) as stranger,
+        pytest.raises((ssl.SSLError, ConnectionError)),
+    ):
+        assert stranger.recv(1)
+
+
+def test_a_ca_that_only_this_side_trusts_is_named(keys, of, inn):
+    """The caller trusts the listener, and the listener not the caller: TLS tells the caller after its handshake."""
+    mixed = replace(of("a", "theirs"), ca=keys / "ours" / "ca.crt")
+    refused(inn(of("server")), Badge("node", 3, mixed), r"refused this end's certificate \(.*unknown ca\)")
+
+
+def test_a_number_belongs_to_the_name_that_first_came_with_it(of, inn):
+    there = inn(of("server"))
+    for _ in range(2):
+        connect("127.0.0.1", there.port, b"1234", Badge("node", 3, of("a")))
+        there.pairs.get(timeout=10)
+    refused(there, Badge("node", 3, of("b")), "node 3 belongs to another name than this certificate's")
+    connect("127.0.0.1", there.port, b"1234", Badge("shard", 3, of("b")))
+    connect("127.0.0.1", there.port, b"1234", Badge("node", 4, of("b")))
+
+
+def test_a_name_has_so_many_numbers_and_no_more(of, inn):
+    there = inn(of("server"))
+    for number in range(MOST_NUMBERS):
+        Meeting(there.address, Badge("node", number, of("a")))
+    with pytest.raises(NotAdmitted, match=f"node {MOST_NUMBERS} belongs"):
+        Meeting(there.address, Badge("node", MOST_NUMBERS, of("a")))
+    Meeting(there.address, Badge("node", MOST_NUMBERS - 1, of("a")))
+
+
+def test_a_pinned_certificate_is_the_only_one(of, inn, keys):
+    prints = {identity.name: identity.fingerprint for identity in show_keys(keys / "ours")}
+    there = inn(of("b").own())  # as a leader and its workers: one certificate for all
+    Meeting(there.address, Badge("node", 0, of("b").own()))
+    with pytest.raises(PairError, match=r"closed|gone"):
+        Meeting(there.address, Badge("node", 0, of("a").pinned(prints["b"])))
+    refused(there, Badge("node", 0, of("b").pinned(prints["a"].upper())), "not the pinned one")
+
+
+def test_a_handshake_that_does_not_end_has_one_time_limit(of, inn):
+    there = inn(of("server"), seconds=0.5)
+    with socket.create_connection(("127.0.0.1", there.port)) as slow:
+        slow.settimeout(20.0)
+        slow.sendall(bytes.fromhex("1603010200010001fc0303"))
+        assert slow.recv(1) == b""
+
+
+def test_the_other_side_goes_in_the_handshake(of):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = started(lambda: server.accept()[0].close())
+        with pytest.raises(PairError, match="nobody listens at"):
+            Meeting(f"127.0.0.1:{server.getsockname()[1]}", Badge("node", 0, of("a")), 5.0)
+        thread.join(10)
+
+
+def test_keys_or_a_secret(keys):
+    assert find_trust("0123456789abcdef") == SECRET
+    credentials = find_trust(keys=str(keys / "ours" / "a"))
+    assert credentials == Credentials.of(keys / "ours" / "a") == find_trust(keys=credentials)
+    check_host("0.0.0.0", credentials, False)
+    with pytest.raises(ValueError, match="not both"):
+        find_trust(SECRET, keys / "ours" / "a")
+    with pytest.raises(ValueError, match=r"certificate: .*identity.crt is no file; thinwire keys new"):
+        find_trust(keys=keys / "ours")
+    with pytest.raises(ValueError, match="64 hex digits"):
+        credentials.pinned("ab")
