@@ -149,7 +149,7 @@ def test_the_command_of_the_page(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
     command, said = re.findall(r"```\n(.*?)```", page.split("## What goes wrong")[1], re.DOTALL)[:2]
     (tmp_path / "train.py").write_text("import time; time.sleep(2.6)")
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    words = [sys.executable if word == "python" else word for word in shlex.split(command.replace("\\\n", ""))]
     answer = CliRunner().invoke(app, words[1:])
     assert answer.exit_code == 0
     told = [line for line in answer.stderr.splitlines() if re.match(r"note: \d", line)]

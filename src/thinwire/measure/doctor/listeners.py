@@ -42,6 +42,13 @@ LISTENERS = (
         "Gloo with TCP_TLS, if torch was built with it",
     ),
     OpenPort(
+        "torchft: its lighthouse, and each replica's manager, store and checkpoint server",
+        "all addresses",
+        "the training",
+        "whoever reaches them; weights are handed out, and what comes is unpickled",
+        "no",
+    ),
+    OpenPort(
         "a parameter server, and each of its shards",
         "127.0.0.1, or --host with --keys, a secret or --insecure",
         "the training",
