@@ -90,14 +90,14 @@ else:
         time.sleep(0.02)
     pathlib.Path("seen").touch()
 """
-    result, _ = run(2, code, *lab.parse_pauses("stop", ["1:1s:800ms"]))
+    result, _ = run(2, code, *lab.parse_pauses("stop", ["1:2s:1s"]))
     assert result.exit_codes == (0, 0)
     assert [(x.rank, x.what) for x in result.happenings] == [(1, "stopped"), (1, "continued")]
 
 
 def test_what_meets_a_rank_that_has_ended_is_left_out_and_what_comes_too_late_is_told(capfd):
-    code = "import os, time; time.sleep(0.8 * (os.environ['RANK'] == '0'))"
-    faults = [lab.RankFault("kill", 1, 0.5, 0.1), lab.RankFault("kill", 0, 50.0)]
+    code = "import os, time; time.sleep(2 * (os.environ['RANK'] == '0'))"
+    faults = [lab.RankFault("kill", 1, 1.5, 0.1), lab.RankFault("kill", 0, 50.0)]
     result, _ = run(2, code, *faults)
     assert result.exit_codes == (0, 0)
     assert result.happenings == ()
