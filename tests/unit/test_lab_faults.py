@@ -73,22 +73,21 @@ def test_a_death_that_was_asked_for_is_no_failure_and_others_are(capfd):
 def test_a_stopped_rank_goes_on():
     code = """
 import os, pathlib, time
-beat = pathlib.Path("beat")
+beat, seen = pathlib.Path("beat"), pathlib.Path("seen")
 if os.environ["RANK"] == "1":
-    for n in range(10**6):
-        beat.write_text(str(n))
-        time.sleep(0.005)
-        if pathlib.Path("seen").exists():
-            break
+    with beat.open("ab", buffering=0) as file:
+        while not seen.exists():
+            file.write(b"x")
+            time.sleep(0.005)
 else:
-    last, still = None, 0
+    last, still = 0, 0
     while still < 10:  # it stands still
-        time.sleep(0.02)
-        now = beat.exists() and beat.read_text()
+        time.sleep(0.03)
+        now = beat.stat().st_size if beat.exists() else 0
         last, still = now, still + 1 if now and now == last else 0
-    while beat.read_text() == last:
+    while beat.stat().st_size == last:
         time.sleep(0.02)
-    pathlib.Path("seen").touch()
+    seen.touch()
 """
     result, _ = run(2, code, *lab.parse_pauses("stop", ["1:2s:1s"]))
     assert result.exit_codes == (0, 0)
