@@ -81,7 +81,7 @@ if os.environ["RANK"] == "1":
             time.sleep(0.005)
 else:
     last, still = 0, 0
-    while still < 10:  # it stands still
+    while still < 20:  # it stands still
         time.sleep(0.03)
         now = beat.stat().st_size if beat.exists() else 0
         last, still = now, still + 1 if now and now == last else 0
