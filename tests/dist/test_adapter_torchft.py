@@ -255,8 +255,8 @@ def test_random_deaths(tmp_path, method, size):
             time.sleep(draw.random() * 0.3)
             victim = draw.randrange(size)
             meet(cluster, victim, fault)
-        end = furthest(cluster) + 300
-        events = cluster.finish(end)
+        end = furthest(cluster) + 1000
+        events = cluster.finish(end, 200)
     commits, conserved, lost = check(events, conserves=method not in ("cast", "diloco"))
     print(f"{method}, {size} groups: {len(faults)} faults, {commits} commits, {conserved} conserved, lost {lost}")
     assert lost <= 1

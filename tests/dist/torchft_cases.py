@@ -195,7 +195,8 @@ def replica(number, lighthouse, folder, method, options, pause, doubts):
         step = 0
         while not _ended(folder, manager.current_step()):
             inner.param_groups[0]["lr"] = 0.05 / (1 + manager.current_step() / 300)  # less noise in the last loss
-            yield _data(number, manager.current_step() if train is _train_steps else step)
+            in_round = 0 if train is _train_steps else step % options["sync_every"]
+            yield _data(number, 10 * manager.current_step() + in_round)
             step += 1
             time.sleep(random.random() * pause)
 

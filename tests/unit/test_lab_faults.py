@@ -76,26 +76,24 @@ def test_a_death_that_was_asked_for_is_no_failure_and_others_are(capfd):
 def test_a_stopped_rank_goes_on():
     code = """
 import os, pathlib, time
-beat = pathlib.Path("beat")
+beat, seen = pathlib.Path("beat"), pathlib.Path("seen")
 if os.environ["RANK"] == "1":
-    for n in range(10**6):
-        beat.write_text(str(n))
-        if n == 0:
-            print("beats", flush=True)
-        time.sleep(0.005)
-        if pathlib.Path("seen").exists():
-            break
+    print("beats", flush=True)
+    with beat.open("ab", buffering=0) as file:
+        while not seen.exists():
+            file.write(b"x")
+            time.sleep(0.005)
 else:
-    last, still = None, 0
-    while still < 10:  # it stands still
-        time.sleep(0.02)
-        now = beat.exists() and beat.read_text()
+    last, still = 0, 0
+    while still < 20:  # it stands still
+        time.sleep(0.03)
+        now = beat.stat().st_size if beat.exists() else 0
         last, still = now, still + 1 if now and now == last else 0
-    while beat.read_text() == last:
+    while beat.stat().st_size == last:
         time.sleep(0.02)
-    pathlib.Path("seen").touch()
+    seen.touch()
 """
-    result, _ = run(2, code, *lab.parse_pauses("stop", ["1:100ms:800ms"]), begin=(1, "beats"))
+    result, _ = run(2, code, *lab.parse_pauses("stop", ["1:500ms:1s"]), begin=(1, "beats"))
     assert result.exit_codes == (0, 0)
     assert [(x.rank, x.what) for x in result.happenings] == [(1, "stopped"), (1, "continued")]
 

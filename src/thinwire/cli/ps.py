@@ -164,7 +164,7 @@ def run(
     updates: Annotated[int | None, typer.Option(help="End after this many updates.")] = None,
     gradients: Annotated[int | None, typer.Option(help="End after this many applied gradients.")] = None,
     seconds: Annotated[float | None, typer.Option(help="End after this many seconds of training.")] = None,
-    evaluate_every: Annotated[int, typer.Option(help="Updates between held-out losses.")] = 25,
+    evaluate_every: Annotated[int, typer.Option(help="Updates between held-out losses.")] = 10,
     journal: Annotated[Path | None, typer.Option(help="File for the log of updates.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is ended.")] = 3600.0,

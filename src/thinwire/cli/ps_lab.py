@@ -84,9 +84,9 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
                 words.append(f"[{rank}] {text.rstrip()}")
 
         def on_fault(what: lab.Happening) -> None:
-            sentence = f"node {what.rank - first} was {what.what} at {what.seconds:.0f} s"
-            result["happened"].append([what.seconds, sentence])
-            screen.say(sentence)
+            node = what.rank - first
+            result["happened"].append([what.seconds, node, what.what])
+            screen.say(f"{what.seconds:.0f} s: node {node} was {what.what}")
 
         command = [sys.executable, "-m", "thinwire.cli.ps_lab", json.dumps(asdict(spec))]
         launched = lab.run(
@@ -106,10 +106,10 @@ def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
     from thinwire.pictures import Mark, Panel, Picture, Series
 
     seconds, _, losses = zip(*result["losses"])
-    slow = "".join(f", node {node} {factor:g} times slower" for node, factor in spec.slow)
+    slow = "".join(f", node {node} is {factor:g} times slower" for node, factor in spec.slow)
     panel = Panel(
         "seconds", "loss on held-out data", (Series(spec.settings, tuple(seconds), tuple(losses)),),
-        tuple(Mark(at, sentence) for at, sentence in result["happened"]),
+        tuple(Mark(at, f"node {node} dies") for at, node, what in result["happened"] if what == "killed"),
     )  # fmt: skip
     return Picture(f"{spec.model}, {spec.nodes} nodes, link {spec.link}{slow}", (panel,))
 

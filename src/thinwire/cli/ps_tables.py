@@ -88,11 +88,11 @@ def live(quiet: bool = False) -> Iterator[Screen]:
 
 def prediction_table(rows: list[dict[str, Any]]) -> Table:
     """What each scheme does per second."""
-    columns = ("scheme", "gradients/s", "updates/s", "staleness mean", "most", "MB per gradient")
-    table = plain_table("predicted in virtual time, not measured", columns)
+    columns = ("scheme", "gradients/s", "updates/s", "staleness, most", "MB a gradient")
+    table = plain_table("predicted in virtual time, not measured", columns, close=True)
     for row in rows:
         table.add_row(
             row["scheme"], f"{row['gradients_per_second']:.2f}", f"{row['updates_per_second']:.2f}",
-            f"{row['mean_staleness']:.2f}", str(row["max_staleness"]), f"{row['bytes_per_gradient'] / 1e6:.2f}",
+            f"{row['mean_staleness']:.2f}, {row['max_staleness']:2d}", f"{row['bytes_per_gradient'] / 1e6:.2f}",
         )  # fmt: skip
     return table

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from thinwire.parameter_server.settings import Settings
@@ -98,6 +101,12 @@ def preset(text: str) -> Settings:
         if not equals:
             raise ValueError(f"preset {text!r}: {word!r} is no option; write for example inhad:max_staleness=2")
         options[key] = _value(value)
+    known = {*inspect.signature(PRESETS[name]).parameters, *(field.name for field in fields(Settings))} - {"options"}
+    for key in options:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"preset {text!r} has no option {key!r}; {meant}known: {', '.join(sorted(known))}")
     try:
         return PRESETS[name](**options)
     except TypeError as error:

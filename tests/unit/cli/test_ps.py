@@ -51,7 +51,7 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
         (["simulate", "--settings", "inhat"], "unknown preset 'inhat'"),
         (["simulate", "--settings", "inhad:limit"], "is no option"),
         (["simulate", "--settings", "inhad:max_staleness=-1"], "max_staleness=-1 must be a whole number of at least 0"),
-        (["simulate", "--settings", "inhad:depth=3"], "unexpected keyword"),
+        (["simulate", "--settings", "inhad:depth=3"], "did you mean"),
         (["simulate", "--slow", "9:4"], "there are nodes 0 to 3"),
         (["simulate", "--slow", "much"], "write for example --slow 1:4"),
         (["simulate", "--step", "0"], "--step must be above 0"),
