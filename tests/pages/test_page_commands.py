@@ -139,6 +139,12 @@ def _supernet_found(ran: Ran) -> None:
     wrote("run/pareto.png", "run/calibrated.pt")(ran)
 
 
+def _went_on(ran: Ran) -> None:
+    """From 5.545, the logarithm of 256 bytes, although a node is slow and another dies."""
+    assert ran.number(r"held-out loss 5\.545 -> ([\d.]+)") < 3.5
+    wrote("run.png")(ran)
+
+
 def _raced(ran: Ran) -> None:
     found = ran.json("thinwire-out/race.json")
     assert {row["method"] for row in found["rows"]} >= {"powersgd"}
@@ -151,6 +157,13 @@ def _probed(ran: Ran) -> None:
 
 SMALL = "chargpt:layers=2:width=64:heads=2"
 SCRIPT = "torchrun --standalone --nproc-per-node 2 train.py"
+FEDERATED, ITS_NEW = "tests/unit/federated/test_fed_page.py", "tests/unit/federated/test_fed_new.py"
+FLOWER, TORCHFT = "tests/dist/test_federated_flower.py", "tests/dist/test_adapter_torchft.py"
+TUNE, KEYS = "tests/unit/cli/test_kfac_tune_verb.py", "tests/unit/cli/test_keys_verb.py"
+OVER_TLS = "tests/dist/test_parameter_server_tls.py::test_by_the_command_line_each_in_its_own_process"
+SPLIT_APART = "tests/dist/test_split_processes.py::test_two_processes_are_one"
+SPLIT_FIGURES = "tests/unit/docs/test_recorded_results.py::test_every_file_of_results_has_claims"
+KEYS_OF_PAGES = f"{KEYS}::test_the_commands_of_the_pages_do_what_they_say"
 LAUNCHED, LAUNCHERS = "examples/launchers/train.py", "tests/dist/test_launchers.py"
 PROFILE = "thinwire profile mymodule:build --out profile.json"
 PAGES: dict[str, dict[str, Shown]] = {
@@ -175,6 +188,12 @@ PAGES: dict[str, dict[str, Shown]] = {
         f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {SCRIPT.replace('2 ', '2 --max-restarts 1 ')}": Shown(
             by="tests/dist/test_restart.py::test_a_killed_job_goes_on_bit_for_bit"
         ),
+    },
+    "docs/adapters/torchft.md": {
+        f"TORCHFT_LIGHTHOUSE=http://localhost:29510 python train.py {replica}": Shown(
+            by=f"{TORCHFT}::test_the_commands_of_the_page"
+        )
+        for replica in range(2)
     },
     "docs/bench.md": {
         "thinwire bench --model chargpt --workers 4 --link 200mbit --methods ddp,ddp-best,ssgd,powersgd:rank=4": Shown(
@@ -202,8 +221,47 @@ PAGES: dict[str, dict[str, Shown]] = {
             by="tests/net/test_doctor_gloo.py::test_gloo_listens_where_doctor_says"
         ),
     },
+    "docs/federated.md": {
+        **{
+            command: Shown(by=f"{FEDERATED}::test_the_pages_figures")
+            for command in (
+                "thinwire federated run digits --algorithm scaffold",
+                "thinwire federated run digits --algorithm fedavg,fedopt,scaffold --plot curves.png",
+                "thinwire federated run digits --per-client",
+                "thinwire federated run digits --algorithm fedopt:rule=yogi --devices 4 --rounds 30",
+                "thinwire federated run digits --compress topk:density=0.1 --checkpoint-dir run1",
+                "thinwire federated run digits:clients=10 --clients-per-round 5 "
+                "--algorithm fedavg,fedavg:noise_multiplier=1:max_grad_norm=1:epochs=1",
+            )
+        },
+        "thinwire federated new mine": Shown(by=f"{ITS_NEW}::test_every_command_of_its_readme"),
+        "pip install 'thinwire[privacy]'": Shown(by=f"{FEDERATED}::test_the_pages_figures"),
+        "torchrun --nproc-per-node 4 --no-python thinwire federated run digits --checkpoint-dir run2": Shown(
+            by=f"{FEDERATED}::test_on_ranks"
+        ),
+        "thinwire federated predict --clients-per-round 100 --fast 4 --slow 4": Shown(by=f"{FEDERATED}::test_predict"),
+        "thinwire federated run digits_clients:build --out simulated.safetensors": Shown(
+            by=f"{FLOWER}::test_a_real_deployment_with_tls_gives_the_bits_of_the_simulation"
+        ),
+        "thinwire federated serve digits_clients:build --nodes 2 --local --out deployed": Shown(
+            by=f"{FLOWER}::test_a_real_deployment_with_tls_gives_the_bits_of_the_simulation"
+        ),
+    },
     "docs/gpu.md": {"make gpu": Shown(by="tests/dist/test_gpu_report.py::test_methods_are_right_on_ranks")},
-    "docs/lab.md": {"thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script)},
+    "docs/kfac.md": {
+        "thinwire kfac tune --plot tune.png": Shown(by=f"{TUNE}::test_the_pages_tuning"),
+        "thinwire kfac plan resnet50 --workers 16 --link 10gbit": Shown(by=f"{TUNE}::test_the_pages_plan"),
+        "thinwire kfac calibrate --out costs.json": Shown(wrote("costs.json")),
+        "thinwire lab run --workers 4 --link 100mbit -- python examples/kfac/train.py --plot kfac.png": Shown(
+            by="tests/net/test_kfac_example.py::test_the_pages_example"
+        ),
+    },
+    "docs/lab.md": {
+        "thinwire lab run --workers 4 --link 200mbit -- python train.py": Shown(_script),
+        "thinwire lab run --workers 3 --kill 2:1s --restart 500ms --stop 1:2s:300ms -- python train.py": Shown(
+            by="tests/unit/test_lab_faults.py::test_the_command_of_the_page"
+        ),
+    },
     "docs/launchers.md": {
         f"torchrun --standalone --nproc-per-node 2 {LAUNCHED} acp": Shown(by=f"{LAUNCHERS}::test_by_torchrun"),
         f"torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 {LAUNCHED} acp": Shown(
@@ -230,6 +288,37 @@ PAGES: dict[str, dict[str, Shown]] = {
             rows("ddp", "powersgd rank=4", "local sync_every=8 codec=int8"),
             f"thinwire bench --model {SMALL} --steps 8 --rounds 1 "
             "--methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8 --link 100mbit --json",
+        ),
+    },
+    "docs/parameter_server.md": {
+        "torchrun --nnodes 1 --nproc-per-node 2 train.py": Shown(
+            by="tests/dist/test_parameter_server_torchrun.py::test_a_script_under_torchrun_is_a_node_of_two_workers"
+        ),
+        "thinwire ps run --nodes 4 --slow 3:4 --kill 1:25 --link 200mbit --seconds 60 --plot run.png": Shown(_went_on),
+        "thinwire ps simulate --settings inhad:max_staleness=4 --nodes 16 --workers 4 --slow 0:4 --link 1gbit": Shown(
+            said("inhad:max_staleness=4", "22.24")
+        ),
+        "thinwire keys new keys --names server,a,b --host 10.0.0.1": Shown(by=KEYS_OF_PAGES),
+        "thinwire ps server --model chargpt --settings inhad:max_staleness=4 --nodes 4 --updates 1000 "
+        "--checkpoint-dir ckpt --host 10.0.0.1 --keys keys/server --journal run.jsonl": Shown(by=OVER_TLS),
+        "thinwire ps node --server 10.0.0.1:29400 --model chargpt --node 0 --workers 2 --keys keys/a": Shown(
+            by=OVER_TLS
+        ),
+        "thinwire ps replay run.jsonl": Shown(
+            said("20 updates, weights"),
+            "thinwire ps run --nodes 2 --updates 20 --model mlp:width=64:layers=2 --journal run.jsonl"
+            " && thinwire ps replay run.jsonl",
+        ),
+        "thinwire keys new keys --names shard0,shard1": Shown(by=KEYS_OF_PAGES),
+        "thinwire ps server --model chargpt --shards 2 --nodes 4 --updates 1000 --checkpoint-dir ckpt --host 10.0.0.1 "
+        "--keys keys/server": Shown(by=OVER_TLS),
+        **{
+            f"thinwire ps shard 10.0.0.1:29400 --index {i} --checkpoint-dir slice --host 10.0.0.{i + 2} "
+            f"--keys keys/shard{i}": Shown(by=OVER_TLS)
+            for i in range(2)
+        },
+        "thinwire ps run --nodes 4 --shards 2 --link 100mbit --seconds 60": Shown(
+            said("held-out loss"), "thinwire ps run --nodes 4 --shards 2 --link 100mbit --seconds 15"
         ),
     },
     "docs/plan.md": {
@@ -272,6 +361,31 @@ PAGES: dict[str, dict[str, Shown]] = {
         "torchrun --nproc-per-node 2 train.py": Shown(_script, SCRIPT),
         "torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py": Shown(
             _script, SCRIPT
+        ),
+    },
+    "docs/security.md": {
+        "thinwire keys new keys --names server,a,b --host 10.0.0.1": Shown(by=KEYS_OF_PAGES),
+        "thinwire keys new keys --names c": Shown(by=KEYS_OF_PAGES),
+        "thinwire keys show keys": Shown(by=KEYS_OF_PAGES),
+    },
+    "docs/split.md": {
+        "pip install 'thinwire[split]'": Shown(
+            by="tests/packaging/test_wheel.py::test_the_wheel_works_in_a_clean_environment"
+        ),
+        "thinwire split plan --model bert:layers=2:hidden=128:heads=4 --task stdlib --cut 1 --rank 8 --link 10mbit "
+        "--out halves": Shown(wrote("halves/plan.json")),
+        "thinwire keys new keys --names cloud,edge --host cloud.example.org": Shown(by=KEYS_OF_PAGES),
+        "thinwire split cloud halves --keys keys/cloud --listen 0.0.0.0:7443": Shown(by=SPLIT_APART),
+        "thinwire split edge halves --keys keys/edge --cloud cloud.example.org:7443": Shown(by=SPLIT_APART),
+        "python benchmarks/split.py --pretrain encoder --model bert:layers=2:hidden=768:heads=12 --lines 900 "
+        "--epochs 3 --lr 3e-4": Shown(by=SPLIT_FIGURES),
+        "python benchmarks/split.py --part task --model encoder --model-name pretrained-768 --every 2 --epochs 2 "
+        "--lr 3e-4 --seeds 0 1 2 --rows 'lowrank;lowrank:int8,pack'": Shown(by=SPLIT_FIGURES),
+        "thinwire split compare --model bert:layers=2:hidden=128:heads=4 "
+        '--plans "boundary lowrank lowrank:int8,pack" --seeds 3': Shown(
+            said("lowrank"),
+            "thinwire split compare --model bert:layers=2:hidden=128:heads=4 "
+            '--plans "boundary lowrank lowrank:int8,pack" --seeds 1',
         ),
     },
     "docs/supernet.md": {
