@@ -31,6 +31,7 @@ from thinwire.parameter_server import Journal, Layout, Node, Service, Worker, re
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server import node as node_module
 from thinwire.parameter_server.layout import LayoutMismatch
+from thinwire.parameter_server.line import reach
 from thinwire.parameter_server.messages import Enter
 from thinwire.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
 from thinwire.parameter_server.submit import LocalSteps
@@ -275,3 +276,28 @@ def test_a_node_whose_server_never_was(monkeypatch):
     monkeypatch.setattr(node_module, "time", impatient())
     with pytest.raises(ServerLost, match="--server"):
         Node(f"127.0.0.1:{free_port()}", 0, 1)
+
+
+def test_a_node_that_is_closed_while_it_joins_leaves_no_member_behind(monkeypatch):
+    cluster = Cluster(bsp(start_nodes=2), 0, updates=5)
+    joined, closed = threading.Event(), threading.Event()
+
+    def reach_slowly(*words):
+        found = reach(*words)
+        joined.set()
+        closed.wait(10.0)
+        return found
+
+    monkeypatch.setattr(node_module, "reach", reach_slowly)
+    cluster.add(0)
+    assert joined.wait(10.0)
+    closer = threading.Thread(target=cluster.nodes[0].close)
+    closer.start()
+    assert cluster.nodes[0].wait(10.0)  # it is over; close waits for the thread that joins
+    closed.set()
+    closer.join(10.0)
+    end = time.monotonic() + 5.0  # less than a lease
+    while cluster.service.status().nodes and time.monotonic() < end:
+        time.sleep(0.01)
+    assert cluster.service.status().nodes == ()
+    cluster.service.stop()

@@ -85,7 +85,7 @@ def plan(
     from thinwire.cli.split_inputs import model_builder, read_link, read_plan, read_task, task_words
     from thinwire.cli.split_tables import plan_table
     from thinwire.split import Recipe, prepare
-    from thinwire.split.advise import advise
+    from thinwire.split.advise import advise, name_of
 
     chosen = read_plan(cut, kind, rank, residual, labels, init, up, down, front_on)
     if chosen.leaves:
@@ -106,6 +106,9 @@ def plan(
         return
     console = Console()
     console.print(plan_table(rows, found, link, link_down))
+    steps, step = recipe.steps(len(found.train)), rows[name_of(chosen)].step_seconds
+    if step is not None:
+        console.print(f"{steps} steps of {epochs} epochs: about {_long(steps * step)} on this link", highlight=False)
     if out is not None:
         console.print(f"written: {out / 'edge.safetensors'} and {out / 'cloud.safetensors'}", markup=False)
 
@@ -201,42 +204,75 @@ def compare(
     link: LinkUp = "10mbit",
     link_down: LinkDown = None,
     latency: Latency = "0",
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw score against bytes, loss against seconds: .png or .html.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train split and unsplit on the same data, seeds and first weights: accuracy, bytes, seconds."""
+    from dataclasses import asdict
+
     from rich.console import Console
 
     from thinwire.cli.split_inputs import model_builder, read_link, read_rows, read_task
     from thinwire.cli.split_tables import compare_table
+    from thinwire.pictures import check_plot, write_picture
     from thinwire.split import Recipe
     from thinwire.split import compare as compare_plans
+    from thinwire.split.picture import compare_picture
 
     if seeds < 1:
         raise ValueError("--seeds must be at least 1")
+    check_plot(plot)
     rows = read_rows(plans, cut, rank, front_on)
     wire = read_link(link, link_down, latency)
     found = read_task(task, data, model, length, lines, 0)
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch)
-    with _steps() as on_step:
+    losses: dict[str, list[float]] = {}
+    now = {"row": "", "seed": 0}
+    with _steps() as show:
+
+        def on_row(name: str, seed: int) -> None:
+            now.update(row=name, seed=seed)
+
+        def on_step(done: int, total: int, loss: float) -> None:
+            show(done, total, loss, f"{now['row']}, seed {now['seed']}")
+            if now["seed"] == 0:
+                losses.setdefault(str(now["row"]), []).append(loss)
+
         made = compare_plans(
-            model_builder(model, found, length), found, rows, recipe, wire, range(seeds), on_step=on_step
+            model_builder(model, found, length), found, rows, recipe, wire, range(seeds), on_step=on_step, on_row=on_row
         )
+    title = f"{model}, {found.describe}, link {link}"
+    picture = compare_picture(made, losses, found.metric, title)
+    if plot is not None:
+        write_picture(picture, plot)
     if json:
-        typer.echo(json_module.dumps({"task": found.describe, "rows": [row.to_data() for row in made]}, indent=2))
+        answer = {"task": found.describe, "rows": [row.to_data() for row in made], "picture": asdict(picture)}
+        typer.echo(json_module.dumps(answer, indent=2))
     else:
         Console().print(compare_table(made, found, link, link_down, seeds))
+        if plot is not None:
+            typer.echo(f"written: {plot}")
 
 
 @contextmanager
-def _steps() -> Iterator[Callable[[int, int, float], None]]:
-    """A bar over the steps, with the loss."""
-    with progress("steps") as shown:
+def _steps() -> Iterator[Callable[..., None]]:
+    """A bar over the steps, with the loss; called with steps done, of how many, the loss, and what is trained."""
+    with progress("waiting for the first step") as shown:
 
-        def on_step(done: int, total: int, loss: float) -> None:
-            words = f"steps, loss {loss:.3f}" if loss == loss else "steps"
+        def on_step(done: int, total: int, loss: float, what: str = "steps") -> None:
+            words = f"{what}, loss {loss:.3f}" if loss == loss else what
             shown(completed=done, total=total or None, description=words)
 
         yield on_step
+
+
+def _long(seconds: float) -> str:
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _finish(report: SplitReport, facts: dict[str, Any], out: Path | None, json: bool) -> None:

@@ -183,6 +183,10 @@ class Node:
                 self._give_up(ServerLost("the server came back with another number of shards: start this node again"))
                 return
             with self._lock:
+                if self._over.is_set():  # it was closed meanwhile, and nobody would close these
+                    for other in (pair, *shards):
+                        other.close()
+                    return
                 self._wanted.clear()
                 if self._up is not None:
                     self._retire(self._up)
