@@ -44,6 +44,7 @@ def torchrun(method, cwd):
     )
 
 
+@pytest.mark.slow
 def test_by_torchrun(tmp_path):
     line = torchrun("acp", tmp_path)
     accuracy, loss = re.search(r"acp: ([\d.]+)% .* loss ([\d.]+)", line).groups()

@@ -82,7 +82,8 @@ def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *,
     padding = (0, 0) if close else (0, 1)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 or name in left else "right", no_wrap=True)
+        words = i == 0 or name in left  # these wrap where the screen is narrow; of a number nothing may be cut
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words)
     return table
 
 

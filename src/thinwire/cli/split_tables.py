@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def plan_table(rows: Mapping[str, Estimate], task: Task, link: str, link_down: str | None) -> Table:
     """A step of each kind of cut."""
     columns = ("cut", "kB up", "kB down", "messages", "of boundary", "link s", "compute s", "step s")
-    table = plain_table(f"{task.describe}; {_link(link, link_down)}", columns)
+    table = plain_table(f"{task.describe}; {_link(link, link_down)}", columns, close=True)
     base = rows["boundary"].wire
     for name, row in rows.items():
         table.add_row(
@@ -39,7 +39,7 @@ def compare_table(rows: Sequence[ComparisonRow], task: Task, link: str, link_dow
     """Accuracy, bytes, seconds of each way of training."""
     title = f"{task.describe}; {_link(link, link_down)}; {seeds} seed{'s' * (seeds > 1)}"
     columns = ("training", task.metric, "kB/step", "payload", "socket", "compute s", "step s")
-    table = plain_table(title, columns)
+    table = plain_table(title, columns, close=True)
     plain = next((row for row in rows if row.name == "boundary"), None)
     for row in rows:
         score = f"{row.score:.4f}" + (f" ±{stdev(row.scores):.4f}" if len(row.scores) > 1 else "")

@@ -69,6 +69,7 @@ def test_all_commands_of_the_page_are_known():
 ROW = re.compile(r"^ (SGD|0\.\d+) +([\d.]+) +([\d.]+) +(\d+)?", re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_pages_tuning():
     """Steps and losses are those of the page, whatever the seconds."""
     text = run(TUNE)
@@ -144,15 +145,15 @@ def test_who_is_first():
         (["--method", "lu"], "method='lu' is unknown"),
         (["--plot", "x.pdf"], "must end in .png or .html"),
         (["nosuch"], "unknown model 'nosuch'"),
-        (["mine_that_fails:flat"], "no trainable Linear or Conv2d layer"),
+        (["tuned_that_fails:flat"], "no trainable Linear or Conv2d layer"),
         (
-            ["mine_that_fails:raises"],
-            "mine_that_fails.py, line 15: KeyError: 'x'",
+            ["tuned_that_fails:raises"],
+            "tuned_that_fails.py, line 15: KeyError: 'x'",
         ),
     ],
 )
 def test_what_is_wrong_is_a_sentence(words, says):
-    Path("mine_that_fails.py").write_text(MINE)
+    Path("tuned_that_fails.py").write_text(MINE)
     done = CliRunner().invoke(app, ["kfac", "tune", *words])
     assert done.exit_code == 2
     assert says in done.output

@@ -22,6 +22,7 @@ def mine(alone, monkeypatch):
     return alone / "mine"
 
 
+@pytest.mark.slow
 def test_every_command_of_its_readme(mine):
     commands = re.findall(r"^    thinwire (federated run .*)$", (mine / "README.md").read_text(), re.MULTILINE)
     assert len(commands) == 4
