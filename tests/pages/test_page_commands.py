@@ -196,7 +196,8 @@ PAGES: dict[str, dict[str, Shown]] = {
         for replica in range(2)
     },
     "docs/bench.md": {
-        "thinwire bench --model chargpt --workers 4 --link 200mbit --methods ddp,ddp-best,ssgd,powersgd:rank=4": Shown(
+        "thinwire bench --model chargpt:layers=4:width=144:heads=4 --workers 2 --link 50mbit "
+        "--methods ddp,ddp-best,ssgd,powersgd:rank=4": Shown(
             rows("ddp", "ddp-best", "ssgd", "powersgd rank=4"),
             f"thinwire bench --model {SMALL} --workers 2 --link 50mbit --steps 4 --rounds 1 "
             "--methods ddp,ddp-best,ssgd,powersgd:rank=4 --json",
@@ -284,7 +285,8 @@ PAGES: dict[str, dict[str, Shown]] = {
         ),
     },
     "docs/methods/local.md": {
-        "thinwire bench --methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8 --link 100mbit": Shown(
+        "thinwire bench --model chargpt:layers=4:width=144:heads=4 --link 50mbit "
+        "--methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8": Shown(
             rows("ddp", "powersgd rank=4", "local sync_every=8 codec=int8"),
             f"thinwire bench --model {SMALL} --steps 8 --rounds 1 "
             "--methods ddp,powersgd:rank=4,local:sync_every=8:codec=int8 --link 100mbit --json",
@@ -373,7 +375,7 @@ PAGES: dict[str, dict[str, Shown]] = {
             by="tests/packaging/test_wheel.py::test_the_wheel_works_in_a_clean_environment"
         ),
         "thinwire split plan --model bert:layers=2:hidden=128:heads=4 --task stdlib --cut 1 --rank 8 --link 10mbit "
-        "--out halves": Shown(wrote("halves/plan.json")),
+        "--out halves": Shown(wrote("halves/edge.safetensors", words="771 steps of 3 epochs")),
         "thinwire keys new keys --names cloud,edge --host cloud.example.org": Shown(by=KEYS_OF_PAGES),
         "thinwire split cloud halves --keys keys/cloud --listen 0.0.0.0:7443": Shown(by=SPLIT_APART),
         "thinwire split edge halves --keys keys/edge --cloud cloud.example.org:7443": Shown(by=SPLIT_APART),
@@ -382,10 +384,10 @@ PAGES: dict[str, dict[str, Shown]] = {
         "python benchmarks/split.py --part task --model encoder --model-name pretrained-768 --every 2 --epochs 2 "
         "--lr 3e-4 --seeds 0 1 2 --rows 'lowrank;lowrank:int8,pack'": Shown(by=SPLIT_FIGURES),
         "thinwire split compare --model bert:layers=2:hidden=128:heads=4 "
-        '--plans "boundary lowrank lowrank:int8,pack" --seeds 3': Shown(
-            said("lowrank"),
+        '--plans "boundary lowrank lowrank:int8,pack" --seeds 3 --plot split.png': Shown(
+            wrote("split.png", words="lowrank:int8,pack"),
             "thinwire split compare --model bert:layers=2:hidden=128:heads=4 "
-            '--plans "boundary lowrank lowrank:int8,pack" --seeds 1',
+            '--plans "boundary lowrank lowrank:int8,pack" --seeds 1 --plot split.png',
         ),
     },
     "docs/supernet.md": {

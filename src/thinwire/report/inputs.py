@@ -92,7 +92,7 @@ _KINDS: Sequence[tuple[str, Callable[[Any], bool], Callable[[str, Any], Result]]
     ("a Chrome trace", _is_trace, read_trace),
     ("a map of winners (thinwire plan --map --json)", _has("cells", "bits_per_second", "workers"), read_map),
     ("a ranking (thinwire plan --json)", _has("entries"), read_ranking),
-    ("a run (--json of federated, kfac, supernet)", _has("picture"), read_run),
+    ("a run (--json of federated, ps, kfac and split, best.json of supernet)", _has("picture"), read_run),
     ("a race (thinwire race)", _has("race", "bench", "curves"), read_bench),
     ("a demonstration (thinwire demo)", lambda data: _is_demo(data) and "race" not in data, read_bench),
     ("a comparison (thinwire bench --json)", _has("rows", "compute_seconds", "floor_seconds"), read_bench),

@@ -28,20 +28,6 @@ ONE, SIDE_BY_SIDE, PER_CLIENT, COMPRESSED, DEVICES, PRIVATE = (
 )
 PREDICT = next(words for words in SHOWN if "predict" in words)
 RANKS = next(words for words in SHOWN if words.startswith("torchrun"))
-ELSEWHERE = {  # where these are run
-    "pip install 'thinwire[privacy]'",
-    "thinwire federated new mine",  # test_fed_new.py
-    "cd mine && thinwire federated run federation:build",
-    "thinwire federated run digits_clients:build --out simulated.safetensors",  # tests/dist/test_federated_flower.py
-    "thinwire federated serve digits_clients:build --nodes 2 --local --out deployed",
-}
-
-
-def test_all_commands_of_the_page_are_known():
-    known = {ONE, SIDE_BY_SIDE, PER_CLIENT, COMPRESSED, DEVICES, PRIVATE, PREDICT, RANKS}
-    assert set(SHOWN) == known | ELSEWHERE
-    blocks = re.findall(r"^```.*?^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert not [line for block in blocks for line in block.splitlines() if len(line) > 88]
 
 
 def run(words, *more):
