@@ -32,14 +32,17 @@ def test_quick(tmp_path):
     assert found["ranks"] == 2
     rows = {(row["recipe"], row["batch"]): row for row in found["batches"]}
     assert list(rows) == [
-        ("SGD", 128), ("SGD, linearly scaled", 8192), ("SGD, tuned", 8192), ("LARS", 8192), ("LAMB", 8192),
+        *(("SGD, linearly scaled", batch) for batch in (128, 1024, 8192)),
+        ("SGD, tuned", 8192), ("LARS", 1024), ("LARS", 8192), ("LAMB", 8192),
     ]  # fmt: skip
     weights = 9 * 16 + 16 + 16 * 9 * 32 + 32 + 512 * 64 + 64 + 640 + 10
     for (_, batch), row in rows.items():
         assert row["steps"] == len(row["accuracy"]) * (2 * 9 * 1437 // batch)
         assert row["bytes_sent"] == row["steps"] * 4 * weights  # a ring of two: as many bytes as the gradient has
-    assert rows["SGD", 128]["accuracy"][-1] > 0.9
-    assert rows["SGD, linearly scaled", 8192]["lr"] == 64 * rows["SGD", 128]["lr"]
+    scaled = [rows["SGD, linearly scaled", batch] for batch in (128, 1024, 8192)]
+    assert scaled[0]["accuracy"][-1] > 0.9
+    assert [row["lr"] / scaled[0]["lr"] for row in scaled] == [1, 8, 64]
+    assert [panel["x"] for panel in found["picture"]["panels"][:2]] == ["samples per step", "seconds"]
 
     fixed, growing, cached = found["resolutions"]
     assert [e["size"] for e in fixed["epochs"]] == [24, 24]
