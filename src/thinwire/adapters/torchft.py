@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.adapters.torchft_manager import Quorum, Quorums, leave
-from thinwire.adapters.torchft_member import QuorumMember, added
+from thinwire.adapters.torchft_member import QuorumHandle, QuorumMember, added
 from thinwire.adapters.torchft_rounds import QuorumRounds, RoundOptions, check_settings
 from thinwire.engine import attach as engine
 from thinwire.engine.stats import Stats
@@ -78,19 +78,15 @@ def attach(
     return QuorumSync(QuorumMember(model, inner, Quorums(manager)), chosen, options)
 
 
-class QuorumSync:
+class QuorumSync(QuorumHandle):
     """One replica's exchange of gradients, through all quorums. Made by :func:`attach`."""
 
     def __init__(self, member: QuorumMember, method: Method, options: Mapping[str, Any]) -> None:
-        self._member, self._method, self._options = member, method, dict(options)
+        self._method, self._options = method, dict(options)
         member.memory.plan = self._options.pop("plan", None)
         self._sync: GradientSync | None = None
         self._past = Stats("", "", 0)
-        self._handles: list[Any] = [o.register_step_post_hook(self._stepped) for o in member.optimizers]
-        for module in member.model.modules():
-            if module is member.model or any(True for _ in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(self._enter))
-        member.quorums.manager.register_state_dict_fn("thinwire", self._take, self._give)
+        super().__init__(member)
 
     # --- quorums -------------------------------------------------------------------------------------------------
 
@@ -175,36 +171,13 @@ class QuorumSync:
         with self._sync.no_sync():
             yield
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the averaged gradients by their global norm. Returns the norm."""
-        parameters = self._member.model.parameters()
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-
     def stats(self) -> Stats:
         """Counters since ``attach``, over all quorums; ``world_size`` and ``rank`` are those of the one in force."""
         found = self._past if self._sync is None else added(self._past, self._sync.stats())
         found = replace(found, method=self._method.name)
         return self._member.told_of(found, residual=self._method.has_residual)
 
-    @property
-    def quorum(self) -> Quorum | None:
-        """The one whose members exchange; None: there was none yet."""
-        return self._member.met
-
     def residuals(self) -> dict[str, Tensor]:
         """What this replica owes, by parameter, after the last step that counted."""
         self._keep()
         return dict(self._member.memory.own["residual"])
-
-    def close(self) -> None:
-        """Take the hooks out and give the communicator back. Idempotent; the manager is the caller's to shut down."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._leave()
-
-    def __enter__(self) -> QuorumSync:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from thinwire.program import Plan
 logger = logging.getLogger("thinwire")
 
 _RUNS = 100
+_Handle = TypeVar("_Handle", bound="QuorumHandle")
 Attempt = tuple[int, int]
 """The manager's step and the quorum of an exchange."""
 
@@ -209,6 +211,61 @@ class QuorumMember:
         """Stats with what was lost; ``residual``: whether the method owes anything."""
         lost = None if self.losses.gone and residual else self.losses.norm
         return dataclasses.replace(stats, lost_residual_norm=lost)
+
+
+class QuorumHandle(ABC):
+    """What ``attach`` returns: hooks in model and optimizers, and what they call, until ``close``."""
+
+    def __init__(self, member: QuorumMember) -> None:
+        self._member = member
+        self._handles: list[Any] = [o.register_step_post_hook(self._stepped) for o in member.optimizers]
+        for module in member.model.modules():
+            if module is member.model or any(True for _ in module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+        member.quorums.manager.register_state_dict_fn("thinwire", self._take, self._give)
+
+    @abstractmethod
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """A forward begins."""
+
+    @abstractmethod
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped."""
+
+    @abstractmethod
+    def _give(self) -> dict[str, Any]:
+        """What the manager hands to who comes."""
+
+    @abstractmethod
+    def _take(self, saved: dict[str, Any]) -> None:
+        """This replica has come, or has fallen behind."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Keep what counts, and give the communicator back."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the model's gradients by their global norm. Returns the norm."""
+        parameters = self._member.model.parameters()
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    @property
+    def quorum(self) -> Quorum | None:
+        """The one whose members exchange; None: there was none yet."""
+        return self._member.met
+
+    def close(self) -> None:
+        """Take the hooks out and give the communicator back. Idempotent; the manager is the caller's to shut down."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._leave()
+
+    def __enter__(self: _Handle) -> _Handle:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
 def added(past: Stats, now: Stats) -> Stats:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.adapters.torchft_manager import Quorum, leave
-from thinwire.adapters.torchft_member import QuorumMember, added
+from thinwire.adapters.torchft_member import QuorumHandle, QuorumMember, added
 from thinwire.engine.local_sync import Travel
 from thinwire.engine.parameters import DenseRule, Managed, check_optimizers, managed_parameters, model_facts
 from thinwire.engine.ranks.communicator import Communicator
@@ -134,11 +134,11 @@ class QuorumExchange:
         self._session.close()
 
 
-class QuorumRounds:
+class QuorumRounds(QuorumHandle):
     """One replica's local steps, through all quorums. Made by :func:`~thinwire.adapters.torchft.attach`."""
 
     def __init__(self, member: QuorumMember, local: Local, options: RoundOptions) -> None:
-        self._member, self._local, self._options = member, local, options
+        self._local, self._options = local, options
         self._managed = managed_parameters(member.model, local.method, options.keep_dense)
         check_optimizers(self._managed, member.optimizers)
         self._exchange: QuorumExchange | None = None  # None: the memory has all that counts
@@ -146,11 +146,7 @@ class QuorumRounds:
         self._received = False
         self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
         self._past = Stats("local", "", 0)
-        self._handles: list[Any] = [o.register_step_post_hook(self._stepped) for o in member.optimizers]
-        for module in member.model.modules():
-            if module is member.model or any(True for _ in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(self._enter))
-        member.quorums.manager.register_state_dict_fn("thinwire", self._take, self._give)
+        super().__init__(member)
 
     # --- rounds ----------------------------------------------------------------------------------------------------
 
@@ -241,21 +237,11 @@ class QuorumRounds:
         """Nothing: gradients are this replica's own anyway."""
         yield
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip this replica's gradients by their global norm. Returns the norm."""
-        parameters = self._member.model.parameters()
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-
     def stats(self) -> Stats:
         """Counters since ``attach``, over all quorums; ``steps`` are the optimizer's."""
         found = self._past if self._exchange is None else added(self._past, self._exchange.stats())
         found = dataclasses.replace(found, method="local")
         return self._member.told_of(found, residual=self._local.method.has_residual)
-
-    @property
-    def quorum(self) -> Quorum | None:
-        """The one whose members exchange; None: there was none yet."""
-        return self._member.met
 
     def residuals(self) -> dict[str, Tensor]:
         """What this replica owes, by parameter, after the last round that counted."""
@@ -264,16 +250,3 @@ class QuorumRounds:
         if self._exchange is not None:
             return dict(self._exchange.fragment.state.snapshot()["residual"])
         return dict(self._member.memory.own["residual"])
-
-    def close(self) -> None:
-        """Take the hooks out and give the communicator back. Idempotent; the manager is the caller's to shut down."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._leave()
-
-    def __enter__(self) -> QuorumRounds:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
