@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+import fences
 from fences import blocks
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"(\w+=\S+ )*(thinwire|python|torchrun|make|pip|accelerate|srun|kubectl) ")
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,7 @@ def python_of(page: str) -> list[str]:
 
 
 def commands(page: str) -> list[str]:
-    found = []
-    for block in blocks((ROOT / page).read_text()):
-        if block.language in ("", "sh"):
-            for line in block.code.replace("\\\n", " ").splitlines():
-                line = re.sub(r"\s+", " ", line.split("  #")[0]).strip()
-                if COMMAND.match(line):
-                    found.append(line)
-    return found
+    return [line for block in blocks((ROOT / page).read_text()) for line in fences.commands(block) if line[:3] != "cd "]
 
 
 def answers(method: str) -> Callable[[Ran], None]:

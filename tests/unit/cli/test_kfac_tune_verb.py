@@ -8,19 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from fences import outputs
 from thinwire.bench.kfac_tuning import Trial, best, lowest_of_sgd
 from thinwire.cli.main import app
 from thinwire.report.inputs import read_files
 from verbs import CliRunner
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "kfac.md").read_text()
-FENCES = re.compile(r"^```\n((?:thinwire|torchrun) .*?)^```$(?:\n\n^```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
-SHOWN = {
-    words: output
-    for commands, output in FENCES.findall(PAGE)
-    for words in commands.replace("\\\n", "").strip().splitlines()
-}
+SHOWN = outputs((ROOT / "docs" / "kfac.md").read_text())
 TUNE = "thinwire kfac tune --plot tune.png"
 PLAN = "thinwire kfac plan resnet50 --workers 16 --link 10gbit"
 

@@ -11,17 +11,12 @@ from pathlib import Path
 import pytest
 from fed_calls import call
 
+from fences import outputs
 from thinwire.bench.federations import ALGORITHMS
 from thinwire.federated import History
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "federated.md").read_text()
-FENCES = re.compile(r"^```\n((?:thinwire|torchrun|cd|pip) .*?)^```$(?:\n\n^```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
-SHOWN = {
-    words: output
-    for commands, output in FENCES.findall(PAGE)
-    for words in commands.replace("\\\n", "").strip().splitlines()
-}
+SHOWN = outputs((ROOT / "docs" / "federated.md").read_text())
 ONE, SIDE_BY_SIDE, PER_CLIENT, COMPRESSED, DEVICES, PRIVATE = (
     next(words for words in SHOWN if words.startswith("thinwire federated run digits") and part in words)
     for part in ("--algorithm scaffold", ",scaffold", "--per-client", "--compress", "--devices 4", "noise_multiplier")
