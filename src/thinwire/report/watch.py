@@ -14,7 +14,7 @@ from typing import Any
 from thinwire.pictures.colours import Colours
 from thinwire.pictures.draw import as_plotly, plotly
 from thinwire.report.figures import dress
-from thinwire.report.inputs import Inputs, read_files
+from thinwire.report.inputs import read_files
 from thinwire.report.pictures import grouped
 
 logger = logging.getLogger("thinwire")
@@ -37,6 +37,7 @@ class WatchPage(ThreadingHTTPServer):
     def __init__(self, paths: Sequence[Path], port: int = 0) -> None:
         plotly()
         self.paths = tuple(paths)
+        self._drawn: tuple[list[tuple[Path, int, int]], list[str], list[dict[str, Any]]] = ([], [], [])
         try:
             super().__init__((_LOCAL[0], port), _Answer)
         except (OSError, OverflowError) as error:
@@ -51,22 +52,31 @@ class WatchPage(ThreadingHTTPServer):
         """The pictures now, as plotly's figures, and a line about each file."""
         there = [path for path in self.paths if path.is_file()]
         lines = [f"waiting for {path}" for path in self.paths if path not in there]
-        try:
-            inputs = read_files(there)
-        except (OSError, ValueError) as error:
-            inputs, lines = Inputs((), ()), [*lines, str(error)]
-        colours = Colours(inputs.labels())
-        pictures = []
-        for picture in grouped(inputs.runs):
-            figure = as_plotly(picture, colours)
-            pictures.append(
-                {"title": picture.title, "figure": json.loads(dress(figure, figure.layout.height).to_json())}
-            )
-        for path in there:
-            lines.append(f"{path.name}: written {max(0.0, time.time() - path.stat().st_mtime):.0f} s ago")
+        written = {path: path.stat() for path in there}
+        now = [(path, found.st_mtime_ns, found.st_size) for path, found in written.items()]
+        if now != self._drawn[0]:  # the training needs the processor more than a page that shows nothing new
+            self._drawn = (now, *_draw(there))
+        _, errors, pictures = self._drawn
+        lines += errors
+        for path, found in written.items():
+            lines.append(f"{path.name}: written {max(0.0, time.time() - found.st_mtime):.0f} s ago")
         if there and not pictures:
             lines.append("these files have no picture of a run: thinwire report shows them")
         return {"lines": lines, "pictures": pictures}
+
+
+def _draw(paths: Sequence[Path]) -> tuple[list[str], list[dict[str, Any]]]:
+    """What is wrong with the files, and their pictures."""
+    try:
+        inputs = read_files(paths)
+    except (OSError, ValueError) as error:
+        return [str(error)], []
+    colours = Colours(inputs.labels())
+    pictures = []
+    for picture in grouped(inputs.runs):
+        figure = as_plotly(picture, colours)
+        pictures.append({"title": picture.title, "figure": json.loads(dress(figure, figure.layout.height).to_json())})
+    return [], pictures
 
 
 class _Answer(BaseHTTPRequestHandler):
