@@ -82,15 +82,15 @@ SIZES = {
         200,
         "ddp-best:buckets=1/4, ddp-fp16, torch-powersgd:rank=4, ssgd, cast:dtype=int8, powersgd:rank=4, acp:rank=16, "
         "local:sync_every=4:codec=int8, local:sync_every=8:codec=int8, auto:lossy=true",
-        "powersgd:rank=4",
+        "ssgd, powersgd:rank=4",
     ),
     "0.5M": Size(
         "chargpt:layers=2:width=128:heads=4:batch=8",
         2.7,
         256,
         "ddp-best:buckets=0.25, ddp-fp16, torch-powersgd:rank=4, ssgd, dear, powersgd:rank=4, acp:rank=4, acp:rank=16, "
-        "topk:density=0.01, auto:lossy=true",
-        "acp:rank=4",
+        "topk:density=0.01, local:sync_every=8:codec=int8, auto:lossy=true",
+        "ssgd, powersgd:rank=4",
     ),
 }
 
