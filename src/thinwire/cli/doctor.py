@@ -156,7 +156,9 @@ def _listeners() -> Table:
 
     from thinwire.measure.doctor.listeners import LISTENERS
 
-    table = Table("what listens, while it runs", "at", "who may come in", "encrypted")
+    table = Table()
+    for name in ("what listens, while it runs", "at", "who may come in", "encrypted"):
+        table.add_column(name, overflow="fold")  # variables are long words, and are typed as they stand here
     for one in LISTENERS:
         table.add_row(one.what, one.address, one.admits, one.encrypted)
     return table
