@@ -538,6 +538,23 @@ def race(data: Any) -> Iterator[Row]:
             )
 
 
+def going_on(data: Any) -> Iterator[Row]:
+    """A step under torchft over one without it, and over torchft's own."""
+    steps, link = data["steps"], data["link"]
+    for method in ("ssgd", "acp"):
+        yield claim(
+            f"{method} under torchft / by attach, 2 replicas, {link}, step",
+            steps[method] / steps[f"attach-{method}"],
+            at_most=1.10,
+        )
+    for method in ("ssgd", "acp"):
+        yield claim(
+            f"{method} under torchft / torchft's DDP, 2 replicas, {link}, step",
+            steps[method] / steps["torchft-ddp"],
+            at_most=1.0,
+        )
+
+
 def local_steps(data: Any) -> Iterator[Row]:
     """Mean steps over compute alone, and what the training thread computes more."""
     bounds = {
@@ -596,6 +613,9 @@ SOURCES = {
         "python benchmarks/hierarchy.py", "methods/hitopk.md", hierarchy
     ),
     "hsdp": Source("python benchmarks/hsdp.py", "adapters/fsdp2.md", hsdp),
+    "going_on": Source(
+        "python benchmarks/going_on.py", "adapters/torchft.md", going_on
+    ),
     "peers": Source("make -C benchmarks/peers", "peers.md", peers),
     "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
     "encode_time": Source(

@@ -1,4 +1,4 @@
-"""What each rank of run.py runs: plain DDP, or a replica under torchft; rank 0 of the latter is the lighthouse.
+"""What each rank of run.py runs, by its first argument: see MODES. Under torchft rank 0 is the lighthouse.
 
 Prints a line of JSON every tenth step: step, quorum, replicas, loss.
 """
@@ -18,8 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 TIMEOUT = timedelta(seconds=5)
 LIGHTHOUSE_PORT = 29510
 TELL_EVERY = 10
+ROUND = 16  # steps between two exchanges of local steps
 HELD = 10**9  # the seed of what nobody trains on
 
+WIDTH, BATCH = (int(x) for x in sys.argv[2:4]) if sys.argv[3:] else (512, 64)
+KEPT = []  # what has to live as long as the process
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -34,8 +37,8 @@ def drawn(count, seed):
 
 def built():
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU()]
-    model = torch.nn.Sequential(*layers, torch.nn.Linear(512, 10))
+    layers = [torch.nn.Linear(64, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 10))
     return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
@@ -48,14 +51,22 @@ def tell(model, held, step, replicas, quorum=0):
         print(json.dumps({"step": step, "quorum": quorum, "replicas": replicas, "loss": loss}), flush=True)
 
 
-def plain():
+def plain(method=None, **options):
+    """DDP, or a method of thinwire's, on ranks that stay."""
+    import thinwire as tw
+
     dist.init_process_group("gloo", timeout=TIMEOUT)
     model, optimizer = built()
-    wrapped, held, step = DistributedDataParallel(model), drawn(512, HELD), 0
+    if method is None:
+        forward = DistributedDataParallel(model)
+    else:
+        forward = model
+        tw.attach(model, optimizer, method, **options)
+    held, step = drawn(512, HELD), 0
     while True:
-        x, y = drawn(64, 1000 * step + RANK)
+        x, y = drawn(BATCH, 1000 * step + RANK)
         optimizer.zero_grad()
-        cross_entropy(wrapped(x), y).backward()
+        cross_entropy(forward(x), y).backward()
         optimizer.step()
         step += 1
         tell(model, held, step, WORLD)
@@ -79,11 +90,9 @@ def lighthouse():
         time.sleep(1)
 
 
-def under_torchft(method, **options):
-    from torchft import Manager, Optimizer, ProcessGroupGloo
+def manager_of(*, state_dict=None, load_state_dict=None):
+    from torchft import Manager, ProcessGroupGloo
     from torchft.checkpointing.http_transport import HTTPTransport
-
-    import thinwire as tw
 
     here = own_address()
 
@@ -94,13 +103,14 @@ def under_torchft(method, **options):
             return super().metadata().replace(socket.gethostname(), here)
 
     store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
+    KEPT.append(store)
+    return Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         timeout=TIMEOUT,
         min_replica_size=1,
         use_async_quorum=False,
-        load_state_dict=None,
-        state_dict=None,
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
         rank=0,
         world_size=1,
         store_addr=here,
@@ -110,25 +120,77 @@ def under_torchft(method, **options):
         replica_id=f"replica{RANK}",
         checkpoint_transport=Transport(timeout=TIMEOUT, num_chunks=0),
     )
-    model, inner = built()
+
+
+def train(manager, model, forward, optimizer, every=1, sync=None):
+    """Without end; the manager counts exchanges, of which there is one in ``every`` steps."""
+    held, since = drawn(512, HELD), 0
+    while True:
+        exchanges = manager.current_step()
+        step = exchanges * every + since
+        x, y = drawn(BATCH, 1000 * step + RANK)
+        optimizer.zero_grad()
+        cross_entropy(forward(x), y).backward()
+        optimizer.step()
+        since = 0 if manager.current_step() > exchanges else (since + 1) % every
+        now = manager.current_step() * every + since
+        if now > step:
+            tell(model, held, now, manager.num_participants(), sync.quorum.number if sync else 0)
+
+
+def thinwire_gradients(method, **options):
+    from torchft import Optimizer
+
+    import thinwire as tw
+
+    manager, (model, inner) = manager_of(), built()
     optimizer = Optimizer(manager, inner)
     sync = tw.adapters.torchft.attach(model, optimizer, method, manager=manager, **options)
-    held = drawn(512, HELD)
-    while True:
-        step = manager.current_step()
-        x, y = drawn(64, 1000 * step + RANK)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-        if manager.current_step() > step:
-            tell(model, held, step + 1, sync.quorum.size, sync.quorum.number)
+    train(manager, model, model, optimizer, sync=sync)
 
+
+def thinwire_rounds(method, **options):
+    import thinwire as tw
+
+    manager, (model, optimizer) = manager_of(), built()
+    sync = tw.adapters.torchft.attach(model, optimizer, method, sync_every=ROUND, manager=manager, **options)
+    train(manager, model, model, optimizer, ROUND, sync)
+
+
+def torchft_itself(local=False):
+    """Its DistributedDataParallel, or its DiLoCo with an outer optimizer that averages."""
+    from torchft import DistributedDataParallel, Optimizer
+    from torchft.local_sgd import DiLoCo
+
+    model, inner = built()
+
+    def load(states):
+        model.load_state_dict(states["model"])
+        inner.load_state_dict(states["optimizer"])
+
+    manager = manager_of(
+        load_state_dict=load, state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()}
+    )
+    if local:
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(manager, [model], inner, outer, sync_every=ROUND, use_bucketization=True):
+            train(manager, model, model, inner, ROUND)
+    train(manager, model, DistributedDataParallel(manager, model), Optimizer(manager, inner))
+
+
+MODES = {
+    "ddp": plain,
+    "attach-ssgd": lambda: plain("ssgd"),
+    "attach-acp": lambda: plain("acp", rank=4),
+    "ssgd": lambda: thinwire_gradients("ssgd"),
+    "acp": lambda: thinwire_gradients("acp", rank=4),
+    "local": lambda: thinwire_rounds("local", codec="int8"),
+    "torchft-ddp": torchft_itself,
+    "torchft-diloco": lambda: torchft_itself(local=True),
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "ddp":
-        plain()
-    elif RANK == 0:
+    if RANK == 0 and sys.argv[1] not in ("ddp", "attach-ssgd", "attach-acp"):
         lighthouse()
-    else:
-        under_torchft("acp", rank=4)
+    MODES[sys.argv[1]]()
