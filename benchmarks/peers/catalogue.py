@@ -89,8 +89,8 @@ SIZES = {
         2.7,
         256,
         "ddp-best:buckets=0.25, ddp-fp16, torch-powersgd:rank=4, ssgd, dear, powersgd:rank=4, acp:rank=4, acp:rank=16, "
-        "topk:density=0.01, local:sync_every=8:codec=int8, auto:lossy=true",
-        "ssgd, powersgd:rank=4",
+        "topk:density=0.01, auto:lossy=true",
+        "acp:rank=4",
     ),
 }
 
