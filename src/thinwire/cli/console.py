@@ -57,14 +57,17 @@ class Bar:
 
 @contextmanager
 def progress(description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Bar]:
-    """A bar on stderr, which goes when its work ends; nothing where that is no terminal."""
+    """A bar on stderr, which goes when its work ends; where that is no terminal, a line at once and more later."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True, quiet=quiet)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        yield Bar(shown, shown.add_task(description, total=total))
+        bar = Bar(shown, shown.add_task(description, total=total))
+        if bar.hidden and description:
+            bar.log(f"... {description}")
+        yield bar
 
 
 def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *, close: bool = False) -> Table:

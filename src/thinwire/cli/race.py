@@ -68,7 +68,7 @@ def race(
             "links cannot be emulated here, so nothing can race on one; see thinwire doctor, or thinwire plan"
         )
     console = Console(stderr=json)
-    with watched_load(workers) as load, progress("starting ranks") as bar, tempfile.TemporaryDirectory() as nowhere:
+    with watched_load(workers) as load, progress("") as bar, tempfile.TemporaryDirectory() as nowhere:
         found = run_race(asked, _course(cluster, console, bar, Path(nowhere) if fresh else None))
     data = load.with_load(race_data(asked, found))
     out.mkdir(parents=True, exist_ok=True)
