@@ -259,7 +259,7 @@ def compare(
 @contextmanager
 def _steps() -> Iterator[Callable[..., None]]:
     """A bar over the steps, with the loss; called with steps done, of how many, the loss, and what is trained."""
-    with progress("waiting for the first step") as shown:
+    with progress("") as shown:
 
         def on_step(done: int, total: int, loss: float, what: str = "steps") -> None:
             words = f"{what}, loss {loss:.3f}" if loss == loss else what

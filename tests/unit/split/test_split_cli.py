@@ -33,7 +33,7 @@ def refused(says, *words, code=2):
     *before, last = result.stderr.strip().splitlines()
     assert last.startswith("error: "), result.stderr
     assert says in last
-    assert bool(before) == (code == 1)  # a run that began has said what it does
+    assert len(before) == (code == 1)  # a run that began has said what it does
 
 
 def test_plan_writes_both_halves_and_says_what_a_step_costs(tmp_path):
