@@ -1,4 +1,4 @@
-"""What each rank of run.py runs, by its first argument: see MODES. Under torchft rank 0 is the lighthouse.
+"""What each rank of run.py runs, by its first argument: see the tables below. Under torchft rank 0 is the lighthouse.
 
 Prints a line of JSON every tenth step: step, quorum, replicas, loss.
 """
@@ -178,10 +178,12 @@ def torchft_itself(local=False):
     train(manager, model, DistributedDataParallel(manager, model), Optimizer(manager, inner))
 
 
-MODES = {
+WITHOUT_TORCHFT = {
     "ddp": plain,
     "attach-ssgd": lambda: plain("ssgd"),
     "attach-acp": lambda: plain("acp", rank=4),
+}
+UNDER_TORCHFT = {
     "ssgd": lambda: thinwire_gradients("ssgd"),
     "acp": lambda: thinwire_gradients("acp", rank=4),
     "local": lambda: thinwire_rounds("local", codec="int8"),
@@ -191,6 +193,10 @@ MODES = {
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if RANK == 0 and sys.argv[1] not in ("ddp", "attach-ssgd", "attach-acp"):
+    mode = sys.argv[1]
+    if mode in WITHOUT_TORCHFT:
+        WITHOUT_TORCHFT[mode]()
+    elif RANK == 0:
         lighthouse()
-    MODES[sys.argv[1]]()
+    else:
+        UNDER_TORCHFT[mode]()
