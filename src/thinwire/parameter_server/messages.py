@@ -22,7 +22,7 @@ ROW_BYTES = 32
 _FLOATS = {"loss_sum", "weight", "loss", "seconds", "divisor", "factor"}
 _HASHES = {"layout", "outer"}
 _FINITE = {"weight", "divisor", "factor"}  # a loss may be anything
-_MOST = 1 << 62  # of any number: 1 more still fits
+_MOST = 1 << 62  # of any number
 _FLAGS = {"same", "delta", "keeps", "show", "failed"}
 
 
@@ -297,12 +297,12 @@ def decode_rows(message: Message | Local | ShardMessage, data: bytes) -> tuple[R
     numbers = array("q", data).tolist()
     quads = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
     if isinstance(message, Grad):
-        return tuple(Row(*map(_checked, quad)) for quad in quads)
+        return tuple(Row(*(_checked(x, _MOST - 1) for x in quad)) for quad in quads)  # the step after it is told
     return tuple(Term(_checked(member), _checked(seq), _float(scale)) for member, seq, scale, _ in quads)
 
 
-def _checked(number: int) -> int:
-    if not -_MOST <= number <= _MOST:
+def _checked(number: int, most: int = _MOST) -> int:
+    if not -most <= number <= most:
         raise ValueError(f"{number} in a message is larger than anything that a parameter server counts")
     return number
 

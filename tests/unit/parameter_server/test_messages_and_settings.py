@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,13 +19,16 @@ from thinwire.parameter_server.messages import (
     FRAME,
     KINDS,
     Buffers,
+    Bye,
     Grad,
     Hello,
     IterationNumber,
     Row,
     Welcome,
     decode,
+    decode_rows,
     encode,
+    encode_rows,
 )
 from thinwire.parameter_server.outer import DelayedNesterov, Master
 from thinwire.parameter_server.presets import PRESETS, preset
@@ -338,6 +342,21 @@ def test_a_frame_that_cannot_be_is_refused(kind, rows, tensor, values, sentence)
     frame = FRAME.pack(KINDS.index(kind), rows, tensor, *values, *[0] * (13 - len(values)))
     with pytest.raises(ValueError, match=sentence):
         decode(frame)
+
+
+@pytest.mark.parametrize("step", [2**62 - 1, 2**62])
+def test_a_node_that_names_the_largest_step_can_come_again(step):
+    server = Server(preset("asp"))
+    server.on(Hello(0, 1), 0.0)
+    (member,) = server.members
+    grad = Grad(member, 0, 1, 1, 0, 1, 1.0, tensor=torch.zeros(1))
+    with contextlib.suppress(ValueError):  # refused is as good
+        rows = decode_rows(grad, encode_rows(replace(grad, rows=(Row(0, 0, step, 8),))))
+        server.on(replace(grad, rows=rows), 0.0)
+        server.applied(0.0)
+    server.on(Bye(member), 1.0)
+    (welcome,) = [x.message for x in server.on(Hello(0, 1), 2.0) if isinstance(getattr(x, "message", None), Welcome)]
+    assert decode(encode(welcome))[0] == welcome
 
 
 def test_who_sends_gradients_of_weights_to_come_is_dropped():
