@@ -539,8 +539,8 @@ def race(data: Any) -> Iterator[Row]:
 
 
 def going_on(data: Any) -> Iterator[Row]:
-    """A step under torchft over one without it, and over torchft's own."""
-    steps, link = data["steps"], data["link"]
+    """A step under torchft over one without it, and over torchft's own; steps and loss with three deaths."""
+    steps, deaths, link = data["steps"], data["deaths"], data["link"]
     for method in ("ssgd", "acp"):
         yield claim(
             f"{method} under torchft / by attach, 2 replicas, {link}, step",
@@ -553,6 +553,10 @@ def going_on(data: Any) -> Iterator[Row]:
             steps[method] / steps["torchft-ddp"],
             at_most=1.0,
         )
+    for mode, found in deaths.items():
+        where = f"{mode}, 3 replicas, {link}, each dies once in 60 s"
+        yield claim(f"{where}: steps", statistics.median(found["steps"]))
+        yield claim(f"{where}: loss", statistics.median(found["loss"]))
 
 
 def local_steps(data: Any) -> Iterator[Row]:

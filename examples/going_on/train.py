@@ -157,8 +157,11 @@ def thinwire_rounds(method, **options):
     train(manager, model, model, optimizer, ROUND, sync)
 
 
-def torchft_itself(local=False):
-    """Its DistributedDataParallel, or its DiLoCo with an outer optimizer that averages."""
+def torchft_itself(way):
+    """Its DistributedDataParallel, its manager's all-reduce, or its DiLoCo with an outer optimizer that averages.
+
+    Where an all-reduce fails on Gloo, torchft 0.2.0's DistributedDataParallel raises in its hook and ends the survivor.
+    """
     from torchft import DistributedDataParallel, Optimizer
     from torchft.local_sgd import DiLoCo
 
@@ -171,10 +174,18 @@ def torchft_itself(local=False):
     manager = manager_of(
         load_state_dict=load, state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()}
     )
-    if local:
+    if way == "diloco":
         outer = torch.optim.SGD(model.parameters(), lr=1.0)
         with DiLoCo(manager, [model], inner, outer, sync_every=ROUND, use_bucketization=True):
             train(manager, model, model, inner, ROUND)
+    if way == "allreduce":
+
+        def average(x):
+            manager.allreduce(x.grad).wait()
+
+        for x in model.parameters():
+            x.register_post_accumulate_grad_hook(average)
+        train(manager, model, model, Optimizer(manager, inner))
     train(manager, model, DistributedDataParallel(manager, model), Optimizer(manager, inner))
 
 
@@ -187,8 +198,9 @@ UNDER_TORCHFT = {
     "ssgd": lambda: thinwire_gradients("ssgd"),
     "acp": lambda: thinwire_gradients("acp", rank=4),
     "local": lambda: thinwire_rounds("local", codec="int8"),
-    "torchft-ddp": torchft_itself,
-    "torchft-diloco": lambda: torchft_itself(local=True),
+    "torchft-ddp": lambda: torchft_itself("ddp"),
+    "torchft-allreduce": lambda: torchft_itself("allreduce"),
+    "torchft-diloco": lambda: torchft_itself("diloco"),
 }
 
 if __name__ == "__main__":
