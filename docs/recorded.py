@@ -559,6 +559,19 @@ def going_on(data: Any) -> Iterator[Row]:
         yield claim(f"{where}: loss", statistics.median(found["loss"]))
 
 
+def peer_link(data: Any) -> Iterator[Row]:
+    """Rates of one way over another's, by link."""
+    for link, rates in data.items():
+        if link != "load_average":
+            where = f"64 MB, {link} link, rate"
+            yield claim(
+                f"plain / gloo, {where}", rates["plain"] / rates["gloo"], at_least=1.0
+            )
+            yield claim(
+                f"TLS / plain, {where}", rates["TLS"] / rates["plain"], at_least=0.8
+            )
+
+
 def local_steps(data: Any) -> Iterator[Row]:
     """Mean steps over compute alone, and what the training thread computes more."""
     bounds = {
@@ -620,6 +633,7 @@ SOURCES = {
     "going_on": Source(
         "python benchmarks/going_on.py", "adapters/torchft.md", going_on
     ),
+    "peer_link": Source("python benchmarks/peer_link.py", "security.md", peer_link),
     "peers": Source("make -C benchmarks/peers", "peers.md", peers),
     "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
     "encode_time": Source(
