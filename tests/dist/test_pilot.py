@@ -124,6 +124,38 @@ def test_auto_goes_by_what_a_race_has_found(tmp_path):
         assert "x 1.20 steps (measured with 0.01 M parameters, 2 workers)" in why
 
 
+def _while_it_measures(rank, size, path):
+    """What has been sent when the choice is made, and how."""
+    found = []
+    exact, brief = (
+        1 + pilot.SETTLE_STEPS + pilot.PROFILE_STEPS,
+        1 + pilot.LOSSY_SETTLE_STEPS + pilot.LOSSY_PROFILE_STEPS,
+    )
+    lossy = {"lossy": True, "worth": path}
+    for steps, options in [(exact, {}), (brief, lossy), (brief, lossy | {"start_compression_step": 2})]:
+        _, sync, _ = _train(rank, "auto", {}, SLOW, steps=steps - 1, **options)
+        early = sync.stats().settled
+        assert sync.state_dict()["method"] == "ssgd"  # not what measures
+        sync.close()
+        _, sync, _ = _train(rank, "auto", {}, SLOW, steps=steps, **options)
+        stats = sync.stats()
+        found.append((early, stats.settled, stats.method, stats.bytes_sent / stats.dense_bytes, set(stats.collectives)))
+        sync.close()
+    return found
+
+
+def test_a_lossy_auto_measures_in_five_steps_of_8_bits(tmp_path):
+    """An exact one in eleven exact steps; so does who asks for exact steps, in five."""
+    (tmp_path / "race.json").write_text(json.dumps({"rows": [RACED]}))
+    for exact, lossy, asked in run(_while_it_measures, 2, str(tmp_path / "race.json")):
+        assert exact == (False, True, "ssgd", 1.0, {"AllReduce"})
+        assert lossy[:3] == asked[:3] == (False, True, "topk")
+        assert lossy[4] == {"AllToAll", "AllGather"}
+        assert lossy[3] < 0.27  # scales are the rest
+        assert asked[3:] == (1.0, {"AllReduce"})
+    assert 1 + pilot.LOSSY_SETTLE_STEPS + pilot.LOSSY_PROFILE_STEPS == 5
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

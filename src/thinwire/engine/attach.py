@@ -29,6 +29,7 @@ from thinwire.measure.kernels import KERNELS
 from thinwire.methods.decoupling import deferring, schedule
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
+from thinwire.methods.start import measuring_method
 from thinwire.planner.choose.worth import read_worth, shipped
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import rule_of
@@ -87,8 +88,8 @@ def attach(
         optimizer: any ``torch.optim`` optimizer that owns the trainable parameters, or a list of several. None: the
             script updates the weights by itself; not for decoupled methods.
         method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" begins as
-            S-SGD, times the first dozen steps, measures the network between them (a step's time in all), and takes what
-            it predicts to be fastest.
+            S-SGD, times the first dozen steps, measures the network between them (half a step's time in all), and takes
+            what it predicts to be fastest; with ``lossy=True`` it begins in 8 bits, and five steps are enough.
             "local" and "diloco", or a ``Local``: no gradient is exchanged, but weights now and then.
         bucket_cap_mb: MiB of gradients in a bucket, DDP's word: the same as the ``fusion=`` of a named method.
         plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
@@ -100,7 +101,8 @@ def attach(
             it is found at its first ``scaler.step(optimizer)``.
         keep_dense: "auto" (the method names what it does not compress), "none", or (name, parameter) -> bool.
         start_compression_step: steps that are exact before a lossy method begins. None: low rank and Top-k, whose
-            first steps say little yet, begin with 2 steps in 8 bits; else 0.
+            first steps say little yet, begin with 2 steps in 8 bits; else 0. With "auto" the steps that it measures
+            count, and are exact where this is above 0.
         find_unused_parameters: with exact methods, and in 16 bits, ``.grad`` of what no rank used stays None anyway;
             True: with every method, and before ``step()`` with decoupled ones, for one small exchange more per step.
         gradient_as_bucket_view: ``.grad`` may be memory that the next backward overwrites; False: each has its own, as
@@ -178,6 +180,8 @@ def attach(
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
     if world == 1:
         chosen, settings = _on_one_rank(chosen, settings)
+    elif lossy:  # what is saved does not name what measures
+        settings, chosen = replace(settings, named=chosen), measuring_method(topology, start_compression_step)
     if chosen.collective == "auto" and (topology.nodes == 1 or max(topology.layout) == 1):
         chosen = replace(chosen, collective="flat")  # type: ignore[type-var]  # nothing to choose from, nor to measure
     managed = managed_parameters(model, chosen, keep_dense)

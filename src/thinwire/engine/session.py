@@ -54,7 +54,7 @@ class Session:
         scaler: the GradScaler in use; None: found at its first ``scaler.step(optimizer)``.
         names: of the parameters, by ``id``.
         start: steps that are exact before the method begins; None: as it says itself.
-        named: the method that was asked for, where another one stands in for it on a single rank.
+        named: whose state is saved, where another one stands in for it: on a single rank, or while "auto" measures.
         expected: an optimizer was named, so its steps will come.
         before_step: called with each optimizer that is about to step; None: ``find_scaler``.
 

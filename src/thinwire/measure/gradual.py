@@ -2,8 +2,8 @@
 
 What it costs: of every operation two sizes (4 and 64 KiB), whatever they cost, repeated for up to a millisecond; larger
 ones as far as the time reaches that was given for all of it. A piece ends with the measurement in which its share runs
-out. Compute, where it is asked for, is one curve a piece: some tens of milliseconds, on tensors of up to a million
-elements.
+out. Compute, where it is asked for, is one curve or two a piece: each some tens of milliseconds, on tensors of up to a
+million elements.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GradualProbe:
         self.checked = 0
         self._run = ProbeRun(self._wire, 0.0)
         self._source = ""
-        self._share, self._least = 0.0, 0
+        self._share, self._least, self._curves = 0.0, 0, 0
         self._exchanges: Iterator[None] = iter(())
         self._kernels: Iterator[None] = iter(())
 
@@ -84,7 +84,8 @@ class GradualProbe:
 
     def begin(self, seconds: float, pieces: int, *, exchanges: bool, compute: Sequence[str]) -> None:
         """Say what is to be measured in so many pieces: exchanges, for so long in all; and these curves of compute."""
-        self._share, self._least = seconds / pieces, -(-self._run.always // pieces)
+        self._share = seconds / pieces
+        self._least, self._curves = -(-self._run.always // pieces), -(-len(compute) // pieces)
         self._source = self._wire.text(source_of(self._backend, self._topology.world_size))
         self._run = ProbeRun(self._wire, seconds, most=_REPEATS, least_share=_SHARE_SECONDS)
         if exchanges:
@@ -93,11 +94,12 @@ class GradualProbe:
             self._kernels = self._run.kernels(0.0, self._source, names=compute, largest=_ELEMENTS, least=1)
 
     def advance(self) -> None:
-        """One piece: exchanges for its share of the time, then one curve of compute."""
+        """One piece: exchanges for its share of the time, then its curves of compute."""
         end, count = self._run.elapsed + self._share, 0
         while (self._run.elapsed < end or count < self._least) and next(self._exchanges, _OVER) is not _OVER:
             count += 1
-        next(self._kernels, None)
+        for _ in range(self._curves):
+            next(self._kernels, None)
 
     def costs(self, seen: Point | None, known: Costs) -> Costs:
         """What was measured.

@@ -47,3 +47,8 @@ def start_method(method: Method, topology: Topology, asked: int | None) -> Metho
     if asked is None and plain and method.has_residual and not topology.two_levels:
         return EightBits()
     return exact_method(method)
+
+
+def measuring_method(topology: Topology, asked: int | None) -> Method:
+    """Of the steps in which "auto" measures before it takes a lossy method, or an exact one. Arguments as above."""
+    return SSGD() if asked or topology.two_levels else EightBits()

@@ -6,7 +6,7 @@ from worlds import draw, mean
 
 from thinwire import DGC, Cast, Topology, method
 from thinwire.methods.ssgd import SSGD
-from thinwire.methods.start import EightBits, exact_method, start_method
+from thinwire.methods.start import EightBits, exact_method, measuring_method, start_method
 from thinwire.program import LocalWorld
 
 
@@ -57,3 +57,9 @@ def test_who_begins_in_eight_bits(chosen, topology, asked, rounded):
     first = start_method(chosen, topology, asked)
     assert isinstance(first, EightBits) == rounded
     assert rounded or first == exact_method(chosen)
+
+
+def test_auto_measures_in_eight_bits_where_it_may_and_sums_need_not_go_by_way_of_machines():
+    assert measuring_method(Topology(4), None) == EightBits()
+    assert measuring_method(Topology(4), 0) == EightBits()
+    assert measuring_method(Topology(4), 2) == measuring_method(Topology(4, 2), None) == SSGD()

@@ -26,6 +26,9 @@ from thinwire.program import Method, Plan
 logger = logging.getLogger("thinwire")
 
 SETTLE_STEPS, PROFILE_STEPS, WATCH_STEPS = 2, 8, 100
+LOSSY_SETTLE_STEPS, LOSSY_PROFILE_STEPS = 1, 3
+"""Where lossy methods may be taken: these differ by more than noise, and a step before one may cost several of its."""
+
 TOLERANCE = 0.15
 _UNKNOWN_SECONDS = 0.1  # of a step whose forward was not seen
 
@@ -67,7 +70,9 @@ class Pilot:
         self.timings = Timings(communicator.device)
         self.network = network
         self.predicted: float | None = None
-        self._left: int | None = SETTLE_STEPS
+        lossy = worth is not None
+        self._profile_steps = LOSSY_PROFILE_STEPS if lossy else PROFILE_STEPS
+        self._left: int | None = LOSSY_SETTLE_STEPS if lossy else SETTLE_STEPS
         self._profiling = False
         self.warned = False
         self.decisions = 0
@@ -90,8 +95,8 @@ class Pilot:
             if self._left:
                 return None
         if not self._profiling and self.predicted is None:
-            self.network.begin(statistics.median(self.timings.intervals() or [_UNKNOWN_SECONDS]), PROFILE_STEPS)
-            self._restart(PROFILE_STEPS, profiling=True)
+            self.network.begin(statistics.median(self.timings.intervals() or [_UNKNOWN_SECONDS]), self._profile_steps)
+            self._restart(self._profile_steps, profiling=True)
             return None
         if len(self.timings) == 0:  # accumulation only, or forwards that we did not see
             self._left = 1
@@ -115,7 +120,7 @@ class Pilot:
         off = abs(measured / self.predicted - 1) > TOLERANCE if self.predicted > 0 else False
         if off and self._adaptive:
             self._say(f"a step takes {measured:.4g} s, {self.predicted:.4g} s were predicted: planning again")
-            self._restart(PROFILE_STEPS, profiling=True)
+            self._restart(self._profile_steps, profiling=True)
             return
         if off and not self.warned:
             self.warned = True
