@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from thinwire.bench.race import StepsFactor
 from thinwire.bench.record import RowRecord
-from thinwire.planner.choose.rank import TIE
 
 
 @dataclass(frozen=True)
@@ -83,18 +82,19 @@ class Finish:
     apart: bool = False
     bytes_per_step: float | None = None
 
-    def overlaps(self, other: Finish) -> bool:
-        """Whether what seeds and turns took of one and the other have something in common."""
-        mine, its = (
-            (one.least_seconds or 0.0, math.inf if one.most_seconds is None else one.most_seconds)
-            for one in (self, other)
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds to the loss: the least, the median and the most; infinite where it is not there."""
+        least, median, most = (
+            math.inf if seconds is None else seconds
+            for seconds in (self.least_seconds, self.seconds, self.most_seconds)
         )
-        return mine[0] <= its[1] and its[0] <= mine[1]
+        return least, median, most
 
-    def as_soon(self, first: Finish) -> bool:
-        """Whether the ranges overlap, and the median is at most a tenth later."""
-        mine, its = self.seconds or math.inf, first.seconds or math.inf
-        return mine <= (1 + TIE) * its and self.overlaps(first)
+    @property
+    def bytes_sent(self) -> float:
+        """In a step; 0 where that is not known."""
+        return self.bytes_per_step or 0.0
 
 
 def finish(

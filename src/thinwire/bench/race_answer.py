@@ -17,7 +17,7 @@ from thinwire.bench.spec import BenchSpec
 from thinwire.bench.summary import summarise
 from thinwire.bench.table import seconds as short
 from thinwire.bench.words import attach_line
-from thinwire.planner.choose.rank import TIE
+from thinwire.planner.choose.ties import TIE, as_soon, overlap, simplest
 
 
 def duration(seconds: float) -> str:
@@ -32,8 +32,7 @@ def winner(rows: Sequence[Finish]) -> Finish:
     ddp = next(row for row in rows if row.label == BASE)
     if (rows[0].sooner or 0.0) <= 1 + TIE:
         return ddp
-    tied = [row for row in rows if row.as_soon(rows[0]) and row is not ddp]
-    return min(tied, key=lambda row: (row.apart, -(row.bytes_per_step or 0.0)))
+    return simplest(rows[0], [row for row in rows if as_soon(row, rows[0])])
 
 
 def sentences(found: RaceResult) -> tuple[str, str, str]:
@@ -92,18 +91,18 @@ def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
     if first is ddp:
         if rival is None:
             return f"sure: {trained}"
-        overlap = "overlaps with DDP's" if rival.overlaps(ddp) else "does not overlap with DDP's"
+        sure, said = ("not sure", "overlaps") if overlap(rival, ddp) else ("sure", "does not overlap")
         trained = f"{trained}, {_seeds(rival)}" if rival.label in found.raced else trained
-        return f"{'not sure' if rival.overlaps(ddp) else 'sure'}: what {rival.label} took {overlap}; {trained}"
+        return f"{sure}: what {rival.label} took {said} with DDP's; {trained}"
     if first.label in found.raced and first.seeds < 2:
         said = "not sure yet: one seed is luck: more --minutes, or --seeds 3"
     else:
         spans = f"it took {_span(first)} and DDP {_span(ddp)}"
-        said = f"not sure: {spans}, which overlap" if first.overlaps(ddp) else f"sure: {spans}, which do not overlap"
+        said = f"not sure: {spans}, which overlap" if overlap(first, ddp) else f"sure: {spans}, which do not overlap"
     if rival is not None:
         close = "later on every seed" if rival.seeds > 1 else "later"
-        if rival.overlaps(first):
-            close = "as soon but less simple" if rival.as_soon(first) else "whose range overlaps with that"
+        if overlap(rival, first):
+            close = "as soon but less simple" if as_soon(rival, first) else "whose range overlaps with that"
         assert rival.seconds is not None
         said += f"; next is {rival.label}, {duration(rival.seconds)}, {close}"
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")

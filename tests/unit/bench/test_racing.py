@@ -128,12 +128,26 @@ def test_ddp_wins_where_no_step_is_shorter(raced):
 
 def test_of_two_that_are_as_soon_the_simpler_one(raced):
     local = "local sync_every=8 codec=int8"
-    world = World({"ddp": 1.0, "powersgd rank=4": 0.2, local: 0.2}, {"powersgd rank=4": (1.2, 1.3, 1.1), local: 1.15})
-    _, found, _ = raced(world, "powersgd:rank=4,local:sync_every=8:codec=int8", seeds=3)
+    rows = "powersgd:rank=4,local:sync_every=8:codec=int8"
+    world = World({"ddp": 1.0, "powersgd rank=4": 0.2, local: 0.2}, {"powersgd rank=4": (1.2, 1.22, 1.1), local: 1.15})
+    _, found, _ = raced(world, rows, seeds=3)
     assert found.rows[0].label == local
     assert sentences(found)[0].startswith("powersgd rank=4 is first")
     assert f"; next is {local}, " in sentences(found)[2]
     assert "as soon but less simple" in sentences(found)[2]
+
+
+@pytest.mark.parametrize("worst", [1.35, 30.0])
+def test_what_is_later_on_one_seed_or_does_not_get_there_is_not_as_soon(raced, worst):
+    """By the planner's rule, whose range it is too: ``thinwire plan --worth`` says the same."""
+    local = "local sync_every=8 codec=int8"
+    world = World({"ddp": 1.0, "powersgd rank=4": 0.2, local: 0.2}, {"powersgd rank=4": (1.1, 1.2, worst), local: 1.15})
+    _, found, _ = raced(world, "powersgd:rank=4,local:sync_every=8:codec=int8", seeds=3)
+    rows = {row.label: row for row in found.rows}
+    assert rows["powersgd rank=4"].seconds < 1.1 * rows[local].seconds
+    assert sentences(found)[0].startswith(f"{local} is first")
+    assert "; next is powersgd rank=4, " in sentences(found)[2]
+    assert "whose range overlaps with that" in sentences(found)[2]
 
 
 def test_what_is_hardly_sooner_is_a_tie(raced):

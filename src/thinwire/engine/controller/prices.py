@@ -12,7 +12,8 @@ from thinwire.engine.controller.timings import AgreedTimes
 from thinwire.engine.parameters import Managed
 from thinwire.methods.registry import lossy_candidates
 from thinwire.methods.registry import method as named
-from thinwire.planner.choose.rank import LOSSY_GAIN, SimulatedMethod, as_soon, simplest
+from thinwire.planner.choose.rank import LOSSY_GAIN, SimulatedMethod
+from thinwire.planner.choose.ties import as_soon, simplest
 from thinwire.planner.choose.worth import EXACT, WorthOf
 from thinwire.planner.costs import Costs
 from thinwire.planner.measured import Measured, needs_measurement

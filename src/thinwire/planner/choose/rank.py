@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from thinwire.methods.cast import Cast
 from thinwire.methods.ssgd import SSGD
 from thinwire.planner.choose.resolved import resolved
 from thinwire.planner.choose.result import Entry, Ranking
 from thinwire.planner.choose.spread import measured_share, spread_costs, spread_profile
+from thinwire.planner.choose.ties import as_soon, simplest
 from thinwire.planner.choose.worth import Worth, WorthOf, shipped
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
@@ -28,25 +29,6 @@ GAIN = 0.05
 
 LOSSY_GAIN = 0.10
 """What a lossy method has to gain in time to a loss over the fastest dense form, with the most steps that were seen."""
-
-TIE = 0.10
-"""By how much the time to a loss may be longer, by the median and at its worst, for a method to count as as soon."""
-
-
-class Predicted(Protocol):
-    """A method, the seconds and bytes of its step, and what that is worth."""
-
-    @property
-    def method(self) -> Method: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def bytes_sent(self) -> int: ...
-    @property
-    def worth(self) -> Worth: ...
-
-
-_Rival = TypeVar("_Rival", bound=Predicted)
 
 
 @dataclass(frozen=True)
@@ -75,6 +57,16 @@ class SimulatedMethod:
     @property
     def bytes_sent(self) -> int:
         return self.timeline.bytes_sent
+
+    @property
+    def apart(self) -> bool:
+        """Whether workers train apart between exchanges."""
+        return isinstance(self.method, Periodic)
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Seconds of the fewest, the median and the most steps that were seen for one of plain averaging's."""
+        return self.seconds * self.worth.low, self.loss_seconds, self.most_loss_seconds
 
     @property
     def loss_seconds(self) -> float:
@@ -113,7 +105,7 @@ def choose(
     Dense fp32 and dense 16-bit are priced whether asked for or not. A lossy method is recommended only if it is more
     than 10 % sooner at a loss than the fastest dense form, with the most steps that it has needed anywhere, and would
     be if start-ups of messages cost nothing: else what it leaves out buys nothing. Of lossy methods that are as soon
-    the simpler one is recommended, see ``simplest``. Of the dense forms 16 bits are recommended only if they gain 5 %.
+    the simpler one is recommended, see ``ties.py``. Of the dense forms 16 bits are recommended only if they gain 5 %.
 
     The band: the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
     40 % if assumed. For compute the profile's provenance counts, for exchanges that of the curve at this number of
@@ -260,18 +252,6 @@ def judge(
     if simple is not rival:
         said += f"; {rival.label} is as soon, {_told(rival)}, and less simple"
     return Recommendation(simple, best_exact, dense, said)
-
-
-def as_soon(one: Predicted, first: Predicted) -> bool:
-    """Whether its seeds overlap with those of ``first``, and their median and their most are at most 10 % later."""
-    mine, its = ([p.seconds * w for w in (p.worth.low, p.worth.middle, p.worth.high)] for p in (one, first))
-    near = all(a <= (1 + TIE) * b for a, b in zip(mine[1:], its[1:]))
-    return near and mine[0] <= its[2] and its[0] <= mine[2]
-
-
-def simplest(first: _Rival, tied: Sequence[_Rival]) -> _Rival:
-    """Of methods that are as soon as ``first``: one that keeps workers together, then the one that sends the most."""
-    return min((first, *tied), key=lambda p: (isinstance(p.method, Periodic), -p.bytes_sent))
 
 
 def _told(point: SimulatedMethod) -> str:
