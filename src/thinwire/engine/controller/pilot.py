@@ -70,9 +70,7 @@ class Pilot:
         self.timings = Timings(communicator.device)
         self.network = network
         self.predicted: float | None = None
-        lossy = worth is not None
-        self._profile_steps = LOSSY_PROFILE_STEPS if lossy else PROFILE_STEPS
-        self._left: int | None = LOSSY_SETTLE_STEPS if lossy else SETTLE_STEPS
+        self._left: int | None = SETTLE_STEPS if worth is None else LOSSY_SETTLE_STEPS
         self._profiling = False
         self.warned = False
         self.decisions = 0
@@ -81,6 +79,10 @@ class Pilot:
     def costs(self) -> Costs | None:
         """None: not known yet."""
         return self.network.costs
+
+    @property
+    def _profile_steps(self) -> int:
+        return PROFILE_STEPS if self._worth is None else LOSSY_PROFILE_STEPS
 
     def after_step(self, method: Method, dense: Method) -> Decision | None:
         """Called at the end of each synchronised backward on all ranks alike; now and then it is a collective."""
