@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import check_output, plain_table, progress
+from thinwire.cli.console import check_output, plain_table, progress, watched_load
 from thinwire.cli.kfac_tune import tune
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def calibrate(
             raise ValueError(f"{costs} cannot be read: {error.strerror}") from error
     name = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     found = {}
-    with progress("", 2 * len(sides(largest))) as bar:
+    with watched_load(torch.get_num_threads()) as load, progress("", 2 * len(sides(largest))) as bar:
         for kind in KINDS:
             found[kind] = inversion_points(
                 kind, device, largest=largest, seconds=seconds,
@@ -152,7 +152,7 @@ def calibrate(
     curves = {kind: curve(points, "measured here", name) for kind, points in found.items()}
     out.write_text(replace(known, compute={**known.compute, **curves}).to_json() + "\n", encoding="utf-8")
     if json:
-        typer.echo(json_module.dumps({"device": name, "seconds": found}))
+        typer.echo(json_module.dumps(load.with_load({"device": name, "seconds": found})))
     console = Console(quiet=json)
     table = plain_table(f"seconds on {name}", ("side", *KINDS), close=True)
     for (d, a), (_, b) in zip(found["inverse"], found["eigen"]):

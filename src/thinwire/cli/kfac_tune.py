@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import plain_table, progress
+from thinwire.cli.console import plain_table, progress, watched_load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,20 +50,22 @@ def tune(
     options |= {"factor_update_steps": factor_update_steps, "inv_update_steps": inv_update_steps}
     tuning = Tuning(model, _numbers("--dampings", dampings), _numbers("--rates", rates), steps, options)
     console = Console(quiet=json)
-    with progress("the first steps", quiet=json):
-        longest = tuning.seconds_at_most()
-    console.print(f"{len(tuning.grid)} runs of {steps} steps: at most about {_duration(longest)}", highlight=False)
     trials: list[Trial] = []
-    with progress("", len(tuning.grid) * steps, quiet=json) as bar:
-        for damping, rate in tuning.grid:
-            bar(description=f"SGD, rate {rate:g}" if damping is None else f"damping {damping:g}, rate {rate:g}")
-            trials.append(tuning.trial(damping, rate, lambda step: bar(len(trials) * steps + step)))
+    with watched_load(threads) as load:
+        with progress("the first steps", quiet=json):
+            longest = tuning.seconds_at_most()
+        console.print(f"{len(tuning.grid)} runs of {steps} steps: at most about {_duration(longest)}", highlight=False)
+        with progress("", len(tuning.grid) * steps, quiet=json) as bar:
+            for damping, rate in tuning.grid:
+                bar(description=f"SGD, rate {rate:g}" if damping is None else f"damping {damping:g}, rate {rate:g}")
+                trials.append(tuning.trial(damping, rate, lambda step: bar(len(trials) * steps + step)))
     goal = lowest_of_sgd(trials) if target is None else target
     ranked = best(trials, goal)
     picture = tuning_picture(trials, goal, f"{model}: K-FAC ({method}) and SGD, each with its best rate")
     if json:
         rows = [asdict(one) for one in ranked]
-        typer.echo(json_module.dumps({"model": model, "target": goal, "trials": rows, "picture": asdict(picture)}))
+        data = {"model": model, "target": goal, "trials": rows, "picture": asdict(picture)}
+        typer.echo(json_module.dumps(load.with_load(data)))
     console.print(_table(ranked, goal, f"{model}, {method}, {steps} steps; fastest first"))
     if plot is not None:
         write_picture(picture, plot)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from thinwire.bench.words import nearest, split_options
-from thinwire.cli.console import progress
+from thinwire.cli.console import progress, watched_load
 from thinwire.lab import parse_delay, parse_rate
 from thinwire.local.named import named_method
 from thinwire.local.settings import CANDIDATES
@@ -40,6 +41,7 @@ class Question:
         measured: of ``--costs``.
         network: whether the exchanges of ``measured`` count, and not the assumed network.
         worth: of ``--worth``; None: the table that comes with the package.
+        load: of this machine, where the model was measured now.
     """
 
     profile: ModelProfile
@@ -53,6 +55,7 @@ class Question:
     measured: Costs | None
     network: bool
     worth: WorthOf | None = None
+    load: Mapping[str, Any] | None = None
 
     @property
     def where(self) -> dict[str, Any]:
@@ -104,6 +107,7 @@ class Question:
             "network": "measured" if self.network else "assumed",
             "bits_per_second": None if self.network else self.bits_per_second,
             "latency_seconds": None if self.network else self.latency_seconds,
+            **({} if self.load is None else {"load": self.load}),
         }
 
 
@@ -147,7 +151,7 @@ def read_question(
         raise ValueError(f"--workers {workers} is no multiple of --ranks-per-node {ranks_per_node}")
     candidates, named = read_methods(methods)
     assumed = read_device(device, built_in=profile is None and model in BUILTIN)
-    known_model = read_model(model, profile, batch_size, flops, assumed)
+    known_model, load = read_model(model, profile, batch_size, flops, assumed)
     if not known_model.elements:
         raise ValueError(f"{profile or model}: the profile holds no gradients: there is nothing to send")
     return Question(
@@ -162,6 +166,7 @@ def read_question(
         measured,
         network,
         worth_of,
+        load,
     )
 
 
@@ -201,10 +206,11 @@ def read_device(name: str | None, *, built_in: bool) -> DeviceSpec:
 
 def read_model(
     model: str | None, profile: Path | None, batch_size: int | None, flops: float | None, device: DeviceSpec
-) -> ModelProfile:
-    """A built-in name, a file, or a model of the bench, which is measured now."""
+) -> tuple[ModelProfile, Mapping[str, Any] | None]:
+    """A built-in name, a file, or a model of the bench, which is measured now: then also the machine's load."""
     if profile is None and model in BUILTIN:
-        return builtin(model, batch_size=batch_size, device_flops=device.training_flops if flops is None else flops)
+        flops = device.training_flops if flops is None else flops
+        return builtin(model, batch_size=batch_size, device_flops=flops), None
     for option, value in (("--batch-size", batch_size), ("--device-flops", flops)):
         if value is not None:
             raise ValueError(f"{option} is for the built-in names; a measured model has its own seconds")
@@ -212,14 +218,16 @@ def read_model(
         found = _read(profile, ModelProfile)
         if model is not None and found.name not in (model, model.partition(":")[0]):
             raise ValueError(f"{profile} is the profile of {found.name!r}, not of {model!r}: leave one of them out")
-        return found
+        return found, None
     assert model is not None
     if model.endswith(".json") or Path(model).is_file():
-        return _read(Path(model), ModelProfile)
+        return _read(Path(model), ModelProfile), None
     return _measure(model)
 
 
-def _measure(model: str) -> ModelProfile:
+def _measure(model: str) -> tuple[ModelProfile, Mapping[str, Any]]:
+    import torch
+
     from thinwire.bench.models.registry import FILES, build_model, check_model, loss_of
     from thinwire.measure import profile_model
 
@@ -227,12 +235,13 @@ def _measure(model: str) -> ModelProfile:
     if ":" not in name and name not in FILES:
         raise ValueError(f"unknown model {name!r}; {nearest(name, [*BUILTIN, *FILES])}, a file or module:function")
     check_model(model)
-    with progress(f"measuring {model}") as bar:
+    with watched_load(torch.get_num_threads()) as load, progress(f"measuring {model}") as bar:
         workload = build_model(model)
-        return profile_model(
+        found = profile_model(
             workload.model, count(), loss_of(workload, 0), steps=10, warmup=2, name=workload.name,
             batch=workload.describe, seconds=20.0, on_step=bar,
         )  # fmt: skip
+    return found, load.record
 
 
 def _read(path: Path, kind: type[_Readable]) -> _Readable:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.cli.console import watched_load
 from thinwire.cli.errors import RunFailed
 
 app = typer.Typer(
@@ -189,7 +190,9 @@ def run(
         gradients=gradients, seconds=seconds, evaluate_every=evaluate_every,
         journal=str(journal.absolute()) if journal else None, seed=seed, timeout=timeout, shards=shards,
     )  # fmt: skip
-    result = run_lab(spec, quiet=json)
+    with watched_load(1 + shards + nodes * workers) as load:
+        result = run_lab(spec, quiet=json)
+    result = load.with_load(result)
     if result["losses"]:
         picture = lab_picture(spec, result)
         result["picture"] = asdict(picture)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json as json_module
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import progress
+from thinwire.cli.console import Watched, progress, watched_load
 
 if TYPE_CHECKING:
     from thinwire.split import SplitReport
@@ -80,6 +80,7 @@ def plan(
     """Bytes and seconds of a step on a link before anything is sent; --out cuts the model for the two machines."""
     from dataclasses import asdict
 
+    import torch
     from rich.console import Console
 
     from thinwire.cli.split_inputs import model_builder, read_link, read_plan, read_task, task_words
@@ -94,8 +95,9 @@ def plan(
     found = read_task(task, data, model, length, lines, seed)
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch, seed=seed)
     built = model_builder(model, found, length)(seed)
-    rows = advise(built, found, chosen, recipe, wire, measure)
-    answer: dict[str, Any] = {"plan": asdict(chosen), "rows": {name: row.to_data() for name, row in rows.items()}}
+    with watched_load(torch.get_num_threads()) if measure else nullcontext(Watched()) as load:
+        rows = advise(built, found, chosen, recipe, wire, measure)
+    answer = load.with_load({"plan": asdict(chosen), "rows": {name: row.to_data() for name, row in rows.items()}})
     if out is not None:
         samples = [found.train.batch(indices) for indices in recipe.batches(len(found.train), 0)[:4]]
         words = task_words(task, model, length, lines, seed)
@@ -212,6 +214,7 @@ def compare(
     """Train split and unsplit on the same data, seeds and first weights: accuracy, bytes, seconds."""
     from dataclasses import asdict
 
+    import torch
     from rich.console import Console
 
     from thinwire.cli.split_inputs import model_builder, read_link, read_rows, read_task
@@ -230,7 +233,7 @@ def compare(
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch)
     losses: dict[str, list[float]] = {}
     now = {"row": "", "seed": 0}
-    with _steps() as show:
+    with watched_load(torch.get_num_threads()) as load, _steps() as show:
 
         def on_row(name: str, seed: int) -> None:
             now.update(row=name, seed=seed)
@@ -249,7 +252,7 @@ def compare(
         write_picture(picture, plot)
     if json:
         answer = {"task": found.describe, "rows": [row.to_data() for row in made], "picture": asdict(picture)}
-        typer.echo(json_module.dumps(answer, indent=2))
+        typer.echo(json_module.dumps(load.with_load(answer), indent=2))
     else:
         Console().print(compare_table(made, found, link, link_down, seeds))
         if plot is not None:

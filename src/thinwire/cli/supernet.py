@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import math
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import plain_table, progress
+from thinwire.cli.console import plain_table, progress, watched_load
 from thinwire.cli.errors import RunFailed
 from thinwire.cli.ranks import torchrun_group
 from thinwire.cli.supernet_inputs import (
@@ -170,11 +171,13 @@ def table(
 
     torch.set_num_threads(threads)
     made = load_net(net) if net is not None else make_net(config, None, elastic_refinement)
-    found = _measure(made, size, repeats)
+    with watched_load(threads) as load:
+        found = _measure(made, size, repeats)
+    text = json_module.dumps(load.with_load(json_module.loads(found.to_json())))
     if out is not None:
-        out.write_text(found.to_json() + "\n")
+        out.write_text(text + "\n")
     if json:
-        typer.echo(found.to_json())
+        typer.echo(text)
         return
     console = Console()
     _range(console, made, found)
@@ -249,7 +252,8 @@ def search(
     testing = parse_pairs(held_out or data, shape, max_disparity, 32, seed + 1)
     first = [training[i] for i in range(min(_CALIBRATION, len(training)))]
     score = Calibrated(made, list(batches(first, _BATCH)), list(batches(testing, 8)))
-    with torchrun_group() as (rank, world):
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with torchrun_group() as (rank, world), watched_load(threads * ranks, quiet=rank > 0) as load:
         sync = attach(made, torch.optim.SGD(made.parameters(), lr=0.0))
         if latency is not None:
             timings = LatencyTable.from_json(latency.read_text())
@@ -289,6 +293,7 @@ def search(
         "picture": asdict(picture := search_picture(found, limit_ms)),
         "pareto": [{"ms": c.predicted_ms, "epe": -c.fitness} for c in found.pareto()],
     }  # fmt: skip
+    result = load.with_load(result)
     (folder / "best.json").write_text(json_module.dumps(result, indent=1) + "\n")
     console = Console(stderr=json)
     try:

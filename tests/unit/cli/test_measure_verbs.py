@@ -1,8 +1,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
@@ -10,6 +12,7 @@ from thinwire.measure import ProbeResult
 from thinwire.measure.load import Load
 from thinwire.planner.costs import Costs
 from thinwire.planner.profiles import ModelProfile
+from thinwire.supernet.stereo import LatencyTable
 
 runner = CliRunner()
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -193,9 +196,56 @@ def test_help_does_not_import_torch():
         assert done.returncode == 0, done.stderr
 
 
-def test_a_busy_machine_is_said_in_one_line_on_stderr(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+BUSY = "this machine is overloaded: load average 9.0 on 2 cores before the start"
+
+
+@pytest.fixture
+def busy(monkeypatch):
     monkeypatch.setattr("thinwire.measure.load.LoadWatch.load", lambda self: Load(2, 9.0, 9.0, 0.0, 0, 0))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_busy_machine_is_said_in_one_line_on_stderr(busy):
     result = runner.invoke(app, ["profile", SMALL, "--steps", "1", "--warmup", "0", "--json"])
-    assert "this machine is overloaded: load average 9.0 on 2 cores before the start" in result.stderr
+    assert BUSY in result.stderr
     assert json.loads(result.stdout)["load"]["before"] == 9.0
+
+
+BERT = ["--model", "bert:layers=1:hidden=16:heads=2", "--lines", "20", "--length", "8", "--batch", "8"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", SMALL],
+        ["kfac", "plan", SMALL],
+        ["kfac", "tune", SMALL, "--dampings", "0.03", "--rates", "0.1", "--steps", "2"],
+        ["kfac", "calibrate", "--largest", "64", "--seconds", "0.01"],
+        ["split", "plan", *BERT, "--measure", "2"],
+        ["split", "compare", *BERT, "--epochs", "1", "--plans", "lowrank"],
+        ["supernet", "table", "--config", "tiny", "--size", "24x48", "--repeats", "1", "--out", "table.json"],
+        pytest.param(
+            ["ps", "run", "--model", "mlp:width=16:layers=1", "--nodes", "1", "--updates", "2"],
+            marks=[pytest.mark.slow, pytest.mark.dist],
+        ),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_whatever_measures_on_a_busy_machine_says_so(words, busy):
+    result = runner.invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count(BUSY) == 1
+    found = json.loads(result.stdout)
+    assert found.get("question", found)["load"]["before"] == 9.0
+    if (table := Path("table.json")).exists():
+        assert LatencyTable.from_json(table.read_text()).size == (24, 48)
+
+
+@pytest.mark.parametrize("words", [["plan", "resnet50"], ["split", "plan", *BERT, "--measure", "0"]])
+def test_what_measures_nothing_does_not(words, busy):
+    result = runner.invoke(app, [*words, "--json"])
+    assert BUSY not in result.stderr
+    found = json.loads(result.stdout)
+    assert not found.get("question", found).get("load")

@@ -52,6 +52,7 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
     assert "sub-networks to look at" in half.stderr
     measured = json.loads((tmp_path / "run" / "best.json").read_text())
     assert 0 < measured["measured_ms"] <= measured["limit_ms"]
+    assert measured["load"]["cores"] >= 1
     assert (tmp_path / "run" / "pareto.png").stat().st_size > 1000
     assert "the smallest takes" in said(*search, "--limit-ms", "0.001", code=2).stderr
     assert "is for images of 24x48" in said(*search, "--size", "48x96", code=2).stderr

@@ -85,6 +85,7 @@ class LatencyTable:
         """
         try:
             data: dict[str, Any] = json.loads(text)
+            data.pop("load", None)  # of the machine, beside what the verb writes
             for name in ("blocks", "aggregation", "refinement"):
                 data[name] = {key: Timing(**value) for key, value in data[name].items()}
             data["size"] = tuple(data["size"])
