@@ -134,7 +134,7 @@ def _while_it_measures(rank, size, path):
     lossy = {"lossy": True, "worth": path}
     for steps, options in [(exact, {}), (brief, lossy), (brief, lossy | {"start_compression_step": 2})]:
         _, sync, _ = _train(rank, "auto", {}, SLOW, steps=steps - 1, **options)
-        early = sync.stats().settled
+        early = sync.stats().method, sync.stats().settled
         assert sync.state_dict()["method"] == "ssgd"  # not what measures
         sync.close()
         _, sync, _ = _train(rank, "auto", {}, SLOW, steps=steps, **options)
@@ -148,8 +148,9 @@ def test_a_lossy_auto_measures_in_five_steps_of_8_bits(tmp_path):
     """An exact one in eleven exact steps; so does who asks for exact steps, in five."""
     (tmp_path / "race.json").write_text(json.dumps({"rows": [RACED]}))
     for exact, lossy, asked in run(_while_it_measures, 2, str(tmp_path / "race.json")):
-        assert exact == (False, True, "ssgd", 1.0, {"AllReduce"})
-        assert lossy[:3] == asked[:3] == (False, True, "topk")
+        assert exact == (("ssgd", False), True, "ssgd", 1.0, {"AllReduce"})
+        assert lossy[:3] == (("8-bit start", False), True, "topk")
+        assert asked[:3] == (("ssgd", False), True, "topk")
         assert lossy[4] == {"AllToAll", "AllGather"}
         assert lossy[3] < 0.27  # scales are the rest
         assert asked[3:] == (1.0, {"AllReduce"})

@@ -17,7 +17,7 @@ _BLOCK = 256
 class EightBits(Method):
     """The average in 8 bits, without a residual: at most 1/254 of a block's largest is rounded off and lost, twice."""
 
-    name: ClassVar[str] = "start"
+    name: ClassVar[str] = "8-bit start"
     loss: ClassVar[str] = "rounded to 8 bits"
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
