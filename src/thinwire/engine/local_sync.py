@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
-import statistics
-import struct
 import sys
 import time
 from collections import Counter
@@ -24,6 +21,7 @@ from thinwire.engine.late_parameters import LateParameters
 from thinwire.engine.parameters import Managed, model_facts
 from thinwire.engine.ranks.agreement import deepest_of_all
 from thinwire.engine.ranks.communicator import Communicator
+from thinwire.engine.round_times import RoundTimes
 from thinwire.engine.services import Services
 from thinwire.engine.session import Session
 from thinwire.engine.settings import AttachSettings
@@ -34,15 +32,10 @@ from thinwire.engine.sync import GradientSync
 from thinwire.local.buffers import Averages, Moments
 from thinwire.local.rounds import Fragment, Rounds
 from thinwire.local.settings import Local
-from thinwire.planner.choose.rank import ms
-from thinwire.planner.choose.worth import period_worth, shipped
-from thinwire.planner.periods import best_period, mean_step
-from thinwire.program import Scope, State, Topology
+from thinwire.program import Program, Scope, State, Topology
 from thinwire.program.trace import depths
 
 logger = logging.getLogger("thinwire")
-_MEASURED = 3  # periods with each codec, of which the first opens connections and does not count
-_THINNER = 0.9  # of the time to a loss, for a codec that sends less to be taken
 _IN_VAIN = 3  # rounds of a fragment, one after another, of which nothing was kept: no accident of one step
 
 
@@ -131,7 +124,10 @@ class LocalSync:
             travel.merge(fragment)
         travel.times.exchanged()
         if rounds.ends and self.settings.measures(rounds.measured):
-            rounds.measured, rounds.code = travel.times.period(self.settings)
+            if rounds.calendar:
+                travel.times.plan(rounds)
+            else:
+                rounds.measured, rounds.code = travel.times.period(self.settings)
 
     # --- what users call -----------------------------------------------------------------------------------------
 
@@ -179,7 +175,7 @@ class LocalSync:
             travel.merge(fragment)
         for fragment in self._rounds.fragments:
             rejected = fragment.rejected
-            travel.send(fragment, last=True)
+            travel.send([fragment], last=True)
             travel.merge(fragment)
             if fragment.rejected > rejected:
                 raise RuntimeError("finish() has averaged nothing: some rank's weights are not finite")
@@ -207,11 +203,8 @@ class LocalSync:
             )
         ledger = travel.ledger()
         rounds = sum(fragment.state.step for fragment in self._rounds.fragments)
-        every = (
-            f"{self.period} steps"
-            if isinstance(local.sync_every, int)
-            else (f"{self.period} steps ({travel.times.said or local.sync_every})")
-        )
+        why = travel.times.said or ("" if isinstance(local.sync_every, int) else str(local.sync_every))
+        every = f"{self.period} steps ({why})" if why else f"{self.period} steps"
         found = self._session.stats(f"{rounds} rounds, every {every}, by {self._session.method.name}")
         return dataclasses.replace(
             found,
@@ -283,71 +276,8 @@ class LocalSync:
         self.close()
 
 
-class RoundTimes:
-    """How long steps take, and exchanges that are waited for: what ``sync_every="auto"`` goes by.
-
-    Args:
-        services: of the handle.
-        elements: of the model.
-
-    Attributes:
-        said: what was measured, in words.
-    """
-
-    def __init__(self, services: Services, elements: int) -> None:
-        self._services, self._elements, self.said = services, elements, ""
-        self._left: float | None = None
-        self._entered = self._exchange = 0.0
-        self._steps: list[float] = []
-        self._rounds: list[float] = []
-
-    def stepped(self) -> None:
-        """An optimizer step has ended."""
-        self._entered = time.perf_counter()
-        if self._left is not None:
-            self._steps.append(self._entered - self._left)
-
-    def exchanged(self) -> None:
-        """What was due after it has been exchanged."""
-        self._left = time.perf_counter()
-        self._exchange += self._left - self._entered
-
-    def period(self, settings: Local) -> tuple[tuple[int, int] | None, int]:
-        """A period has ended: what is measured of it; after enough of them what all ranks take from now on.
-
-        Returns:
-            The period and the delay, or None: more is to be measured; and which codec is next.
-        """
-        self._rounds.append(self._exchange)
-        self._exchange = 0.0
-        codecs = settings.codecs
-        if len(self._rounds) < _MEASURED * len(codecs):
-            return None, len(self._rounds) // _MEASURED
-        # Who comes last waits for nobody: its exchange is the exchange. The slowest rank's steps are everybody's.
-        exchanges = [min(self._rounds[_MEASURED * code :][1:_MEASURED]) for code in range(len(codecs))]
-        form = f"<{1 + len(codecs)}d"
-        own = struct.pack(form, statistics.median(self._steps), *exchanges)
-        steps, *columns = zip(*(struct.unpack(form, row) for row in self._services.gather(own)))
-        step, exchanges = max(steps), [min(column) for column in columns]
-        topology = self._services.topology
-        apart = topology.world_size if settings.inside is None else topology.nodes
-        found, least = ((2, 0), 0), math.inf
-        for code, (codec, round_) in enumerate(zip(codecs, exchanges)):
-            worth = period_worth(shipped(), codec, self._elements, apart)
-            most = settings.sync_every_max
-            option = best_period(step, round_, worth, delay=settings.fragment_sync_delay, most=most)
-            seconds = mean_step(step, round_, *option) * worth(*option)
-            if code == 0 or seconds < _THINNER * least:
-                found, least = (option, code), seconds
-        taken = found[1]
-        self.said = f"measured: a step takes {ms(step)}, an exchange {ms(exchanges[taken])}"
-        if len(codecs) > 1:
-            self.said += f" in {codecs[taken].options()['dtype']}".replace("torch.", "")
-        return found
-
-
 class Travel:
-    """Fragments on their way: as many channels as there are under way at once, by turns.
+    """Fragments on their way: those that leave together share a channel; as many as are under way at once, by turns.
 
     Args:
         services: of the handle.
@@ -383,22 +313,34 @@ class Travel:
         self.seconds, self.times = 0.0, RoundTimes(services, elements)
 
     def leave(self, fragments: Sequence[Fragment]) -> None:
-        """Let the programs of fragments run."""
+        """Let the programs of fragments run; where their times are wanted, one fragment after the other."""
         if fragments and self._agree_on is not None:
             self._agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
+        if not self._rounds.settings.measures(self._rounds.measured):
+            self.send(fragments)
+            return
         for fragment in fragments:
-            self.send(fragment)
+            began = time.perf_counter()
+            self.send([fragment])
+            self.merge(fragment)
+            self.times.fragment(fragment.index, time.perf_counter() - began)
 
-    def send(self, fragment: Fragment, *, last: bool = False) -> None:
-        """Let a fragment's programs run; ``last``: as of ``Fragment.send``."""
-        beside: list[Tensor] = []
-        if fragment is self._rounds.fragments[-1]:
-            beside = [*self._buffers, *([] if last else self._moments.due(fragment.state.step + 1))]
-        programs, names = self._rounds.send(fragment, last=last), fragment.names()
-        if beside:
-            programs, names = [*programs, self._averages.send(beside)], [*names, ["buffers and moments"]]
+    def send(self, fragments: Sequence[Fragment], *, last: bool = False) -> None:
+        """Let the programs of fragments run, in one round of a channel; ``last``: as of ``Fragment.send``."""
+        if not fragments:
+            return
         number, self._next = self._next, (self._next + 1) % len(self._channels)
-        self._under_way[fragment.index] = number
+        programs: list[Program] = []
+        names: list[list[str]] = []
+        for fragment in fragments:
+            self._under_way[fragment.index] = number
+            programs += self._rounds.send(fragment, last=last)
+            names += fragment.names()
+        end = self._rounds.fragments[-1]
+        beside = [*self._buffers, *([] if last else self._moments.due(end.state.step + 1))] if end in fragments else []
+        if beside:
+            programs.append(self._averages.send(beside))
+            names.append(["buffers and moments"])
         channel = self._channels[number]
         channel.begin(names, programs.__getitem__)
         for index in range(len(programs)):

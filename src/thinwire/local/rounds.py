@@ -21,6 +21,7 @@ from thinwire.local.machine import by_first_ranks, exchanges_of
 from thinwire.local.settings import QSR, Local
 from thinwire.methods.base import all_finite
 from thinwire.methods.start import exact_method
+from thinwire.planner.calendars import calendar, cut, layers
 from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
 from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 
@@ -45,9 +46,10 @@ class Rounds:
         count: optimizer steps so far.
         begun: of them, those before the present period.
         period: its steps.
-        measured: the period and the delay that "auto" has found; None: none yet.
+        measured: the period and the delay that follow from measured times; None: none yet.
         code: which of the settings' codecs runs.
         fragments: parts of the parameters.
+        calendar: those that leave after each step of a period; of strided ones, empty.
     """
 
     def __init__(
@@ -70,20 +72,39 @@ class Rounds:
         self.code = 0
         self.period = 0  # the first one begins with the first step
         named = list(parameters.items())
-        parts = cut([x.numel() for _, x in named], settings.fragments)
+        sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
+        self.calendar: list[list[int]] = []
+        if settings.schedule == "dream" and isinstance(every, int):
+            parts = layers(list(parameters), sizes, every)
+            self.calendar = calendar([sum(sizes[at.start : at.stop]) for at in parts], [0] * every)
+        else:
+            parts = list(cut(sizes, settings.fragments))
         self.fragments = [
             Fragment(settings, i, dict(named[at.start : at.stop]), set(dense), State(rank, topology), first, start)
             for i, at in enumerate(parts)
         ]
 
     def most_travelling(self) -> int:
-        """How many fragments are on their way at a time, at most."""
+        """How many sets of fragments that left together are on their way at a time, at most."""
         period, count = self.settings.sync_every, len(self.fragments)
-        if not isinstance(period, int) or self.settings.warmup_steps:
-            return count  # in a short period they all leave at once
+        if not isinstance(period, int) or (self.settings.warmup_steps and not self.calendar):
+            return count  # in a period that becomes shorter each may leave by itself
         window = self.settings.delay_in(period) + 1
-        steps = [_offset(f.index, count, period) for f in self.fragments]
+        if self.calendar:
+            return window  # another calendar may have something leave after every step
+        steps = {_offset(f.index, count, period) for f in self.fragments}
         return max(sum((at - step) % period < window for step in steps) for at in steps)
+
+    def follow(self, exchanges: Sequence[int], window: int) -> None:
+        """Another calendar, from the next period on: fragments stay as they are.
+
+        Args:
+            exchanges: time of each fragment's, equal on all ranks.
+            window: time of a step, in the same unit.
+        """
+        every = len(self.calendar)
+        self.measured = every, self.settings.delay_in(every)
+        self.calendar = calendar(exchanges, [window] * every, apart=self.measured[1])
 
     def stepped(self, lr: float = 0.0) -> None:
         """The optimizer has stepped, or was kept from it. ``lr``: its learning rate."""
@@ -112,8 +133,14 @@ class Rounds:
         return [f for f in self.fragments if self._leaves(f)]
 
     def _leaves(self, fragment: Fragment) -> bool:
-        made, turn = self.count - self.begun, _offset(fragment.index, len(self.fragments), self.period)
-        return made == turn or (made > turn and fragment.left <= self.begun)  # the period has become shorter
+        made, turns = self.count - self.begun, self._turns(fragment)
+        return made in turns or (made > turns[0] and fragment.left <= self.begun)  # the period has become shorter
+
+    def _turns(self, fragment: Fragment) -> list[int]:
+        """After which of a period's steps, from 1, a fragment leaves."""
+        if self.period == len(self.calendar):
+            return [step for step, leaving in enumerate(self.calendar, 1) if fragment.index in leaving]
+        return [_offset(fragment.index, len(self.fragments), self.period)]
 
     def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
         """As :meth:`Fragment.send`, after the optimizer step that was counted last."""
@@ -139,14 +166,14 @@ class Rounds:
     def snapshot(self) -> dict[str, Any]:
         """All that is remembered, cloned. What travels must have been received."""
         clock = {"count": self.count, "begun": self.begun, "period": self.period}
-        found = {"measured": self.measured, "code": self.code}
+        found = {"measured": self.measured, "code": self.code, "calendar": [list(leaving) for leaving in self.calendar]}
         return {**clock, **found, "fragments": [fragment.snapshot() for fragment in self.fragments]}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over a snapshot of the same settings and number of ranks."""
         self.count = int(saved["count"])
         self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
-        self.code = saved["code"]
+        self.code, self.calendar = saved["code"], [list(leaving) for leaving in saved["calendar"]]
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
             fragment.restore(one)
 
@@ -365,16 +392,3 @@ def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _offset(fragment: int, fragments: int, period: int) -> int:
     """After which of a period's steps, from 1, a fragment leaves."""
     return (fragment + 1) * period // fragments or period
-
-
-def cut(sizes: Sequence[int], count: int) -> Iterator[range]:
-    """Runs of consecutive places, cut where the sum passes the next count-th of all elements; none is empty."""
-    total, seen, made, begin = sum(sizes), 0, 0, 0
-    for place, size in enumerate(sizes):
-        seen += size
-        left = len(sizes) - place - 1
-        full = seen * count >= total * (made + 1) or left == count - made - 1
-        if full and made < count - 1:
-            yield range(begin, place + 1)
-            begin, made = place + 1, made + 1
-    yield range(begin, len(sizes))

@@ -100,8 +100,12 @@ class Local:
         outer: what is made of the mean change; None: it is applied.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
+        schedule: "strided": fragments leave at equal distances. "dream": each layer leaves once in ``sync_every``, in
+            such a step that the next ones hide the most, and again where a step has time left (DreamDDP, arXiv
+            2502.11058), by times that are measured in three rounds; fragments are whole modules, and follow from it.
         fragment_sync_delay: optimizer steps that go on while a fragment travels. 0: the exchange is waited for. "full":
-            one less than the period. "auto": 0 or that, whichever is sooner; with ``sync_every="auto"``.
+            one less than the period. "auto": 0 or that, whichever is sooner; with ``sync_every="auto"``. "least": 0,
+            or under "dream" 1.
         fragment_update_alpha: share of its own weights that a rank keeps when a fragment comes back: 0 takes the outer
             weights, which throws away the steps made meanwhile. None: the outer weights, and those steps on top.
         sync_every_max: the largest H that "auto" takes.
@@ -119,7 +123,8 @@ class Local:
     codec: Method | str | None = None
     outer: Nesterov | None = None
     fragments: int = 1
-    fragment_sync_delay: int | str = 0
+    schedule: str = "strided"
+    fragment_sync_delay: int | str = "least"
     fragment_update_alpha: float | None = None
     sync_every_max: int = LONGEST
     warmup_steps: int = 0
@@ -136,8 +141,13 @@ class Local:
         check_count("sync_every_max", self.sync_every_max, least=2)
         check_count("warmup_steps", self.warmup_steps)
         check_count("fragments", self.fragments, least=1)
+        check_choice("schedule", self.schedule, ("strided", "dream"))
+        if self.fragment_sync_delay == "least":
+            object.__setattr__(self, "fragment_sync_delay", int(self.schedule == "dream"))
+        if self.schedule == "dream":
+            self._check_dream()
         if isinstance(self.fragment_sync_delay, str):
-            check_choice("fragment_sync_delay", self.fragment_sync_delay, ("full", "auto"))
+            check_choice("fragment_sync_delay", self.fragment_sync_delay, ("least", "full", "auto"))
             if self.fragment_sync_delay == "auto" and self.sync_every != "auto":
                 raise ValueError('fragment_sync_delay="auto" goes with sync_every="auto": write a number, or "full"')
         else:
@@ -181,6 +191,23 @@ class Local:
         """Whether weights themselves are averaged: the mean change, applied as it is, without its rounding."""
         return self.codec is None and self.outer is None
 
+    def _check_dream(self) -> None:
+        every = self.sync_every
+        if not isinstance(every, int) or every < 2:
+            raise ValueError(
+                f'schedule="dream" spreads layers over a fixed number of steps, at least 2, not sync_every={every!r}: '
+                "write sync_every=8, for example"
+            )
+        if self.fragments != 1:
+            raise ValueError('schedule="dream" makes its own fragments, of whole modules: leave out fragments=')
+        if self.moments:
+            raise ValueError('schedule="dream" does not wait for exchanges, as moments need it: leave out one of them')
+        if self.fragment_sync_delay == 0:
+            raise ValueError(
+                'schedule="dream" hides exchanges behind the next step, and fragment_sync_delay=0 waits for them: '
+                "leave it out"
+            )
+
     def _check_delay(self, delay: int) -> None:
         if isinstance(self.sync_every, int) and delay >= self.sync_every:
             raise ValueError(
@@ -189,8 +216,8 @@ class Local:
             )
 
     def measures(self, measured: tuple[int, int] | None) -> bool:
-        """Whether rounds are waited for, as "auto" has not found a period yet."""
-        return self.sync_every == "auto" and measured is None
+        """Whether rounds are waited for, as their times are to say which period, or which calendar, it will be."""
+        return (self.sync_every == "auto" or self.schedule == "dream") and measured is None
 
     def period_at(self, count: int, lr: float, measured: tuple[int, int] | None) -> int:
         """Steps of the period that begins after this many optimizer steps.
@@ -218,7 +245,7 @@ class Local:
         if isinstance(every, QSR):
             raise ValueError("a period that follows the learning rate has no price: name sync_every")
         fixed = None if isinstance(every, str) else every
-        return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None)
+        return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, self.schedule)
 
     def delay_in(self, period: int, measured: tuple[int, int] | None = None) -> int:
         """Optimizer steps that go on while a fragment of this period travels."""

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from thinwire.engine import local_sync
-from thinwire.engine.local_sync import RoundTimes
+from thinwire.engine import round_times
+from thinwire.engine.round_times import RoundTimes
 from thinwire.local.settings import local_settings
 from thinwire.program import Topology
 
@@ -22,7 +22,7 @@ class Clock:
 def found(monkeypatch, step, exchanges, **options):
     """After so many rounds of two steps as ``local`` measures; ``exchanges``: seconds of one in each codec."""
     clock, settings = Clock(), local_settings("local", options)
-    monkeypatch.setattr(local_sync, "time", clock)
+    monkeypatch.setattr(round_times, "time", clock)
     times = RoundTimes(SimpleNamespace(gather=lambda own: [own, own], topology=Topology(2)), ELEMENTS)
     codes, taken = [], None
     while taken is None:

@@ -78,7 +78,7 @@ class MeasuredWorth:
         """Whether a method sends as much as this row's, as often, or more."""
         every, overlapped = 1, False
         if isinstance(method, Periodic):
-            if method.every is None or method.outer:
+            if method.every is None or method.outer or method.schedule != "strided":
                 return False
             every, overlapped = method.every, method.overlapped
             method = method.codec

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from thinwire.planner.calendars import calendar, layers
 from thinwire.planner.periods import LONGEST
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline.machine import ComputeTask, Machine
 from thinwire.planner.timeline.programs import ProgramPart
 from thinwire.planner.timeline.result import Event, exposed_seconds
-from thinwire.program import Bucket, Method, Program, State
+from thinwire.program import Bucket, Method, Plan, Program, State
+from thinwire.program.plan import PlanBucket
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Periodic(Method):
         delay: steps that go on while a round travels; "full": all but one; "auto": chosen with ``every``.
         most: steps between two rounds, where ``every`` is None.
         outer: an outer optimizer makes something else of the mean change.
+        schedule: "dream": layers leave after the steps that hide them.
     """
 
     name: ClassVar[str] = "local"
@@ -34,6 +37,7 @@ class Periodic(Method):
     delay: int | str = "auto"
     most: int = LONGEST
     outer: bool = False
+    schedule: str = "strided"
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
         """The codec's own."""
@@ -54,16 +58,36 @@ class Periodic(Method):
         flat = {"collective": "flat"} if self.codec.collective == "auto" else {}
         return replace(self.codec, fusion="single", **flat)  # type: ignore[type-var]
 
+    def fragments(self, profile: ModelProfile) -> dict[str, int]:
+        """By name, in which fragment a tensor travels by a calendar; empty: all of the model at once."""
+        if self.schedule != "dream" or self.every is None:
+            return {}
+        tensors = profile.tensors[::-1]  # in the model's order
+        runs = layers([t.name for t in tensors], [t.size for t in tensors], self.every)
+        return {tensors[place].name: index for index, run in enumerate(runs) for place in run}
+
+
+def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:
+    """Every bucket cut into one for each fragment."""
+
+    def cut(bucket: PlanBucket) -> list[PlanBucket]:
+        names: dict[int, list[str]] = {}
+        for name in bucket.names:
+            names.setdefault(fragments[name], []).append(name)
+        return [replace(bucket, names=tuple(some)) for _, some in sorted(names.items())]
+
+    return Plan(tuple(tuple(one for b in phase for one in cut(b)) for phase in plan.phases), rule=plan.rule)
+
 
 @dataclass(frozen=True)
 class Period:
-    """A simulated period.
+    """A simulated period, or a step of one whose layers leave by a calendar.
 
     Attributes:
         every: its steps.
         seconds: of all of them.
         exposed_seconds: in which nothing is computed.
-        events: of the whole period.
+        events: of all of them.
         bytes_sent: by this rank.
     """
 
@@ -78,17 +102,21 @@ def simulate_period(
     method: Periodic,
     profile: ModelProfile,
     parts: Sequence[ProgramPart],
+    buckets: Sequence[PlanBucket],
     *,
     shared: bool,
     streams: int | None,
     optimizer_seconds: float,
-) -> Period:
+) -> list[Period]:
     """One period in the steady state: its round begins with it, and is merged ``delay`` steps later.
+
+    By a calendar what leaves after a step begins with the next one, and is priced as merged at its end.
 
     Args:
         method: how often, and what goes on meanwhile.
         profile: of the model.
         parts: the round's programs.
+        buckets: theirs.
         shared, streams: as of ``Machine``.
         optimizer_seconds: of a whole update.
     """
@@ -98,8 +126,30 @@ def simulate_period(
     every, delay = method.every, method.delay
     if every is None or delay == "auto":
         raise ValueError("local steps without a period: planner.choose.resolved chooses one")
-    tasks = []
     travelling = every - 1 if isinstance(delay, str) else min(delay, every - 1)
+    fragments = method.fragments(profile)
+    if not fragments:
+        return [_run(step, parts, every, travelling, shared=shared, streams=streams)]
+    own = [fragments[bucket.names[0]] for bucket in buckets]
+    exchanges = [0] * (max(fragments.values()) + 1)
+    for index, part in zip(own, parts, strict=True):
+        exchanges[index] += _nanoseconds(sum(part.segments) + sum(hop.seconds for hop in part.hops))
+    window = _nanoseconds(sum(seconds for _, seconds in step))
+    leaving = calendar(exchanges, [window] * every, apart=travelling)
+    together = [[part for index, part in zip(own, parts) if index in some] for some in leaving]
+    return [_run(step, some, 1, 1, shared=shared, streams=streams) for some in together]
+
+
+def _run(
+    step: Sequence[tuple[str, float]],
+    parts: Sequence[ProgramPart],
+    every: int,
+    travelling: int,
+    *,
+    shared: bool,
+    streams: int | None,
+) -> Period:
+    tasks = []
     for number in range(every + 1):
         if number == travelling:
             tasks += [ComputeTask("merge", 0.0, needs=position) for position in range(len(parts))]
@@ -109,3 +159,7 @@ def simulate_period(
     seconds = machine.run()
     sent = sum(event.bytes for event in machine.events)
     return Period(every, seconds, exposed_seconds(machine.events), tuple(machine.events), sent)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(1e9 * seconds)

@@ -11,7 +11,7 @@ from thinwire.planner.costs import Costs
 from thinwire.planner.measured import hidden_seconds
 from thinwire.planner.plans import PlanTensor, make_plan
 from thinwire.planner.profiles import ModelProfile
-from thinwire.planner.timeline.local_steps import Period, Periodic, simulate_period
+from thinwire.planner.timeline.local_steps import Period, Periodic, in_fragments, simulate_period
 from thinwire.planner.timeline.machine import Machine
 from thinwire.planner.timeline.programs import Place, ProgramPart, parts_of
 from thinwire.planner.timeline.result import Event, Timeline, exposed_seconds
@@ -80,10 +80,12 @@ def simulate(
     if isinstance(method, Periodic):
         update = optimizer_seconds * factor
         periods = [
-            simulate_period(method, profile, [now for now, _ in phase], shared=shared_compute, streams=streams,
-                            optimizer_seconds=update) for phase in parts
+            part
+            for phase, buckets in zip(parts, plan.phases, strict=True)
+            for part in simulate_period(method, profile, [now for now, _ in phase], buckets, shared=shared_compute,
+                                        streams=streams, optimizer_seconds=update)
         ]  # fmt: skip
-        return _mean_of(periods, plan)
+        return _mean_of(periods, plan, method.every)
     start = exposed = 0.0
     sent = 0
     events: list[Event] = []
@@ -117,13 +119,15 @@ def plan_of(
     method: Method, profile: ModelProfile, backend: str, topology: Topology | None = None, costs: Costs | None = None
 ) -> Plan:
     """The plan that ``attach`` makes for tensors that arrive in the profile's order, once it knows the network."""
+    fragments: dict[str, int] = {}
     if isinstance(method, Periodic):
-        method = method.carrier
+        fragments, method = method.fragments(profile), method.carrier
     dense = [method.dense(t.name, t.shape, t.kind in ("Embedding", "EmbeddingBag")) for t in profile.tensors]
     itemsize = profile.dtype_bytes
     tensors = [PlanTensor(t.name, t.shape, d, f"{itemsize}", itemsize) for t, d in zip(profile.tensors, dense)]
     known = None if topology is None or costs is None else hidden_seconds(profile, costs, topology)
-    return make_plan(method, tensors, range(len(tensors)), (), backend, all_reduce=known)
+    plan = make_plan(method, tensors, range(len(tensors)), (), backend, all_reduce=known)
+    return in_fragments(plan, fragments) if fragments else plan
 
 
 def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
@@ -131,7 +135,7 @@ def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
     return [replace(e, start_seconds=e.start_seconds + start) for e in events] if start else events
 
 
-def _mean_of(periods: Sequence[Period], plan: Plan) -> Timeline:
+def _mean_of(periods: Sequence[Period], plan: Plan, every: int | None) -> Timeline:
     """Periods one after the other, as the mean of their steps."""
     steps, start = sum(period.every for period in periods), 0.0
     events: list[Event] = []
@@ -141,7 +145,7 @@ def _mean_of(periods: Sequence[Period], plan: Plan) -> Timeline:
     events.sort(key=lambda event: event.start_seconds)
     exposed = sum(period.exposed_seconds for period in periods)
     sent = sum(period.bytes_sent for period in periods)
-    return Timeline(start / steps, exposed / steps, tuple(events), round(sent / steps), plan, periods[0].every)
+    return Timeline(start / steps, exposed / steps, tuple(events), round(sent / steps), plan, every or 1)
 
 
 def _slowest(slowdown: float | Sequence[float], topology: Topology) -> float:

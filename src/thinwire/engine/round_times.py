@@ -1,0 +1,109 @@
+"""How long steps and exchanges take: what the period, the codec and the calendar of local steps follow from."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import struct
+import time
+
+from thinwire.engine.services import Services
+from thinwire.local.rounds import Rounds
+from thinwire.local.settings import Local
+from thinwire.planner.calendars import exposed
+from thinwire.planner.choose.rank import ms
+from thinwire.planner.choose.worth import period_worth, shipped
+from thinwire.planner.periods import best_period, mean_step
+
+_MEASURED = 3  # periods with each codec, of which the first opens connections and does not count
+_THINNER = 0.9  # of the time to a loss, for a codec that sends less to be taken
+
+
+class RoundTimes:
+    """How long steps take, and exchanges that are waited for: what ``sync_every="auto"`` and "dream" go by.
+
+    Args:
+        services: of the handle.
+        elements: of the model.
+
+    Attributes:
+        said: what was measured, in words.
+    """
+
+    def __init__(self, services: Services, elements: int) -> None:
+        self._services, self._elements, self.said = services, elements, ""
+        self._left: float | None = None
+        self._entered = self._exchange = 0.0
+        self._steps: list[float] = []
+        self._rounds: list[float] = []
+        self._alone: dict[int, list[float]] = {}
+
+    def stepped(self) -> None:
+        """An optimizer step has ended."""
+        self._entered = time.perf_counter()
+        if self._left is not None:
+            self._steps.append(self._entered - self._left)
+
+    def exchanged(self) -> None:
+        """What was due after it has been exchanged."""
+        self._left = time.perf_counter()
+        self._exchange += self._left - self._entered
+
+    def fragment(self, index: int, seconds: float) -> None:
+        """A fragment of this number has been exchanged alone."""
+        self._alone.setdefault(index, []).append(seconds)
+
+    def plan(self, rounds: Rounds) -> None:
+        """A period has ended: after enough of them, all ranks take the calendar that follows from what is measured."""
+        alone = [self._alone.get(fragment.index, []) for fragment in rounds.fragments]
+        if min(map(len, alone)) < _MEASURED:
+            return
+        form = f"<{1 + len(alone)}d"
+        own = struct.pack(form, statistics.median(self._steps), *(min(some[1:]) for some in alone))
+        steps, *columns = zip(*(struct.unpack(form, row) for row in self._services.gather(own)))
+        window, exchanges = _nanoseconds(max(steps)), [_nanoseconds(min(column)) for column in columns]
+        rounds.follow(exchanges, window)
+        turns = [index for leaving in rounds.calendar for index in leaving]
+        every, again = len(rounds.calendar), len(turns) - len(exchanges)
+        self.said = f"measured: a step takes {ms(max(steps))}, an exchange of all layers {ms(sum(exchanges) / 1e9)}"
+        if late := exposed(rounds.calendar, exchanges, [window] * every):
+            self.said += f", of which {ms(late / 1e9)} are not hidden"
+        if again:
+            self.said += f"; there is time for {again} more of {len(exchanges)} fragments"
+
+    def period(self, settings: Local) -> tuple[tuple[int, int] | None, int]:
+        """A period has ended: what is measured of it; after enough of them what all ranks take from now on.
+
+        Returns:
+            The period and the delay, or None: more is to be measured; and which codec is next.
+        """
+        self._rounds.append(self._exchange)
+        self._exchange = 0.0
+        codecs = settings.codecs
+        if len(self._rounds) < _MEASURED * len(codecs):
+            return None, len(self._rounds) // _MEASURED
+        # Who comes last waits for nobody: its exchange is the exchange. The slowest rank's steps are everybody's.
+        exchanges = [min(self._rounds[_MEASURED * code :][1:_MEASURED]) for code in range(len(codecs))]
+        form = f"<{1 + len(codecs)}d"
+        own = struct.pack(form, statistics.median(self._steps), *exchanges)
+        steps, *columns = zip(*(struct.unpack(form, row) for row in self._services.gather(own)))
+        step, exchanges = max(steps), [min(column) for column in columns]
+        topology = self._services.topology
+        apart = topology.world_size if settings.inside is None else topology.nodes
+        found, least = ((2, 0), 0), math.inf
+        for code, (codec, round_) in enumerate(zip(codecs, exchanges)):
+            worth = period_worth(shipped(), codec, self._elements, apart)
+            most = settings.sync_every_max
+            option = best_period(step, round_, worth, delay=settings.fragment_sync_delay, most=most)
+            seconds = mean_step(step, round_, *option) * worth(*option)
+            if code == 0 or seconds < _THINNER * least:
+                found, least = (option, code), seconds
+        taken = found[1]
+        self.said = f"measured: a step takes {ms(step)}, an exchange {ms(exchanges[taken])}"
+        if len(codecs) > 1:
+            self.said += f" in {codecs[taken].options()['dtype']}".replace("torch.", "")
+        return found
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(1e9 * seconds)

@@ -1,0 +1,104 @@
+"""Which layers are exchanged after which step of a period, so that the next step hides it (DreamDDP, arXiv 2502.11058).
+
+A calendar is a list with an entry for every step of the period: the layers that leave after it. Times are whole numbers
+of one unit, so that equal sums are equal on all ranks; bytes will do where nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+
+_PIECES, _MOST = 4, 64  # of a model: in a step, and in all; each costs its start-up
+
+
+def cut(sizes: Sequence[int], count: int) -> Iterator[range]:
+    """Runs of consecutive places, cut where the sum passes the next count-th of all elements; none is empty."""
+    total, seen, made, begin = sum(sizes), 0, 0, 0
+    for place, size in enumerate(sizes):
+        seen += size
+        left = len(sizes) - place - 1
+        full = seen * count >= total * (made + 1) or left == count - made - 1
+        if full and made < count - 1:
+            yield range(begin, place + 1)
+            begin, made = place + 1, made + 1
+    yield range(begin, len(sizes))
+
+
+def layers(names: Sequence[str], sizes: Sequence[int], every: int) -> list[range]:
+    """Runs of consecutive parameters that a calendar of so many steps moves: whole modules, small ones together.
+
+    Example:
+        >>> layers(["in.weight", "in.bias", "norm.weight", "out.weight"], [8, 2, 1, 8], 2)
+        [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    modules, begin = [], 0
+    for _, some in groupby(name.rpartition(".")[0] or name for name in names):
+        end = begin + len(list(some))
+        modules.append(range(begin, end))
+        begin = end
+    count = min(len(modules), _PIECES * every, _MOST)
+    runs = cut([sum(sizes[at.start : at.stop]) for at in modules], count)
+    return [range(modules[run.start].start, modules[run.stop - 1].stop) for run in runs]
+
+
+def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int = 1) -> list[list[int]]:
+    """Every layer once, in consecutive runs, so that the least is exposed; then again where a step has time left.
+
+    Of the assignments that expose the least it is the one that loads steps most evenly, by the sum of squares.
+
+    Args:
+        exchanges: time of each layer's.
+        windows: time of what runs meanwhile, for each step of the period.
+        apart: steps between two exchanges of a layer, at least.
+
+    Example:
+        >>> calendar([3, 1, 1, 3], [4, 6])
+        [[0, 1], [2, 3, 1]]
+    """
+    steps = _assigned(exchanges, windows)
+    turns = [[step for step, some in enumerate(steps) if layer in some] for layer in range(len(exchanges))]
+    for step, window in enumerate(windows):
+        room = window - sum(exchanges[layer] for layer in steps[step])
+        waits = [_waits(step, turn, len(windows)) for turn in turns]
+        # First whom it spares the most waiting, then the largest, which fits nowhere later.
+        for layer in sorted(range(len(turns)), key=lambda i: (-waits[i][0] * waits[i][1], -exchanges[i])):
+            if 0 < room >= exchanges[layer] and min(waits[layer]) >= apart:
+                room -= exchanges[layer]
+                steps[step].append(layer)
+                turns[layer].append(step)
+    return steps
+
+
+def exposed(steps: Sequence[Sequence[int]], exchanges: Sequence[int], windows: Sequence[int]) -> int:
+    """The time of a calendar's exchanges that nothing hides, over the period."""
+    loads = (sum(exchanges[layer] for layer in some) for some in steps)
+    return sum(max(0, load - window) for load, window in zip(loads, windows, strict=True))
+
+
+def _assigned(exchanges: Sequence[int], windows: Sequence[int]) -> list[list[int]]:
+    """The best of all ways to give each step a run of consecutive layers, in their order; a run may be empty."""
+    sums, count = [0, *accumulate(exchanges)], len(exchanges)
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # of the first so many layers: what is exposed, squares of loads
+    begins: list[dict[int, int]] = []
+    for window in windows:
+        found: dict[int, tuple[int, int]] = {}
+        begun: dict[int, int] = {}
+        for begin, (late, squares) in best.items():
+            for end in range(begin, count + 1):
+                load = sums[end] - sums[begin]
+                cost = late + max(0, load - window), squares + load * load
+                if end not in found or cost < found[end]:
+                    found[end], begun[end] = cost, begin
+        best = found
+        begins.append(begun)
+    steps, end = [], count
+    for begun in reversed(begins):
+        steps.append(list(range(begun[end], end)))
+        end = begun[end]
+    return steps[::-1]
+
+
+def _waits(step: int, turns: Sequence[int], every: int) -> tuple[int, int]:
+    """Steps since a layer's last turn, and until its next one, around the period."""
+    return min((step - turn) % every for turn in turns), min((turn - step) % every for turn in turns)
