@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "local"))
 from local_ranks import Ranks
 
 EVERY = 2
-MEASURED = 3 * EVERY  # steps whose rounds are waited for
-STEPS = MEASURED + 9
+WAITED, TRIED = 3 * EVERY, 9 * EVERY  # steps, until nothing is waited for, and until the last calendar was tried
+STEPS = TRIED + 5
 CODECS = {"none": None, "int8": tw.Cast("int8"), "topk": tw.TopK(0.1)}
 
 
@@ -37,7 +37,7 @@ def _walk(rank, size):
         net = cases.model().double()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
         start = {n: p.detach().clone() for n, p in net.named_parameters()}
-        outer, settled = [], []
+        outer, calendars, settled = [], [], []
         with tw.attach(net, optimizer, _settings(codec), keep_dense="none", detect_desync=True) as sync:
             for step in range(STEPS):
                 with torch.no_grad():
@@ -47,10 +47,12 @@ def _walk(rank, size):
                 with sync.outer_weights():
                     outer += cases.weights(net)
                 settled.append(sync.stats().settled)
+                if step % EVERY == EVERY - 1:
+                    calendars.append(sync.state_dict()["outer"]["calendar"])  # of the next period
             apart = {n: p.detach().clone() for n, p in net.named_parameters()}
-            calendar, note = sync.state_dict()["outer"]["calendar"], sync.stats().note
+            note = sync.stats().note
             sync.finish()
-            rows[name] = start, outer, settled, apart, calendar, note, cases.weights(net)
+            rows[name] = start, outer, settled, apart, calendars, note, cases.weights(net)
     return rows
 
 
@@ -58,18 +60,20 @@ def _walk(rank, size):
 def test_ranks_follow_one_calendar_and_do_what_rounds_without_an_engine_do():
     found = run(_walk, 2, seconds=200)
     for name, codec in CODECS.items():
-        (start, outer, settled, _, calendar, note, ended), other = found[0][name], found[1][name]
-        assert other[4] == calendar
-        assert sorted({layer for leaving in calendar for layer in leaving}) == [0, 1, 2, 3]
+        (start, outer, settled, _, calendars, note, ended), other = found[0][name], found[1][name]
+        assert other[4] == calendars
+        for calendar in calendars:
+            assert sorted({layer for leaving in calendar for layer in leaving}) == [0, 1, 2, 3]
         assert all(torch.equal(a, b) for a, b in zip(outer, other[1], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(ended, other[6], strict=True))
-        assert settled == [False] * (MEASURED - 1) + [True] * (STEPS - MEASURED + 1)
+        assert settled.index(True) in (2 * WAITED - 1, TRIED - 1)  # nothing leaves again, or that was tried too
+        assert settled == sorted(settled)
         assert note.split("measured: ")[1].startswith("a step takes ")
         world = Ranks(_settings(codec), [{n: x.clone() for n, x in start.items()} for _ in range(2)])
         for step in range(STEPS):
-            if step == MEASURED:
+            if step >= WAITED and step % EVERY == 0:
                 for rounds in world.rounds:
-                    rounds.measured, rounds.calendar = (EVERY, 1), calendar
+                    rounds.trial, rounds.calendar = True, calendars[step // EVERY - 1]
             for rank, own in enumerate(world.weights):
                 for x in own.values():
                     x.sub_(_change(x.shape, rank, step))
@@ -88,11 +92,8 @@ def _train(net, optimizer, rank, first, last):
 
 def _resumed(rank, size):
     rows = []
-    for codec, stop in (
-        (None, MEASURED + 1),
-        (tw.ACP(rank=2, min_rate=1.0), MEASURED + 2),
-        (tw.TopK(0.1), MEASURED + 3),
-    ):
+    for codec, more in ((None, 1), (tw.ACP(rank=2, min_rate=1.0), 2), (tw.TopK(0.1), 3)):
+        stop = TRIED + more
         net = cases.model()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         with tw.attach(net, optimizer, _settings(codec)) as sync:

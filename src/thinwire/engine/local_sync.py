@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from thinwire.collectives.ledger import Ledger
 from thinwire.engine.attached import forget, remember
+from thinwire.engine.calendar_times import CalendarTimes
 from thinwire.engine.late_parameters import LateParameters
 from thinwire.engine.parameters import Managed, model_facts
 from thinwire.engine.ranks.agreement import deepest_of_all
@@ -125,7 +126,7 @@ class LocalSync:
         travel.times.exchanged()
         if rounds.ends and self.settings.measures(rounds.measured):
             if rounds.calendar:
-                travel.times.plan(rounds)
+                travel.times.said = travel.layers.ended(rounds, travel.times)
             else:
                 rounds.measured, rounds.code = travel.times.period(self.settings)
 
@@ -289,6 +290,7 @@ class Travel:
     Attributes:
         seconds: that training waited for it.
         times: of steps and rounds.
+        layers: of exchanges, by fragment.
     """
 
     def __init__(
@@ -310,20 +312,20 @@ class Travel:
         self._under_way: dict[int, int] = {}
         self._in_vain = Counter[int]()
         elements = sum(x.numel() for fragment in rounds.fragments for x in fragment.parameters.values())
-        self.seconds, self.times = 0.0, RoundTimes(services, elements)
+        self.seconds, self.times, self.layers = 0.0, RoundTimes(services, elements), CalendarTimes(services)
 
     def leave(self, fragments: Sequence[Fragment]) -> None:
         """Let the programs of fragments run; where their times are wanted, one fragment after the other."""
         if fragments and self._agree_on is not None:
             self._agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
-        if not self._rounds.settings.measures(self._rounds.measured):
+        if not self._rounds.waited:
             self.send(fragments)
             return
         for fragment in fragments:
             began = time.perf_counter()
             self.send([fragment])
             self.merge(fragment)
-            self.times.fragment(fragment.index, time.perf_counter() - began)
+            self.layers.exchanged(fragment.index, time.perf_counter() - began)
 
     def send(self, fragments: Sequence[Fragment], *, last: bool = False) -> None:
         """Let the programs of fragments run, in one round of a channel; ``last``: as of ``Fragment.send``."""

@@ -1,4 +1,4 @@
-"""How long steps and exchanges take: what the period, the codec and the calendar of local steps follow from."""
+"""How long steps and exchanges take: what the period and the codec of local steps follow from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import struct
 import time
 
 from thinwire.engine.services import Services
-from thinwire.local.rounds import Rounds
 from thinwire.local.settings import Local
-from thinwire.planner.calendars import exposed
 from thinwire.planner.choose.rank import ms
 from thinwire.planner.choose.worth import period_worth, shipped
 from thinwire.planner.periods import best_period, mean_step
@@ -20,7 +18,7 @@ _THINNER = 0.9  # of the time to a loss, for a codec that sends less to be taken
 
 
 class RoundTimes:
-    """How long steps take, and exchanges that are waited for: what ``sync_every="auto"`` and "dream" go by.
+    """How long steps take, and exchanges that are waited for: what ``sync_every="auto"`` goes by.
 
     Args:
         services: of the handle.
@@ -36,7 +34,6 @@ class RoundTimes:
         self._entered = self._exchange = 0.0
         self._steps: list[float] = []
         self._rounds: list[float] = []
-        self._alone: dict[int, list[float]] = {}
 
     def stepped(self) -> None:
         """An optimizer step has ended."""
@@ -49,27 +46,10 @@ class RoundTimes:
         self._left = time.perf_counter()
         self._exchange += self._left - self._entered
 
-    def fragment(self, index: int, seconds: float) -> None:
-        """A fragment of this number has been exchanged alone."""
-        self._alone.setdefault(index, []).append(seconds)
-
-    def plan(self, rounds: Rounds) -> None:
-        """A period has ended: after enough of them, all ranks take the calendar that follows from what is measured."""
-        alone = [self._alone.get(fragment.index, []) for fragment in rounds.fragments]
-        if min(map(len, alone)) < _MEASURED:
-            return
-        form = f"<{1 + len(alone)}d"
-        own = struct.pack(form, statistics.median(self._steps), *(min(some[1:]) for some in alone))
-        steps, *columns = zip(*(struct.unpack(form, row) for row in self._services.gather(own)))
-        window, exchanges = _nanoseconds(max(steps)), [_nanoseconds(min(column)) for column in columns]
-        rounds.follow(exchanges, window)
-        turns = [index for leaving in rounds.calendar for index in leaving]
-        every, again = len(rounds.calendar), len(turns) - len(exchanges)
-        self.said = f"measured: a step takes {ms(max(steps))}, an exchange of all layers {ms(sum(exchanges) / 1e9)}"
-        if late := exposed(rounds.calendar, exchanges, [window] * every):
-            self.said += f", of which {ms(late / 1e9)} are not hidden"
-        if again:
-            self.said += f"; there is time for {again} more of {len(exchanges)} fragments"
+    @property
+    def step(self) -> float:
+        """Seconds of a step in which nothing is exchanged, as most of them have it."""
+        return statistics.median(self._steps)
 
     def period(self, settings: Local) -> tuple[tuple[int, int] | None, int]:
         """A period has ended: what is measured of it; after enough of them what all ranks take from now on.
@@ -85,7 +65,7 @@ class RoundTimes:
         # Who comes last waits for nobody: its exchange is the exchange. The slowest rank's steps are everybody's.
         exchanges = [min(self._rounds[_MEASURED * code :][1:_MEASURED]) for code in range(len(codecs))]
         form = f"<{1 + len(codecs)}d"
-        own = struct.pack(form, statistics.median(self._steps), *exchanges)
+        own = struct.pack(form, self.step, *exchanges)
         steps, *columns = zip(*(struct.unpack(form, row) for row in self._services.gather(own)))
         step, exchanges = max(steps), [min(column) for column in columns]
         topology = self._services.topology
@@ -103,7 +83,3 @@ class RoundTimes:
         if len(codecs) > 1:
             self.said += f" in {codecs[taken].options()['dtype']}".replace("torch.", "")
         return found
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(1e9 * seconds)

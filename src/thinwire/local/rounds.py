@@ -50,6 +50,7 @@ class Rounds:
         code: which of the settings' codecs runs.
         fragments: parts of the parameters.
         calendar: those that leave after each step of a period; of strided ones, empty.
+        trial: whether it is only tried.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Rounds:
         named = list(parameters.items())
         sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
         self.calendar: list[list[int]] = []
+        self.trial = False
         if settings.schedule == "dream" and isinstance(every, int):
             parts = layers(list(parameters), sizes, every)
             self.calendar = calendar([sum(sizes[at.start : at.stop]) for at in parts], [0] * every)
@@ -95,16 +97,19 @@ class Rounds:
         steps = {_offset(f.index, count, period) for f in self.fragments}
         return max(sum((at - step) % period < window for step in steps) for at in steps)
 
-    def follow(self, exchanges: Sequence[int], window: int) -> None:
+    def follow(self, exchanges: Sequence[int], window: int, *, again: bool, trial: bool = False) -> None:
         """Another calendar, from the next period on: fragments stay as they are.
 
         Args:
             exchanges: time of each fragment's, equal on all ranks.
             window: time of a step, in the same unit.
+            again: fragments leave more than once where there is time.
+            trial: it is tried.
         """
         every = len(self.calendar)
-        self.measured = every, self.settings.delay_in(every)
-        self.calendar = calendar(exchanges, [window] * every, apart=self.measured[1])
+        delay = self.settings.delay_in(every)
+        self.calendar = calendar(exchanges, [window] * every, apart=delay if again else None)
+        self.measured, self.trial = None if trial else (every, delay), trial
 
     def stepped(self, lr: float = 0.0) -> None:
         """The optimizer has stepped, or was kept from it. ``lr``: its learning rate."""
@@ -122,6 +127,11 @@ class Rounds:
     def travelling(self) -> list[Fragment]:
         """What was sent and is not merged."""
         return [f for f in self.fragments if f.due is not None]
+
+    @property
+    def waited(self) -> bool:
+        """Whether exchanges are waited for, as their times are wanted."""
+        return self.settings.measures(self.measured) and not self.trial
 
     @property
     def ends(self) -> bool:
@@ -144,8 +154,7 @@ class Rounds:
 
     def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
         """As :meth:`Fragment.send`, after the optimizer step that was counted last."""
-        waited = last or self.settings.measures(self.measured)
-        delay = 0 if waited else self.settings.delay_in(self.period, self.measured)
+        delay = 0 if last or self.waited else self.settings.delay_in(self.period, self.measured)
         return fragment.send(self.count, delay, self.code, last=last)
 
     @contextmanager
@@ -174,6 +183,7 @@ class Rounds:
         self.count = int(saved["count"])
         self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
         self.code, self.calendar = saved["code"], [list(leaving) for leaving in saved["calendar"]]
+        self.trial = False
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
             fragment.restore(one)
 

@@ -101,8 +101,9 @@ class Local:
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
         schedule: "strided": fragments leave at equal distances. "dream": each layer leaves once in ``sync_every``, in
-            such a step that the next ones hide the most, and again where a step has time left (DreamDDP, arXiv
-            2502.11058), by times that are measured in three rounds; fragments are whole modules, and follow from it.
+            such a step that the next ones hide the most, and again where a step has time left and does not become
+            longer by it (DreamDDP, arXiv 2502.11058). Three rounds are waited for and measured, and six tried;
+            fragments are whole modules, and follow from it.
         fragment_sync_delay: optimizer steps that go on while a fragment travels. 0: the exchange is waited for. "full":
             one less than the period. "auto": 0 or that, whichever is sooner; with ``sync_every="auto"``. "least": 0,
             or under "dream" 1.
@@ -216,7 +217,7 @@ class Local:
             )
 
     def measures(self, measured: tuple[int, int] | None) -> bool:
-        """Whether rounds are waited for, as their times are to say which period, or which calendar, it will be."""
+        """Whether times are to be measured yet, which say which period, or which calendar, it will be."""
         return (self.sync_every == "auto" or self.schedule == "dream") and measured is None
 
     def period_at(self, count: int, lr: float, measured: tuple[int, int] | None) -> int:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 
+LONGER = 1.05
+"""Of a period's time, from which on what leaves again is not hidden."""
+
 _PIECES, _MOST = 4, 64  # of a model: in a step, and in all; each costs its start-up
 
 
@@ -42,7 +45,7 @@ def layers(names: Sequence[str], sizes: Sequence[int], every: int) -> list[range
     return [range(modules[run.start].start, modules[run.stop - 1].stop) for run in runs]
 
 
-def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int = 1) -> list[list[int]]:
+def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | None = None) -> list[list[int]]:
     """Every layer once, in consecutive runs, so that the least is exposed; then again where a step has time left.
 
     Of the assignments that expose the least it is the one that loads steps most evenly, by the sum of squares.
@@ -50,13 +53,15 @@ def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int = 1
     Args:
         exchanges: time of each layer's.
         windows: time of what runs meanwhile, for each step of the period.
-        apart: steps between two exchanges of a layer, at least.
+        apart: steps between two exchanges of a layer, at least; None: none leaves again.
 
     Example:
-        >>> calendar([3, 1, 1, 3], [4, 6])
+        >>> calendar([3, 1, 1, 3], [4, 6], apart=1)
         [[0, 1], [2, 3, 1]]
     """
     steps = _assigned(exchanges, windows)
+    if apart is None:
+        return steps
     turns = [[step for step, some in enumerate(steps) if layer in some] for layer in range(len(exchanges))]
     for step, window in enumerate(windows):
         room = window - sum(exchanges[layer] for layer in steps[step])

@@ -24,7 +24,7 @@ def world_of(every, codec=None, *, window=None, ranks=2, dtype=torch.float64, **
 
 def follow(world, window):
     for rounds in world.rounds:
-        rounds.follow(ELEMENTS, window)
+        rounds.follow(ELEMENTS, window, again=True)
 
 
 def leaving(world):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from thinwire.planner.calendars import calendar, layers
+from thinwire.planner.calendars import LONGER, calendar, layers
 from thinwire.planner.periods import LONGEST
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline.machine import ComputeTask, Machine
@@ -135,9 +135,14 @@ def simulate_period(
     for index, part in zip(own, parts, strict=True):
         exchanges[index] += _nanoseconds(sum(part.segments) + sum(hop.seconds for hop in part.hops))
     window = _nanoseconds(sum(seconds for _, seconds in step))
-    leaving = calendar(exchanges, [window] * every, apart=travelling)
-    together = [[part for index, part in zip(own, parts) if index in some] for some in leaving]
-    return [_run(step, some, 1, 1, shared=shared, streams=streams) for some in together]
+
+    def by_calendar(apart: int | None) -> list[Period]:
+        leaving = calendar(exchanges, [window] * every, apart=apart)
+        together = [[part for index, part in zip(own, parts) if index in some] for some in leaving]
+        return [_run(step, some, 1, 1, shared=shared, streams=streams) for some in together]
+
+    once, again = by_calendar(None), by_calendar(travelling)
+    return again if sum(p.seconds for p in again) <= LONGER * sum(p.seconds for p in once) else once
 
 
 def _run(

@@ -1,0 +1,93 @@
+"""How long each fragment's exchange takes, and whether steps stay as short where more of them leave."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+
+from thinwire.engine.round_times import RoundTimes
+from thinwire.engine.services import Services
+from thinwire.local.rounds import Rounds
+from thinwire.planner.calendars import LONGER, exposed
+from thinwire.planner.choose.rank import ms
+
+_MEASURED = (
+    3  # periods of a kind, of which the first opens connections, or has what began in another, and does not count
+)
+
+
+class CalendarTimes:
+    """What ``schedule="dream"`` goes by.
+
+    Periods whose exchanges are waited for, one fragment after the other; then some in which each leaves once, and
+    some in which they leave again where there is time: exchanges take from training what they need of the processor,
+    which no time of an exchange alone tells.
+
+    Args:
+        services: of the handle.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._alone: dict[int, list[float]] = {}
+        self._periods: list[float] = []
+        self._found: tuple[list[int], int] = ([], 0)  # nanoseconds of each exchange, and of a step
+        self._ended = 0.0
+
+    def exchanged(self, index: int, seconds: float) -> None:
+        """The fragment of this number, alone."""
+        self._alone.setdefault(index, []).append(seconds)
+
+    def ended(self, rounds: Rounds, times: RoundTimes) -> str:
+        """A period has ended: after enough of them, all ranks take another calendar.
+
+        Args:
+            rounds: that follow it.
+            times: of steps.
+
+        Returns:
+            What is known by now, in words.
+        """
+        now = time.perf_counter()
+        self._periods.append(now - self._ended)
+        self._ended = now
+        if not rounds.trial:
+            alone = [self._alone.get(fragment.index, []) for fragment in rounds.fragments]
+            if min(map(len, alone)) >= _MEASURED:
+                steps, *columns = self._of_all([times.step, *(min(some[1:]) for some in alone)])
+                self._found = [_nanoseconds(min(column)) for column in columns], _nanoseconds(max(steps))
+                rounds.follow(*self._found, again=False, trial=True)
+                self._periods.clear()
+        elif len(self._periods) == _MEASURED:
+            rounds.follow(*self._found, again=True, trial=True)
+            if self._again(rounds) == 0:
+                rounds.follow(*self._found, again=False)
+        elif len(self._periods) == 2 * _MEASURED:
+            once, again = (min(self._periods[at + 1 : at + _MEASURED]) for at in (0, _MEASURED))
+            before, after = (max(column) for column in self._of_all([once, again]))
+            rounds.follow(*self._found, again=after <= LONGER * before)
+        return self._said(rounds)
+
+    def _of_all(self, own: Sequence[float]) -> list[tuple[float, ...]]:
+        """Each of these numbers, of every rank."""
+        form = f"<{len(own)}d"
+        return list(zip(*(struct.unpack(form, row) for row in self._services.gather(struct.pack(form, *own)))))
+
+    def _again(self, rounds: Rounds) -> int:
+        return sum(map(len, rounds.calendar)) - len(rounds.fragments)
+
+    def _said(self, rounds: Rounds) -> str:
+        exchanges, window = self._found
+        if rounds.measured is None:
+            return ""
+        said = f"measured: a step takes {ms(window / 1e9)}, an exchange of all {ms(sum(exchanges) / 1e9)}"
+        late = exposed(rounds.calendar, exchanges, [window] * len(rounds.calendar))
+        again = self._again(rounds)
+        if late:
+            said += f", of which {ms(late / 1e9)} are not hidden"
+        return said + (f"; in {len(exchanges)} fragments, of which {again} leave again" if again else "")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(1e9 * seconds)

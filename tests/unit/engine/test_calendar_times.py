@@ -1,0 +1,82 @@
+"""What "dream" takes from what it has measured, on a clock that stands still but for what a test lets pass."""
+
+import struct
+from types import SimpleNamespace
+
+import torch
+
+from thinwire.engine import calendar_times
+from thinwire.engine.calendar_times import CalendarTimes
+from thinwire.local import Local
+from thinwire.local.rounds import Rounds
+from thinwire.program import Topology
+
+EVERY = 4
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def of_another_rank(own, longer):
+    """Its steps are longer, and it waits for nobody; then its last periods are so many times as long as this one's."""
+    values = struct.unpack(f"<{len(own) // 8}d", own)
+    if len(values) == 2:
+        return struct.pack("<2d", values[0], longer * values[1])
+    return struct.pack(f"<{len(values)}d", 1.25 * values[0], *(0.5 * x for x in values[1:]))
+
+
+def settled(monkeypatch, exchanges, again_costs, elsewhere=1.0):
+    """Calendars of all periods, and what is said; with fragments that leave again a period is so much longer."""
+    clock = Clock()
+    monkeypatch.setattr(calendar_times, "time", clock)
+    settings = Local(EVERY, schedule="dream")
+    rounds = Rounds(settings, {f"{n}.w": torch.zeros(8) for n in "abcd"}, [], 0, Topology(2))
+    times = CalendarTimes(SimpleNamespace(gather=lambda own: [own, of_another_rank(own, elsewhere)]))
+    calendars, waited = [], []
+    while rounds.measured is None:
+        calendars.append([sorted(leaving) for leaving in rounds.calendar])
+        waited.append(rounds.waited)
+        if rounds.waited:
+            for index, seconds in enumerate(exchanges):
+                times.exchanged(index, seconds)
+        clock.now += EVERY * 0.08 * (1 + again_costs * (sum(map(len, rounds.calendar)) > 4))
+        said = times.ended(rounds, SimpleNamespace(step=0.08))
+    return calendars, waited, [sorted(leaving) for leaving in rounds.calendar], said
+
+
+ONCE = [[0], [1], [2], [3]]
+
+
+def test_what_leaves_again_stays_where_steps_stay_as_short(monkeypatch):
+    """A step takes 100 ms, the slower rank's; an exchange 40, half of what the one that waits for the other sees."""
+    calendars, waited, found, said = settled(monkeypatch, [0.08] * 4, 0.02)
+    assert calendars == [ONCE] * 6 + [found] * 3
+    assert waited == [True] * 3 + [False] * 6
+    assert [len(leaving) for leaving in found] == [2] * 4
+    assert said == (
+        "measured: a step takes 100 ms, an exchange of all 160 ms; in 4 fragments, of which 4 leave again"
+    )  # fmt: skip
+
+
+def test_and_is_taken_back_where_they_become_longer(monkeypatch):
+    calendars, _, found, said = settled(monkeypatch, [0.08] * 4, 0.1)
+    assert calendars[:6] == [ONCE] * 6
+    assert calendars[6] == calendars[7] == calendars[8] != ONCE
+    assert found == ONCE
+    assert said == "measured: a step takes 100 ms, an exchange of all 160 ms"
+
+
+def test_nothing_is_tried_where_no_time_is_left(monkeypatch):
+    calendars, _, found, said = settled(monkeypatch, [0.3] * 4, 0.0)
+    assert calendars == [ONCE] * 6
+    assert found == ONCE
+    assert said == "measured: a step takes 100 ms, an exchange of all 600 ms, of which 200 ms are not hidden"
+
+
+def test_a_period_is_as_long_as_the_slowest_ranks(monkeypatch):
+    assert settled(monkeypatch, [0.08] * 4, 0.02, 0.9)[2] != ONCE
+    assert settled(monkeypatch, [0.08] * 4, 0.02, 1.1)[2] == ONCE
