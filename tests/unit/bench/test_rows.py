@@ -7,7 +7,8 @@ from thinwire.bench.trainer import build_trainer
 
 def test_rows_options_and_variants():
     rows = parse_rows(
-        "ddp, ddp-best:buckets=1/4, thinwire acp:rank=4,topk:density=0.01,ssgd,local:sync_every=4:codec=int8"
+        "ddp, ddp-best:buckets=1/4, thinwire acp:rank=4,topk:density=0.01,ssgd,local:sync_every=4:codec=int8,"
+        "local:sync_every=8:schedule=dream"
     )
     assert rows == (
         Row("ddp", "ddp"),
@@ -17,8 +18,9 @@ def test_rows_options_and_variants():
         Row("topk density=0.01", "topk", {"density": 0.01}),
         Row("ssgd", "ssgd"),
         Row("local sync_every=4 codec=int8", "local", {"sync_every": 4, "codec": "int8"}),
+        Row("local sync_every=8 schedule=dream", "local", {"sync_every": 8, "schedule": "dream"}),
     )
-    assert [row.is_thinwire for row in rows] == [False, False, False, True, True, True, True]
+    assert [row.is_thinwire for row in rows] == [False] * 3 + [True] * 5
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,8 @@ def test_rows_options_and_variants():
         ("acp:rank=0", "rank"),
         ("acp:rank", "unknown method"),
         ("local:sync_every=0", "sync_every=0"),
+        ("local:schedule=dream", "write sync_every=8"),
+        ("local:sync_every=8:schedule=dream:fragments=2", "leave out fragments="),
         ("diloco:period=3", "no option 'period'"),
         ("ddp,ddp", "twice"),
         ("ddp-best:buckets=a/b", "sizes in MB"),

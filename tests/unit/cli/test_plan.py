@@ -48,6 +48,16 @@ def test_the_table_and_the_sentences():
     assert "tw.attach(model, optimizer, " in text
 
 
+def test_layers_by_a_calendar_are_priced_and_not_recommended():
+    together, spread = "local:sync_every=8:fragment_sync_delay=1", "local:sync_every=8:schedule=dream"
+    found = as_json("resnet50", "--link", "500mbit", "--workers", "4", "--methods", f"{together},{spread}")
+    rows = {row["label"]: row for row in found["ranking"]["entries"]}
+    assert rows[spread]["step_seconds"] < rows[together]["step_seconds"]
+    assert rows[spread]["every"] == 8
+    assert rows[spread]["steps"] is None
+    assert found["ranking"]["best"] != spread
+
+
 def test_dense_is_an_answer():
     text = run("resnet50", "--link", "100gbit", "--workers", "2", "--device", "t4")
     assert "dense is as soon here: " in text or "dense is sooner here: " in text
