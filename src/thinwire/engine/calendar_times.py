@@ -12,9 +12,7 @@ from thinwire.local.rounds import Rounds
 from thinwire.planner.calendars import LONGER, exposed
 from thinwire.planner.choose.rank import ms
 
-_MEASURED = (
-    3  # periods of a kind, of which the first opens connections, or has what began in another, and does not count
-)
+_MEASURED = 3  # periods of a kind, of which the first does not count: it opens connections, or merges what others sent
 
 
 class CalendarTimes:
@@ -52,10 +50,12 @@ class CalendarTimes:
         now = time.perf_counter()
         self._periods.append(now - self._ended)
         self._ended = now
+        if rounds.period != len(rounds.calendar):  # a warm-up's
+            return ""
         if not rounds.trial:
             alone = [self._alone.get(fragment.index, []) for fragment in rounds.fragments]
             if min(map(len, alone)) >= _MEASURED:
-                steps, *columns = self._of_all([times.step, *(min(some[1:]) for some in alone)])
+                steps, *columns = self._of_all(rounds, [times.step, *(min(some[1:]) for some in alone)])
                 self._found = [_nanoseconds(min(column)) for column in columns], _nanoseconds(max(steps))
                 rounds.follow(*self._found, again=False, trial=True)
                 self._periods.clear()
@@ -65,14 +65,16 @@ class CalendarTimes:
                 rounds.follow(*self._found, again=False)
         elif len(self._periods) == 2 * _MEASURED:
             once, again = (min(self._periods[at + 1 : at + _MEASURED]) for at in (0, _MEASURED))
-            before, after = (max(column) for column in self._of_all([once, again]))
+            before, after = (max(column) for column in self._of_all(rounds, [once, again]))
             rounds.follow(*self._found, again=after <= LONGER * before)
         return self._said(rounds)
 
-    def _of_all(self, own: Sequence[float]) -> list[tuple[float, ...]]:
-        """Each of these numbers, of every rank."""
-        form = f"<{len(own)}d"
-        return list(zip(*(struct.unpack(form, row) for row in self._services.gather(struct.pack(form, *own)))))
+    def _of_all(self, rounds: Rounds, own: Sequence[float]) -> list[tuple[float, ...]]:
+        """Each of these numbers, of every rank; inside machines of the first, as the others only receive."""
+        form, everyone = f"<{len(own)}d", rounds.settings.inside is None
+        rows = enumerate(self._services.gather(struct.pack(form, *own)))
+        first = [row for rank, row in rows if everyone or self._services.topology.local_rank(rank) == 0]
+        return list(zip(*(struct.unpack(form, row) for row in first)))
 
     def _again(self, rounds: Rounds) -> int:
         return sum(map(len, rounds.calendar)) - len(rounds.fragments)
@@ -83,10 +85,12 @@ class CalendarTimes:
             return ""
         said = f"measured: a step takes {ms(window / 1e9)}, an exchange of all {ms(sum(exchanges) / 1e9)}"
         late = exposed(rounds.calendar, exchanges, [window] * len(rounds.calendar))
-        again = self._again(rounds)
         if late:
             said += f", of which {ms(late / 1e9)} are not hidden"
-        return said + (f"; in {len(exchanges)} fragments, of which {again} leave again" if again else "")
+        if again := self._again(rounds):
+            every, count = len(rounds.calendar), len(exchanges)
+            said += f"; {count} fragments leave {count + again} times in {every} steps"
+        return said
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -91,9 +91,10 @@ class Rounds:
         period, count = self.settings.sync_every, len(self.fragments)
         if not isinstance(period, int) or (self.settings.warmup_steps and not self.calendar):
             return count  # in a period that becomes shorter each may leave by itself
-        window = self.settings.delay_in(period) + 1
+        delay = self.settings.delay_in(period)
         if self.calendar:
-            return window  # another calendar may have something leave after every step
+            return delay  # something may leave after every step, before which what is due is merged
+        window = delay + 1
         steps = {_offset(f.index, count, period) for f in self.fragments}
         return max(sum((at - step) % period < window for step in steps) for at in steps)
 

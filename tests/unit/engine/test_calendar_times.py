@@ -9,9 +9,11 @@ from thinwire.engine import calendar_times
 from thinwire.engine.calendar_times import CalendarTimes
 from thinwire.local import Local
 from thinwire.local.rounds import Rounds
+from thinwire.methods.ssgd import SSGD
 from thinwire.program import Topology
 
 EVERY = 4
+WEIGHTS = {f"{name}.weight": torch.zeros(8) for name in "abcd"}
 
 
 class Clock:
@@ -29,13 +31,16 @@ def of_another_rank(own, longer):
     return struct.pack(f"<{len(values)}d", 1.25 * values[0], *(0.5 * x for x in values[1:]))
 
 
-def settled(monkeypatch, exchanges, again_costs, elsewhere=1.0):
+def beside(longer=1.0):
+    return SimpleNamespace(gather=lambda own: [own, of_another_rank(own, longer)])
+
+
+def settled(monkeypatch, exchanges, again_costs, handle=None, **options):
     """Calendars of all periods, and what is said; with fragments that leave again a period is so much longer."""
     clock = Clock()
     monkeypatch.setattr(calendar_times, "time", clock)
-    settings = Local(EVERY, schedule="dream")
-    rounds = Rounds(settings, {f"{n}.w": torch.zeros(8) for n in "abcd"}, [], 0, Topology(2))
-    times = CalendarTimes(SimpleNamespace(gather=lambda own: [own, of_another_rank(own, elsewhere)]))
+    rounds = Rounds(Local(EVERY, schedule="dream", **options), WEIGHTS, [], 0, Topology(2))
+    times = CalendarTimes(handle or beside())
     calendars, waited = [], []
     while rounds.measured is None:
         calendars.append([sorted(leaving) for leaving in rounds.calendar])
@@ -43,6 +48,8 @@ def settled(monkeypatch, exchanges, again_costs, elsewhere=1.0):
         if rounds.waited:
             for index, seconds in enumerate(exchanges):
                 times.exchanged(index, seconds)
+        for _ in range(EVERY):
+            rounds.stepped()
         clock.now += EVERY * 0.08 * (1 + again_costs * (sum(map(len, rounds.calendar)) > 4))
         said = times.ended(rounds, SimpleNamespace(step=0.08))
     return calendars, waited, [sorted(leaving) for leaving in rounds.calendar], said
@@ -58,7 +65,7 @@ def test_what_leaves_again_stays_where_steps_stay_as_short(monkeypatch):
     assert waited == [True] * 3 + [False] * 6
     assert [len(leaving) for leaving in found] == [2] * 4
     assert said == (
-        "measured: a step takes 100 ms, an exchange of all 160 ms; in 4 fragments, of which 4 leave again"
+        "measured: a step takes 100 ms, an exchange of all 160 ms; 4 fragments leave 8 times in 4 steps"
     )  # fmt: skip
 
 
@@ -78,5 +85,28 @@ def test_nothing_is_tried_where_no_time_is_left(monkeypatch):
 
 
 def test_a_period_is_as_long_as_the_slowest_ranks(monkeypatch):
-    assert settled(monkeypatch, [0.08] * 4, 0.02, 0.9)[2] != ONCE
-    assert settled(monkeypatch, [0.08] * 4, 0.02, 1.1)[2] == ONCE
+    assert settled(monkeypatch, [0.08] * 4, 0.02, beside(0.9))[2] != ONCE
+    assert settled(monkeypatch, [0.08] * 4, 0.02, beside(1.1))[2] == ONCE
+
+
+def test_a_warm_up_measures_exchanges_and_decides_nothing(monkeypatch):
+    monkeypatch.setattr(calendar_times, "time", Clock())
+    rounds = Rounds(Local(EVERY, schedule="dream", warmup_steps=9), WEIGHTS, [], 0, Topology(2))
+    times = CalendarTimes(SimpleNamespace(gather=lambda own: [own, own]))
+    decided = []
+    for _ in range(9 + EVERY):
+        rounds.stepped()
+        for fragment in rounds.leaving():
+            times.exchanged(fragment.index, 0.01)
+        if rounds.ends:
+            times.ended(rounds, SimpleNamespace(step=0.1))
+        decided.append(rounds.trial)
+    assert decided == [False] * (9 + EVERY - 1) + [True]
+
+
+def test_ranks_that_only_receive_what_the_first_of_their_machine_exchanged_have_no_say(monkeypatch):
+    receives = struct.pack("<5d", 0.08, *[0.001] * 4)
+    handle = SimpleNamespace(gather=lambda own: [own, receives, own, receives], topology=Topology(4, 2))
+    calendars, _, _, said = settled(monkeypatch, [0.3] * 4, 0.0, handle, inside=SSGD())
+    assert calendars == [ONCE] * 6
+    assert "an exchange of all 1200 ms" in said
