@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Sequence
 
-from thinwire.engine.round_times import RoundTimes
+from thinwire.engine.round_times import RoundTimes, times_of_all
 from thinwire.engine.services import Services
 from thinwire.local.rounds import Rounds
 from thinwire.planner.calendars import LONGER, exposed
@@ -55,7 +53,9 @@ class CalendarTimes:
         if not rounds.trial:
             alone = [self._alone.get(fragment.index, []) for fragment in rounds.fragments]
             if min(map(len, alone)) >= _MEASURED:
-                steps, *columns = self._of_all(rounds, [times.step, *(min(some[1:]) for some in alone)])
+                steps, *columns = times_of_all(
+                    self._services, rounds.settings, [times.step, *(min(some[1:]) for some in alone)]
+                )
                 self._found = [_nanoseconds(min(column)) for column in columns], _nanoseconds(max(steps))
                 rounds.follow(*self._found, again=False, trial=True)
                 self._periods.clear()
@@ -65,16 +65,9 @@ class CalendarTimes:
                 rounds.follow(*self._found, again=False)
         elif len(self._periods) == 2 * _MEASURED:
             once, again = (min(self._periods[at + 1 : at + _MEASURED]) for at in (0, _MEASURED))
-            before, after = (max(column) for column in self._of_all(rounds, [once, again]))
+            before, after = (max(column) for column in times_of_all(self._services, rounds.settings, [once, again]))
             rounds.follow(*self._found, again=after <= LONGER * before)
         return self._said(rounds)
-
-    def _of_all(self, rounds: Rounds, own: Sequence[float]) -> list[tuple[float, ...]]:
-        """Each of these numbers, of every rank; inside machines of the first, as the others only receive."""
-        form, everyone = f"<{len(own)}d", rounds.settings.inside is None
-        rows = enumerate(self._services.gather(struct.pack(form, *own)))
-        first = [row for rank, row in rows if everyone or self._services.topology.local_rank(rank) == 0]
-        return list(zip(*(struct.unpack(form, row) for row in first)))
 
     def _again(self, rounds: Rounds) -> int:
         return sum(map(len, rounds.calendar)) - len(rounds.fragments)

@@ -6,6 +6,7 @@ import math
 import statistics
 import struct
 import time
+from collections.abc import Sequence
 
 from thinwire.engine.services import Services
 from thinwire.local.settings import Local
@@ -64,9 +65,7 @@ class RoundTimes:
             return None, len(self._rounds) // _MEASURED
         # Who comes last waits for nobody: its exchange is the exchange. The slowest rank's steps are everybody's.
         exchanges = [min(self._rounds[_MEASURED * code :][1:_MEASURED]) for code in range(len(codecs))]
-        form = f"<{1 + len(codecs)}d"
-        own = struct.pack(form, self.step, *exchanges)
-        steps, *columns = zip(*(struct.unpack(form, row) for row in self._services.gather(own)))
+        steps, *columns = times_of_all(self._services, settings, [self.step, *exchanges])
         step, exchanges = max(steps), [min(column) for column in columns]
         topology = self._services.topology
         apart = topology.world_size if settings.inside is None else topology.nodes
@@ -83,3 +82,11 @@ class RoundTimes:
         if len(codecs) > 1:
             self.said += f" in {codecs[taken].options()['dtype']}".replace("torch.", "")
         return found
+
+
+def times_of_all(services: Services, settings: Local, own: Sequence[float]) -> list[tuple[float, ...]]:
+    """Each of these times, of every rank; inside machines of the first, as the others only receive."""
+    form, everyone = f"<{len(own)}d", settings.inside is None
+    rows = enumerate(services.gather(struct.pack(form, *own)))
+    first = [row for rank, row in rows if everyone or services.topology.local_rank(rank) == 0]
+    return list(zip(*(struct.unpack(form, row) for row in first)))

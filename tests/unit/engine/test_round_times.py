@@ -1,5 +1,6 @@
 """What "local" takes from what it has measured: period, delay, and the codec."""
 
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +20,18 @@ class Clock:
         return self.now
 
 
-def found(monkeypatch, step, exchanges, **options):
-    """After so many rounds of two steps as ``local`` measures; ``exchanges``: seconds of one in each codec."""
+def found(monkeypatch, step, exchanges, beside=lambda own: [own, own], per_node=1, **options):
+    """After so many rounds of two steps as ``local`` measures.
+
+    Args:
+        step: seconds.
+        exchanges: seconds of one in each codec.
+        beside: what all ranks have measured, given this one's.
+        per_node: ranks of each of two machines.
+    """
     clock, settings = Clock(), local_settings("local", options)
     monkeypatch.setattr(round_times, "time", clock)
-    times = RoundTimes(SimpleNamespace(gather=lambda own: [own, own], topology=Topology(2)), ELEMENTS)
+    times = RoundTimes(SimpleNamespace(gather=beside, topology=Topology(2 * per_node, per_node)), ELEMENTS)
     codes, taken = [], None
     while taken is None:
         code = codes[-1] if codes else 0
@@ -48,6 +56,15 @@ def test_two_bits_where_the_exchange_is_long_and_eight_where_it_is_short(monkeyp
     taken, codes, said = found(monkeypatch, 0.1, (0.02, 0.01))
     assert codes == [0, 0, 1, 1, 1, 0]
     assert said == "measured: a step takes 100 ms, an exchange 20.0 ms in int8"
+
+
+def test_ranks_that_only_receive_do_not_say_how_long_an_exchange_takes(monkeypatch):
+    def beside(own):
+        receiver = struct.pack("<2d", 0.1, 0.0)  # came after the first rank of its machine had it all
+        return [own, receiver, own, receiver]
+
+    _, _, said = found(monkeypatch, 0.1, (2.0,), beside, 2, codec="int8", inside="ssgd")
+    assert said == "measured: a step takes 100 ms, an exchange 2000 ms"
 
 
 def test_a_codec_that_is_named_stays(monkeypatch):
