@@ -86,7 +86,7 @@ def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *,
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
     for i, name in enumerate(columns):
         words = i == 0 or name in left  # these wrap where the screen is narrow; of a number nothing may be cut
-        table.add_column(name, justify="left" if words else "right", no_wrap=not words)
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     return table
 
 

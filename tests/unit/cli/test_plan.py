@@ -70,6 +70,7 @@ def test_dense_is_an_answer():
         ["bert-large"],
         ["bert-large", "--explain", "--methods", "topk:density=0.001,acp:rank=32"],
         ["vgg16", "--map", "--methods", "topk:density=0.001"],
+        ["resnet50", "--methods", "local:sync_every=4:codec=none:fragment_sync_delay=full"],
     ],
 )
 def test_lines_fit_a_terminal(words):
