@@ -170,9 +170,14 @@ def test_by_the_command_line_each_in_its_own_process(keys):
     with contextlib.ExitStack() as stack:
         processes = []
         for words in verbs:
-            process = subprocess.Popen([*THINWIRE, *words], env=environment, stdout=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                [*THINWIRE, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
-        found = [json.loads(process.communicate(timeout=200)[0] or "{}") for process in reversed(processes)]
+        ended = [process.communicate(timeout=200) for process in reversed(processes)]
+    found = [json.loads(out or "{}") for out, _ in ended]
+    assert ended[0][1].startswith(f"node 0, for the server at localhost:{port}\n")
+    assert ended[1][1].startswith(f"shard 0, for the server at 127.0.0.1:{port}\n")
     assert [found[0]["end"], found[1]["version"], found[2]["version"]] == ["training has ended", 4, 4]

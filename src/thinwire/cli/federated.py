@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.console import check_output
+from thinwire.cli.console import check_output, progress
 from thinwire.cli.ranks import torchrun_group
 
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
@@ -211,14 +211,13 @@ def serve(
     from thinwire.cli.federated_tables import failures, outcome
     from thinwire.federated import History
 
-    console = Console(stderr=True)
     deployment = Deployment(federation, nodes, local, host, port, certificates, out, timeout)
-    with console.status("starting the SuperLink") as status:
-        deployment.run(lambda text: status.update(text), lambda text: console.print(text, markup=False))
+    with progress("starting the SuperLink") as bar:
+        deployment.run(lambda text: bar(description=text), bar.log)
     history = History.from_json((out / "history.json").read_text())
     if json:
         typer.echo(history.to_json())
         return
     typer.echo(f"{outcome(history)}, on {history.about['nodes']} nodes; written: {out}")
     for sentence in failures(history):
-        console.print(sentence, style="yellow", markup=False)
+        Console(stderr=True).print(sentence, style="yellow", markup=False)

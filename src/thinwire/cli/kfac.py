@@ -143,7 +143,10 @@ def calibrate(
             raise ValueError(f"{costs} cannot be read: {error.strerror}") from error
     name = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     found = {}
-    with watched_load(torch.get_num_threads()) as load, progress("", 2 * len(sides(largest))) as bar:
+    with (
+        watched_load(torch.get_num_threads()) as load,
+        progress(f"inverting on {name}", 2 * len(sides(largest))) as bar,
+    ):
         for kind in KINDS:
             found[kind] = inversion_points(
                 kind, device, largest=largest, seconds=seconds,

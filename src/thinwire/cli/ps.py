@@ -62,17 +62,20 @@ def server(
 ) -> None:
     """Serve a model until it has seen a number of updates or gradients, with a live table of its nodes."""
     from thinwire.cli.ps_tables import live
-    from thinwire.cli.ps_work import check_shards, make_service, read_secret_file
+    from thinwire.cli.ps_work import check_shards, check_words, make_service, read_secret_file
 
     _check_end(updates, gradients)
     check_shards(shards)
+    check_words(model, settings, outer, nodes)
     with live(quiet=json) as screen:
+        screen.say(f"building {model}")
         service = make_service(
             model, settings, outer, port=port, host=host, secret=read_secret_file(secret_file),
             keys=keys, insecure=insecure, nodes=nodes, shards=shards, updates=updates, gradients=gradients,
             checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, journal=journal, seed=seed,
             on_status=lambda status: screen.status(status.to_dict()),
         )  # fmt: skip
+        screen.say(f"serving {model} at {host}:{service.port}; nodes that it waits for: {nodes}, shards: {shards}")
         status = service.run()
     typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
     if service.unsaved:

@@ -53,19 +53,17 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     from contextlib import ExitStack
 
     from thinwire import lab
-    from thinwire.bench.models.registry import check_model
     from thinwire.cli.ps_tables import live
-    from thinwire.cli.ps_work import read_outer, read_settings
+    from thinwire.cli.ps_work import check_words
 
-    check_model(spec.model)
-    read_settings(spec.settings, spec.nodes)
-    read_outer(spec.outer)
+    check_words(spec.model, spec.settings, spec.outer, spec.nodes)
     first = 1 + spec.shards  # the rank of node 0
     cluster = lab.Cluster.parse(first + spec.nodes, 1, spec.link, spec.delay)
     words: deque[str] = deque(maxlen=15)
     result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
     with ExitStack() as stack:
         screen = stack.enter_context(live(quiet))
+        screen.say(_begins(spec))
 
         def on_line(rank: int, text: str) -> None:
             if text.startswith(_FIRST_UPDATE):
@@ -99,6 +97,17 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     result["note"] = launched.note
     result["node_bytes"] = {"sent": launched.sent_bytes, "received": launched.received_bytes}
     return result
+
+
+def _begins(spec: LabSpec) -> str:
+    """What is started, and when it ends."""
+    ends = ((spec.seconds, "s of training"), (spec.updates, "updates"), (spec.gradients, "gradients"))
+    most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
+    shards = f"{spec.shards} shards, " if spec.shards else ""
+    return (
+        f"starting a server, {shards}{spec.nodes} nodes of {spec.workers} worker(s), link {spec.link}: "
+        f"{spec.model} with {spec.settings}, {most}"
+    )
 
 
 def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:

@@ -82,6 +82,15 @@ def read_settings(text: str, nodes: int) -> Settings:
     return replace(preset(text), start_nodes=nodes)
 
 
+def check_words(model: str, settings: str, outer: str, nodes: int) -> None:
+    """Refuse what cannot be made, before a word is said or a process is started."""
+    from thinwire.bench.models.registry import check_model
+
+    check_model(model)
+    read_settings(settings, nodes)
+    read_outer(outer)
+
+
 def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
     """The server of a model of the bench."""
     from thinwire.parameter_server import Service
@@ -125,6 +134,7 @@ def run_shard(
     made = None if outer is None else read_outer(outer)
     words = _published if outer is None else None
     shard = Shard(server, index, outer=made, read_outer=words, checkpoint_dir=checkpoint_dir, port=port, **options)
+    print(f"shard {index}, for the server at {server}", file=sys.stderr, flush=True)
     return {"index": index, "version": shard.run()}
 
 
@@ -168,7 +178,7 @@ def run_node(
         RunFailed: a worker died too often.
     """
     from thinwire.link.meeting import split_address
-    from thinwire.link.secret import VARIABLE
+    from thinwire.link.secret import VARIABLE, find_trust
     from thinwire.parameter_server import Node
 
     if workers < 1:
@@ -177,11 +187,13 @@ def run_node(
         number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
     split_address(server)
     secret = read_secret_file(secret_file)
+    find_trust(secret, keys)  # refuses what it cannot use before a word is said
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if secret_file is not None:
         environment[VARIABLE] = str(secret_file.absolute())
     children: dict[int, subprocess.Popen[bytes]] = {}
     node = None
+    print(f"node {number}, for the server at {server}", file=sys.stderr, flush=True)
     try:
         node = Node(server, number, workers, secret=secret, keys=keys)
         if workers == 1:

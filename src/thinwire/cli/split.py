@@ -89,13 +89,17 @@ def plan(
     from thinwire.split.advise import advise, name_of
 
     chosen = read_plan(cut, kind, rank, residual, labels, init, up, down, front_on)
+    wire = read_link(link, link_down, latency)
+    build = model_builder(model, length, [chosen])
+    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch, seed=seed)
+    found = read_task(task, data, model, length, lines, seed)
     if chosen.leaves:
         typer.echo(chosen.leaves, err=True)
-    wire = read_link(link, link_down, latency)
-    found = read_task(task, data, model, length, lines, seed)
-    recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch, seed=seed)
-    built = model_builder(model, found, length)(seed)
-    with watched_load(torch.get_num_threads()) if measure else nullcontext(Watched()) as load:
+    with (
+        watched_load(torch.get_num_threads()) if measure else nullcontext(Watched()) as load,
+        progress(f"cutting {model}"),
+    ):
+        built = build(found, seed)
         rows = advise(built, found, chosen, recipe, wire, measure)
     answer = load.with_load({"plan": asdict(chosen), "rows": {name: row.to_data() for name, row in rows.items()}})
     if out is not None:
@@ -130,14 +134,14 @@ def cloud(
     """Be the cloud: wait for an edge, train this half with it, end after its bye."""
     from thinwire.cli.split_inputs import read_address, read_keys, recipe_of
     from thinwire.split import split_finetune
-    from thinwire.split.files import read_facts
+    from thinwire.split.files import half_file, read_facts
 
-    facts = read_facts(half / "cloud.safetensors" if half.is_dir() else half)
-    address = read_address(listen)
+    facts = read_facts(half_file(half, "cloud"), "cloud")
+    address, recipe = read_address(listen), recipe_of(facts["notes"])
     trust = read_keys(keys, fingerprint, address[0], insecure)
-    with _steps() as on_step:
+    with _steps(f"the cloud's half of {facts['class']}") as on_step:
         report = split_finetune(
-            None, half, role="cloud", recipe=recipe_of(facts["notes"]), address=address, tls=trust, insecure=insecure,
+            None, half, role="cloud", recipe=recipe, address=address, tls=trust, insecure=insecure,
             checkpoint_dir=checkpoint_dir, edges=edges, on_step=on_step, say=lambda words: typer.echo(words, err=True),
         )  # fmt: skip
     _finish(report, facts, out, json)
@@ -162,20 +166,20 @@ def edge(
     json: Json = False,
 ) -> None:
     """Be the edge: read the data, lead the training, judge the result."""
-    from thinwire.cli.split_inputs import read_address, read_keys, read_share, recipe_of, task_of
+    from thinwire.cli.split_inputs import part_of, read_address, read_keys, read_share, recipe_of, task_of
     from thinwire.split import SplitPlan, split_finetune
-    from thinwire.split.files import read_facts
+    from thinwire.split.files import half_file, read_facts
 
-    facts = read_facts(half / "edge.safetensors" if half.is_dir() else half)
+    facts = read_facts(half_file(half, "edge"), "edge")
     leaves = SplitPlan.from_json(facts["plan"]).leaves
     recipe = recipe_of(facts["notes"])
-    address = read_address(cloud)
+    address, part = read_address(cloud), read_share(share)
     trust = read_keys(keys, fingerprint, address[0], insecure)
-    task = read_share(share, task_of(facts["notes"], data, tokenizer))
+    task = part_of(task_of(facts["notes"], data, tokenizer), *part)
     typer.echo(task.describe, err=True)
     if leaves:
         typer.echo(leaves, err=True)
-    with _steps() as on_step, warnings.catch_warnings():
+    with _steps(f"the edge's half of {facts['class']}") as on_step, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "front_on='cloud'")  # said just now
         report = split_finetune(
             None, half, task, role="edge", recipe=recipe, address=address, tls=trust, insecure=insecure, name=name,
@@ -213,6 +217,7 @@ def compare(
 ) -> None:
     """Train split and unsplit on the same data, seeds and first weights: accuracy, bytes, seconds."""
     from dataclasses import asdict
+    from functools import partial
 
     import torch
     from rich.console import Console
@@ -229,11 +234,13 @@ def compare(
     check_plot(plot)
     rows = read_rows(plans, cut, rank, front_on)
     wire = read_link(link, link_down, latency)
-    found = read_task(task, data, model, length, lines, 0)
+    build = model_builder(model, length, rows.values())
     recipe = Recipe(learning_rate=lr, epochs=epochs, batch_size=batch)
+    found = read_task(task, data, model, length, lines, 0)
     losses: dict[str, list[float]] = {}
     now = {"row": "", "seed": 0}
-    with watched_load(torch.get_num_threads()) as load, _steps() as show:
+    about = f"training of {model}, without and with cuts"
+    with watched_load(torch.get_num_threads()) as load, _steps(about) as show:
 
         def on_row(name: str, seed: int) -> None:
             now.update(row=name, seed=seed)
@@ -244,7 +251,7 @@ def compare(
                 losses.setdefault(str(now["row"]), []).append(loss)
 
         made = compare_plans(
-            model_builder(model, found, length), found, rows, recipe, wire, range(seeds), on_step=on_step, on_row=on_row
+            partial(build, found), found, rows, recipe, wire, range(seeds), on_step=on_step, on_row=on_row
         )
     title = f"{model}, {found.describe}, link {link}"
     picture = compare_picture(made, losses, found.metric, title)
@@ -260,9 +267,9 @@ def compare(
 
 
 @contextmanager
-def _steps() -> Iterator[Callable[..., None]]:
+def _steps(begins: str) -> Iterator[Callable[..., None]]:
     """A bar over the steps, with the loss; called with steps done, of how many, the loss, and what is trained."""
-    with progress("") as shown:
+    with progress(begins) as shown:
 
         def on_step(done: int, total: int, loss: float, what: str = "steps") -> None:
             words = f"{what}, loss {loss:.3f}" if loss == loss else what

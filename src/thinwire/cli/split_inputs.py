@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.console import progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,26 +44,33 @@ def read_task(name: str, data: Path | None, model: str, length: int, most: int, 
     from thinwire.split.tasks import COLUMNS, glue_task, local_tokenizer, stdlib_task, trained_tokenizer
     from thinwire.split.tasks.glue import read_tsv
 
-    tokenizer = local_tokenizer(Path(model)) if Path(model).is_dir() else None
-    if name == "stdlib":
-        return stdlib_task(most, length, seed=seed, tokenizer=tokenizer)
-    if name not in COLUMNS:
+    if name != "stdlib" and name not in COLUMNS:
         raise ValueError(f"task {name!r} is unknown: write stdlib, or one of GLUE's {', '.join(COLUMNS)} with --data")
-    if data is None:
+    if name != "stdlib" and data is None:
         raise ValueError(f"task {name!r} needs --data, the directory with its train.tsv")
-    if tokenizer is None:
-        first, second, _ = read_tsv(data / "train.tsv", COLUMNS[name])
-        tokenizer = trained_tokenizer([*first, *(second or [])], 8000)
-    return glue_task(name, data, tokenizer, length)
+    if length < 3:
+        raise ValueError(f"--length {length} must be at least 3: two tokens of a sample are its ends")
+    with progress(f"reading task {name}"):
+        tokenizer = local_tokenizer(Path(model)) if Path(model).is_dir() else None
+        if data is None or name == "stdlib":
+            return stdlib_task(most, length, seed=seed, tokenizer=tokenizer)
+        if tokenizer is None:
+            first, second, _ = read_tsv(data / "train.tsv", COLUMNS[name])
+            tokenizer = trained_tokenizer([*first, *(second or [])], 8000)
+        return glue_task(name, data, tokenizer, length)
 
 
-def model_builder(text: str, task: Task, length: int) -> Callable[[int], nn.Module]:
-    """``bert-small``, ``bert:layers=2:hidden=128:heads=4``, or a directory: a function from a seed to the model."""
+def model_builder(text: str, length: int, plans: Iterable[SplitPlan]) -> Callable[[Task, int], nn.Module]:
+    """``bert-small``, ``bert:layers=2:hidden=128:heads=4``, or a directory: makes the model of a task and a seed.
+
+    Raises:
+        ValueError: there is no such model, or one of the plans cannot cut it.
+    """
     from thinwire.bench.words import split_options
-    from thinwire.split.models.presets import preset, pretrained
+    from thinwire.split.models.presets import preset, pretrained, sizes_of
 
     if Path(text).is_dir():
-        return lambda seed: pretrained(text, task.classes, seed)
+        return lambda task, seed: pretrained(text, task.classes, seed)
     name, options = split_options(text)
     known = {"layers": int, "hidden": int, "heads": int, "intermediate": int, "dropout": (int, float)}
     for key, value in options.items():
@@ -69,9 +78,12 @@ def model_builder(text: str, task: Task, length: int) -> Callable[[int], nn.Modu
             raise ValueError(f"model option {key}={value!r} is unknown: write {', '.join(known)} with numbers")
     if name.startswith("vit"):
         raise ValueError("the tasks of the command line are text: split a ViT from Python, with thinwire.split")
+    numbers: dict[str, Any] = options
+    _, (layers, hidden, *_) = sizes_of(name, **{key: size for key, size in numbers.items() if key != "dropout"})
+    for plan in plans:
+        plan.check(layers, hidden)
 
-    def build(seed: int) -> nn.Module:
-        numbers: dict[str, Any] = options
+    def build(task: Task, seed: int) -> nn.Module:
         sizes: dict[str, Any] = {"classes": task.classes, "vocabulary": task.vocabulary, "length": length}
         return preset(name, **sizes, pad=task.train.pad, seed=seed, **numbers)
 
@@ -103,16 +115,21 @@ def read_rows(text: str, cut: int, rank: int, front_on: str = "edge") -> dict[st
     return rows
 
 
-def read_share(text: str, task: Task) -> Task:
-    """``"2/4"``: the second of four edges trains on every fourth sample, from the second on."""
-    from dataclasses import replace
-
+def read_share(text: str) -> tuple[int, int]:
+    """``"2/4"``: the second of four edges."""
     place, slash, count = text.partition("/")
     if not slash or not place.isdecimal() or not count.isdecimal() or not 1 <= int(place) <= int(count):
         raise ValueError(f"share {text!r} is no part of a whole: write for example 1/4")
-    if int(count) > len(task.train):
-        raise ValueError(f"share {text!r}: there are only {len(task.train)} samples")
-    return replace(task, train=task.train.part(range(int(place) - 1, len(task.train), int(count))))
+    return int(place), int(count)
+
+
+def part_of(task: Task, place: int, count: int) -> Task:
+    """Of ``count`` edges, number ``place``, from 1, trains on every ``count``-th sample."""
+    from dataclasses import replace
+
+    if count > len(task.train):
+        raise ValueError(f"share '{place}/{count}': there are only {len(task.train)} samples")
+    return replace(task, train=task.train.part(range(place - 1, len(task.train), count)))
 
 
 def read_link(up: str, down: str | None, latency: str) -> Link:

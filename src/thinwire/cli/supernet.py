@@ -345,7 +345,9 @@ def export(
     plain = made.extract(chosen).eval()
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out {out}: there is no such folder")
-    difference = export_net(plain, out, parse_size(size))
+    shape = parse_size(size)
+    with progress(f"writing {out}"):
+        difference = export_net(plain, out, shape)
     size_words = sum(p.numel() for p in plain.parameters())
     if json:
         typer.echo(json_module.dumps({"file": str(out), "parameters": size_words, "max_difference_px": difference}))

@@ -83,11 +83,20 @@ def write_half(half: nn.Module, facts: dict[str, Any], path: Path) -> None:
     save_file(tensors, path, metadata={"thinwire": json.dumps(facts, default=str)})
 
 
-def read_facts(path: str | Path) -> dict[str, Any]:
+def half_file(path: str | Path, role: str) -> Path:
+    """The file of a half: itself, or the one in a directory that ``prepare`` wrote."""
+    return Path(path) / f"{role}.safetensors" if Path(path).is_dir() else Path(path)
+
+
+def read_facts(path: str | Path, role: str | None = None) -> dict[str, Any]:
     """The facts of a file, without its tensors.
 
+    Args:
+        path: the file.
+        role: which half is expected; None: either.
+
     Raises:
-        ValueError: it is not one of ours.
+        ValueError: it is not one of ours, or the other half.
     """
     require("safetensors")
     from safetensors import SafetensorError, safe_open
@@ -99,6 +108,8 @@ def read_facts(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no half of a model: thinwire split plan --out writes them ({error})") from error
     if not isinstance(facts, dict) or not {"role", "plan", "pair", "class", "config", "notes"} <= facts.keys():
         raise ValueError(f"{path} is no half of a model: thinwire split plan --out writes them")
+    if role not in (None, facts["role"]):
+        raise ValueError(f"{path} is the half of the {facts['role']}, not of the {role}")
     return facts
 
 
@@ -112,10 +123,8 @@ def load_half(path: str | Path, role: str) -> Half:
     Raises:
         ValueError: it is not such a file.
     """
-    file = Path(path) / f"{role}.safetensors" if Path(path).is_dir() else Path(path)
-    facts = read_facts(file)
-    if facts["role"] != role:
-        raise ValueError(f"{file} is the half of the {facts['role']}, not of the {role}")
+    file = half_file(path, role)
+    facts = read_facts(file, role)
     from safetensors.torch import load_file
 
     plan = SplitPlan.from_json(facts["plan"])

@@ -16,10 +16,14 @@ def here(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words):
+def ended(*words):
     result = runner.invoke(app, ["kfac", *map(str, words)])
     assert result.exit_code == 0, result.output
-    return result.stdout
+    return result
+
+
+def run(*words):
+    return ended(*words).stdout
 
 
 def test_a_plan_is_written_and_priced():
@@ -43,7 +47,9 @@ def test_lines_fit_a_terminal():
 def test_calibrate_adds_to_measured_costs():
     known = Costs.of_link(1e9, 1e-4, 4)
     Path("costs.json").write_text(known.to_json())
-    out = json.loads(run("calibrate", "--costs", "costs.json", "--largest", 128, "--seconds", 0.5, "--json"))
+    ran = ended("calibrate", "--costs", "costs.json", "--largest", 128, "--seconds", 0.5, "--json")
+    assert ran.stderr.startswith("... inverting on CPU")
+    out = json.loads(ran.stdout)
     assert [d for d, _ in out["seconds"]["inverse"]] == [64, 128]
     costs = Costs.from_json(Path("costs.json").read_text())
     assert costs.exchanges == known.exchanges

@@ -67,7 +67,9 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
         "best.pt2",
         "--json",
     )
-    exported = json.loads(said(*out).stdout)
+    ran = said(*out)
+    assert ran.stderr.splitlines()[0] == "... writing best.pt2"
+    exported = json.loads(ran.stdout)
     assert exported["max_difference_px"] < 1e-3
     assert exported["parameters"] == measured["parameters"]
     assert torch.export.load("best.pt2") is not None

@@ -1,4 +1,5 @@
 import json
+import socket
 
 import pytest
 from rich.console import Console
@@ -33,7 +34,7 @@ def refused(says, *words, code=2):
     *before, last = result.stderr.strip().splitlines()
     assert last.startswith("error: "), result.stderr
     assert says in last
-    assert len(before) == (code == 1)  # a run that began has said what it does
+    assert bool(before) == (code == 1)  # a run that began has said what it does
 
 
 def test_plan_writes_both_halves_and_says_what_a_step_costs(tmp_path):
@@ -83,6 +84,21 @@ def test_compare(tmp_path):
     assert all(0 <= row["score"] <= 1 for row in answer["rows"])
 
 
+def test_what_takes_long_says_first_what_it_begins(tmp_path):
+    words = ["--epochs", "1", "--rank", "4"]
+    plan = run("plan", *SMALL, *words, "--measure", "0", "--out", "halves").stderr.splitlines()
+    assert plan == ["... reading task stdlib", f"... cutting {SMALL[1]}"]
+    first, second = run("compare", *SMALL, *words, "--plans", "boundary").stderr.splitlines()[:2]
+    assert (first, second) == (plan[0], f"... training of {SMALL[1]}, without and with cuts")
+    edge = run("edge", "halves", "--cloud", "127.0.0.1:9", "--reconnect", "0", code=1).stderr.splitlines()
+    assert [edge[0], edge[-2]] == [plan[0], "... the edge's half of BertForSequenceClassification"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        begins, ends = run("cloud", "halves", "--listen", f"127.0.0.1:{port}", code=2).stderr.strip().splitlines()
+    assert begins == "... the cloud's half of BertForSequenceClassification"
+    assert "cannot listen at 127.0.0.1" in ends
+
+
 def test_the_table_of_a_comparison():
     task = Task("t", TextData([], []), TextData([], []), 2, 9, "accuracy", "a task")
     rows = [
@@ -104,10 +120,13 @@ def test_the_table_of_a_comparison():
         ("model option colour", ["plan", "--model", "bert:colour=1"]),
         ("task 'x' is unknown", ["plan", "--task", "x"]),
         ("needs --data", ["plan", "--task", "cola"]),
-        ("cut=9 is outside 1 to 4", ["plan", "--cut", "9", "--lines", "60", "--measure", "0"]),
+        ("cut=9 is outside 1 to 4", ["plan", "--cut", "9"]),
+        ("cut=9 is outside 1 to 2", ["compare", "--cut", "9"]),
+        ("must be a multiple of heads=3", ["plan", "--model", "bert:heads=3"]),
+        ("--length 2 must be at least 3", ["plan", "--length", "2"]),
         ("codec 'int7' is unknown", ["plan", "--up", "int7"]),
         ("link rate 'fast'", ["plan", "--link", "fast"]),
-        ("text: split a ViT from Python", ["plan", "--model", "vit-small", "--lines", "60"]),
+        ("text: split a ViT from Python", ["plan", "--model", "vit-small"]),
         ("--plans is empty", ["compare", "--plans", ""]),
         ("kind='thin' is unknown", ["compare", "--plans", "thin"]),
         ("--seeds must be at least 1", ["compare", "--seeds", "0"]),

@@ -25,6 +25,33 @@ _NAMES = {  # what each architecture calls layers, width, heads, inner width, po
 }
 
 
+def sizes_of(
+    name: str,
+    layers: int | None = None,
+    hidden: int | None = None,
+    heads: int | None = None,
+    intermediate: int | None = None,
+) -> tuple[str, tuple[int, int, int, int]]:
+    """The architecture of a name, and its layers, width, heads and inner width; see :func:`preset`.
+
+    Raises:
+        ValueError: an unknown name, or numbers that do not fit together.
+    """
+    kind, dash, size = name.partition("-")
+    size = size if dash else "small"
+    if kind not in _CLASSES or size not in _SIZES:
+        raise ValueError(
+            f"model {name!r} is unknown: write one of {', '.join(_CLASSES)}, with -small, -base or -large, or a "
+            "directory that holds a pre-trained one"
+        )
+    of_size = _SIZES[size]
+    inner = intermediate or (4 * hidden if hidden else of_size[3])
+    numbers = (layers or of_size[0], hidden or of_size[1], heads or of_size[2], inner)
+    if min(numbers) < 1 or numbers[1] % numbers[2]:
+        raise ValueError(f"hidden={numbers[1]} must be a multiple of heads={numbers[2]}, and all sizes above 0")
+    return kind, numbers
+
+
 def preset(
     name: str,
     *,
@@ -57,19 +84,8 @@ def preset(
     Raises:
         ValueError: an unknown name, or numbers that do not fit together.
     """
-    kind, dash, size = name.partition("-")
-    size = size if dash else "small"
-    if kind not in _CLASSES or size not in _SIZES:
-        raise ValueError(
-            f"model {name!r} is unknown: write one of {', '.join(_CLASSES)}, with -small, -base or -large, or a "
-            "directory that holds a pre-trained one"
-        )
-    of_size = _SIZES[size]
-    inner = intermediate or (4 * hidden if hidden else of_size[3])
-    numbers = (layers or of_size[0], hidden or of_size[1], heads or of_size[2], inner, length + 2)
-    if min(numbers) < 1 or numbers[1] % numbers[2]:
-        raise ValueError(f"hidden={numbers[1]} must be a multiple of heads={numbers[2]}, and all sizes above 0")
-    config: dict[str, Any] = dict(zip(_NAMES.get(kind, _NAMES["bert"]), numbers))
+    kind, numbers = sizes_of(name, layers, hidden, heads, intermediate)
+    config: dict[str, Any] = dict(zip(_NAMES.get(kind, _NAMES["bert"]), (*numbers, length + 2)))
     config |= {"num_labels": classes, "pad_token_id": pad}
     if kind != "vit":
         config |= {"vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": None}
