@@ -222,10 +222,13 @@ def test_the_commands_of_the_page(tmp_path):
             assert time.monotonic() < deadline, said.read_text()
             time.sleep(0.02)
         second.kill()
-        assert first.wait(90) == 0, said.read_text()
-    told = said.read_text().splitlines()
-    assert "step 399, 1 replicas" in told[-2]
-    assert re.fullmatch(r"acp: sent [1-9]\d* bytes, uncompressed [1-9]\d*", told[-1])
+        while ", 1 replicas" not in said.read_text() and first.poll() is None:
+            time.sleep(0.02)
+        again, said_again = page.start(page.replicas[1])
+        assert [first.wait(120), again.wait(30)] == [0, 0], said.read_text()
+    for told in (said.read_text().splitlines(), said_again.read_text().splitlines()):
+        assert "step 399, 2 replicas" in told[-2]  # together again
+        assert re.fullmatch(r"acp: sent [1-9]\d* bytes, uncompressed [1-9]\d*", told[-1])
 
 
 @pytest.mark.slow
