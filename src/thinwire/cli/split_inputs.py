@@ -60,7 +60,7 @@ def read_task(name: str, data: Path | None, model: str, length: int, most: int, 
         return glue_task(name, data, tokenizer, length)
 
 
-def model_builder(text: str, length: int, plans: Iterable[SplitPlan]) -> Callable[[Task, int], nn.Module]:
+def model_builder(text: str, length: int, plans: Iterable[SplitPlan] = ()) -> Callable[[Task, int], nn.Module]:
     """``bert-small``, ``bert:layers=2:hidden=128:heads=4``, or a directory: makes the model of a task and a seed.
 
     Raises:
