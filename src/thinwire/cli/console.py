@@ -33,7 +33,8 @@ class Bar:
         if self.shown.disable and time.monotonic() - self.told > EVERY_SECONDS:
             task, self.told = self.shown.tasks[0], time.monotonic()
             of = "" if task.total is None else f" of {task.total:.0f}"
-            self.shown.console.print(f"{task.description}  {task.completed:.0f}{of}", markup=False, highlight=False)
+            counts = f"  {task.completed:.0f}{of}" if of or task.completed else ""  # some only say what goes on
+            self.shown.console.print(f"{task.description}{counts}", markup=False, highlight=False)
 
     @property
     def completed(self) -> float:
