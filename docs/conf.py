@@ -23,7 +23,7 @@ extensions = [
 ]
 autosummary_generate = False  # its tables link to what api.md shows
 html_theme = "furo"
-pygments_dark_style = "monokai"  # the theme's own underlines the names of modules, as if they were links
+pygments_dark_style = "monokai"  # the theme's own underlines names of modules
 html_title = f"thinwire {release}"
 html_copy_source = False
 html_static_path = ["_static"]

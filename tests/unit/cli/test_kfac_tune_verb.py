@@ -52,7 +52,7 @@ def run(words):
     return done.stdout
 
 
-ROW = re.compile(r"^ (SGD|0\.\d+) +([\d.]+) +([\d.]+) +(\d+)?", re.MULTILINE)
+ROW = re.compile(r"^ (SGD|0\.\d+) +([\d.]+) +([\d.]+) +(?:(\d+) )?", re.MULTILINE)  # steps, where it came so far
 
 
 @pytest.mark.slow
