@@ -1,6 +1,7 @@
 """A model in shards over real sockets: the same bits, bytes by shard, faults in the middle, checkpoints, refusals."""
 
 import json
+import sys
 import threading
 import time
 
@@ -295,16 +296,30 @@ def test_nobody_serves(monkeypatch):
         Shard("somewhere", 0)
 
 
-def test_a_shard_gives_up_a_server_that_does_not_come_back():
-    settings, layout = bsp(), Layout.of(model())
-    notes = {"settings": settings.to_json(), "layout": layout.to_json(), "nodes": "1", "outer": "",
+def server_that_leaves(hosts):
+    """A listener that a shard takes for its server, and that ends with the first connection; it notes from where."""
+    notes = {"settings": bsp().to_json(), "layout": Layout.of(model()).to_json(), "nodes": "1", "outer": "",
              "shards": json.dumps({"count": 1, "places": []})}  # fmt: skip
     listener = Listener(notes=notes, roles=("shard",))
 
     def came(pair, hello):
+        hosts.append(pair.host)
         listener.close()
         pair.close()
 
     listener.serve(came, FRAME.size)
+    return listener
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a machine has to be given 127.0.0.2 first")
+def test_a_server_sees_a_shard_at_the_address_that_it_listens_at():
+    listener = server_that_leaves(hosts := [])
+    with pytest.raises(ServerLost):
+        Shard(f"127.0.0.1:{listener.port}", 0, outer=sgd(), host="127.0.0.2", leases=0.0).run()
+    assert hosts == ["127.0.0.2"]
+
+
+def test_a_shard_gives_up_a_server_that_does_not_come_back():
+    listener = server_that_leaves([])
     with pytest.raises(ServerLost, match=r"no server at .* for 0 s"):
         Shard(f"127.0.0.1:{listener.port}", 0, outer=sgd(), host="127.0.0.1", leases=0.0).run()

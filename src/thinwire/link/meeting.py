@@ -24,6 +24,7 @@ class Meeting:
         address: ``host:port``.
         badge: as whom one comes.
         seconds: that each connection may take.
+        source: this machine's address to come from, where it has several; None: the one that leads there.
 
     Raises:
         NotAdmitted: it does not let this process in.
@@ -31,9 +32,9 @@ class Meeting:
         ValueError: this is no address.
     """
 
-    def __init__(self, address: str, badge: Badge, seconds: float = HELLO_SECONDS) -> None:
+    def __init__(self, address: str, badge: Badge, seconds: float = HELLO_SECONDS, source: str | None = None) -> None:
         self._host, self._port = split_address(address)
-        self._badge, self._seconds = badge, seconds
+        self._badge, self._seconds, self._source = badge, seconds, source
         self._notes: dict[str, str] = {}
         self.look()
 
@@ -41,7 +42,7 @@ class Meeting:
         """Read the notes again."""
         end = time.monotonic() + self._seconds
         try:
-            duplex = _call(self._host, self._port, self._badge, NOTES, bytes(TOKEN_BYTES), end)
+            duplex = _call(self._host, self._port, self._badge, NOTES, bytes(TOKEN_BYTES), end, self._source)
         except NotAdmitted:
             raise
         except (OSError, PairError) as error:
@@ -67,10 +68,12 @@ class Meeting:
 
     def connect(self, hello: bytes) -> Pair:
         """Introduce oneself with a first frame."""
-        return connect(self._host, self._port, hello, self._badge, self._seconds)
+        return connect(self._host, self._port, hello, self._badge, self._seconds, self._source)
 
 
-def connect(host: str, port: int, hello: bytes, badge: Badge, seconds: float = HELLO_SECONDS) -> Pair:
+def connect(
+    host: str, port: int, hello: bytes, badge: Badge, seconds: float = HELLO_SECONDS, source: str | None = None
+) -> Pair:
     """Introduce oneself with a first frame at a listener.
 
     Raises:
@@ -81,9 +84,9 @@ def connect(host: str, port: int, hello: bytes, badge: Badge, seconds: float = H
     token = secrets.token_bytes(TOKEN_BYTES)
     opened: list[Duplex] = []
     try:
-        opened.append(_call(host, port, badge, FRAMES, token, end))
+        opened.append(_call(host, port, badge, FRAMES, token, end, source))
         opened[0].write(hello, end)
-        opened.append(_call(host, port, badge, TENSORS, token, end))
+        opened.append(_call(host, port, badge, TENSORS, token, end, source))
     except (OSError, PairError) as error:
         for duplex in opened:
             duplex.close()
@@ -93,8 +96,11 @@ def connect(host: str, port: int, hello: bytes, badge: Badge, seconds: float = H
     return Pair(opened[0], opened[1], Badge("listener", 0))
 
 
-def _call(host: str, port: int, badge: Badge, channel: int, token: bytes, end: float) -> Duplex:
-    duplex = Duplex(socket.create_connection((host, port), max(0.001, end - time.monotonic())))
+def _call(
+    host: str, port: int, badge: Badge, channel: int, token: bytes, end: float, source: str | None = None
+) -> Duplex:
+    own = None if source is None else (source, 0)
+    duplex = Duplex(socket.create_connection((host, port), max(0.001, end - time.monotonic()), own))
     try:
         knock(duplex, badge, channel, token, end, host)
     except PairError:

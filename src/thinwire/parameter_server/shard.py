@@ -14,7 +14,7 @@ from thinwire.link.hello import Badge
 from thinwire.link.listener import Listener
 from thinwire.link.meeting import Meeting, split_address
 from thinwire.link.pair import Pair
-from thinwire.link.secret import find_trust
+from thinwire.link.secret import find_trust, is_loopback
 from thinwire.link.tls import Credentials
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server.connection import Connection
@@ -49,7 +49,8 @@ class Shard:
         read_outer: makes it, where ``outer`` is not given, of the text that the server publishes (``outer_text``).
         checkpoint_dir: for checkpoints; needed where the server has one.
         port: where leaders find this shard; 0 takes a free one.
-        host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``.
+        host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``. The server
+            is called from it too, as leaders are sent to where the server saw this shard.
         secret: the server's; by default that of ``THINWIRE_SECRET_FILE``.
         keys: directory of this shard's identity, where the server has keys.
         insecure: let everybody in who reaches the port.
@@ -74,7 +75,7 @@ class Shard:
         insecure: bool = False,
         leases: float = 6.0,
     ) -> None:
-        split_address(server)
+        there, _ = split_address(server)
         if checkpoint_dir is not None:
             checkpoints.prepare(checkpoint_dir)
         self.server, self.index = server, index
@@ -85,6 +86,8 @@ class Shard:
         self.visitors = Visitors(lambda what, who, value: self._inbox.put((what, who, value)))
         self._over = threading.Event()
         self._badge = Badge("shard", index, find_trust(secret, keys))
+        anywhere = host in ("", "0.0.0.0", "::") or (is_loopback(host) and not is_loopback(there))
+        self._source = None if anywhere else host
         self._listener = Listener(port, host, roles=("node",), trust=self._badge.trust, insecure=insecure)
         self._listener.serve(self._came, FRAME.size)
 
@@ -133,7 +136,7 @@ class Shard:
         patience = self._leases * lease if known else _FIRST_SECONDS
         while True:
             try:
-                meeting = Meeting(self.server, self._badge, min(10.0, 2 * lease))
+                meeting = Meeting(self.server, self._badge, min(10.0, 2 * lease), self._source)
                 keeper = self._keeper_for(meeting)
                 number = fingerprint(keeper.outer, keeper.layout.dtype)
                 keeps = self._directory is not None
