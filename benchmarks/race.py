@@ -49,9 +49,12 @@ def factors(track: Track, rows: tuple[Row, ...], share: float, rates: list[float
 
 
 def ship(known: list[dict[str, Any]]) -> None:
-    """Write the table that ``thinwire plan`` and ``"auto"`` go by: of ranks whose data is alike."""
-    rows = []
-    for one in (one for one in known if "shares" not in one["track"]["model"]):
+    """Write the table that ``thinwire plan`` and ``"auto"`` go by: of ranks whose data is alike.
+
+    Of a size with some of the rows alone nothing is in it: a period of one model would be held against another's.
+    """
+    rows, all_rows = [], {row.label for row in parse_rows(ROWS)}
+    for one in (one for one in known if "shares" not in one["track"]["model"] and all_rows <= one["rows"].keys()):
         about = {"elements": one["elements"], "workers": one["track"]["workers"]}
         for row in parse_rows(",".join(found["methods"] for found in one["rows"].values())):
             if (said := spoken_for(row)) is not None:
