@@ -121,7 +121,7 @@ def test_auto_goes_by_what_a_race_has_found(tmp_path):
     (tmp_path / "race.json").write_text(json.dumps({"rows": [RACED]}))
     for name, why in run(_by_a_race, 2, str(tmp_path / "race.json")):
         assert name == "topk"
-        assert "x 1.20 steps (measured with 0.01 M parameters, 2 workers)" in why
+        assert "x 1.20 steps (your race with 0.01 M parameters, 2 workers)" in why
 
 
 def _while_it_measures(rank, size, path):

@@ -52,7 +52,8 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
     if not best.exact:
         exact = ranking.best_exact
         said.append(f"exact: {exact.label}, {_ms(exact.step_seconds)} ms")
-        said.append(f"steps to a loss, over exact averaging's: {best.steps_source}; on your model: thinwire race")
+        race = "; on your model: thinwire race" if question.worth is None else ""
+        said.append(f"steps to a loss, over exact averaging's: {best.steps_source}{race}")
     said += [
         f"{label} scales: at least 80 % efficient up to 4096 workers"
         if bend is None

@@ -128,6 +128,9 @@ def test_a_race_says_what_steps_are_worth(tmp_path):
     assert steps["acp:rank=4"] == (1.5, 3.0)
     assert steps["powersgd:rank=4"] == (None, None)
     assert answer["ranking"]["best"] == "acp:rank=4"
+    said = " ".join(run("resnet50", "--link", "100mbit", "--worth", "race.json", "--methods", "acp:rank=4").split())
+    assert "over exact averaging's: your race with 1e-06 M parameters, 4 workers ssgd falls" in said
+    assert "thinwire race" not in said
 
 
 def test_explain():

@@ -86,10 +86,10 @@ class MeasuredWorth:
             return False
         return overlapped == self.overlapped and all(_covers(getattr(method, k), v) for k, v in self.options.items())
 
-    def worth(self) -> Worth:
-        """As figures; fewer steps than exact averaging's are luck."""
+    def worth(self, by: str = "measured") -> Worth:
+        """As figures; fewer steps than exact averaging's are luck. ``by``: begins their source."""
         ordered = sorted(math.inf if factor is None else max(1.0, factor) for factor in self.factors)
-        source = f"measured with {self.elements / 1e6:.2g} M parameters, {self.workers} workers"
+        source = f"{by} with {self.elements / 1e6:.2g} M parameters, {self.workers} workers"
         return Worth(ordered[0], ordered[len(ordered) // 2], ordered[-1], source)
 
 
@@ -99,8 +99,13 @@ def _covers(value: Any, least: Any) -> bool:
     return str(value).removeprefix("torch.") == str(least)
 
 
-def worth_from(rows: tuple[MeasuredWorth, ...]) -> WorthOf:
-    """Look up the row that speaks for a method: nearest in ranks, then in size, then in what it sends."""
+def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf:
+    """Look up the row that speaks for a method: nearest in ranks, then in size, then in what it sends.
+
+    Args:
+        rows: the table.
+        by: begins the source of what is found.
+    """
 
     def worth_of(method: Method, elements: int, workers: int) -> Worth:
         if method.exact or workers == 1:
@@ -121,7 +126,7 @@ def worth_from(rows: tuple[MeasuredWorth, ...]) -> WorthOf:
             )
 
         nearest = min(found, key=apart)
-        value = nearest.worth()
+        value = nearest.worth(by)
         return UNKNOWN if value.middle > _FAR_STEPS and elements > _FAR_SIZE * nearest.elements else value
 
     return worth_of
@@ -138,15 +143,15 @@ def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> 
     return own if measured else steps_with(Cast("int8"))
 
 
-def read_worth(path: Path) -> WorthOf:
-    """The table of a file that ``thinwire race`` or ``benchmarks/race.py`` wrote.
+def read_worth(path: Path, by: str = "your race") -> WorthOf:
+    """The table of a file that ``thinwire race`` or ``benchmarks/race.py`` wrote. ``by`` begins the source of its rows.
 
     Raises:
         ValueError: it cannot be read, or holds none.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        return worth_from(tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in rows))
+        return worth_from(tuple(MeasuredWorth(**{**row, "factors": tuple(row["factors"])}) for row in rows), by)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
@@ -156,4 +161,4 @@ def read_worth(path: Path) -> WorthOf:
 @cache
 def shipped() -> WorthOf:
     """The table that comes with the package."""
-    return read_worth(TABLE)
+    return read_worth(TABLE, "measured")

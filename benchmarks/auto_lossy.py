@@ -1,0 +1,95 @@
+"""What a stranger gets: whole runs of ``attach(model, optimizer, "auto", lossy=True)``, start-up inside.
+
+``python benchmarks/auto_lossy.py [--link 100mbit] [--workers 2]``: 300 steps of a character GPT of 3.3 M parameters
+beside the same with the method that wins there, in turns; the network is not remembered. Writes
+``benchmarks/results/auto_lossy.json``. About 9 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import thinwire as tw
+from in_lab import keep
+from thinwire import lab
+from thinwire.bench.models.registry import build_model, loss_of
+from thinwire.bench.rows import parse_rows
+
+RESULTS = Path(__file__).parent / "results" / "auto_lossy.json"
+MODEL = "chargpt:layers=6:width=208:heads=4"
+ROWS = "powersgd:rank=4,auto:lossy=true"
+LAST = 20  # steps, whose mean loss is told
+
+
+def rank_main(text: str, steps: int) -> None:
+    """Train, and tell seconds and loss."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    (row,) = parse_rows(text)
+    workload = build_model(MODEL)
+    loss, optimizer = loss_of(workload, dist.get_rank()), workload.optimizer(workload.model)
+    losses = []
+    dist.barrier()
+    began = time.perf_counter()
+    sync = tw.attach(workload.model, optimizer, row.kind, **row.options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        found = loss(workload.model, step)
+        found.backward()
+        optimizer.step()
+        losses.append(found.detach())
+    seconds = time.perf_counter() - began
+    last = torch.stack(losses[-LAST:]).mean()
+    dist.all_reduce(last)
+    if dist.get_rank() == 0:
+        told = {"seconds": seconds, "loss": float(last) / dist.get_world_size(), "method": sync.stats().method}
+        print(json.dumps(told), flush=True)
+    dist.barrier()
+
+
+def run(text: str, workers: int, link: str, steps: int) -> dict[str, object]:
+    told: list[dict[str, object]] = []
+    print(f"... {text}: {steps} steps", file=sys.stderr, flush=True)
+    result = lab.run(
+        lab.Cluster.parse(workers, link=link), [sys.executable, __file__, text, str(steps)], timeout_seconds=1200.0,
+        env={"THINWIRE_REMEMBER": "0"},
+        on_line=lambda rank, line: told.append(json.loads(line)) if line.startswith("{") else print(line),
+    )  # fmt: skip
+    if result.exit_code or not told:
+        sys.exit(f"{text} failed at {link}")
+    return told[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--link", default="100mbit")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--methods", default=ROWS)
+    options = parser.parse_args()
+    load = round(os.getloadavg()[0], 1)
+    texts = options.methods.split(",")
+    rounds = [
+        {text: run(text, options.workers, options.link, options.steps) for text in texts} for _ in range(options.rounds)
+    ]
+    rows = {text: [one[text] for one in rounds] for text in texts}
+    for text, runs in rows.items():
+        middle, loss = (statistics.median(one[key] for one in runs) for key in ("seconds", "loss"))
+        print(f"{text:30} {middle:7.1f} s, loss {loss:.3f}, ended with {runs[-1]['method']}")
+    where = {"model": MODEL, "workers": options.workers, "link": options.link}
+    keep(RESULTS, {**where, "steps": options.steps, "load_average": load, "rows": rows})
+
+
+if __name__ == "__main__":
+    rank_main(sys.argv[1], int(sys.argv[2])) if len(sys.argv) == 3 and ":" in sys.argv[1] else main()
