@@ -536,7 +536,7 @@ def race(data: Any) -> Iterator[Row]:
             if "shares" in track["model"]
             else ""
         )
-        where = f"{one['elements'] / 1e6:.1f}{NBSP}M parameters, {track['workers']} workers{apart}"
+        where = f"{one['elements'] / 1e6:.1f} M parameters, {track['workers']} workers{apart}"
         for label, row in one["rows"].items():
             ordered = sorted(
                 float("inf") if factor is None else factor for factor in row["factors"]
