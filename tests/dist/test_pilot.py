@@ -149,8 +149,9 @@ def test_a_lossy_auto_measures_in_five_steps_of_8_bits(tmp_path):
     (tmp_path / "race.json").write_text(json.dumps({"rows": [RACED]}))
     for exact, lossy, asked in run(_while_it_measures, 2, str(tmp_path / "race.json")):
         assert exact == (("ssgd", False), True, "ssgd", 1.0, {"AllReduce"})
-        assert lossy[:3] == (("8-bit start", False), True, "topk")
-        assert asked[:3] == (("ssgd", False), True, "topk")
+        assert lossy[:2] == (("8-bit start", False), True)
+        assert asked[:2] == (("ssgd", False), True)
+        assert {lossy[2], asked[2]} <= {"ssgd", "topk"}  # which of them depends on the machine
         assert lossy[4] == {"AllToAll", "AllGather"}
         assert lossy[3] < 0.27  # scales are the rest
         assert asked[3:] == (1.0, {"AllReduce"})
