@@ -14,6 +14,7 @@ from thinwire.planner.costs import Costs, Linear
 pytestmark = pytest.mark.dist
 
 SLOW = Costs.of_link(100e6, 200e-6, 2)
+SLOWEST = Costs.of_link(1e6, 200e-6, 2)  # what is sent decides, however long a busy machine computes
 FREE = Costs.of_link(1e15, 0.0, 2, node_bits_per_second=1e15, node_latency_seconds=0.0)
 
 
@@ -112,7 +113,7 @@ RACED = {"method": "topk", "options": {"density": 0.001}, "every": 1, "overlappe
 
 
 def _by_a_race(rank, size, path):
-    _, sync, _ = _train(rank, "auto", {}, SLOW, lossy=True, worth=path)
+    _, sync, _ = _train(rank, "auto", {}, SLOWEST, lossy=True, worth=path)
     return sync.services.method.name, sync.stats().why[0]
 
 
@@ -133,11 +134,11 @@ def _while_it_measures(rank, size, path):
     )
     lossy = {"lossy": True, "worth": path}
     for steps, options in [(exact, {}), (brief, lossy), (brief, lossy | {"start_compression_step": 2})]:
-        _, sync, _ = _train(rank, "auto", {}, SLOW, steps=steps - 1, **options)
+        _, sync, _ = _train(rank, "auto", {}, SLOWEST, steps=steps - 1, **options)
         early = sync.stats().method, sync.stats().settled
         assert sync.state_dict()["method"] == "ssgd"  # not what measures
         sync.close()
-        _, sync, _ = _train(rank, "auto", {}, SLOW, steps=steps, **options)
+        _, sync, _ = _train(rank, "auto", {}, SLOWEST, steps=steps, **options)
         stats = sync.stats()
         found.append((early, stats.settled, stats.method, stats.bytes_sent / stats.dense_bytes, set(stats.collectives)))
         sync.close()
@@ -149,9 +150,8 @@ def test_a_lossy_auto_measures_in_five_steps_of_8_bits(tmp_path):
     (tmp_path / "race.json").write_text(json.dumps({"rows": [RACED]}))
     for exact, lossy, asked in run(_while_it_measures, 2, str(tmp_path / "race.json")):
         assert exact == (("ssgd", False), True, "ssgd", 1.0, {"AllReduce"})
-        assert lossy[:2] == (("8-bit start", False), True)
-        assert asked[:2] == (("ssgd", False), True)
-        assert {lossy[2], asked[2]} <= {"ssgd", "topk"}  # which of them depends on the machine
+        assert lossy[:3] == (("8-bit start", False), True, "topk")
+        assert asked[:3] == (("ssgd", False), True, "topk")
         assert lossy[4] == {"AllToAll", "AllGather"}
         assert lossy[3] < 0.27  # scales are the rest
         assert asked[3:] == (1.0, {"AllReduce"})
