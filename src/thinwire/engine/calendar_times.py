@@ -7,7 +7,7 @@ import time
 from thinwire.engine.round_times import RoundTimes, times_of_all
 from thinwire.engine.services import Services
 from thinwire.local.rounds import Rounds
-from thinwire.planner.calendars import LONGER, exposed
+from thinwire.planner.calendars import LONGER, exposed, nanoseconds
 from thinwire.planner.choose.rank import ms
 
 _MEASURED = 3  # periods of a kind, of which the first does not count: it opens connections, or merges what others sent
@@ -56,7 +56,7 @@ class CalendarTimes:
                 steps, *columns = times_of_all(
                     self._services, rounds.settings, [times.step, *(min(some[1:]) for some in alone)]
                 )
-                self._found = [_nanoseconds(min(column)) for column in columns], _nanoseconds(max(steps))
+                self._found = [nanoseconds(min(column)) for column in columns], nanoseconds(max(steps))
                 rounds.follow(*self._found, again=False, trial=True)
                 self._periods.clear()
         elif len(self._periods) == _MEASURED:
@@ -84,7 +84,3 @@ class CalendarTimes:
             every, count = len(rounds.calendar), len(exchanges)
             said += f"; {count} fragments leave {count + again} times in {every} steps"
         return said
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(1e9 * seconds)

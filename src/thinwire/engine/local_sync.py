@@ -315,10 +315,10 @@ class Travel:
         self.seconds, self.times, self.layers = 0.0, RoundTimes(services, elements), CalendarTimes(services)
 
     def leave(self, fragments: Sequence[Fragment]) -> None:
-        """Let the programs of fragments run; where their times are wanted, one fragment after the other."""
+        """Let the programs of fragments run; where a calendar wants their times, one fragment after the other."""
         if fragments and self._agree_on is not None:
             self._agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
-        if not self._rounds.waited:
+        if not (self._rounds.calendar and self._rounds.waited):
             self.send(fragments)
             return
         for fragment in fragments:

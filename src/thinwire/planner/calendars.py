@@ -81,6 +81,11 @@ def exposed(steps: Sequence[Sequence[int]], exchanges: Sequence[int], windows: S
     return sum(max(0, load - window) for load, window in zip(loads, windows, strict=True))
 
 
+def nanoseconds(seconds: float) -> int:
+    """A time as a calendar takes it."""
+    return round(1e9 * seconds)
+
+
 def _assigned(exchanges: Sequence[int], windows: Sequence[int]) -> list[list[int]]:
     """The best of all ways to give each step a run of consecutive layers, in their order; a run may be empty."""
     sums, count = [0, *accumulate(exchanges)], len(exchanges)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from thinwire.planner.calendars import LONGER, calendar, layers
+from thinwire.planner.calendars import LONGER, calendar, layers, nanoseconds
 from thinwire.planner.periods import LONGEST
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline.machine import ComputeTask, Machine
@@ -133,8 +133,8 @@ def simulate_period(
     own = [fragments[bucket.names[0]] for bucket in buckets]
     exchanges = [0] * (max(fragments.values()) + 1)
     for index, part in zip(own, parts, strict=True):
-        exchanges[index] += _nanoseconds(sum(part.segments) + sum(hop.seconds for hop in part.hops))
-    window = _nanoseconds(sum(seconds for _, seconds in step))
+        exchanges[index] += nanoseconds(sum(part.segments) + sum(hop.seconds for hop in part.hops))
+    window = nanoseconds(sum(seconds for _, seconds in step))
 
     def by_calendar(apart: int | None) -> list[Period]:
         leaving = calendar(exchanges, [window] * every, apart=apart)
@@ -164,7 +164,3 @@ def _run(
     seconds = machine.run()
     sent = sum(event.bytes for event in machine.events)
     return Period(every, seconds, exposed_seconds(machine.events), tuple(machine.events), sent)
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(1e9 * seconds)
