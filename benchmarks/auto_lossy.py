@@ -14,13 +14,13 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from in_lab import keep
-from thinwire import lab
+from in_lab import keep, told
 from thinwire.bench.models.registry import build_model, loss_of
 from thinwire.bench.rows import parse_rows
 
@@ -44,30 +44,23 @@ def rank_main(text: str, steps: int) -> None:
     sync = tw.attach(workload.model, optimizer, row.kind, **row.options)
     for step in range(steps):
         optimizer.zero_grad()
-        found = loss(workload.model, step)
-        found.backward()
+        now = loss(workload.model, step)
+        now.backward()
         optimizer.step()
-        losses.append(found.detach())
+        losses.append(now.detach())
     seconds = time.perf_counter() - began
     last = torch.stack(losses[-LAST:]).mean()
     dist.all_reduce(last)
     if dist.get_rank() == 0:
-        told = {"seconds": seconds, "loss": float(last) / dist.get_world_size(), "method": sync.stats().method}
-        print(json.dumps(told), flush=True)
+        found = {"seconds": seconds, "loss": float(last) / dist.get_world_size(), "method": sync.stats().method}
+        print(json.dumps(found), flush=True)
     dist.barrier()
 
 
-def run(text: str, workers: int, link: str, steps: int) -> dict[str, object]:
-    told: list[dict[str, object]] = []
-    print(f"... {text}: {steps} steps", file=sys.stderr, flush=True)
-    result = lab.run(
-        lab.Cluster.parse(workers, link=link), [sys.executable, __file__, text, str(steps)], timeout_seconds=1200.0,
-        env={"THINWIRE_REMEMBER": "0"},
-        on_line=lambda rank, line: told.append(json.loads(line)) if line.startswith("{") else print(line),
-    )  # fmt: skip
-    if result.exit_code or not told:
-        sys.exit(f"{text} failed at {link}")
-    return told[0]
+def run(text: str, workers: int, link: str, steps: int) -> dict[str, Any]:
+    forgets = {"THINWIRE_REMEMBER": "0"}
+    ((_, _, found),) = told([__file__, text, str(steps)], workers, link, 1200.0, env=forgets)
+    return found
 
 
 def main() -> None:

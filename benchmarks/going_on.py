@@ -14,13 +14,14 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from in_lab import told
 from thinwire import lab
 
 ROOT = Path(__file__).parents[1]
@@ -37,26 +38,17 @@ LIFE_SECONDS = 60.0  # of a run with deaths
 
 def rows_told(
     mode: str, ranks: int, link: str, seconds: float, size: Sequence[str] = (), faults: Sequence[lab.RankFault] = ()
-) -> list[tuple[int, float, dict[str, float]]]:
-    """What the script tells every tenth step: by whom, after how many seconds, and what."""
-    told, began = [], time.monotonic()
-
-    def on_line(rank: int, line: str) -> None:
-        if line.startswith("{"):
-            told.append((rank, time.monotonic() - began, json.loads(line)))
-
-    print(f"... {mode}", file=sys.stderr, flush=True)
-    lab.run(
-        lab.Cluster.parse(ranks, link=link), [sys.executable, str(SCRIPT), mode, *size], on_line=on_line,
-        timeout_seconds=seconds, grace_seconds=10.0, env={"RUST_LOG": "error"}, faults=faults,
-    )  # fmt: skip
-    return told
+) -> list[tuple[int, float, dict[str, Any]]]:
+    """What the script tells every tenth step."""
+    command = [str(SCRIPT), mode, *size]
+    quiet = {"RUST_LOG": "error"}
+    return told(command, ranks, link, seconds, may_end=False, grace_seconds=10.0, env=quiet, faults=faults)
 
 
 def step_seconds(mode: str, link: str) -> float:
     """Median on the last rank."""
-    told = rows_told(mode, RANKS[mode], link, SECONDS, SIZE)
-    mine = [(at, row["step"]) for rank, at, row in told if rank == RANKS[mode] - 1 and row["replicas"] == 2]
+    rows = rows_told(mode, RANKS[mode], link, SECONDS, SIZE)
+    mine = [(at, row["step"]) for rank, at, row in rows if rank == RANKS[mode] - 1 and row["replicas"] == 2]
     mine = [row for row in mine if row[1] >= WARM_UP]  # and who came first may have been alone
     if len(mine) < 2:
         sys.exit(f"{mode} made too few steps in {SECONDS:g} s")
@@ -66,10 +58,10 @@ def step_seconds(mode: str, link: str) -> float:
 def life(mode: str, link: str) -> tuple[float, float]:
     """The last step that anybody told, and its loss."""
     faults = [lab.RankFault("kill", rank, at * LIFE_SECONDS, 0.03 * LIFE_SECONDS) for rank, at in DEATHS.items()]
-    told = rows_told(mode, len(DEATHS) + 1, link, LIFE_SECONDS, faults=faults)
-    if not told or max(at for _, at, _ in told) < 0.9 * LIFE_SECONDS:
+    rows = rows_told(mode, len(DEATHS) + 1, link, LIFE_SECONDS, faults=faults)
+    if not rows or max(at for _, at, _ in rows) < 0.9 * LIFE_SECONDS:
         sys.exit(f"{mode} did not go on to the end")
-    _, _, row = max(told, key=lambda one: one[2]["step"])
+    _, _, row = max(rows, key=lambda one: one[2]["step"])
     return row["step"], row["loss"]
 
 

@@ -1,10 +1,12 @@
-"""One run of the bench in the lab, for the benchmarks beside this file."""
+"""One run in the lab, of the bench or of a script that prints JSON, for the benchmarks beside this file."""
 
 from __future__ import annotations
 
 import functools
 import json
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,35 @@ def run(
     print(f"... {model}: {methods}; {workers} workers, {link or 'no limit'}", file=sys.stderr, flush=True)
     record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, link, None)))
     return summarise(spec, record, emulated=launched.emulated, note=launched.note)
+
+
+def told(
+    command: Sequence[str], workers: int, link: str, seconds: float, *, may_end: bool = True, **options: Any
+) -> list[tuple[int, float, dict[str, Any]]]:
+    """The lines of JSON that a Python script's ranks print: by whom, after how many seconds, and what.
+
+    Args:
+        command: the script and its arguments.
+        workers, link: of the lab.
+        seconds: after which the run is ended.
+        may_end: False: the script trains without end, and is ended.
+        options: as of ``lab.run``.
+    """
+    lines: list[tuple[int, float, dict[str, Any]]] = []
+    began = time.monotonic()
+
+    def on_line(rank: int, line: str) -> None:
+        if line.startswith("{"):
+            lines.append((rank, time.monotonic() - began, json.loads(line)))
+        elif may_end:
+            print(f"[{rank}] {line}", file=sys.stderr, flush=True)
+
+    print(f"... {' '.join(command[1:])}; {workers} workers, {link}", file=sys.stderr, flush=True)
+    cluster = lab.Cluster.parse(workers, link=link)
+    result = lab.run(cluster, [sys.executable, *command], on_line=on_line, timeout_seconds=seconds, **options)
+    if may_end and (result.exit_code or not lines):
+        sys.exit(f"{command[0]} failed at {link}")
+    return lines
 
 
 def keep(path: Path, fresh: dict[str, Any]) -> list[dict[str, Any]]:

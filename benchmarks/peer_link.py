@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
+from in_lab import told
 from thinwire.link.hello import Badge
 from thinwire.link.keys import new_keys
 from thinwire.link.listener import Listener
@@ -78,25 +79,13 @@ def rank_main(keys: Path) -> None:
     dist.barrier()
 
 
-def measured(link: str, keys: Path) -> dict[str, float]:
-    """MB/s by way."""
-    told: list[dict[str, float]] = []
-    result = lab.run(
-        lab.Cluster.parse(2, link=link), [sys.executable, __file__, str(keys)], timeout_seconds=300.0,
-        on_line=lambda rank, line: told.append(json.loads(line)) if line.startswith("{") else None,
-    )  # fmt: skip
-    if result.exit_code or not told:
-        sys.exit(f"a rank failed at {link}")
-    return told[0]
-
-
 def main() -> None:
-    record: dict[str, object] = {"load_average": round(os.getloadavg()[0], 1)}
+    record: dict[str, Any] = {"load_average": round(os.getloadavg()[0], 1)}
     with tempfile.TemporaryDirectory() as folder:
         hosts = ("10.77.0.1", "127.0.0.1")  # of the lab's first machine, with namespaces and without
         new_keys(Path(folder) / "keys", ("server", "node"), hosts)
         for link in LINKS:
-            record[link] = measured(link, Path(folder) / "keys")
+            ((_, _, record[link]),) = told([__file__, str(Path(folder) / "keys")], 2, link, 300.0)
     table = Table("link", "gloo", "plain", "TLS", title=f"tensors of {MEGABYTES} MB, MB/s")
     for link in LINKS:
         table.add_row(link, *(f"{rate:.0f}" for rate in record[link].values()))
