@@ -16,7 +16,7 @@ from thinwire.link.errors import PairError
 from thinwire.link.hello import Badge
 from thinwire.link.meeting import Meeting, connect
 from thinwire.parameter_server import Layout, Node, Service, Shard, Worker, preset
-from thinwire.parameter_server.messages import FRAME, PROTOCOL, Enter, Welcome, decode, encode
+from thinwire.parameter_server.messages import FRAME, PROTOCOL, Enter, Result, Welcome, Work, decode, encode
 from thinwire.parameter_server.outer import fingerprint
 from thinwire.parameter_server.presets import bsp
 from thinwire.parameter_server.shard_messages import Enlist, Enlisted, Ticket
@@ -172,6 +172,31 @@ def test_whatever_a_shard_sends_that_does_not_begin():
     node.close()
     assert not failures
     assert service.machine.version == 3
+
+
+@pytest.mark.parametrize("method", ["bsp", "ssp", "bsp:deterministic=true"])
+@pytest.mark.parametrize("numel", [1, 22, 88])
+def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(method, numel, caplog):
+    service = Service(model(), preset(f"{method}:start_nodes=1:lease_seconds=100"), outer=sgd(), updates=30)
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    node = Node(f"127.0.0.1:{service.port}", 0, 2)
+    honest = Worker(model(), *part_of(0, 0, 0.02), node.address, 0, check=lambda: node.wait(0))
+    working = threading.Thread(target=honest.run, daemon=True)
+    working.start()
+    pair = Meeting(node.address, Badge("worker", 1)).connect(encode(Enter(1)))
+    while not isinstance(work := decode(pair.receive_frame(FRAME.size, 10.0))[0], Work):
+        pass
+    pair.send_frame(encode(Result(work.token, 8, 1.0, 0.01), 0, 4 * numel))
+    pair.send_tensor(torch.rand(numel), 5.0)
+    for thread in (working, serving):
+        thread.join(40)
+        assert not thread.is_alive()
+    pair.close()
+    node.close()
+    assert service.machine.version == 30
+    assert flat(service.model).isfinite().all()
+    assert "a mistake of ours" not in caplog.text
 
 
 def test_whatever_a_worker_sends_to_its_leader():

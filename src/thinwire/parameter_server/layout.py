@@ -105,6 +105,16 @@ class Layout:
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters(model)]
         return torch.cat([part.detach().reshape(-1) for part in parts])
 
+    def read(self, message: Tensor) -> Tensor:
+        """What arrived as bytes, as a flat vector ``[D]``.
+
+        Raises:
+            ValueError: the length does not fit.
+        """
+        if message.numel() != self.numel * self.dtype.itemsize:
+            raise ValueError(f"{message.numel()} bytes arrived where this model has {self.numel} elements")
+        return message.view(self.dtype)
+
     @torch.no_grad()
     def write(self, flat: Tensor, model: nn.Module) -> None:
         """Copy a flat vector into the model."""

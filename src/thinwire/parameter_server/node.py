@@ -249,7 +249,7 @@ class Node:
     # --- the workers' side ----------------------------------------------------------------------------------------
 
     def _result(self, worker: int, message: Result) -> None:
-        tensor = None if message.tensor is None else message.tensor.view(self.layout.dtype)
+        tensor = None if message.tensor is None else self.layout.read(message.tensor)
         effects = self.leader.done(
             worker, message.token, tensor, time.monotonic(), samples=message.samples, loss=message.loss,
             finite=tensor is not None, seconds=message.seconds,

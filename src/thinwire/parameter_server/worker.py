@@ -166,7 +166,7 @@ class Worker:
                             message.version,
                         )
                     if message.tensor is not None:
-                        self.layout.write(message.tensor.view(self.layout.dtype), self.model)
+                        self.layout.write(self.layout.read(message.tensor), self.model)
                         self.stats.version = message.version
                     if last is not None:
                         self.layout.buffers.write(last, self.model)
@@ -191,7 +191,7 @@ class Worker:
 
     def _compute(self, message: Work, work: LocalWork) -> Result:
         if message.tensor is not None:
-            self._theta = message.tensor.view(self.layout.dtype)
+            self._theta = self.layout.read(message.tensor)
         assert self._theta is not None
         began = time.monotonic()
         self._last_samples = 0
