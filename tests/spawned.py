@@ -6,7 +6,9 @@ that has nothing but its imports behind it, which end as a script does.
 """
 
 import atexit
+import contextlib
 import ctypes
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -18,6 +20,9 @@ _spawn = multiprocessing.get_context("spawn")  # each with a hash seed of its ow
 fork = multiprocessing.get_context("forkserver")
 fork.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.checkpoint", "thinwire.checkpoint"])
 _kept = []
+_SHARE = 1000
+_FIRST_PORT = 20000 + _SHARE * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 12)  # Linux begins at 32768
+_port_numbers = itertools.count(os.getpid())
 
 
 class RankFailed(AssertionError):
@@ -25,9 +30,15 @@ class RankFailed(AssertionError):
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port at which nobody listens, of this test process's share of those that no connection is begun from.
+
+    What ``bind`` gives for port 0 may be the near end of somebody's connection before it is used.
+    """
+    while True:
+        port = _FIRST_PORT + next(_port_numbers) % _SHARE
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(pipe):

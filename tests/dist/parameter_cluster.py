@@ -3,7 +3,6 @@
 What is to be killed, the server or a shard, is a process of its own.
 """
 
-import socket
 import threading
 import time
 from itertools import count
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from spawned import fork
+from spawned import fork, free_port
 from thinwire.link.listener import Listener
 from thinwire.link.meeting import Meeting
 from thinwire.parameter_server import Layout, Node, Service, Shard, Worker
@@ -46,12 +45,6 @@ def part_of(node, worker, delay=0.0, spoil=None):
         return x * float("nan") if spoil and spoil(number) else x
 
     return batch, loss
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def gradient_of(network, layout):

@@ -11,7 +11,6 @@ from parameter_cluster import (
     Cluster,
     batch_of,
     flat,
-    free_port,
     gradient_of,
     held_out,
     impatient,
@@ -23,6 +22,7 @@ from parameter_cluster import (
     synchronous,
 )
 
+from spawned import free_port
 from thinwire.link.errors import PairError
 from thinwire.link.hello import Badge
 from thinwire.link.listener import Listener

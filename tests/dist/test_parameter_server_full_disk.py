@@ -7,8 +7,9 @@ import threading
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, free_port, gradient_of, model, sgd
+from parameter_cluster import Cluster, flat, gradient_of, model, sgd
 
+from spawned import free_port
 from thinwire.cli.main import app
 from thinwire.cli.ps_work import run_node
 from thinwire.parameter_server import Journal, Layout, Service, replay

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from parameter_cluster import free_port
 from test_parameter_server_kills import check_journal, processes, reach, settings, wait_for  # noqa: F401
+
+from spawned import free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -1,6 +1,7 @@
 """A model in shards over real sockets: the same bits, bytes by shard, faults in the middle, checkpoints, refusals."""
 
 import json
+import socket
 import sys
 import threading
 import time
@@ -10,7 +11,6 @@ import torch
 from parameter_cluster import (
     Cluster,
     flat,
-    free_port,
     gradient_of,
     held_out,
     impatient,
@@ -21,6 +21,7 @@ from parameter_cluster import (
     synchronous,
 )
 
+from spawned import free_port
 from thinwire.link.errors import PairError
 from thinwire.link.hello import Badge
 from thinwire.link.listener import Listener
@@ -317,6 +318,19 @@ def test_a_server_sees_a_shard_at_the_address_that_it_listens_at():
     with pytest.raises(ServerLost):
         Shard(f"127.0.0.1:{listener.port}", 0, outer=sgd(), host="127.0.0.2", leases=0.0).run()
     assert hosts == ["127.0.0.2"]
+
+
+def test_a_shard_that_nodes_could_not_reach_says_so():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            one.connect(("192.0.2.1", 9))  # nothing is sent
+            here = one.getsockname()[0]
+        except OSError:
+            pytest.skip("this machine has no address but the loopback's")
+    with Service(model(), bsp(), host="0.0.0.0", insecure=True, outer=sgd(), shards=1) as service:
+        with pytest.raises(ValueError, match=r"could not reach this shard at 127\.0\.0\.1: give it --host"):
+            Shard(f"{here}:{service.port}", 0, outer=sgd()).run()
+        assert not service.keeper.roster.posts
 
 
 def test_a_shard_gives_up_a_server_that_does_not_come_back():

@@ -10,8 +10,9 @@ import time
 
 import pytest
 import torch
-from parameter_cluster import Cluster, flat, free_port, model, part_of, sgd
+from parameter_cluster import Cluster, flat, model, part_of, sgd
 
+from spawned import free_port
 from thinwire.link.errors import NotAdmitted, PairError
 from thinwire.link.hello import Badge
 from thinwire.link.keys import new_keys

@@ -1,10 +1,12 @@
 """``thinwire ps run`` over emulated links: a slow node, a kill, a journal that is replayed, bytes on the wire."""
 
 import json
+import shutil
 
 import pytest
 
 from thinwire.cli.main import app
+from thinwire.link.keys import new_keys
 from verbs import CliRunner
 
 pytestmark = [pytest.mark.net, pytest.mark.slow]
@@ -50,6 +52,21 @@ def test_bytes_on_the_wire_are_those_that_are_counted():
     if sum(result["node_bytes"]["sent"]):
         on_wire = result["node_bytes"]["sent"][0] + result["node_bytes"]["received"][0]
         assert on_wire == pytest.approx(counted, rel=0.1)
+
+
+def test_keys_change_no_bit_and_who_has_none_of_them_is_told(tmp_path):
+    words = ["--model", "mlp:width=64:layers=2", "--nodes", "2", "--link", "100mbit", "--updates", "20"]
+    words += ["--settings", "bsp:deterministic=true", "--outer", "sgd:lr=0.05", "--workers", "2", "--shards", "1"]
+    names, keys = ["server", "shard0", "node0", "node1"], tmp_path / "keys"
+    new_keys(keys, names, ["10.77.0.1"])
+    shown = call("run", *words, "--keys", str(keys))
+    assert shown["weights"] == call("run", *words)["weights"]
+    new_keys(tmp_path / "others", names, ["10.77.0.1"])
+    shutil.copytree(tmp_path / "others" / "node1", keys / "node1", dirs_exist_ok=True)
+    refused = CliRunner().invoke(app, ["ps", "run", *words, "--keys", str(keys)])
+    assert refused.exit_code == 1
+    assert "[3] error: " in refused.output
+    assert "another authority signed it" in refused.output
 
 
 def test_shards_with_links_of_their_own_end_with_the_same_bits():

@@ -315,6 +315,12 @@ PAGES: dict[str, dict[str, Shown]] = {
         "thinwire ps run --nodes 4 --shards 2 --link 100mbit --seconds 60": Shown(
             said("held-out loss"), "thinwire ps run --nodes 4 --shards 2 --link 100mbit --seconds 15"
         ),
+        "thinwire keys new lab-keys --names server,node0,node1,node2,node3 --host 10.77.0.1": Shown(
+            wrote("lab-keys/node3/identity.crt")
+        ),
+        "thinwire ps run --nodes 4 --link 200mbit --seconds 60 --keys lab-keys": Shown(
+            said("held-out loss 5.545"), "thinwire ps run --nodes 4 --link 200mbit --seconds 20 --keys lab-keys"
+        ),
     },
     "docs/plan.md": {
         "thinwire profile chargpt": Shown(wrote("profile.json")),

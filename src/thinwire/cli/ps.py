@@ -170,6 +170,12 @@ def run(
     seconds: Annotated[float | None, typer.Option(help="End after this many seconds of training.")] = None,
     evaluate_every: Annotated[int, typer.Option(help="Updates between held-out losses.")] = 10,
     journal: Annotated[Path | None, typer.Option(help="File for the log of updates.")] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="TLS: where `thinwire keys new` made server, shard0, node0, ...; without: a secret of the run."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is ended.")] = 3600.0,
     plot: Annotated[
@@ -191,7 +197,8 @@ def run(
         model=model, settings=settings, outer=outer, nodes=nodes, workers=workers, link=link, delay=delay, pace=pace,
         slow=_pairs(slow, "--slow 1:4", nodes), kill=_pairs(kill, "--kill 2:10", nodes), updates=updates,
         gradients=gradients, seconds=seconds, evaluate_every=evaluate_every,
-        journal=str(journal.absolute()) if journal else None, seed=seed, timeout=timeout, shards=shards,
+        journal=str(journal.absolute()) if journal else None, keys=str(keys) if keys else None,
+        seed=seed, timeout=timeout, shards=shards,
     )  # fmt: skip
     with watched_load(1 + shards + nodes * workers) as load:
         result = run_lab(spec, quiet=json)

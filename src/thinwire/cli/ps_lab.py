@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.errors import RunFailed, exit_code
@@ -42,6 +43,27 @@ class LabSpec:
     seed: int
     timeout: float
     shards: int = 0
+    keys: str | None = None
+
+    def keys_of(self, name: str) -> Path | None:
+        """The directory of the identity of a process of this name."""
+        return None if self.keys is None else Path(self.keys) / name
+
+
+def check_keys(spec: LabSpec) -> None:
+    """Refuse a directory in which an identity is missing.
+
+    Raises:
+        ValueError: it is one.
+    """
+    from thinwire.lab.network import Network
+
+    names = ["server", *(f"shard{i}" for i in range(spec.shards)), *(f"node{i}" for i in range(spec.nodes))]
+    missing = [name for name in names if (own := spec.keys_of(name)) and not (own / "identity.crt").is_file()]
+    if missing:
+        command = f"thinwire keys new {spec.keys} --names {','.join(missing)}"
+        host = f" --host {Network.address(0)}" if "server" in missing else ""
+        raise ValueError(f"{spec.keys} has no identity of {', '.join(missing)}: {command}{host}")
 
 
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
@@ -57,6 +79,7 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     from thinwire.cli.ps_work import check_words
 
     check_words(spec.model, spec.settings, spec.outer, spec.nodes)
+    check_keys(spec)
     first = 1 + spec.shards  # the rank of node 0
     cluster = lab.Cluster.parse(first + spec.nodes, 1, spec.link, spec.delay)
     words: deque[str] = deque(maxlen=15)
@@ -132,13 +155,14 @@ def main(text: str) -> None:
     if rank == 0:
         _serve(spec)
     elif rank <= spec.shards:
-        run_shard(f"{os.environ['MASTER_ADDR']}:{PORT}", rank - 1, None, 0, None, host=_host())
+        server = f"{os.environ['MASTER_ADDR']}:{PORT}"
+        run_shard(server, rank - 1, None, 0, None, host=_host(), keys=spec.keys_of(f"shard{rank - 1}"))
     else:
         _work(spec, rank - 1 - spec.shards)
 
 
 def _host() -> str:
-    """Where to listen: at all addresses of an emulated machine. The lab gives all of its ranks one secret."""
+    """Where to listen: at all addresses of an emulated machine. Without keys, all ranks have a secret of the lab."""
     from thinwire.link.secret import is_loopback
 
     return "127.0.0.1" if is_loopback(os.environ["MASTER_ADDR"]) else "0.0.0.0"
@@ -175,7 +199,8 @@ def _serve(spec: LabSpec) -> None:
             service.stop()
 
     service = make_service(
-        spec.model, spec.settings, spec.outer, port=PORT, host=_host(), nodes=spec.nodes, shards=spec.shards,
+        spec.model, spec.settings, spec.outer, port=PORT, host=_host(), keys=spec.keys_of("server"),
+        nodes=spec.nodes, shards=spec.shards,
         updates=spec.updates, gradients=spec.gradients, journal=spec.journal, seed=spec.seed, on_update=on_update,
         on_update_every=spec.evaluate_every, on_status=on_status,
     )  # fmt: skip
@@ -191,7 +216,10 @@ def _work(spec: LabSpec, number: int) -> None:
 
     slowdown = dict(spec.slow).get(number, 1.0)
     address = f"{os.environ['MASTER_ADDR']}:{PORT}"
-    run_node(address, spec.model, number, spec.workers, slowdown=max(1.0, slowdown), pace=spec.pace, seed=spec.seed)
+    run_node(
+        address, spec.model, number, spec.workers, slowdown=max(1.0, slowdown), pace=spec.pace, seed=spec.seed,
+        keys=spec.keys_of(f"node{number}"),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ class Meeting:
         seconds: that each connection may take.
         source: this machine's address to come from, where it has several; None: the one that leads there.
 
+    Attributes:
+        found_at: the IP address at which it was found.
+
     Raises:
         NotAdmitted: it does not let this process in.
         PairError: nobody listens there now.
@@ -36,6 +39,7 @@ class Meeting:
         self._host, self._port = split_address(address)
         self._badge, self._seconds, self._source = badge, seconds, source
         self._notes: dict[str, str] = {}
+        self.found_at = ""
         self.look()
 
     def look(self) -> None:
@@ -54,7 +58,7 @@ class Meeting:
             notes = json.loads(duplex.read(size, end))
             if not isinstance(notes, dict):
                 raise PairError(f"{self._host} has no notes: is it a thinwire server?")
-            self._notes = notes
+            self._notes, self.found_at = notes, duplex.host
         except (RecursionError, ValueError) as error:
             raise PairError(f"{self._host} has no notes: is it a thinwire server?") from error
         finally:

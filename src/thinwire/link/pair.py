@@ -40,8 +40,8 @@ class Pair:
             PairError: the other side has gone.
         """
         with self._sending:
+            self.sent_bytes += len(frame)  # before: who has it must not find it uncounted
             self._frames.write(frame, math.inf)
-            self.sent_bytes += len(frame)
 
     def receive_frame(self, size: int, seconds: float | None) -> bytes:
         """Exactly ``size`` bytes. Raises ``PairError`` if they do not come in time; None: there is no limit."""
@@ -51,8 +51,8 @@ class Pair:
 
     def send_tensor(self, x: Tensor, seconds: float) -> None:
         """Send a contiguous tensor; the other side must have been told of it by a frame."""
-        self._tensors.write(memory_of(x), end_of(seconds))
         self.sent_bytes += x.numel() * x.element_size()
+        self._tensors.write(memory_of(x), end_of(seconds))
 
     def receive_tensor(self, x: Tensor, seconds: float) -> Tensor:
         """Receive into ``x``, which is returned.

@@ -78,7 +78,7 @@ class Shard:
         there, _ = split_address(server)
         if checkpoint_dir is not None:
             checkpoints.prepare(checkpoint_dir)
-        self.server, self.index = server, index
+        self.server, self.index, self._host = server, index, host
         self._outer, self._read_outer, self._directory, self._leases = outer, read_outer, checkpoint_dir, leases
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         self._line: Connection | None = None
@@ -97,7 +97,8 @@ class Shard:
         Raises:
             ServerLost: the server has gone and did not come back.
             ShardRefused: the server does not take this shard in.
-            ValueError: the server has no such shard, or the checkpoint to go on from is not there.
+            ValueError: the server has no such shard, its nodes could not reach this one, or the checkpoint to go on
+                from is not there.
         """
         beat = threading.Thread(target=self._beat, name="thinwire-shard-beat", daemon=True)
         beat.start()
@@ -168,6 +169,11 @@ class Shard:
 
     def _keeper_for(self, meeting: Meeting) -> SliceKeeper:
         """What the server's notes ask for; no weights yet."""
+        if is_loopback(self._host) and not is_loopback(meeting.found_at):
+            raise ValueError(
+                f"nodes of the server at {self.server} could not reach this shard at {self._host}: give it --host, or "
+                "host=, with this machine's address in that network"
+            )
         count = shard_count(meeting)
         if not count:
             raise ValueError(f"the server at {self.server} holds its weights whole: start it with --shards")

@@ -60,6 +60,11 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
         (["server"], "say when to end"),
         (["server", "--updates", "3", "--model", "mlp", "--port", "99999"], "port=99999 must be a whole number"),
         (["run", "--updates", "0"], "must be above 0"),
+        (
+            ["run", "--updates", "3", "--nodes", "2", "--shards", "1", "--keys", "none"],
+            "none has no identity of server, shard0, node0, node1: "
+            "thinwire keys new none --names server,shard0,node0,node1 --host 10.77.0.1",
+        ),
         (["server", "--updates", "3", "--outer", "sgdd"], "unknown optimizer"),
         (["server", "--updates", "3", "--outer", "sgd:rate=3"], "--outer"),
         (["server", "--updates", "3", "--model", "nomodel"], "unknown model"),
