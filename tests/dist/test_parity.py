@@ -757,20 +757,26 @@ def test_what_no_rank_used_stays_as_it_is(size, layout, listed):
                 assert torch.equal(value, other[key][1][name]), (key, name)
 
 
-def _warned(rank, size):
+def _warned(rank, size, told):
     lines = _log()
     net = Uneven()
-    with tw.attach(net, _adamw(net), "topk", density=0.1, start_compression_step=0):
+    with tw.attach(net, _adamw(net), "topk", density=0.1, start_compression_step=0) as sync:
         for _ in range(2):
+            if told:
+                sync.services.expect([name for name, _ in net.named_parameters() if "never" not in name])
             net(torch.ones(2, 24), rank).backward()
             net.zero_grad()
     return [x for x in lines if "find_unused_parameters" in x]
 
 
 def test_a_method_that_cannot_tell_says_so_once():
-    for lines in run(_warned, 2):
+    for lines in run(_warned, 2, False):
         assert len(lines) == 1
         assert ".weight had no gradient on rank" in lines[0]
+
+
+def test_who_has_said_what_is_used_is_not_told_of_the_rest():
+    assert run(_warned, 2, True) == [[], []]
 
 
 # --- sentences ------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ class Step:
         left: per bucket, how many gradients are still to come.
         seen: per parameter, whether its gradient has come. arrival: their indices, in order.
         began: with its first gradient, in ``time.perf_counter``'s seconds.
+        told: whether the caller has said which parameters are used.
     """
 
     phase: int
@@ -47,6 +48,7 @@ class Step:
     seen: list[bool]
     arrival: list[int]
     began: float
+    told: bool
 
 
 class Buckets:
@@ -101,7 +103,7 @@ class Buckets:
         entries = self.plan.phases[phase]
         left = [sum(expected is None or by_name[name].index in expected for name in entry.names) for entry in entries]
         count = len(self.parameters.managed)
-        self.step = Step(phase, entries, self._where[phase], left, [False] * count, [], began)
+        self.step = Step(phase, entries, self._where[phase], left, [False] * count, [], began, expected is not None)
         return self.step
 
     def ready(self, index: int) -> None:

@@ -141,7 +141,7 @@ class Coupled(Schedule):
                     continue
                 if method.sums(slot.shape):
                     asked[slot.name] = slot
-                else:
+                elif not step.told:
                     self._warn_unused(slot.name, method)
         return used_by_nobody(asked)
 
