@@ -55,6 +55,18 @@ def test_rows_are_tuned_alike_and_compared_on_other_seeds():
     assert sorted(asked[3:5]) == [(("ddp",), 2.0, 1), (("other", "never"), 1.0, 1)]  # no rate that serves nobody
 
 
+def test_where_there_is_one_rate_no_seed_is_trained_to_choose_it():
+    asked = []
+
+    def run(labels, rate, seed):
+        asked.append(seed)
+        return {label: falling({"ddp": 0.01, "other": 0.008}[label]) for label in labels}
+
+    found = tuned(run, ["ddp", "other"], "ddp", 0.4, rates=(1.0,))
+    assert found["other"].factors == pytest.approx((1.25, 1.25, 1.25))
+    assert set(asked) == {1, 2, 3}
+
+
 def test_a_seed_that_does_not_get_there_counts():
     assert StepsFactor(1.0, (1.2, None, 1.4)).median == 1.4
     assert StepsFactor(1.0, (1.2, None, 1.4)).ends == (1.2, None)
