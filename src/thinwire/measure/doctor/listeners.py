@@ -75,7 +75,7 @@ LISTENERS = (
         "a new network namespace, else the loopback",
         "the run",
         "its ranks; they share a secret that is made for the run",
-        "no",
+        f"ps run --keys: {_TLS}; else no",
     ),
     OpenPort("thinwire watch", "127.0.0.1", "until ctrl-C", "any process of this machine, which may only read", "no"),
 )
