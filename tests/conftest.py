@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "dist"), str(HERE / "unit"), str(HERE / "abuse"), str(HERE / "unit" / "split")]
 torch.set_num_threads(1)
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="thinwire-tests-")  # nothing is remembered from other runs
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-settings.register_profile("thinwire", settings(deadline=None))  # other work on the machine is no failure
+# Other work on the machine is no failure.
+settings.register_profile("thinwire", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
 settings.load_profile("thinwire")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: what we start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -27,6 +27,24 @@ while not pathlib.Path("end").exists():
 """
 
 
+ALONE = """
+import os, pathlib, time
+pid = pathlib.Path("pid")
+if os.environ["RANK"] == "1":
+    pid.write_text(str(os.getpid()))
+    print("here", flush=True)
+    {one}
+else:
+    while not (pid.exists() and pid.read_text()):
+        time.sleep(0.01)
+    while pathlib.Path("/proc", pid.read_text(), "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    print("alone", flush=True)
+    {zero}
+"""
+"""Rank 0 goes on when rank 1 has ended, however late that is."""
+
+
 @pytest.fixture(autouse=True)
 def _loopback(monkeypatch, tmp_path):
     monkeypatch.setenv("THINWIRE_LAB_MODE", "loopback")
@@ -64,37 +82,38 @@ def test_the_run_waits_for_the_only_rank_to_come_again():
 
 
 def test_a_death_that_was_asked_for_is_no_failure_and_others_are(capfd):
-    code = "import os, time; time.sleep(0.6 if os.environ['RANK'] == '0' else 60); raise SystemExit(3)"
-    result, _ = run(2, code, lab.RankFault("kill", 1, 0.3))
-    assert result.exit_codes == (3, 137)
-    assert result.exit_code == 3
-    result, _ = run(2, code.replace("SystemExit(3)", "SystemExit(0)"), lab.RankFault("kill", 1, 0.3))
-    assert result.exit_codes == (0, 137)
-    assert result.exit_code == 0
+    for code in (3, 0):
+        Path("pid").unlink(missing_ok=True)
+        ranks = ALONE.format(one="time.sleep(60)", zero=f"raise SystemExit({code})")
+        result, _ = run(2, ranks, lab.RankFault("kill", 1, 0.1), begin=(1, "here"))
+        assert result.exit_codes == (code, 137)
+        assert result.exit_code == code
 
 
 def test_a_stopped_rank_goes_on():
     code = """
-import os, signal, sys, time
-def goes_on(*_):
-    sys.exit(0 if time.monotonic() - beat > 0.9 else 5)  # it stood still since
+import os, signal, time
+goes_on = []
+signal.signal(signal.SIGCONT, lambda *_: goes_on.append(True))
 if os.environ["RANK"] == "1":
-    signal.signal(signal.SIGCONT, goes_on)
-    beat = time.monotonic()
     print("beats", flush=True)
-    while True:
-        beat = time.monotonic()
+    before, longest = time.monotonic(), 0.0
+    while not goes_on:
         time.sleep(0.005)
+        now = time.monotonic()
+        before, longest = now, max(longest, now - before)
+    print(longest)
 """
-    result, _ = run(2, code, *lab.parse_pauses("stop", ["1:500ms:1s"]), begin=(1, "beats"))
+    result, lines = run(2, code, *lab.parse_pauses("stop", ["1:200ms:1s"]), begin=(1, "beats"))
     assert result.exit_codes == (0, 0)
     assert [(x.rank, x.what) for x in result.happenings] == [(1, "stopped"), (1, "continued")]
+    stopped, continued = (x.seconds for x in result.happenings)
+    assert float(lines[-1][1]) > continued - stopped - 0.1  # it stood still meanwhile
 
 
 def test_what_meets_a_rank_that_has_ended_is_left_out_and_what_comes_too_late_is_told(capfd):
-    code = "import os, time; print('here', flush=True); time.sleep(3 * (os.environ['RANK'] == '0'))"
-    faults = [lab.RankFault("kill", 1, 1.0, 0.1), lab.RankFault("kill", 0, 50.0)]
-    result, _ = run(2, code, *faults, begin=(1, "here"))
+    faults = [lab.RankFault("kill", 1, 0.3, 0.1), lab.RankFault("kill", 0, 50.0)]
+    result, _ = run(2, ALONE.format(one="pass", zero="time.sleep(1)"), *faults, begin=(0, "alone"))
     assert result.exit_codes == (0, 0)
     assert result.happenings == ()
     assert "note: the run ended before rank 0 was killed at 50 s" in capfd.readouterr().err
@@ -144,7 +163,10 @@ def test_the_json_has_what_happened():
 def test_the_command_of_the_page(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
     command, said = re.findall(r"```\n(.*?)```", page.split("## What goes wrong")[1], re.DOTALL)[:2]
-    (tmp_path / "train.py").write_text("import time; time.sleep(2.6)")
+    (tmp_path / "train.py").write_text(  # the last thing happens at 2.3 s
+        "import os, pathlib, time\nlived = pathlib.Path('lived' + os.environ['RANK'])\n"
+        "if not lived.exists():\n    lived.touch()\n    time.sleep(5)"
+    )
     words = [sys.executable if word == "python" else word for word in shlex.split(command.replace("\\\n", ""))]
     answer = CliRunner().invoke(app, words[1:])
     assert answer.exit_code == 0

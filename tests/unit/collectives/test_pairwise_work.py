@@ -1,6 +1,7 @@
 """A swap's works are waited for once each, by the first who waits or, for those who are called back, by a thread."""
 
 import threading
+import time
 
 import pytest
 
@@ -59,6 +60,8 @@ def test_waiters_and_callbacks_share_one_wait():
     swap.then(lambda: call_back(2))  # at once
     assert called == [0, 1, 2]
     assert [work.waits for work in works] == [1, 1]
+    while watchers():  # it ends after its last call
+        time.sleep(0.01)
 
 
 def test_a_callback_beside_a_waiter_needs_no_thread():

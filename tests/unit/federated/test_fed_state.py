@@ -183,7 +183,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, after, at_commit, every, bud
     )
     here = os.path.dirname(p.__file__)
     code = RUN.format(here=here, after=after, at_commit=at_commit, folder=str(tmp_path), every=every, budget=budget)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     store = ClientStateStore(len(DATA), tmp_path / "states", memory_bytes=0)
     found, history = p.train(
