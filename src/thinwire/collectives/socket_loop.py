@@ -59,7 +59,10 @@ class SocketLoop:
                 if (now := time.monotonic()) - checked >= _CHECK_SECONDS:
                     checked = now
                     for stream in list(self.streams.values()):
-                        stream.check(now)
+                        try:
+                            stream.check(now)
+                        except Exception as error:
+                            stream.fail(error)
 
     @staticmethod
     def _serve(stream: Stream, happened: int) -> None:

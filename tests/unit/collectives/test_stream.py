@@ -142,13 +142,15 @@ def test_one_who_is_slow_but_moves_is_not_given_up():
             stream.close()
 
 
-def test_trouble_of_one_stream_is_not_the_others(streams, monkeypatch):
-    other = _pair()
+@pytest.mark.parametrize("timeout", [20.0, 0.4], ids=["data came", "none came"])
+def test_trouble_of_one_stream_is_not_the_others(timeout, monkeypatch):
+    streams, other = _pair(timeout), _pair()
     try:
         monkeypatch.setattr(streams[1], "on_data", lambda: 1 / 0)
         bad, good, out = CountdownWork(1), CountdownWork(2), torch.zeros(5)
         streams[1].receive(torch.zeros(5), bad)
-        streams[0].send(torch.ones(5), CountdownWork(1))
+        if timeout > 1:
+            streams[0].send(torch.ones(5), CountdownWork(1))
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             bad.wait()
         other[1].receive(out, good)
@@ -156,7 +158,7 @@ def test_trouble_of_one_stream_is_not_the_others(streams, monkeypatch):
         good.wait()
         assert out.sum() == 5
     finally:
-        for stream in other:
+        for stream in (*streams, *other):
             stream.close()
 
 
