@@ -41,12 +41,12 @@ def good():
     far.sendall(b"thinwire\x01\x00\x01" + bytes(32))
     proof = far.recv(PROOF, socket.MSG_WAITALL)
     far.close()
-    caller.join(10)
+    caller.join()
     return first, proof
 
 
 def _later():
-    return time.monotonic() + 5.0
+    return time.monotonic() + 60.0
 
 
 def _quietly(call):
@@ -139,7 +139,7 @@ def test_ranks_meet_among_them(good):
     for thread in ranks:
         thread.start()
     for thread in ranks:
-        thread.join(30)
+        thread.join()
     assert [sorted(one) for one in found] == [[(1, 0), (1, 1)], [(0, 0), (0, 1)]]
     for connection in (*strangers, *servers, *found[0].values(), *found[1].values()):
         connection.close()

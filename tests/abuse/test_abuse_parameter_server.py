@@ -60,7 +60,7 @@ class Attacked:
 
     def by_a_member(self, seed):
         pair = Meeting(self.address, Badge("node", 1)).connect(hello(1, LAYOUT, seed + 1))
-        welcome = decode(pair.receive_frame(FRAME.size, 10.0))[0]
+        welcome = decode(pair.receive_frame(FRAME.size, 60.0))[0]
         if isinstance(welcome, Welcome):
             near = (welcome.member, 0, 1, 2, self.service.machine.version)
             self.frames += send(pair, stream(seed, near))
@@ -73,16 +73,14 @@ class Attacked:
         worker = Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0))
         working = threading.Thread(target=worker.run, daemon=True)
         working.start()
-        end = time.monotonic() + 60.0
-        while worker.stats.submissions < 10 and time.monotonic() < end:
+        while worker.stats.submissions < 10:
             time.sleep(0.01)
         self.service.stop()
         for thread in (working, self.thread):
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()
         node.close()
         assert not self.failures, self.failures
-        assert worker.stats.submissions >= 10
         assert flat(self.service.model).isfinite().all()
 
 
@@ -113,7 +111,7 @@ def test_whatever_a_member_sends_for_long(name):
 
 
 def test_whatever_a_visitor_sends_to_a_shard():
-    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], updates=200, shards=1)
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1)
     while not cluster.service.keeper.roster.posts:
         time.sleep(0.01)
     port, before = cluster.service.keeper.roster.posts[0].port, memory()
@@ -125,10 +123,10 @@ def test_whatever_a_visitor_sends_to_a_shard():
         pair = connect("127.0.0.1", port, encode(Ticket(1 + seed)), Badge("node", 9))
         send(pair, stream(seed, (member, 0, 1), OF_A_VISITOR))
 
-    with contextlib.suppress(PairError):  # training has ended
-        go()
+    go()
     assert memory() - before < MEMORY
-    assert cluster.join().version == 200
+    cluster.stop_after(20)
+    cluster.join()
 
 
 def test_whatever_a_shard_sends_that_does_not_begin():
@@ -150,14 +148,16 @@ def test_whatever_a_shard_sends_that_does_not_begin():
     @settings(max_examples=60, database=None)
     @given(seeds)
     def go(seed):
+        while service.keeper.roster.posts:  # one that comes before its place is free again is refused
+            time.sleep(0.001)
         pair = Meeting(f"127.0.0.1:{service.port}", Badge("shard", 0)).connect(encode(first))
-        if isinstance(decode(pair.receive_frame(FRAME.size, 10.0))[0], Enlisted):
+        if isinstance(decode(pair.receive_frame(FRAME.size, 60.0))[0], Enlisted):
             taken.append(send(pair, stream(seed, (0, 1, 2), OF_A_SHARD)))
         pair.close()
         assert not failures
 
     go()
-    assert len(taken) > 20  # one that comes before its place is free again is refused
+    assert len(taken) > 20
     while service.keeper.roster.posts:
         time.sleep(0.01)
     shards = [Shard(f"127.0.0.1:{service.port}", index, outer=sgd()) for index in range(2)]
@@ -167,7 +167,7 @@ def test_whatever_a_shard_sends_that_does_not_begin():
     for thread in threads[1:]:
         thread.start()
     for thread in threads:
-        thread.join(40)
+        thread.join(60)
         assert not thread.is_alive()
     node.close()
     assert not failures
@@ -177,7 +177,7 @@ def test_whatever_a_shard_sends_that_does_not_begin():
 @pytest.mark.parametrize("method", ["bsp", "ssp", "bsp:deterministic=true"])
 @pytest.mark.parametrize("numel", [1, 22, 88])
 def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(method, numel, caplog):
-    service = Service(model(), preset(f"{method}:start_nodes=1:lease_seconds=100"), outer=sgd(), updates=30)
+    service = Service(model(), preset(f"{method}:start_nodes=1:lease_seconds=100"), outer=sgd())
     serving = threading.Thread(target=service.run, daemon=True)
     serving.start()
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
@@ -185,16 +185,22 @@ def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(met
     working = threading.Thread(target=honest.run, daemon=True)
     working.start()
     pair = Meeting(node.address, Badge("worker", 1)).connect(encode(Enter(1)))
-    while not isinstance(work := decode(pair.receive_frame(FRAME.size, 10.0))[0], Work):
+    while not isinstance(work := decode(pair.receive_frame(FRAME.size, 60.0))[0], Work):
         pass
     pair.send_frame(encode(Result(work.token, 8, 1.0, 0.01), 0, 4 * numel))
-    pair.send_tensor(torch.rand(numel), 5.0)
+    pair.send_tensor(torch.rand(numel), 60.0)
+    with contextlib.suppress(PairError):  # who lives is pinged
+        while True:
+            pair.receive_frame(FRAME.size, 60.0)
+    version = service.machine.version
+    while service.machine.version < version + 20:  # without it, at once
+        time.sleep(0.01)
+    service.stop()
     for thread in (working, serving):
-        thread.join(40)
+        thread.join(60)
         assert not thread.is_alive()
     pair.close()
     node.close()
-    assert service.machine.version == 30
     assert flat(service.model).isfinite().all()
     assert "a mistake of ours" not in caplog.text
 
@@ -217,7 +223,7 @@ def test_whatever_a_worker_sends_to_its_leader():
     with contextlib.suppress(PairError):
         go()
     for thread in (working, serving):
-        thread.join(40)
+        thread.join(60)
         assert not thread.is_alive()
     node.close()
     assert service.machine.version == 60

@@ -103,19 +103,14 @@ def attack(ports, handshake, examples, each):
 
 def besiege(keys, handshake, examples, each):
     """A training with a shard, whose server, shard and leader are all attacked while a node works and after."""
-    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], updates=10**9, shards=1, keys=keys / "ours")
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.005], shards=1, keys=keys / "ours")
     while not cluster.service.keeper.ready:
         time.sleep(0.01)
     (post,) = cluster.service.keeper.roster.posts.values()
     ports = [cluster.service.port, post.port, cluster.nodes[0].port]
     attack(ports, handshake, examples, each)
-    version = cluster.version
-    end = time.monotonic() + 30.0
-    while cluster.version < version + 5 and time.monotonic() < end:
-        time.sleep(0.01)
-    cluster.service.stop()
+    cluster.stop_after(5)
     status = cluster.join()
-    assert status.version >= version + 5
     assert (status.counters["joined"], status.counters.get("refused")) == (1, None)
     assert len(os.listdir("/proc/self/fd")) < 500
 
@@ -177,7 +172,7 @@ def test_nobody_comes_in_with_a_certificate_that_is_not_right(keys):
         ):
             assert stranger.recv(1)
     Worker(model(), *part_of(0, 0), node.address, 0, keys=keys / "ours" / "node0").run()
-    serving_thread.join(20)
+    serving_thread.join(60)
     node.close()
     assert (service.machine.version, service.machine.counters["joined"]) == (5, 1)
 
@@ -194,11 +189,23 @@ def test_five_hundred_handshakes_that_do_not_end_keep_nobody_out(keys):
         Worker(model(), *part_of(0, 0), node.address, 0, keys=keys / "ours" / "node0").run()
     assert memory() - before < 200e6
     for stranger in idle[: 500 - MOST_UNKNOWN]:
-        stranger.settimeout(20.0)
+        stranger.settimeout(60.0)
         with contextlib.suppress(ConnectionError):
             assert stranger.recv(1) == b""  # sent away
     for stranger in idle:
         stranger.close()
+
+
+def handshaken(port, credentials):
+    """A connection whose handshake was in time, which on a busy machine not every one is."""
+    while True:
+        duplex = Duplex(socket.create_connection(("127.0.0.1", port)))
+        try:
+            duplex.secure(credentials, end_of(60), "127.0.0.1")
+        except PairError:
+            duplex.close()
+        else:
+            return duplex
 
 
 def trickle(duplex, word):
@@ -213,8 +220,7 @@ def trickle(duplex, word):
 @pytest.mark.parametrize("word", [b"", b"t"])
 def test_after_the_handshake_a_hello_has_its_time_limit_too(keys, word):
     listener = Listener(roles=("node",), trust=Credentials.of(keys / "ours" / "server"), seconds=0.5)
-    slow = Duplex(socket.create_connection(("127.0.0.1", listener.port)))
-    slow.secure(Credentials.of(keys / "ours" / "node0"), end_of(5), "127.0.0.1")
+    slow = handshaken(listener.port, Credentials.of(keys / "ours" / "node0"))
     with pytest.raises(PairError, match=r"closed|gone"):
         trickle(slow, word)
     slow.close()

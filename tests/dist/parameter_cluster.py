@@ -165,7 +165,7 @@ class Cluster:
         for n in range(nodes):
             self.add(n, workers, delays[n] if n < len(delays) else 0.0)
         # a node joins with its first worker: on a busy machine the first update would lack what the others compute
-        end = time.monotonic() + 8.0
+        end = time.monotonic() + 60.0
         while any(len(node.leader.alive) < workers for node in self.nodes.values()) and time.monotonic() < end:
             time.sleep(0.002)
         self.serving = None if apart else self._thread(self._serve)
@@ -213,12 +213,19 @@ class Cluster:
         """The newest that a node has."""
         return max(node.leader.version for node in self.nodes.values())
 
-    def join(self, seconds=40.0):
+    def stop_after(self, more=5):
+        """End when so many more updates have been made, however late that is said."""
+        version = self.service.machine.version
+        while self.service.machine.version < version + more:
+            time.sleep(0.01)
+        self.service.stop()
+
+    def join(self):
         server = self.serving or self.process
-        server.join(seconds)
+        server.join(120.0)
         assert not server.is_alive(), "the server does not end"
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(60.0)
             assert not thread.is_alive(), "a worker does not end"
         for node in self.nodes.values():
             node.close()

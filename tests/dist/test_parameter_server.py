@@ -116,29 +116,32 @@ def test_gradients_that_are_not_finite_are_dropped_and_stop_nothing():
 
 def test_a_worker_that_leaves_does_not_hold_up_the_others(monkeypatch):
     made = introductions(monkeypatch)
-    cluster = Cluster(bsp(start_nodes=2, lease_seconds=15.0), 2, 2, delays=[0.02, 0.02], updates=80)
+    cluster = Cluster(bsp(start_nodes=2, lease_seconds=15.0), 2, 2, delays=[0.02, 0.02])
     while cluster.service.machine.version < 10:
         time.sleep(0.01)
     seen = len(made)
     next(pair for first, pair in made if first == Enter(1)).close()  # it comes back by itself
+    while len(made) < seen + 2:  # both ends
+        time.sleep(0.01)
+    cluster.stop_after(20)
     status = cluster.join()
-    assert status.version == 80
     assert status.counters["joined"] == 2  # the node has stayed
     assert {first for first, _ in made[seen:]} == {Enter(1)}
 
 
 def test_a_node_may_join_and_another_leave_while_training_goes_on():
-    cluster = Cluster(bsp(start_nodes=2, lease_seconds=6.0), 2, delays=[0.01, 0.01], updates=80)
-    time.sleep(0.5)
+    cluster = Cluster(bsp(start_nodes=2, lease_seconds=6.0), 2, delays=[0.01, 0.01])
+    machine = cluster.service.machine
     cluster.add(5, delay=0.01)
-    time.sleep(0.3)
+    while machine.counters["joined"] < 3 or machine.version < 20:
+        time.sleep(0.01)
     gone = cluster.nodes.pop(1)
     gone.failure = ServerLost("ended by the test")
     gone.close()
+    cluster.stop_after(20)
     with contextlib.suppress(ServerLost):
         cluster.join()
     status = cluster.status
-    assert status.version == 80
     assert status.counters["joined"] == 3
     assert torch.isfinite(flat(cluster.model)).all()
 
@@ -208,17 +211,18 @@ def test_another_model_is_refused_by_name():
     cluster.join()
 
 
-def test_a_lost_server_ends_node_and_workers_with_a_sentence():
-    cluster = Cluster(inhad(lease_seconds=0.4), 1, updates=100_000, apart=True)
+def test_a_lost_server_ends_node_and_workers_with_a_sentence(monkeypatch):
+    cluster = Cluster(inhad(), 1, apart=True)
     while cluster.version < 5:
         time.sleep(0.01)
+    monkeypatch.setattr(node_module, "time", impatient())
     cluster.kill()
     with pytest.raises(ServerLost, match="leases"):
         cluster.join()
 
 
 def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
-    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=100)
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01])
     while cluster.service.machine.version < 5:
         time.sleep(0.01)
     second = Node(cluster.address, 0, 1)
@@ -228,8 +232,9 @@ def test_a_second_node_with_a_number_at_work_is_refused_and_the_first_goes_on():
     with pytest.raises(NodeRefused, match="node 0 is at work in another process"):
         second.wait(0)
     second.close()
-    status = cluster.join()
-    assert (status.version, status.counters["joined"], status.counters["refused"]) == (100, 1, 1)
+    cluster.stop_after(20)
+    counters = cluster.join().counters
+    assert (counters["joined"], counters["refused"]) == (1, 1)
 
 
 def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
@@ -238,18 +243,18 @@ def test_a_worker_that_comes_after_the_end_takes_the_last_weights(caplog):
     serving.start()
     node = Node(f"127.0.0.1:{service.port}", 0, 2)
     Worker(model(), *part_of(0, 0), node.address, 0).run()
-    assert node.wait(5.0)
+    assert node.wait(60.0)
     seen_off = threading.Thread(target=node.see_off, args=(60.0,), daemon=True)
     seen_off.start()
     late = Worker(model(99), *part_of(0, 1), node.address, 1)
     stats = late.run()
     assert (stats.submissions, stats.version) == (0, 10)
     assert "when training had ended" in caplog.text
-    assert torch.equal(flat(late.model), flat(service.model))
-    seen_off.join(5.0)
+    seen_off.join(30.0)
     assert not seen_off.is_alive()  # nobody else is to come
     node.close()
-    serving.join(10.0)
+    serving.join(60.0)  # only now the model is written
+    assert torch.equal(flat(late.model), flat(service.model))
 
 
 def test_nobody_there_and_a_taken_port_and_no_address():
@@ -264,12 +269,12 @@ def test_nobody_there_and_a_taken_port_and_no_address():
 
 
 def test_a_stranger_at_the_port_harms_nobody():
-    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=40)
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01])
     for junk in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200, b"\xff" * 128, b""):
         with socket.create_connection(("127.0.0.1", cluster.service.port)) as stranger:
             stranger.sendall(junk)
-    status = cluster.join()
-    assert status.version == 40
+    cluster.stop_after(20)
+    assert cluster.join().counters["joined"] == 1
 
 
 def test_a_node_whose_server_never_was(monkeypatch):
@@ -279,25 +284,23 @@ def test_a_node_whose_server_never_was(monkeypatch):
 
 
 def test_a_node_that_is_closed_while_it_joins_leaves_no_member_behind(monkeypatch):
-    cluster = Cluster(bsp(start_nodes=2), 0, updates=5)
+    cluster = Cluster(bsp(start_nodes=2, lease_seconds=1000.0), 0, updates=5)
     joined, closed = threading.Event(), threading.Event()
 
     def reach_slowly(*words):
         found = reach(*words)
         joined.set()
-        closed.wait(10.0)
+        closed.wait(60.0)
         return found
 
     monkeypatch.setattr(node_module, "reach", reach_slowly)
     cluster.add(0)
-    assert joined.wait(10.0)
+    assert joined.wait(60.0)
     closer = threading.Thread(target=cluster.nodes[0].close)
     closer.start()
-    assert cluster.nodes[0].wait(10.0)  # it is over; close waits for the thread that joins
+    assert cluster.nodes[0].wait(60.0)  # it is over; close waits for the thread that joins
     closed.set()
-    closer.join(10.0)
-    end = time.monotonic() + 5.0  # less than a lease
-    while cluster.service.status().nodes and time.monotonic() < end:
+    closer.join(60.0)
+    while cluster.service.machine.members or not cluster.service.machine.counters["joined"]:  # less than a lease
         time.sleep(0.01)
-    assert cluster.service.status().nodes == ()
     cluster.service.stop()

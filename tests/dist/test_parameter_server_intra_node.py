@@ -58,7 +58,7 @@ def test_running_means_of_the_server_are_the_average_of_those_of_the_nodes_and_a
     served, service, thread = serving(checkpoint_dir=tmp_path)
     model = build()
     ps.run(model, lambda number: batch(0, number), loss, server=f"127.0.0.1:{service.port}")
-    thread.join(20)
+    thread.join(60)
     theta, buffers = plain([0])
     layout, expected = BufferLayout.of(served), buffers[0]
     for row in buffers[1:]:
@@ -83,7 +83,7 @@ def together(rank, size, port):
 def test_ranks_that_compute_together_are_one_worker_with_the_mean_gradient_bit_for_bit():
     served, service, thread = serving()
     results = run(together, 2, service.port)
-    thread.join(20)
+    thread.join(60)
     theta, _ = plain([0, 1])
     assert torch.equal(Layout.of(served).flat(served), theta)
     for flat, buffers, steps, version in results:

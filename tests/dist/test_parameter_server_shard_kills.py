@@ -16,8 +16,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 def serve(port, folder, updates):
     """The server's process; a line per update in `versions`."""
-    import time
-
     import torch
     from parameter_cluster import model, sgd
 
@@ -29,7 +27,7 @@ def serve(port, folder, updates):
     def on_update(version, theta):
         assert torch.isfinite(theta).all()
         assert theta.numel() == 44
-        log.write(f"{version} {time.time()}\n")
+        log.write(f"{version}\n")
 
     Service(model(), settings(), port=port, host="127.0.0.1", outer=sgd(), updates=updates,
             checkpoint_dir=f"{folder}/c", checkpoint_every=5,
@@ -142,7 +140,7 @@ def test_a_killed_shard_ends_the_verb_with_a_sentence_and_all_go_on_when_started
             out, words = process.communicate(timeout=120)
             assert process.returncode == 0, words
             assert json.loads(out)["version"] == saved + 50
-        assert node.wait(30) == 0
+        assert node.wait(120) == 0
     finally:
         for process in there:
             process.kill()

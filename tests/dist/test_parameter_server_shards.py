@@ -137,16 +137,16 @@ def test_a_node_that_breaks_between_a_header_and_its_pieces_leaves_no_half_of_a_
             piece.set()
 
     settings = inhad(2, start_nodes=2, deterministic=True, lease_seconds=15.0)
-    cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.01], updates=80, journal=tmp_path / "j")
+    cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.01], journal=tmp_path / "j")
     while not cluster.service.machine.version:
         time.sleep(0.01)
     breaks = next(member.number for member in [*cluster.service.machine.members.values()] if member.node == 1)
     monkeypatch.setattr(SlicedLine, "post", posting)
     monkeypatch.setattr(Pair, "send_frame", sending_frame)
     monkeypatch.setattr(Pair, "send_tensor", sending_tensor)
-    status = cluster.join()
-    assert status.version == 80
-    assert status.counters["joined"] == 3  # it came again
+    wait_until(lambda: cluster.service.machine.counters["joined"] == 3)  # it came again
+    cluster.stop_after(20)
+    assert cluster.join().counters["joined"] == 3
     updates = Journal.read(tmp_path / "j").updates
     keys = [(part.node, row.worker, row.step) for u in updates for part in u.parts for row in part.rows]
     assert len(keys) == len(set(keys))
@@ -179,7 +179,7 @@ def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_th
     port = free_port()
     cluster = Cluster(settings, 2, shards=2, delays=[0.01, 0.02], updates=100_000, checkpoint_every=5, port=port,
                       journal=tmp_path / "j", shards_apart=[1], **folders)  # fmt: skip
-    wait_until(lambda: cluster.service.machine.version >= 23)
+    wait_until(lambda: (cluster.service.keeper.saved_version or 0) >= 20 and cluster.service.machine.version >= 23)
     cluster.shard_processes[1].kill()
     cluster.serving.join(90)
     (failure,) = [x for x in cluster.failures if isinstance(x, ShardLost)]
@@ -229,7 +229,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint_with_the_shards_that_waited
 
 
 def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
-    cluster = Cluster(bsp(start_nodes=1), 1, shards=2, delays=[0.01], updates=60, checkpoint_dir=tmp_path / "c",
+    cluster = Cluster(bsp(start_nodes=1), 1, shards=2, delays=[0.01], checkpoint_dir=tmp_path / "c",
                       shard_folder=tmp_path / "c")  # fmt: skip
     wait_until(lambda: cluster.service.machine.version >= 3)
     address = cluster.address
@@ -243,15 +243,14 @@ def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
     # a leader that sends pieces before the server has admitted it, or somebody else's
     (host, port, _), _ = json.loads(Meeting(address, Badge("node", 7)).note("shards"))["places"]
     stranger = connect(host or "127.0.0.1", port, encode(Ticket(5)), Badge("node", 7))
-    stranger.receive_frame(FRAME.size, 5.0)
+    stranger.receive_frame(FRAME.size, 60.0)
     (member,) = cluster.service.machine.members
     stranger.send_frame(encode(Piece(member, 1), tensor_bytes=8))
     stranger.send_tensor(torch.zeros(2), 5.0)
     with pytest.raises(PairError):
-        stranger.receive_frame(FRAME.size, 10.0)
-    status = cluster.join()
-    assert status.version == 60
-    assert status.counters["joined"] == 1
+        stranger.receive_frame(FRAME.size, 60.0)
+    cluster.stop_after(20)
+    assert cluster.join().counters["joined"] == 1
 
 
 def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
@@ -268,7 +267,7 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
             Shard(address, 0, host="127.0.0.1", **options).run()
     number = fingerprint(sgd(), Layout.of(model()).dtype)
     gone = Meeting(address, Badge("shard", 0)).connect(encode(Enlist(0, free_port(), PROTOCOL, True, number)))
-    assert isinstance(decode(gone.receive_frame(FRAME.size, 10.0))[0], Enlisted)
+    assert isinstance(decode(gone.receive_frame(FRAME.size, 60.0))[0], Enlisted)
     gone.close()  # it dies before it has its weights
     early = Node(address, 0, 1)  # nodes wait as well
     working = threading.Thread(target=Worker(model(), *part_of(0, 0), early.address, 0).run, daemon=True)
@@ -276,8 +275,8 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
     wait_until(lambda: not service.keeper.roster.posts)
     assert [row.there for row in service.status().shards] == [False]
     Shard(address, 0, host="127.0.0.1", outer=sgd(), checkpoint_dir=tmp_path).run()
-    serving.join(20)
-    working.join(20)
+    serving.join(60)
+    working.join(60)
     assert service.machine.version == 3
     early.close()
     whole = Service(model(), bsp(), host="127.0.0.1", outer=sgd())

@@ -1,6 +1,5 @@
 """A training whose processes share a secret, and those who come without it, with another, or as somebody else."""
 
-import logging
 import os
 import socket
 import threading
@@ -45,7 +44,7 @@ def talk(address, badge, hello):
     """Come in, say the first word, and read an answer; whether there was one."""
     pair = Meeting(address, badge).connect(encode(hello))
     try:
-        pair.receive_frame(FRAME.size, 10.0)
+        pair.receive_frame(FRAME.size, 60.0)
     except PairError:
         return False
     else:
@@ -56,10 +55,9 @@ def talk(address, badge, hello):
 
 def ends(pair):
     """Read on until the other side closes."""
-    end = time.monotonic() + 10.0
     try:
-        while time.monotonic() < end:
-            pair.receive_frame(FRAME.size, 10.0)
+        while True:
+            pair.receive_frame(FRAME.size, 60.0)
     except PairError as error:
         return "closed" in str(error) or "reset" in str(error)
     finally:
@@ -71,26 +69,18 @@ def memory():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def warnings(caplog):
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-
-
 @pytest.mark.parametrize("shards", [0, 2])
 def test_strangers_change_nothing(secret, caplog, shards):
     settings, layout = bsp(start_nodes=1, deterministic=True), Layout.of(model()).number
-    undisturbed = Cluster(settings, 1, delays=[0.01], updates=60, shards=shards)
-    undisturbed.join()
-    cluster = Cluster(settings, 1, delays=[0.01], updates=60, shards=shards)
-    caplog.clear()
+    cluster = Cluster(settings, 1, delays=[0.01], shards=shards)
     before = memory()
     for badge in (Badge("node", 9), Badge("node", 9, b"another secret, 24 bytes")):
         with pytest.raises(NotAdmitted, match="secret"):
             Meeting(cluster.address, badge)
     said = ("it was asked for the secret and did not show it", "it does not know the secret")
-    while not warnings(caplog):  # it is told after the stranger has gone; pytest's own time limit ends this
+    # each hello has its thread: either may be told of first, after the stranger has gone, and one line is told for both
+    while not any(f"turned away 127.0.0.1: {why}" in caplog.messages for why in said):
         time.sleep(0.01)
-    first = warnings(caplog)[0]  # each hello has its thread: either may be told of first, and one line is told for both
-    assert first in [f"turned away 127.0.0.1: {why}" for why in said]
     # who knows the secret, and speaks as another node or in another role than it came in
     for badge, hello in (
         (Badge("node", 9, secret), Hello(0, 1, layout, instance=5)),
@@ -107,9 +97,12 @@ def test_strangers_change_nothing(secret, caplog, shards):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(junk)
     assert memory() - before < 100e6
+    cluster.stop_after(20)
     status = cluster.join()
-    assert (status.version, status.counters["joined"]) == (60, 1)
+    assert status.counters["joined"] == 1
     assert "refused" not in status.counters
+    undisturbed = Cluster(settings, 1, updates=status.version, shards=shards)
+    undisturbed.join()
     assert torch.equal(flat(cluster.model), flat(undisturbed.model))
 
 
@@ -119,27 +112,28 @@ def roster(cluster, shards):
 
 @pytest.mark.parametrize("role", ["worker", "shard"])
 def test_nobody_shows_a_shard_a_ticket_who_is_no_node(secret, role):
-    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=30, shards=1)
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], shards=1)
     while not roster(cluster, 1):
         time.sleep(0.01)
     port = roster(cluster, 1)[0].port
     with pytest.raises(NotAdmitted, match=f"takes no {role}s"):
         talk(f"127.0.0.1:{port}", Badge(role, 0, secret), Ticket(7))
-    assert cluster.join().version == 30
+    cluster.stop_after(20)
+    assert cluster.join().counters["joined"] == 1
 
 
 def test_a_member_that_announces_what_this_model_cannot_have_goes_alone(secret):
-    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01], updates=60)
+    cluster = Cluster(bsp(start_nodes=1), 1, delays=[0.01])
     layout, before = Layout.of(model()).number, memory()
     for tensor, rows in ((10**12, 0), (10**12, 1), (0, 10**6), (44 * 4 + 1, 1), (0, 1)):
         pair = Meeting(cluster.address, Badge("node", 9, secret)).connect(encode(Hello(9, 1, layout, instance=tensor)))
-        welcome = decode(pair.receive_frame(FRAME.size, 10.0))[0]
+        welcome = decode(pair.receive_frame(FRAME.size, 60.0))[0]
         assert isinstance(welcome, Welcome)
         pair.send_frame(encode(Grad(welcome.member, 0, 1, 1, 0, 0, 1.0), rows, tensor) + bytes(32 * min(rows, 1)))
         assert ends(pair)
     assert memory() - before < 100e6
-    status = cluster.join()
-    assert status.version == 60
+    cluster.stop_after(20)
+    cluster.join()
     assert all(row.isfinite() for row in flat(cluster.model))
 
 
@@ -151,8 +145,8 @@ def test_silent_connections_delay_a_node_that_joins_by_little(secret):
     began = time.monotonic()
     node = Node(f"127.0.0.1:{service.port}", 0, 1)
     Worker(model(), *part_of(0, 0), node.address, 0, check=lambda: node.wait(0)).run()
-    assert time.monotonic() - began < 20.0
-    serving.join(20)
+    assert time.monotonic() - began < 100.0  # in turn they would keep it out for 3000 s
+    serving.join(60)
     node.close()
     for connection in silent:
         connection.close()
