@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchft_cases import HEARTBEAT_MS, TIMEOUT, Cluster, check, untrained_loss
+from torchft_cases import Cluster, check, untrained_loss
 
 import thinwire as tw
 from spawned import free_port
@@ -41,16 +41,16 @@ def all_at(cluster, step):
     return all(cluster.step_of(number) >= step for number in cluster.running)
 
 
-def more_steps(cluster, count, *, without=None, seconds=40.0):
+def more_steps(cluster, count, *, without=None):
     """Wait until all have made some more."""
     step = furthest(cluster) + count
-    cluster.wait(lambda: all(cluster.step_of(n) >= step for n in cluster.running if n != without), seconds)
+    cluster.wait(lambda: all(cluster.step_of(n) >= step for n in cluster.running if n != without))
 
 
 def meet(cluster, victim, fault):
     """Let a fault meet a replica; the others go on, and then all."""
     cluster.signal(victim, fault)
-    more_steps(cluster, 3, without=victim, seconds=TIMEOUT + HEARTBEAT_MS / 1000 + 10)
+    more_steps(cluster, 3, without=victim)
     if fault == signal.SIGKILL:
         cluster.running[victim].join()
         cluster.start(victim)
@@ -84,6 +84,7 @@ def test_the_others_go_on_and_who_comes_back_is_equal(tmp_path, method, faults):
 def test_one_goes_on_alone_and_pays_what_it_owes_when_another_comes(tmp_path):
     with Cluster(tmp_path, 2, "topk", METHODS["topk"]) as cluster:
         cluster.wait(lambda: all_at(cluster, 4))
+        together = furthest(cluster)
         cluster.kill(1)
         alone = furthest(cluster)
         cluster.wait(lambda: cluster.step_of(0) >= alone + 4)
@@ -96,7 +97,7 @@ def test_one_goes_on_alone_and_pays_what_it_owes_when_another_comes(tmp_path):
     lonely = [e for e in mine if e["size"] == 1 and e["step"] > alone + 1]  # not those before replica 1 came first
     assert len({e["after"] for e in lonely}) == 1  # owed, and kept
     assert all(e["before"] != e["after"] for e in mine if e["size"] == 2)
-    assert {e["lost_norm"] for e in mine if e["step"] <= alone} == {0.0}  # nobody has left
+    assert {e["lost_norm"] for e in mine if e["step"] <= together} == {0.0}  # nobody has left
     assert mine[-1]["lost_norm"] is None  # who died has not told how much it owed
 
 
@@ -225,7 +226,7 @@ def test_the_commands_of_the_page(tmp_path):
         while ", 1 replicas" not in said.read_text() and first.poll() is None:
             time.sleep(0.02)
         again, said_again = page.start(page.replicas[1])
-        assert [first.wait(120), again.wait(30)] == [0, 0], said.read_text()
+        assert [first.wait(120), again.wait(120)] == [0, 0], said.read_text()
     for told in (said.read_text().splitlines(), said_again.read_text().splitlines()):
         assert "step 399, 2 replicas" in told[-2]  # together again
         assert re.fullmatch(r"acp: sent [1-9]\d* bytes, uncompressed [1-9]\d*", told[-1])

@@ -423,7 +423,7 @@ def test_m5_exit_code_0_without_detach(two):
 
 
 def test_m5_exit_code_0_with_the_groups_left():
-    run(_no_farewell, 2, False, init=False, seconds=40, fresh=True)
+    run(_no_farewell, 2, False, init=False, fresh=True)
 
 
 @pytest.mark.slow

@@ -65,8 +65,9 @@ def test_others_are_ended_after_the_grace_period(mode):
     assert result.exit_code == 3
 
 
-def test_a_daemon_that_left_its_group_is_ended(mode):
-    _, lines = collect(lab.Cluster(1), ["sh", "-c", "setsid sh -c 'echo $$; exec sleep 60' & sleep 0.3"])
+def test_a_daemon_that_left_its_group_is_ended(mode, tmp_path):
+    script = "setsid sh -c 'echo $$; touch said; exec sleep 60' & until [ -e said ]; do sleep 0.01; done"
+    _, lines = collect(lab.Cluster(1), ["sh", "-c", f"cd {tmp_path}; {script}"])
     pid = int(lines[0][0])
     if mode == "root":
         assert not runs(pid)
@@ -79,7 +80,7 @@ def test_signals_clean_up_first(mode, running, number, code):
     process, pids = running()
     assert bool(namespaces(process.pid)) == (mode == "root")
     process.send_signal(number)
-    assert process.wait(timeout=30) == code
+    assert process.wait(timeout=120) == code
     assert namespaces(process.pid) == []
     assert not any(map(runs, pids))
 
@@ -104,7 +105,7 @@ def test_clean_spares_the_living_unless_told(mode, running, monkeypatch):
     # Not those of other people's runs on this machine.
     monkeypatch.setattr(cleanup, "NAME", re.compile(rf"tw({process.pid})-(\d+)-\d+-\w+"))
     assert sorted(lab.clean(all=True)) == sorted(before)
-    assert process.wait(timeout=30) != 0
+    assert process.wait(timeout=120) != 0
     assert not any(map(runs, pids))
 
 

@@ -119,7 +119,7 @@ if os.environ["RANK"] == "0":
     with socket.create_server(("", address[1])) as server:
         peer = server.accept()[0]
 else:
-    for _ in range(500):
+    for _ in range(5000):
         try:
             peer = socket.create_connection(address)
             break

@@ -32,7 +32,7 @@ def receive(connection):
 
 
 def connect():
-    for _ in range(500):
+    for _ in range(5000):
         try:
             return socket.create_connection(address)
         except ConnectionRefusedError:

@@ -23,7 +23,7 @@ def runs(pid):
         return False
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
