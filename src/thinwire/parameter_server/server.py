@@ -131,8 +131,8 @@ class Server:
             self.members[member].heard = max(self.members[member].heard, now + seconds)
 
     def finish(self, now: float) -> list[Effect]:
-        """End the training: STOP to all."""
-        self._now, self.finished = now, True
+        """End the training: STOP to all. An update that still waits for sums is not made."""
+        self._now, self.finished, self.updating = now, True, False
         for member in self.members.values():
             self._send(Stop(member.number, self.version))
         return self._flush()
