@@ -261,12 +261,12 @@ class Fleet:
         return [member for member, assembly in self._assemblies.items() if assembly.overdue(now)]
 
     def traffic(self, member: int) -> tuple[int, int]:
-        rows = [post.traffic.get(member, (0, 0)) for post in self.roster.posts.values()]
+        rows = [post.traffic.get(member, (0, 0)) for post in list(self.roster.posts.values())]
         return sum(up for up, _ in rows), sum(down for _, down in rows)
 
     @property
     def past(self) -> tuple[int, int]:
-        rows = [post.past for post in self.roster.posts.values()]
+        rows = [post.past for post in list(self.roster.posts.values())]
         return sum(up for up, _ in rows), sum(down for _, down in rows)
 
     def shards(self) -> tuple[ShardStatus, ...]:

@@ -95,7 +95,7 @@ class Links:
     def traffic(self) -> dict[int, tuple[int, int]]:
         """Member -> bytes from it and to it, over all of its connections."""
         rows = {}
-        for number, connection in self.members.items():
+        for number, connection in list(self.members.items()):
             up, down = self._keeper.traffic(number)
             rows[number] = connection.pair.received_bytes + up, connection.pair.sent_bytes + down
         return rows

@@ -418,7 +418,7 @@ class Service:
         return f"a server that is started again {start}"
 
     def status(self) -> Status:
-        """What is going on, now."""
+        """What is going on, now; any thread may ask."""
         seconds = time.monotonic() - self._began
         links = self._links
         return status_of(self.machine, self._ages, links.traffic(), links.past(), seconds, self.keeper.shards())

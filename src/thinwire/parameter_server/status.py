@@ -104,8 +104,8 @@ def status_of(
         seconds: since it began to serve.
         shards: of the model.
     """
-    rows = []
-    for member in machine.members.values():
+    rows, members = [], list(machine.members.values())
+    for member in members:
         up, down = traffic.get(member.number, (0, 0))
         oldest = min(member.low, member.buf_low)
         behind = machine.version - oldest if oldest <= machine.version else -1
@@ -113,7 +113,7 @@ def status_of(
             NodeStatus(member.node, member.number, member.alive, member.seen, behind, member.step_us / 1e6, up, down)
         )
     rows.sort(key=lambda row: row.node)
-    samples = [(m.loss_sum, m.seen - m.dropped) for m in machine.members.values() if m.seen > m.dropped]
+    samples = [(m.loss_sum, m.seen - m.dropped) for m in members if m.seen > m.dropped]
     total = sum(count for _, count in samples)
     return Status(
         version=machine.version,
