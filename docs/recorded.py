@@ -536,7 +536,10 @@ def race(data: Any) -> Iterator[Row]:
             if "shares" in track["model"]
             else ""
         )
-        where = f"{one['elements'] / 1e6:.1f} M parameters, {track['workers']} workers{apart}"
+        where = (
+            f"{one['elements'] / 1e6:.1f} M parameters, {track['workers']} workers{apart}, "
+            f"DDP's loss after {track['steps'] * one['share']:.0f} steps"
+        )
         for label, row in one["rows"].items():
             ordered = sorted(
                 float("inf") if factor is None else factor for factor in row["factors"]
