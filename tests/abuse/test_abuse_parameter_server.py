@@ -76,9 +76,7 @@ class Attacked:
         while worker.stats.submissions < 10:
             time.sleep(0.01)
         self.service.stop()
-        for thread in (working, self.thread):
-            thread.join(60)
-            assert not thread.is_alive()
+        ended((working, self.thread))
         node.close()
         assert not self.failures, self.failures
         assert flat(self.service.model).isfinite().all()
@@ -166,24 +164,34 @@ def test_whatever_a_shard_sends_that_does_not_begin():
     threads = [serving, *(threading.Thread(target=one.run, daemon=True) for one in (*shards, worker))]
     for thread in threads[1:]:
         thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    ended(threads)
     node.close()
     assert not failures
     assert service.machine.version == 3
+
+
+def with_an_honest_worker(service, delay):
+    """Serve, and let the first worker of a node of two work: the node, and the threads, the worker's first."""
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    node = Node(f"127.0.0.1:{service.port}", 0, 2)
+    honest = Worker(model(), *part_of(0, 0, delay), node.address, 0, check=lambda: node.wait(0))
+    working = threading.Thread(target=honest.run, daemon=True)
+    working.start()
+    return node, (working, serving)
+
+
+def ended(threads):
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("method", ["bsp", "ssp", "bsp:deterministic=true"])
 @pytest.mark.parametrize("numel", [1, 22, 88])
 def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(method, numel, caplog):
     service = Service(model(), preset(f"{method}:start_nodes=1:lease_seconds=100"), outer=sgd())
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
-    node = Node(f"127.0.0.1:{service.port}", 0, 2)
-    honest = Worker(model(), *part_of(0, 0, 0.02), node.address, 0, check=lambda: node.wait(0))
-    working = threading.Thread(target=honest.run, daemon=True)
-    working.start()
+    node, threads = with_an_honest_worker(service, 0.02)
     pair = Meeting(node.address, Badge("worker", 1)).connect(encode(Enter(1)))
     while not isinstance(work := decode(pair.receive_frame(FRAME.size, 60.0))[0], Work):
         pass
@@ -196,9 +204,7 @@ def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(met
     while service.machine.version < version + 20:  # without it, at once
         time.sleep(0.01)
     service.stop()
-    for thread in (working, serving):
-        thread.join(60)
-        assert not thread.is_alive()
+    ended(threads)
     pair.close()
     node.close()
     assert flat(service.model).isfinite().all()
@@ -207,12 +213,7 @@ def test_a_result_of_another_length_ends_the_one_who_sent_it_and_nobody_else(met
 
 def test_whatever_a_worker_sends_to_its_leader():
     service = Service(model(), bsp(start_nodes=1), outer=sgd(), updates=60)
-    serving = threading.Thread(target=service.run, daemon=True)
-    serving.start()
-    node = Node(f"127.0.0.1:{service.port}", 0, 2)
-    honest = Worker(model(), *part_of(0, 0, 0.005), node.address, 0, check=lambda: node.wait(0))
-    working = threading.Thread(target=honest.run, daemon=True)
-    working.start()
+    node, threads = with_an_honest_worker(service, 0.005)
 
     @settings(max_examples=60, database=None)
     @given(seeds)
@@ -222,8 +223,6 @@ def test_whatever_a_worker_sends_to_its_leader():
 
     with contextlib.suppress(PairError):
         go()
-    for thread in (working, serving):
-        thread.join(60)
-        assert not thread.is_alive()
+    ended(threads)
     node.close()
     assert service.machine.version == 60

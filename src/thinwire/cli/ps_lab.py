@@ -151,14 +151,13 @@ def main(text: str) -> None:
     from thinwire.cli.ps_work import run_shard
 
     spec = LabSpec(**json.loads(text))
-    rank = int(os.environ["RANK"])
+    rank, server = int(os.environ["RANK"]), f"{os.environ['MASTER_ADDR']}:{PORT}"
     if rank == 0:
         _serve(spec)
     elif rank <= spec.shards:
-        server = f"{os.environ['MASTER_ADDR']}:{PORT}"
         run_shard(server, rank - 1, None, 0, None, host=_host(), keys=spec.keys_of(f"shard{rank - 1}"))
     else:
-        _work(spec, rank - 1 - spec.shards)
+        _work(spec, rank - 1 - spec.shards, server)
 
 
 def _host() -> str:
@@ -211,13 +210,12 @@ def _serve(spec: LabSpec) -> None:
     print("@@" + json.dumps(final), flush=True)
 
 
-def _work(spec: LabSpec, number: int) -> None:
+def _work(spec: LabSpec, number: int, server: str) -> None:
     from thinwire.cli.ps_work import run_node
 
     slowdown = dict(spec.slow).get(number, 1.0)
-    address = f"{os.environ['MASTER_ADDR']}:{PORT}"
     run_node(
-        address, spec.model, number, spec.workers, slowdown=max(1.0, slowdown), pace=spec.pace, seed=spec.seed,
+        server, spec.model, number, spec.workers, slowdown=max(1.0, slowdown), pace=spec.pace, seed=spec.seed,
         keys=spec.keys_of(f"node{number}"),
     )  # fmt: skip
 
