@@ -28,11 +28,16 @@ SIZES = {
     "10m": "chargpt:layers=8:width=320:heads=8",
 }
 COMPRESSED = "cast:dtype=int8,cast:dtype=int4,cast:dtype=int2,powersgd:rank=4,acp:rank=4,acp:rank=16,topk:density=0.01"
-BLOCKING = ",".join(f"local:sync_every={h}:codec=int8" for h in (2, 4, 8, 16))
-OVERLAPPED = ",".join(
-    f"local:sync_every={h}:codec={c}:fragment_sync_delay=full" for c in ("int8", "int2") for h in (2, 4, 8)
+WAITED = {"int8": (2, 4, 8, 16), "int2": (8, 16), "none": (8,)}
+OVERLAPPED = {"int8": ((4, 1), (8, 1), (4, 3), (8, 3), (16, 3), (8, 7), (16, 7)), "int2": ((8, 1), (8, 3), (16, 7))}
+ROWS = ",".join(
+    [
+        "ddp",
+        COMPRESSED,
+        *(f"local:sync_every={h}:codec={c}" for c, periods in WAITED.items() for h in periods),
+        *(f"local:sync_every={h}:codec={c}:fragment_sync_delay={d}" for c, some in OVERLAPPED.items() for h, d in some),
+    ]
 )
-ROWS = ",".join(["ddp", COMPRESSED, BLOCKING, OVERLAPPED, "local:sync_every=8:codec=none"])
 RESULTS = Path(__file__).parent / "results" / "race.json"
 
 

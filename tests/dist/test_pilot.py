@@ -108,7 +108,7 @@ def test_auto_chooses_alike_and_says_why():
     assert "lossy" in exact[2][1]
 
 
-RACED = {"method": "topk", "options": {"density": 0.001}, "every": 1, "overlapped": False, "elements": 10_000,
+RACED = {"method": "topk", "options": {"density": 0.001}, "every": 1, "delay": 0, "elements": 10_000,
          "workers": 2, "factors": [1.1, 1.2]}  # fmt: skip
 
 

@@ -272,7 +272,7 @@ def spoken_for(row: Row) -> dict[str, Any] | None:
             return None
         codec = str(row.options.get("codec", "int8"))
         code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
-        return code | {"every": settings.sync_every, "overlapped": settings.fragment_sync_delay != 0}
+        return code | {"every": settings.sync_every, "delay": settings.delay_in(settings.sync_every)}
     if row.kind not in METHODS:
         return None
-    return {"method": row.kind, "options": row.options, "every": 1, "overlapped": False}
+    return {"method": row.kind, "options": row.options, "every": 1, "delay": 0}

@@ -12,7 +12,7 @@ from thinwire.engine.services import Services
 from thinwire.local.settings import Local
 from thinwire.planner.choose.rank import ms
 from thinwire.planner.choose.worth import period_worth, shipped
-from thinwire.planner.periods import best_period, mean_step
+from thinwire.planner.periods import best_period, mean_step, up_to
 
 _MEASURED = 3  # periods with each codec, of which the first opens connections and does not count
 _THINNER = 0.9  # of the time to a loss, for a codec that sends less to be taken
@@ -72,8 +72,8 @@ class RoundTimes:
         found, least = ((2, 0), 0), math.inf
         for code, (codec, round_) in enumerate(zip(codecs, exchanges)):
             worth = period_worth(shipped(), codec, self._elements, apart)
-            most = settings.sync_every_max
-            option = best_period(step, round_, worth, delay=settings.fragment_sync_delay, most=most)
+            periods = up_to(settings.sync_every_max)
+            option = best_period(step, round_, worth, delay=settings.fragment_sync_delay, periods=periods)
             seconds = mean_step(step, round_, *option) * worth(*option)
             if code == 0 or seconds < _THINNER * least:
                 found, least = (option, code), seconds

@@ -5,6 +5,10 @@ send    s = x;  change = phi - s, to which a codec adds its residual; its ``redu
 outer   phi <- phi - mean change, or what the outer optimizer makes of it
 merge   x <- phi + (x - s): steps that were made meanwhile stay. Or a share of x beside phi
 
+While s travels a rank undoes by itself some of what set it apart when it was sent, where the loss is steep. Taking out
+all of that then would swing it to the other side. So of rounds that are two steps and more under way only half is taken
+out, and the next round takes half of the rest: the mean over ranks is the same.
+
 Without codec and outer optimizer the weights are exchanged themselves, as their mean needs no subtraction.
 """
 
@@ -24,6 +28,9 @@ from thinwire.methods.start import exact_method
 from thinwire.planner.calendars import calendar, cut, layers
 from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
 from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
+
+KEPT = 0.5
+"""Of what set a rank apart when it sent, in rounds of two steps and more: ``benchmarks/late_rounds.py``."""
 
 
 class Rounds:
@@ -232,7 +239,7 @@ class Fragment:
         self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]
         momentum = settings.outer is not None
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if momentum else []
-        self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as they were sent
+        self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as they were sent, less what is kept
         self._mean: list[Tensor] | None = None  # has been received, and is to be merged; None: it was rejected
         self._buckets = self._bucketed(dense)
         self.left = 0
@@ -284,6 +291,9 @@ class Fragment:
             changes = [x.clone() for x in self._sent]
         else:
             changes = list(torch._foreach_sub(self.anchors, self._sent))
+        if self._late:
+            torch._foreach_lerp_(self._sent, self.anchors, KEPT)
+            self._keep_residuals(KEPT)
         given = dict(zip(self.parameters, changes))
         for name in self.state.residuals if last else ():
             given[name].add_(self.state.extended(name, given[name].shape))
@@ -322,13 +332,17 @@ class Fragment:
     @torch.no_grad()
     def merge(self, count: int) -> None:
         """The outer step on what was received, and its way into the weights, after the step of this number."""
-        self.due = None
+        late, self.due = self._late, None
         weights = [x.detach() for x in self.parameters.values()]
         if self._mean is None:
             if not self.sent_finite:
                 torch._foreach_copy_(weights, self.anchors)
             return
         mean, self._mean = self._mean, None
+        if late:
+            change = torch._foreach_sub(self.anchors, mean) if self._settings.averages else mean
+            torch._foreach_sub_(self._sent, list(change), alpha=KEPT)
+            self._keep_residuals(-KEPT)
         if self._settings.averages:
             torch._foreach_copy_(self.anchors, mean)
         else:
@@ -347,6 +361,18 @@ class Fragment:
         for _, bucket in self._buckets:
             for slot in bucket.slots:
                 slot.value = slot.result = None
+
+    @property
+    def _late(self) -> bool:
+        """Whether some of what set this rank apart is kept: not where ranks of a machine lack its first's residual."""
+        known = self._first is None or not self._settings.method.has_residual
+        kept = self._settings.fragment_update_alpha is None and not self._last
+        return known and kept and self.due is not None and self.due - self.left > 1
+
+    def _keep_residuals(self, share: float) -> None:
+        for name, sent in zip(self.parameters, self._sent):
+            if name in self.state.residuals:
+                sent.add_(self.state.extended(name, sent.shape), alpha=share)
 
     def _outer_step(self, mean: Sequence[Tensor]) -> list[Tensor]:
         outer = self._settings.outer

@@ -105,10 +105,11 @@ class Local:
             longer by it (DreamDDP, arXiv 2502.11058). Three rounds are waited for and measured, and six tried;
             fragments are whole modules, and follow from it.
         fragment_sync_delay: optimizer steps that go on while a fragment travels. 0: the exchange is waited for. "full":
-            one less than the period. "auto": 0 or that, whichever is sooner; with ``sync_every="auto"``. "least": 0,
-            or under "dream" 1.
+            one less than the period. "auto": as many as hide the exchange, or fewer, whichever is sooner at a loss;
+            with ``sync_every="auto"``. "least": 0, or under "dream" 1.
         fragment_update_alpha: share of its own weights that a rank keeps when a fragment comes back: 0 takes the outer
-            weights, which throws away the steps made meanwhile. None: the outer weights, and those steps on top.
+            weights, which throws away the steps made meanwhile. None: those steps stay, and what set the rank apart
+            when it sent is taken out; half of it, where two steps and more were made meanwhile.
         sync_every_max: the largest H that "auto" takes.
         warmup_steps: at first, after each of which weights are averaged, as if H were 1.
         moments: state of the inner optimizer that is averaged too, by its name every so many rounds:

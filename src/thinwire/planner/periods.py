@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 LONGEST = 16
 """Steps of a period that a training from scratch bears."""
 
 EVERY = (2, 4, 8, LONGEST)
 """Periods to choose from."""
+
+
+def up_to(most: int) -> tuple[int, ...]:
+    """The periods to choose from that have at most so many steps."""
+    return tuple(every for every in EVERY if every <= max(EVERY[0], most))
 
 
 def mean_step(step_seconds: float, round_seconds: float, every: int, delay: int) -> float:
@@ -28,7 +33,7 @@ def best_period(
     steps: Callable[[int, int], float],
     *,
     delay: int | str = "auto",
-    most: int = LONGEST,
+    periods: Sequence[int] = EVERY,
 ) -> tuple[int, int]:
     """Steps of a period, and how many of them go on while a round travels.
 
@@ -36,12 +41,13 @@ def best_period(
         step_seconds: of a step that exchanges nothing.
         round_seconds: of an exchange of the whole model.
         steps: (period, delay) -> steps to a loss, over those of exact averaging; infinite: not known.
-        delay: a number of steps; "full": all but one of the period; "auto": none or that.
-        most: steps of a period.
+        delay: a number of steps; "full": all but one of the period; "auto": any, up to what hides a round.
+        periods: to choose from.
     """
+    hides = math.ceil(round_seconds / step_seconds) if step_seconds > 0 else LONGEST
     options = []
-    for every in (each for each in EVERY if each <= max(2, most)):
-        delays = {0, every - 1} if delay == "auto" else {every - 1 if delay == "full" else min(int(delay), every - 1)}
-        options += [(every, some) for some in sorted(delays)]
+    for every in periods:
+        most = min(hides if delay == "auto" else every if delay == "full" else int(delay), every - 1)
+        options += [(every, some) for some in range(0 if delay == "auto" else most, most + 1)]
     known = [option for option in options if math.isfinite(steps(*option))] or options[:1]
     return min(known, key=lambda option: mean_step(step_seconds, round_seconds, *option) * min(steps(*option), 1e9))

@@ -120,7 +120,7 @@ def test_no_lossy():
 
 
 def test_a_race_says_what_steps_are_worth(tmp_path):
-    raced = {"method": "acp", "options": {"rank": 4}, "every": 1, "overlapped": False, "elements": 1, "workers": 4,
+    raced = {"method": "acp", "options": {"rank": 4}, "every": 1, "delay": 0, "elements": 1, "workers": 4,
              "factors": [1.0, 1.5, 3.0]}  # fmt: skip
     (tmp_path / "race.json").write_text(json.dumps({"rows": [raced]}))
     answer = as_json("resnet50", "--link", "100mbit", "--worth", "race.json", "--methods", "acp:rank=4,powersgd:rank=4")

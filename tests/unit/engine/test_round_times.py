@@ -51,7 +51,7 @@ def found(monkeypatch, step, exchanges, beside=lambda own: [own, own], per_node=
 def test_two_bits_where_the_exchange_is_long_and_eight_where_it_is_short(monkeypatch):
     taken, codes, said = found(monkeypatch, 0.1, (2.0, 0.5))
     assert codes == [0, 0, 1, 1, 1, 1]
-    assert taken[1] == taken[0] - 1 > 0  # behind the next steps
+    assert 0 < taken[1] <= 6  # behind as many of the next steps as it takes
     assert said == "measured: a step takes 100 ms, an exchange 500 ms in int2"
     taken, codes, said = found(monkeypatch, 0.1, (0.02, 0.01))
     assert codes == [0, 0, 1, 1, 1, 0]

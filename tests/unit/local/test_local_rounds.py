@@ -7,6 +7,7 @@ import torch
 from local_ranks import SHAPES, Ranks, close, drawn, equal, mean_walk, virtual, walk
 
 from thinwire.local import QSR, Local, Nesterov
+from thinwire.local.rounds import KEPT
 from thinwire.methods.acp import ACP
 from thinwire.methods.cast import Cast
 from thinwire.methods.dgc import DGC
@@ -356,3 +357,21 @@ def test_a_share_of_the_own_weights_is_kept(alpha, kept):
     world.step()
     for name, x in world.weights[0].items():
         torch.testing.assert_close(x, kept * before[name] + (1 - kept) * world.outer()[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("codec", [None, SSGD()], ids=["none", "changes"])
+@pytest.mark.parametrize(("delay", "kept"), [(0, 0.0), (1, 0.0), (2, KEPT), (3, KEPT)])
+def test_of_a_late_round_half_is_taken_out(codec, delay, kept):
+    """What set ranks apart when they sent, and not what they made meanwhile; the mean over ranks stays."""
+    world = Ranks(Local(4, codec, fragment_sync_delay=delay), equal(3))
+    walk(world, 3)
+    sent = [{name: x.clone() for name, x in own.items()} for own in world.weights]
+    for own, change in zip(sent, drawn(1003, 3)):
+        for name, x in own.items():
+            x.sub_(0.01 * change[name])
+    walk(world, 1 + delay, first=3)
+    for rank, name in itertools.product(range(3), SHAPES):
+        made = sum((-0.01 * drawn(1004 + step, 3)[rank][name] for step in range(delay)), torch.zeros(SHAPES[name]))
+        mean = sum(own[name] for own in sent) / 3
+        expected = mean + kept * (sent[rank][name] - mean) + made
+        torch.testing.assert_close(world.weights[rank][name], expected, rtol=1e-12, atol=1e-12)

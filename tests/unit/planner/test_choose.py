@@ -212,13 +212,14 @@ def test_power_sgd_and_not_local_steps_that_are_as_soon():
 
 
 ROWS = (
-    MeasuredWorth("powersgd", {"rank": 4}, 1, False, 1_000_000, 2, (1.1, 1.3, 1.2)),
-    MeasuredWorth("powersgd", {"rank": 16}, 1, False, 1_000_000, 2, (1.0, 1.0, 1.1)),
-    MeasuredWorth("powersgd", {"rank": 4}, 1, False, 1_000_000, 8, (1.4, 1.5, 1.6)),
-    MeasuredWorth("powersgd", {"rank": 4}, 1, False, 9_000_000, 2, (1.01, 1.02, 1.03)),
-    MeasuredWorth("cast", {"dtype": "int8"}, 1, False, 1_000_000, 2, (1.0, 1.0, 1.0)),
-    MeasuredWorth("cast", {"dtype": "int8"}, 4, True, 1_000_000, 2, (1.2, 1.3, None)),
-    MeasuredWorth("cast", {"dtype": "int8"}, 8, True, 1_000_000, 2, (None, 1.5, None)),
+    MeasuredWorth("powersgd", {"rank": 4}, 1, 0, 1_000_000, 2, (1.1, 1.3, 1.2)),
+    MeasuredWorth("powersgd", {"rank": 16}, 1, 0, 1_000_000, 2, (1.0, 1.0, 1.1)),
+    MeasuredWorth("powersgd", {"rank": 4}, 1, 0, 1_000_000, 8, (1.4, 1.5, 1.6)),
+    MeasuredWorth("powersgd", {"rank": 4}, 1, 0, 9_000_000, 2, (1.01, 1.02, 1.03)),
+    MeasuredWorth("cast", {"dtype": "int8"}, 1, 0, 1_000_000, 2, (1.0, 1.0, 1.0)),
+    MeasuredWorth("cast", {"dtype": "int8"}, 4, 3, 1_000_000, 2, (1.2, 1.3, None)),
+    MeasuredWorth("cast", {"dtype": "int8"}, 8, 7, 1_000_000, 2, (None, 1.5, None)),
+    MeasuredWorth("cast", {"dtype": "int8"}, 8, 2, 1_000_000, 2, (1.1, 1.2, 1.4)),
 )
 
 
@@ -241,6 +242,10 @@ ROWS = (
         (Periodic(Cast("int8"), 4, 3), 1e6, 2, 1.3),
         (Periodic(Cast("int8"), 4, 0), 1e6, 2, None),
         (Periodic(Cast("int8"), 6, "full"), 1e6, 2, None),
+        (Periodic(Cast("int8"), 6, 2), 1e6, 2, 1.2),
+        (Periodic(Cast("int8"), 8, 1), 1e6, 2, 1.2),
+        (Periodic(Cast("int8"), 8, 3), 1e6, 2, None),
+        (Periodic(Cast("int8"), 16, 2), 1e6, 2, None),
         (Periodic(Cast("int8"), 16, "full"), 1e6, 2, None),
         (Periodic(Cast("int8")), 1e6, 2, None),
     ],

@@ -7,8 +7,8 @@ from thinwire.methods.powersgd import PowerSGD
 from thinwire.planner.choose.worth import UNKNOWN, MeasuredWorth, worth_from
 
 ROWS = (
-    MeasuredWorth("acp", {"rank": 4}, 1, False, 1_000_000, 2, (1.7, 1.6, 2.1)),
-    MeasuredWorth("powersgd", {"rank": 4}, 1, False, 1_000_000, 2, (1.0, 1.1, 1.2)),
+    MeasuredWorth("acp", {"rank": 4}, 1, 0, 1_000_000, 2, (1.7, 1.6, 2.1)),
+    MeasuredWorth("powersgd", {"rank": 4}, 1, 0, 1_000_000, 2, (1.0, 1.1, 1.2)),
 )
 
 

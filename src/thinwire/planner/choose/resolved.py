@@ -7,7 +7,7 @@ from typing import Any
 
 from thinwire.planner.choose.worth import WorthOf, period_worth, shipped
 from thinwire.planner.costs import Costs
-from thinwire.planner.periods import best_period
+from thinwire.planner.periods import best_period, up_to
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import simulate
 from thinwire.planner.timeline.local_steps import Periodic
@@ -30,9 +30,6 @@ def resolved(
     waited = replace(method, every=1, delay=0)
     round_ = simulate(waited, model_profile, topology, costs, **where).step_seconds - step
     steps = period_worth(worth or shipped(), method.codec, model_profile.elements, topology.world_size)
-    if method.every is None:
-        every, delay = best_period(step, round_, steps, delay=method.delay, most=method.most)
-    else:
-        every = method.every
-        delay = min((0, every - 1), key=lambda some: steps(every, some))
+    periods = up_to(method.most) if method.every is None else (method.every,)
+    every, delay = best_period(step, round_, steps, delay=method.delay, periods=periods)
     return replace(method, every=every, delay=delay)

@@ -61,7 +61,7 @@ class MeasuredWorth:
         method: name of the method, or of the codec of local steps.
         options: numbers are the least that the row speaks for (more is sent), words have to be equal.
         every: steps between two exchanges; 1: each is exchanged.
-        overlapped: the exchange runs while training goes on.
+        delay: steps that go on while an exchange travels, at most.
         elements, workers: of the model, and of the run.
         factors: one for each seed; None: it did not get there.
     """
@@ -69,22 +69,25 @@ class MeasuredWorth:
     method: str
     options: Mapping[str, Any]
     every: int
-    overlapped: bool
+    delay: int
     elements: int
     workers: int
     factors: tuple[float | None, ...]
 
     def speaks_for(self, method: Method) -> bool:
-        """Whether a method sends as much as this row's, as often, or more."""
-        every, overlapped = 1, False
+        """Whether a method sends as much as this row's, as often and as little late, or more, oftener and sooner."""
+        every = delay = 0
         if isinstance(method, Periodic):
-            if method.every is None or method.outer or method.schedule != "strided":
+            if method.every is None or method.delay == "auto" or method.outer or method.schedule != "strided":
                 return False
-            every, overlapped = method.every, method.overlapped
+            every, delay = method.every, method.travelling
             method = method.codec
-        if method.name != self.method or every > self.every or (every == 1) != (self.every == 1):
+        if method.name != self.method or not all(_covers(getattr(method, k), v) for k, v in self.options.items()):
             return False
-        return overlapped == self.overlapped and all(_covers(getattr(method, k), v) for k, v in self.options.items())
+        return all(
+            own <= most and (own == 0) == (most == 0)
+            for own, most in ((every, self.every if self.every > 1 else 0), (delay, self.delay))
+        )
 
     def worth(self, by: str = "measured") -> Worth:
         """As figures; fewer steps than exact averaging's are luck. ``by``: begins their source."""
@@ -116,12 +119,13 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
         if not found:
             return UNKNOWN
 
-        def apart(row: MeasuredWorth) -> tuple[float, float, int, list[float]]:
+        def apart(row: MeasuredWorth) -> tuple[float, float, int, int, list[float]]:
             sends = [-float(v) for v in row.options.values() if isinstance(v, (int, float))]
             return (
                 abs(math.log(row.workers / workers)),
                 abs(math.log(row.elements / max(1, elements))),
                 row.every,
+                row.delay,
                 sends,
             )
 
@@ -139,7 +143,7 @@ def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> 
         return lambda every, delay: worth(Periodic(code, every, delay), elements, workers).middle
 
     own = steps_with(codec)
-    measured = any(math.isfinite(own(every, delay)) for every in EVERY for delay in (0, every - 1))
+    measured = any(math.isfinite(own(EVERY[0], delay)) for delay in (0, 1))  # what any row speaks for
     return own if measured else steps_with(Cast("int8"))
 
 

@@ -48,9 +48,15 @@ class Periodic(Method):
         return self.codec.dense(name, shape, embedding)
 
     @property
-    def overlapped(self) -> bool:
-        """Whether training goes on while a round travels."""
-        return self.delay != 0
+    def travelling(self) -> int:
+        """Steps that go on while a round travels.
+
+        Raises:
+            ValueError: it is without a period yet.
+        """
+        if self.every is None or self.delay == "auto":
+            raise ValueError("local steps without a period: planner.choose.resolved chooses one")
+        return self.every - 1 if isinstance(self.delay, str) else min(self.delay, self.every - 1)
 
     @property
     def carrier(self) -> Method:
@@ -123,10 +129,8 @@ def simulate_period(
     backward = sum(t.backward_seconds for t in profile.tensors)
     step = [("forward", profile.forward_seconds), ("backward", backward), ("optimizer", optimizer_seconds)]
 
-    every, delay = method.every, method.delay
-    if every is None or delay == "auto":
-        raise ValueError("local steps without a period: planner.choose.resolved chooses one")
-    travelling = every - 1 if isinstance(delay, str) else min(delay, every - 1)
+    travelling, every = method.travelling, method.every
+    assert every is not None
     fragments = method.fragments(profile)
     if not fragments:
         return [_run(step, parts, every, travelling, shared=shared, streams=streams)]
