@@ -240,6 +240,7 @@ class Fragment:
         momentum = settings.outer is not None
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if momentum else []
         self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as they were sent, less what is kept
+        self._kept = 0.0  # of what set this rank apart then
         self._mean: list[Tensor] | None = None  # has been received, and is to be merged; None: it was rejected
         self._buckets = self._bucketed(dense)
         self.left = 0
@@ -291,9 +292,10 @@ class Fragment:
             changes = [x.clone() for x in self._sent]
         else:
             changes = list(torch._foreach_sub(self.anchors, self._sent))
-        if self._late:
-            torch._foreach_lerp_(self._sent, self.anchors, KEPT)
-            self._keep_residuals(KEPT)
+        self._kept = self._share_kept(delay)
+        if self._kept:
+            torch._foreach_lerp_(self._sent, self.anchors, self._kept)
+            self._add_residuals(self._kept)
         given = dict(zip(self.parameters, changes))
         for name in self.state.residuals if last else ():
             given[name].add_(self.state.extended(name, given[name].shape))
@@ -332,17 +334,17 @@ class Fragment:
     @torch.no_grad()
     def merge(self, count: int) -> None:
         """The outer step on what was received, and its way into the weights, after the step of this number."""
-        late, self.due = self._late, None
+        self.due = None
         weights = [x.detach() for x in self.parameters.values()]
         if self._mean is None:
             if not self.sent_finite:
                 torch._foreach_copy_(weights, self.anchors)
             return
         mean, self._mean = self._mean, None
-        if late:
+        if self._kept:
             change = torch._foreach_sub(self.anchors, mean) if self._settings.averages else mean
-            torch._foreach_sub_(self._sent, list(change), alpha=KEPT)
-            self._keep_residuals(-KEPT)
+            torch._foreach_sub_(self._sent, list(change), alpha=self._kept)
+            self._add_residuals(-self._kept)
         if self._settings.averages:
             torch._foreach_copy_(self.anchors, mean)
         else:
@@ -362,14 +364,12 @@ class Fragment:
             for slot in bucket.slots:
                 slot.value = slot.result = None
 
-    @property
-    def _late(self) -> bool:
-        """Whether some of what set this rank apart is kept: not where ranks of a machine lack its first's residual."""
-        known = self._first is None or not self._settings.method.has_residual
-        kept = self._settings.fragment_update_alpha is None and not self._last
-        return known and kept and self.due is not None and self.due - self.left > 1
+    def _share_kept(self, delay: int) -> float:
+        """Of what sets this rank apart; none where the ranks of a machine do not know its first one's residual."""
+        unknown = self._first is not None and self._settings.method.has_residual
+        return 0.0 if delay < 2 or unknown or self._settings.fragment_update_alpha is not None else KEPT
 
-    def _keep_residuals(self, share: float) -> None:
+    def _add_residuals(self, share: float) -> None:
         for name, sent in zip(self.parameters, self._sent):
             if name in self.state.residuals:
                 sent.add_(self.state.extended(name, sent.shape), alpha=share)
@@ -395,6 +395,7 @@ class Fragment:
             "left": self.left,
             "due": self.due,
             "sent": [] if self.due is None else _clones(self._sent),
+            "kept": self._kept,
             "mean": None if self._mean is None else _clones(self._mean),
         }
 
@@ -418,6 +419,7 @@ class Fragment:
             own.copy_(value)
         for own, value in zip(self._sent, saved["sent"]):
             own.copy_(value)
+        self._kept = saved.get("kept", 0.0)  # a file from before there was such a share
         mean = saved["mean"]
         self._mean = None if mean is None else [x.to(a.device, copy=True) for x, a in zip(mean, self.anchors)]
 

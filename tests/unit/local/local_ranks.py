@@ -2,7 +2,7 @@
 
 import torch
 
-from thinwire.local.rounds import KEPT, Rounds
+from thinwire.local.rounds import Rounds
 from thinwire.program import Topology
 from thinwire.program.lockstep import run_lockstep
 
@@ -94,9 +94,8 @@ def virtual(world):
                 came = flying[0]["mean"][place]
                 change = group[0].anchors[place] - came if world.settings.averages else came
                 at = at + gone - change
-                if group[0].due - group[0].left > 1 and world.settings.fragment_update_alpha is None:
-                    owed = [f.state.extended(name, change.shape) for f in group if name in f.state.residuals]
-                    at = at + KEPT * (change + sum(owed) / size)
+                owed = [f.state.extended(name, change.shape) for f in group if name in f.state.residuals]
+                at = at + flying[0]["kept"] * (change + sum(owed) / size)
             found[name] = at
     return found
 

@@ -1,0 +1,102 @@
+"""How much of what sets ranks apart to take out when an exchange comes back late: steps to plain averaging's loss.
+
+``python benchmarks/late_rounds.py``: local steps in 8 bits, two ranks in one process, a character GPT of 1.1 M
+parameters and AdamW, three seeds; each delay with nothing, half and three quarters of it left in. Writes
+``benchmarks/results/late_rounds.json``. About 15 minutes; losses do not depend on what else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from thinwire.bench.models.registry import build_model, loss_of
+from thinwire.bench.race import Trajectory
+from thinwire.local import Local, rounds
+from thinwire.methods.cast import Cast
+from thinwire.program import Topology
+from thinwire.program.lockstep import run_lockstep
+
+RESULTS = Path(__file__).parent / "results" / "late_rounds.json"
+MODEL = "chargpt:layers=4:width=144:heads=4:lr=0.0005"
+RANKS, EVERY, STEPS, TARGET = 2, 8, 280, 160
+DELAYS, SHARES = (1, 2, 3, 7), (0.0, 0.5, 0.75)
+
+
+def train(seed: int, settings: Local | None) -> Trajectory:
+    """The held-out losses of the outer weights; ``settings`` None: gradients are averaged."""
+    workloads = [build_model(MODEL, seed) for _ in range(RANKS)]
+    models = [workload.model for workload in workloads]
+    losses = [loss_of(workload, rank) for rank, workload in enumerate(workloads)]
+    optimizers = [workload.optimizer(workload.model) for workload in workloads]
+    topology = Topology(RANKS)
+    drivers = [
+        rounds.Rounds(settings, dict(model.named_parameters()), (), rank, topology)
+        for rank, model in enumerate(models if settings else ())
+    ]
+    points = []
+    for step in range(STEPS):
+        for model, loss, optimizer in zip(models, losses, optimizers):
+            optimizer.zero_grad()
+            loss(model, step + seed * STEPS).backward()
+        if not drivers:
+            for same in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.grad for p in same if p.grad is not None]).mean(0)
+                for p in same:
+                    p.grad = mean
+        for optimizer in optimizers:
+            optimizer.step()
+        exchange(drivers, topology)
+        if (step + 1) % EVERY == 0:
+            evaluate = workloads[0].evaluate
+            assert evaluate is not None
+            if drivers:
+                with drivers[0].outer_weights():
+                    found = [evaluate(models[0], 0, rank).item() for rank in range(RANKS)]
+            else:
+                found = [evaluate(models[0], 0, rank).item() for rank in range(RANKS)]
+            points.append((step + 1, statistics.fmean(found)))
+    steps, judged = zip(*points)
+    return Trajectory(steps, judged).smoothed()
+
+
+def exchange(drivers: list[rounds.Rounds], topology: Topology) -> None:
+    """What is due after a step."""
+    for driver in drivers:
+        driver.stepped()
+        for fragment in driver.arriving():
+            fragment.merge(driver.count)
+    for group in zip(*(driver.leaving() for driver in drivers), strict=True):
+        for programs in zip(*(driver.send(f) for driver, f in zip(drivers, group)), strict=True):
+            run_lockstep(programs, topology)
+        for fragment in group:
+            fragment.receive()
+    for driver in drivers:
+        for fragment in driver.arriving():
+            fragment.merge(driver.count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    seeds = parser.parse_args().seeds
+    torch.set_num_threads(1)
+    targets = {seed: train(seed, None).loss_at(TARGET) for seed in seeds}
+    cases = [(0, 0.0), *((delay, share) for delay in DELAYS for share in SHARES if delay > 1 or not share)]
+    rows = []
+    for delay, share in cases:
+        rounds.KEPT = share
+        settings = Local(EVERY, Cast("int8"), fragment_sync_delay=delay)
+        took = [train(seed, settings).steps_to(target) for seed, target in targets.items()]
+        rows.append({"delay": delay, "kept": share, "factors": [steps and steps / TARGET for steps in took]})
+        ends = ", ".join("never" if one is None else f"{one:.2f}" for one in rows[-1]["factors"])
+        print(f"delay {delay}, {share:.0%} kept: {ends}", flush=True)
+    RESULTS.write_text(json.dumps({"model": MODEL, "every": EVERY, "target": TARGET, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
