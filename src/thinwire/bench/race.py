@@ -268,11 +268,12 @@ def spoken_for(row: Row) -> dict[str, Any] | None:
     """What a row of the planner's table (``MeasuredWorth``) says of itself; None: it has no place there."""
     if row.kind == "local":
         settings = local_settings("local", row.options)
-        if settings.outer is not None or not isinstance(settings.sync_every, int):
+        every = settings.sync_every
+        if settings.outer is not None or not isinstance(every, int) or settings.fragment_sync_delay == "auto":
             return None
         codec = str(row.options.get("codec", "int8"))
         code = {"method": "ssgd", "options": {}} if codec == "none" else {"method": "cast", "options": {"dtype": codec}}
-        return code | {"every": settings.sync_every, "delay": settings.delay_in(settings.sync_every)}
+        return code | {"every": every, "delay": settings.delay_in(every)}
     if row.kind not in METHODS:
         return None
     return {"method": row.kind, "options": row.options, "every": 1, "delay": 0}

@@ -205,7 +205,10 @@ class LocalSync:
         ledger = travel.ledger()
         rounds = sum(fragment.state.step for fragment in self._rounds.fragments)
         why = travel.times.said or ("" if isinstance(local.sync_every, int) else str(local.sync_every))
-        every = f"{self.period} steps ({why})" if why else f"{self.period} steps"
+        delay = local.delay_in(self.period, self._rounds.measured)
+        every = (
+            f"{self.period} steps" + (f", of which {delay} go on meanwhile" if delay else "") + (why and f" ({why})")
+        )
         found = self._session.stats(f"{rounds} rounds, every {every}, by {self._session.method.name}")
         return dataclasses.replace(
             found,

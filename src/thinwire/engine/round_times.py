@@ -19,7 +19,7 @@ _THINNER = 0.9  # of the time to a loss, for a codec that sends less to be taken
 
 
 class RoundTimes:
-    """How long steps take, and exchanges that are waited for: what ``sync_every="auto"`` goes by.
+    """How long steps take, and exchanges that are waited for: what "auto" goes by, for a period and for a delay.
 
     Args:
         services: of the handle.
@@ -69,10 +69,10 @@ class RoundTimes:
         step, exchanges = max(steps), [min(column) for column in columns]
         topology = self._services.topology
         apart = topology.world_size if settings.inside is None else topology.nodes
-        found, least = ((2, 0), 0), math.inf
+        found, least, every = ((2, 0), 0), math.inf, settings.sync_every
         for code, (codec, round_) in enumerate(zip(codecs, exchanges)):
             worth = period_worth(shipped(), codec, self._elements, apart)
-            periods = up_to(settings.sync_every_max)
+            periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max)
             option = best_period(step, round_, worth, delay=settings.fragment_sync_delay, periods=periods)
             seconds = mean_step(step, round_, *option) * worth(*option)
             if code == 0 or seconds < _THINNER * least:

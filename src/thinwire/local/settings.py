@@ -105,8 +105,8 @@ class Local:
             longer by it (DreamDDP, arXiv 2502.11058). Three rounds are waited for and measured, and six tried;
             fragments are whole modules, and follow from it.
         fragment_sync_delay: optimizer steps that go on while a fragment travels. 0: the exchange is waited for. "full":
-            one less than the period. "auto": as many as hide the exchange, or fewer, whichever is sooner at a loss;
-            with ``sync_every="auto"``. "least": 0, or under "dream" 1.
+            one less than the period. "auto": as many as hide the exchange, or fewer, whichever is sooner at a loss, by
+            the times of three rounds. "least": 0, or under "dream" 1.
         fragment_update_alpha: share of its own weights that a rank keeps when a fragment comes back: 0 takes the outer
             weights, which throws away the steps made meanwhile. None: those steps stay, and what set the rank apart
             when it sent is taken out; half of it, where two steps and more were made meanwhile.
@@ -150,8 +150,8 @@ class Local:
             self._check_dream()
         if isinstance(self.fragment_sync_delay, str):
             check_choice("fragment_sync_delay", self.fragment_sync_delay, ("least", "full", "auto"))
-            if self.fragment_sync_delay == "auto" and self.sync_every != "auto":
-                raise ValueError('fragment_sync_delay="auto" goes with sync_every="auto": write a number, or "full"')
+            if self.fragment_sync_delay == "auto" and (self.schedule == "dream" or isinstance(self.sync_every, QSR)):
+                raise ValueError('fragment_sync_delay="auto" goes with a fixed period, or "auto": write a number')
         else:
             check_count("fragment_sync_delay", self.fragment_sync_delay)
             self._check_delay(self.fragment_sync_delay)
@@ -219,7 +219,7 @@ class Local:
 
     def measures(self, measured: tuple[int, int] | None) -> bool:
         """Whether times are to be measured yet, which say which period, or which calendar, it will be."""
-        return (self.sync_every == "auto" or self.schedule == "dream") and measured is None
+        return measured is None and ("auto" in (self.sync_every, self.fragment_sync_delay) or self.schedule == "dream")
 
     def period_at(self, count: int, lr: float, measured: tuple[int, int] | None) -> int:
         """Steps of the period that begins after this many optimizer steps.

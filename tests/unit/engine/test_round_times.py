@@ -8,6 +8,7 @@ import pytest
 from thinwire.engine import round_times
 from thinwire.engine.round_times import RoundTimes
 from thinwire.local.settings import local_settings
+from thinwire.planner.choose.rank import ms
 from thinwire.program import Topology
 
 ELEMENTS = 1_000_000
@@ -77,3 +78,13 @@ def test_a_named_period_travels_in_eight_bits_and_auto_needs_a_period_that_is_me
     assert str(local_settings("local", {"sync_every": 4}).method.dtype) == "torch.int8"
     with pytest.raises(ValueError, match='codec="auto" goes with sync_every="auto"'):
         local_settings("local", {"sync_every": 4, "codec": "auto"})
+
+
+@pytest.mark.parametrize(("exchange", "most"), [(0.001, 1), (0.25, 3), (5.0, 7)])
+def test_a_named_period_stays_and_only_what_hides_its_exchange_is_found(monkeypatch, exchange, most):
+    options = {"codec": "int8", "sync_every": 8, "fragment_sync_delay": "auto"}
+    (every, delay), codes, said = found(monkeypatch, 0.1, (exchange,), **options)
+    assert every == 8
+    assert delay <= most
+    assert codes == [0, 0, 0]
+    assert said == f"measured: a step takes 100 ms, an exchange {ms(exchange)}"
