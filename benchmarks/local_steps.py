@@ -16,7 +16,7 @@ from in_lab import keep, run
 RESULTS = Path(__file__).parent / "results" / "local_steps.json"
 MODEL = "chargpt:layers=6:width=208:heads=4"
 EVERY_8 = "local:sync_every=8:codec=int8"
-ROWS = f"ddp,cast:dtype=int8,powersgd:rank=4,{EVERY_8},{EVERY_8}:fragment_sync_delay=full,local"
+ROWS = f"ddp,cast:dtype=int8,powersgd:rank=4,{EVERY_8},{EVERY_8}:fragment_sync_delay=3,local"
 NETWORKS = [(2, "100mbit", ROWS), (4, "100mbit", ROWS), (2, "10mbit", "powersgd:rank=4,local,local:codec=int2")]
 
 

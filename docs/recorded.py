@@ -527,6 +527,16 @@ def peers(data: Any) -> Iterator[Row]:
 RATES = "python benchmarks/parameter_server_rates.py --out FILE"
 
 
+def of_seeds(factors: list[float | None]) -> str:
+    """The median of three, and their ends."""
+    ordered = sorted(float("inf") if factor is None else factor for factor in factors)
+    low, middle, high = (
+        "never" if x == float("inf") else f"{x:.2f}"
+        for x in (ordered[0], ordered[1], ordered[-1])
+    )
+    return f"{middle} ({low} to {high})"
+
+
 def race(data: Any) -> Iterator[Row]:
     """Steps to DDP's loss, over DDP's: the median of three seeds, and their ends."""
     for one in data:
@@ -541,17 +551,22 @@ def race(data: Any) -> Iterator[Row]:
             f"DDP's loss after {track['steps'] * one['share']:.0f} steps"
         )
         for label, row in one["rows"].items():
-            ordered = sorted(
-                float("inf") if factor is None else factor for factor in row["factors"]
-            )
-            low, middle, high = (
-                "never" if x == float("inf") else f"{x:.2f}"
-                for x in (ordered[0], ordered[1], ordered[-1])
-            )
             yield Row(
                 f"{where}: {label}",
-                f"{middle} ({low} to {high}), rate x{NBSP}{row['rate']:g}",
+                f"{of_seeds(row['factors'])}, rate x{NBSP}{row['rate']:g}",
             )
+
+
+def late_rounds(data: Any) -> Iterator[Row]:
+    """Steps to plain averaging's loss, over its own, of rounds that come back late: median and ends."""
+    for one in data["rows"]:
+        late, kept = one["delay"], one["kept"]
+        what = f"every {data['every']}, " + (
+            f"{late} steps late, {100 * kept:.0f}{PERCENT} kept"
+            if late
+            else "waited for"
+        )
+        yield Row(what, of_seeds(one["factors"]))
 
 
 def going_on(data: Any) -> Iterator[Row]:
@@ -591,7 +606,7 @@ def peer_link(data: Any) -> Iterator[Row]:
 def local_steps(data: Any) -> Iterator[Row]:
     """Mean steps over compute alone, and what the training thread computes more."""
     bounds = {
-        "100mbit": {"fragment_sync_delay=full": 1.03, "sync_every=8 codec=int8": 1.08},
+        "100mbit": {"fragment_sync_delay=3": 1.03, "sync_every=8 codec=int8": 1.08},
         "10mbit": {"local": 1.15, "codec=int2": 1.15},
     }
     for network in data:
@@ -630,6 +645,9 @@ SOURCES = {
         "python benchmarks/local_steps.py", "methods/local.md", local_steps
     ),
     "race": Source("python benchmarks/race.py", "methods/local.md", race),
+    "late_rounds": Source(
+        "python benchmarks/late_rounds.py", "methods/local.md", late_rounds
+    ),
     "main_figures": Source(
         "python benchmarks/main_figures.py --loss", "methods/ssgd.md", main_figures
     ),

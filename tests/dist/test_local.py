@@ -512,6 +512,29 @@ def test_the_period_is_measured_once_and_equal_on_all_ranks():
         assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
 
 
+def _late(rank, size):
+    """A named period: three of it are waited for, then what comes is merged as many steps later as all agree on."""
+    net = cases.model()
+    optimizer = _adamw(net)
+    with tw.attach(net, optimizer, "local", sync_every=4, fragment_sync_delay="auto", detect_desync=True) as sync:
+        settled = []
+        for step in range(26):
+            _train(net, optimizer, rank, 1, first=step)
+            settled.append(sync.stats().settled)
+        sync.finish()
+        return settled, sync.period, sync.stats().note.partition(" (")[0], cases.weights(net)
+
+
+def test_a_named_period_is_kept_and_its_delay_is_measured():
+    (settled, period, note, weights), *others = run(_late, 3, seconds=120)
+    assert settled == [False] * 11 + [True] * 15
+    assert period == 4
+    assert note == "7 rounds, every 4 steps"
+    for *rest, theirs in others:
+        assert rest == [settled, period, note]
+        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+
+
 def _refusals(rank, size):
     said = []
     net = cases.model()
