@@ -206,9 +206,7 @@ class LocalSync:
         rounds = sum(fragment.state.step for fragment in self._rounds.fragments)
         why = travel.times.said or ("" if isinstance(local.sync_every, int) else str(local.sync_every))
         delay = local.delay_in(self.period, self._rounds.measured)
-        every = (
-            f"{self.period} steps" + (f", of which {delay} go on meanwhile" if delay else "") + (why and f" ({why})")
-        )
+        every = f"{self.period} steps" + (f" ({why})" if why else "") + (f", merged {delay} later" if delay else "")
         found = self._session.stats(f"{rounds} rounds, every {every}, by {self._session.method.name}")
         return dataclasses.replace(
             found,
