@@ -562,9 +562,7 @@ def late_rounds(data: Any) -> Iterator[Row]:
     for one in data["rows"]:
         late, kept = one["delay"], one["kept"]
         what = f"every {data['every']}, " + (
-            f"{late} steps late, {100 * kept:.0f}{PERCENT} kept"
-            if late
-            else "waited for"
+            f"{late} steps late, {100 * kept:.0f} % kept" if late else "waited for"
         )
         yield Row(what, of_seeds(one["factors"]))
 
