@@ -203,10 +203,16 @@ def test_power_sgd_and_not_local_steps_that_are_as_soon():
     card = DEVICES["a100"]
     profile = builtin("resnet50", device_flops=card.training_flops)
     costs = Costs.of_link(1e9, 50e-6, 4, trees=True, compute=card.compute())
-    ranking = planner.choose(candidates, profile, Topology(4), costs, **GPU)
+    worth = worth_from(
+        (
+            MeasuredWorth("powersgd", {"rank": 4}, 1, 0, 1_000_000, 2, (1.0, 1.07, 1.13)),
+            MeasuredWorth("cast", {"dtype": "int2"}, 4, 3, 1_000_000, 2, (1.27, 1.32, 1.37)),
+        )
+    )
+    ranking = planner.choose(candidates, profile, Topology(4), costs, worth=worth, **GPU)
     assert ranking.best.label == "powersgd"
     assert "; local is as soon, " in ranking.sentence
-    alone = planner.choose(candidates[1:], profile, Topology(4), costs, **GPU)
+    alone = planner.choose(candidates[1:], profile, Topology(4), costs, worth=worth, **GPU)
     assert alone.best.label == "local"
     assert alone.best.steps * alone.best.step_seconds < ranking.best.steps * ranking.best.step_seconds
 
