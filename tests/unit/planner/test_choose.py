@@ -249,6 +249,7 @@ ROWS = (
         (Periodic(Cast("int8"), 4, 0), 1e6, 2, None),
         (Periodic(Cast("int8"), 6, "full"), 1e6, 2, None),
         (Periodic(Cast("int8"), 6, 2), 1e6, 2, 1.2),
+        (Periodic(Cast("int8"), 1, 0), 1e6, 2, 1.0),
         (Periodic(Cast("int8"), 8, 1), 1e6, 2, 1.2),
         (Periodic(Cast("int8"), 8, 3), 1e6, 2, None),
         (Periodic(Cast("int8"), 16, 2), 1e6, 2, None),

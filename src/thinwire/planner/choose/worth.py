@@ -76,18 +76,17 @@ class MeasuredWorth:
 
     def speaks_for(self, method: Method) -> bool:
         """Whether a method sends as much as this row's, as often and as little late, or more, oftener and sooner."""
-        every = delay = 0
+        every, delay = 1, 0
         if isinstance(method, Periodic):
             if method.every is None or method.delay == "auto" or method.outer or method.schedule != "strided":
                 return False
             every, delay = method.every, method.travelling
             method = method.codec
-        if method.name != self.method or not all(_covers(getattr(method, k), v) for k, v in self.options.items()):
+        if method.name != self.method or every > self.every or (every == 1) != (self.every == 1):
             return False
-        return all(
-            own <= most and (own == 0) == (most == 0)
-            for own, most in ((every, self.every if self.every > 1 else 0), (delay, self.delay))
-        )
+        if delay > self.delay or (delay == 0) != (self.delay == 0):
+            return False
+        return all(_covers(getattr(method, k), v) for k, v in self.options.items())
 
     def worth(self, by: str = "measured") -> Worth:
         """As figures; fewer steps than exact averaging's are luck. ``by``: begins their source."""
