@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -54,10 +55,7 @@ def train(seed: int, settings: Local | None) -> Trajectory:
         if (step + 1) % EVERY == 0:
             evaluate = workloads[0].evaluate
             assert evaluate is not None
-            if drivers:
-                with drivers[0].outer_weights():
-                    found = [evaluate(models[0], 0, rank).item() for rank in range(RANKS)]
-            else:
+            with drivers[0].outer_weights() if drivers else nullcontext():
                 found = [evaluate(models[0], 0, rank).item() for rank in range(RANKS)]
             points.append((step + 1, statistics.fmean(found)))
     steps, judged = zip(*points)

@@ -11,7 +11,7 @@ from thinwire.methods.base import check_choice, check_count
 from thinwire.methods.cast import Cast
 from thinwire.methods.registry import resolve
 from thinwire.methods.ssgd import SSGD
-from thinwire.planner.periods import LONGEST
+from thinwire.planner.periods import LONGEST, steps_late
 from thinwire.program import Method
 
 if TYPE_CHECKING:
@@ -151,7 +151,10 @@ class Local:
         if isinstance(self.fragment_sync_delay, str):
             check_choice("fragment_sync_delay", self.fragment_sync_delay, ("least", "full", "auto"))
             if self.fragment_sync_delay == "auto" and (self.schedule == "dream" or isinstance(self.sync_every, QSR)):
-                raise ValueError('fragment_sync_delay="auto" goes with a fixed period, or "auto": write a number')
+                raise ValueError(
+                    'fragment_sync_delay="auto" goes with a fixed period, or "auto", and not with schedule="dream": '
+                    "write a number"
+                )
         else:
             check_count("fragment_sync_delay", self.fragment_sync_delay)
             self._check_delay(self.fragment_sync_delay)
@@ -254,7 +257,7 @@ class Local:
         delay = self.fragment_sync_delay
         if delay == "auto":
             delay = measured[1] if measured else 0
-        return period - 1 if isinstance(delay, str) else min(delay, period - 1)
+        return steps_late(delay, period)
 
 
 _DTYPES = ("fp16", "bf16", "int8", "int4", "int2")

@@ -17,6 +17,11 @@ def up_to(most: int) -> tuple[int, ...]:
     return tuple(every for every in EVERY if every <= max(EVERY[0], most))
 
 
+def steps_late(delay: int | str, every: int) -> int:
+    """Steps of a period that go on while a round travels; "full": all but one."""
+    return every - 1 if isinstance(delay, str) else min(delay, every - 1)
+
+
 def mean_step(step_seconds: float, round_seconds: float, every: int, delay: int) -> float:
     """Of a period whose round travels while ``delay`` steps go on.
 
@@ -47,7 +52,7 @@ def best_period(
     hides = math.ceil(round_seconds / step_seconds) if step_seconds > 0 else LONGEST
     options = []
     for every in periods:
-        most = min(hides if delay == "auto" else every if delay == "full" else int(delay), every - 1)
-        options += [(every, some) for some in range(0 if delay == "auto" else most, most + 1)]
+        some = range(min(hides, every - 1) + 1) if delay == "auto" else [steps_late(delay, every)]
+        options += [(every, late) for late in some]
     known = [option for option in options if math.isfinite(steps(*option))] or options[:1]
     return min(known, key=lambda option: mean_step(step_seconds, round_seconds, *option) * min(steps(*option), 1e9))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from thinwire.planner.calendars import LONGER, calendar, layers, nanoseconds
-from thinwire.planner.periods import LONGEST
+from thinwire.planner.periods import LONGEST, steps_late
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline.machine import ComputeTask, Machine
 from thinwire.planner.timeline.programs import ProgramPart
@@ -56,7 +56,7 @@ class Periodic(Method):
         """
         if self.every is None or self.delay == "auto":
             raise ValueError("local steps without a period: planner.choose.resolved chooses one")
-        return self.every - 1 if isinstance(self.delay, str) else min(self.delay, self.every - 1)
+        return steps_late(self.delay, self.every)
 
     @property
     def carrier(self) -> Method:
