@@ -22,11 +22,11 @@ METHODS = [
 
 
 def _train(rank, size, spare):
-    before, Communicator.spare_cores = Communicator.spare_cores, lambda _: spare
+    before, Communicator.side_stream = Communicator.side_stream, lambda _: spare
     try:
         return [_where_and_what(rank, tw.method(name, **options)) for name, options in METHODS]
     finally:
-        Communicator.spare_cores = before
+        Communicator.side_stream = before
 
 
 def _where_and_what(rank, method):
@@ -67,7 +67,7 @@ def test_the_thread_changes_no_bit(size):
 def _ask(rank, size):
     net = cases.model()
     with tw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "topk", density=0.1) as sync:
-        return sync.services.session.comm.spare_cores()
+        return sync.services.session.comm.side_stream()
 
 
 def test_ranks_on_one_machine_count_its_cores():

@@ -313,7 +313,9 @@ class Travel:
         self._under_way: dict[int, int] = {}
         self._in_vain = Counter[int]()
         elements = sum(x.numel() for fragment in rounds.fragments for x in fragment.parameters.values())
-        self.seconds, self.times, self.layers = 0.0, RoundTimes(services, elements), CalendarTimes(services)
+        comm = services.session.comm
+        self.times = RoundTimes(services, elements, beside=comm is None or comm.side_stream())
+        self.seconds, self.layers = 0.0, CalendarTimes(services)
 
     def leave(self, fragments: Sequence[Fragment]) -> None:
         """Let the programs of fragments run; where a calendar wants their times, one fragment after the other."""

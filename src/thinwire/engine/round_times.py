@@ -7,6 +7,7 @@ import statistics
 import struct
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from thinwire.engine.services import Services
 from thinwire.local.settings import Local
@@ -18,34 +19,45 @@ _MEASURED = 3  # periods with each codec, of which the first opens connections a
 _THINNER = 0.9  # of the time to a loss, for a codec that sends less to be taken
 
 
+class _Exchange(NamedTuple):
+    """One that was waited for: seconds, and those of the processor that this rank took for it."""
+
+    seconds: float
+    compute: float
+
+
 class RoundTimes:
     """How long steps take, and exchanges that are waited for: what "auto" goes by, for a period and for a delay.
 
     Args:
         services: of the handle.
         elements: of the model.
+        beside: what an exchange computes takes nothing from the steps that go on.
 
     Attributes:
         said: what was measured, in words.
     """
 
-    def __init__(self, services: Services, elements: int) -> None:
-        self._services, self._elements, self.said = services, elements, ""
+    def __init__(self, services: Services, elements: int, *, beside: bool) -> None:
+        self._services, self._elements, self._beside, self.said = services, elements, beside, ""
         self._left: float | None = None
-        self._entered = self._exchange = 0.0
+        self._entered = (0.0, 0.0)
+        self._exchange = _Exchange(0.0, 0.0)
         self._steps: list[float] = []
-        self._rounds: list[float] = []
+        self._rounds: list[_Exchange] = []
 
     def stepped(self) -> None:
         """An optimizer step has ended."""
-        self._entered = time.perf_counter()
+        self._entered = time.perf_counter(), time.process_time()
         if self._left is not None:
-            self._steps.append(self._entered - self._left)
+            self._steps.append(self._entered[0] - self._left)
 
     def exchanged(self) -> None:
         """What was due after it has been exchanged."""
-        self._left = time.perf_counter()
-        self._exchange += self._left - self._entered
+        self._left, computed = time.perf_counter(), time.process_time()
+        seconds, compute = self._exchange
+        began, computing = self._entered
+        self._exchange = _Exchange(seconds + self._left - began, compute + computed - computing)
 
     @property
     def step(self) -> float:
@@ -59,26 +71,30 @@ class RoundTimes:
             The period and the delay, or None: more is to be measured; and which codec is next.
         """
         self._rounds.append(self._exchange)
-        self._exchange = 0.0
+        self._exchange = _Exchange(0.0, 0.0)
         codecs = settings.codecs
         if len(self._rounds) < _MEASURED * len(codecs):
             return None, len(self._rounds) // _MEASURED
         # Who comes last waits for nobody: its exchange is the exchange. The slowest rank's steps are everybody's.
         exchanges = [min(self._rounds[_MEASURED * code :][1:_MEASURED]) for code in range(len(codecs))]
-        steps, *columns = times_of_all(self._services, settings, [self.step, *exchanges])
-        step, exchanges = max(steps), [min(column) for column in columns]
+        steps, *columns = times_of_all(self._services, settings, [self.step, *(x for one in exchanges for x in one)])
+        step, exchanges = max(steps), [_Exchange(*map(min, pair)) for pair in zip(columns[::2], columns[1::2])]
         topology = self._services.topology
         apart = topology.world_size if settings.inside is None else topology.nodes
         found, least, every = ((2, 0), 0), math.inf, settings.sync_every
-        for code, (codec, round_) in enumerate(zip(codecs, exchanges)):
+        for code, (codec, (round_, compute)) in enumerate(zip(codecs, exchanges)):
+            taken_away = 0.0 if self._beside else compute
             worth = period_worth(shipped(), codec, self._elements, apart)
             periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max)
-            option = best_period(step, round_, worth, delay=settings.fragment_sync_delay, periods=periods)
-            seconds = mean_step(step, round_, *option) * worth(*option)
+            option = best_period(
+                step, round_, worth,
+                delay=settings.fragment_sync_delay, periods=periods, compute_seconds=taken_away,
+            )  # fmt: skip
+            seconds = mean_step(step, round_, *option, compute_seconds=taken_away) * worth(*option)
             if code == 0 or seconds < _THINNER * least:
                 found, least = (option, code), seconds
         taken = found[1]
-        self.said = f"measured: a step takes {ms(step)}, an exchange {ms(exchanges[taken])}"
+        self.said = f"measured: a step takes {ms(step)}, an exchange {ms(exchanges[taken].seconds)}"
         if len(codecs) > 1:
             self.said += f" in {codecs[taken].options()['dtype']}".replace("torch.", "")
         return found

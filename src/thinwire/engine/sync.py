@@ -101,7 +101,7 @@ class GradientSync:
                 "plan": plan.hash,
             }
         )
-        self._buckets.inline = comm.backend == "gloo" and not comm.spare_cores()
+        self._buckets.inline = not comm.side_stream()
         comm.broadcast([*model.parameters(), *model.buffers()])
         self._buckets.adopt(plan)
         comm.start()

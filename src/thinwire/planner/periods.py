@@ -22,14 +22,19 @@ def steps_late(delay: int | str, every: int) -> int:
     return every - 1 if isinstance(delay, str) else min(delay, every - 1)
 
 
-def mean_step(step_seconds: float, round_seconds: float, every: int, delay: int) -> float:
-    """Of a period whose round travels while ``delay`` steps go on.
+def mean_step(
+    step_seconds: float, round_seconds: float, every: int, delay: int, *, compute_seconds: float = 0.0
+) -> float:
+    """Of a period whose round travels while ``delay`` steps go on; ``compute_seconds`` of it no step hides.
 
     Example:
         >>> mean_step(1.0, 3.0, 4, 0), mean_step(1.0, 3.0, 4, 2), mean_step(1.0, 3.0, 4, 3)
         (1.75, 1.25, 1.0)
+        >>> [mean_step(1.0, 3.0, 4, delay, compute_seconds=2.0) for delay in (0, 1, 3)]
+        [1.75, 1.5, 1.5]
     """
-    return step_seconds + max(0.0, round_seconds - delay * step_seconds) / every
+    travels = max(0.0, round_seconds - compute_seconds)
+    return step_seconds + (round_seconds - travels + max(0.0, travels - delay * step_seconds)) / every
 
 
 def best_period(
@@ -39,6 +44,7 @@ def best_period(
     *,
     delay: int | str = "auto",
     periods: Sequence[int] = EVERY,
+    compute_seconds: float = 0.0,
 ) -> tuple[int, int]:
     """Steps of a period, and how many of them go on while a round travels.
 
@@ -48,11 +54,18 @@ def best_period(
         steps: (period, delay) -> steps to a loss, over those of exact averaging; infinite: not known.
         delay: a number of steps; "full": all but one of the period; "auto": any, up to what hides a round.
         periods: to choose from.
+        compute_seconds: of the exchange, that it takes from the steps which go on: encoding on their processor.
     """
-    hides = math.ceil(round_seconds / step_seconds) if step_seconds > 0 else LONGEST
+    travels = max(0.0, round_seconds - compute_seconds)
+    hides = math.ceil(travels / step_seconds) if step_seconds > 0 else LONGEST
     options = []
     for every in periods:
         some = range(min(hides, every - 1) + 1) if delay == "auto" else [steps_late(delay, every)]
         options += [(every, late) for late in some]
     known = [option for option in options if math.isfinite(steps(*option))] or options[:1]
-    return min(known, key=lambda option: mean_step(step_seconds, round_seconds, *option) * min(steps(*option), 1e9))
+
+    def seconds(option: tuple[int, int]) -> float:
+        mean = mean_step(step_seconds, round_seconds, *option, compute_seconds=compute_seconds)
+        return mean * min(steps(*option), 1e9)
+
+    return min(known, key=seconds)

@@ -15,24 +15,33 @@ ELEMENTS = 1_000_000
 
 
 class Clock:
-    now = 0.0
+    now = computed = 0.0
 
     def perf_counter(self):
         return self.now
 
+    def process_time(self):
+        return self.computed
 
-def found(monkeypatch, step, exchanges, beside=lambda own: [own, own], per_node=1, **options):
+
+def found(
+    monkeypatch, step, exchanges, ranks=lambda own: [own, own], per_node=1, computes=0.0, beside=False, **options
+):
     """After so many rounds of two steps as ``local`` measures.
 
     Args:
         step: seconds.
         exchanges: seconds of one in each codec.
-        beside: what all ranks have measured, given this one's.
+        ranks: what all of them have measured, given this one's.
         per_node: ranks of each of two machines.
+        computes: the share of an exchange that is encoding.
+        beside: on a core of its own.
     """
     clock, settings = Clock(), local_settings("local", options)
     monkeypatch.setattr(round_times, "time", clock)
-    times = RoundTimes(SimpleNamespace(gather=beside, topology=Topology(2 * per_node, per_node)), ELEMENTS)
+    times = RoundTimes(
+        SimpleNamespace(gather=ranks, topology=Topology(2 * per_node, per_node)), ELEMENTS, beside=beside
+    )
     codes, taken = [], None
     while taken is None:
         code = codes[-1] if codes else 0
@@ -43,6 +52,7 @@ def found(monkeypatch, step, exchanges, beside=lambda own: [own, own], per_node=
         clock.now += step
         times.stepped()
         clock.now += exchanges[code]
+        clock.computed += computes * exchanges[code]
         times.exchanged()
         taken, code = times.period(settings)
         codes.append(code)
@@ -60,12 +70,19 @@ def test_two_bits_where_the_exchange_is_long_and_eight_where_it_is_short(monkeyp
 
 
 def test_ranks_that_only_receive_do_not_say_how_long_an_exchange_takes(monkeypatch):
-    def beside(own):
-        receiver = struct.pack("<2d", 0.1, 0.0)  # came after the first rank of its machine had it all
+    def ranks(own):
+        receiver = struct.pack("<3d", 0.1, 0.0, 0.0)  # came after the first rank of its machine had it all
         return [own, receiver, own, receiver]
 
-    _, _, said = found(monkeypatch, 0.1, (2.0,), beside, 2, codec="int8", inside="ssgd")
+    _, _, said = found(monkeypatch, 0.1, (2.0,), ranks, 2, codec="int8", inside="ssgd")
     assert said == "measured: a step takes 100 ms, an exchange 2000 ms"
+
+
+@pytest.mark.parametrize(("computes", "beside", "late"), [(0.0, False, True), (1.0, False, False), (1.0, True, True)])
+def test_no_step_hides_what_an_exchange_takes_from_the_same_processor(monkeypatch, computes, beside, late):
+    options = {"codec": "int8", "sync_every": 8, "fragment_sync_delay": "auto"}
+    (_, delay), _, _ = found(monkeypatch, 0.1, (2.0,), computes=computes, beside=beside, **options)
+    assert (delay > 0) is late
 
 
 def test_a_codec_that_is_named_stays(monkeypatch):

@@ -103,9 +103,14 @@ def test_what_nobody_measured_is_not_chosen():
 
 
 @pytest.mark.parametrize("bits", [1e7, 1e8, 1e9, 1e10])
-def test_resolved_is_the_best_of_all_periods(bits):
-    """On the simulator's own steps, with the table that is shipped."""
-    worth, topology, where = shipped(), Topology(4), {"shared_compute": False}
+@pytest.mark.parametrize(("device", "shared"), [("a100", False), ("cpu", False), ("cpu", True)])
+def test_resolved_is_the_best_of_all_periods(bits, device, shared):
+    """On the simulator's own steps, with the table that is shipped: no step hides what a shared processor encodes."""
+    worth, topology, where = shipped(), Topology(4), {"shared_compute": shared}
+
+    def costs(bits):
+        return Costs.of_link(bits, 50e-6, 4, 1, compute=DEVICES[device].compute())
+
     found = resolved(Periodic(Cast("int8")), PROFILE, topology, costs(bits), **where)
     assert resolved(found, PROFILE, topology, costs(bits), **where) is found
     assert resolved(SSGD(), PROFILE, topology, costs(bits), **where) == SSGD()

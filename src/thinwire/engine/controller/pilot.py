@@ -149,10 +149,9 @@ class Pilot:
 
     def _prices(self, measurement: AgreedTimes, dense: Method) -> PlanPrices:
         assert self.costs is not None
-        side_stream = self._comm.backend != "gloo" or self._comm.spare_cores()
         return PlanPrices(
-            self._comm.backend, self._comm.members.topology, self._manage, dense, self.costs, measurement, side_stream,
-            self._worth,
+            self._comm.backend, self._comm.members.topology, self._manage, dense, self.costs, measurement,
+            self._comm.side_stream(), self._worth,
         )  # fmt: skip
 
     def _say(self, line: str, level: int = logging.INFO) -> None:

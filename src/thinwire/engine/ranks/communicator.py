@@ -99,7 +99,7 @@ class Communicator:
         self.ledger = Ledger()
         self.order: OrderWatch | None = None
         self._issuer = OpIssuer(self._lanes, self.ledger, self._note)
-        self._spare: bool | None = None
+        self._beside: bool | None = None
         self.steps: ProgramSteps
 
     @property
@@ -143,11 +143,11 @@ class Communicator:
         with self.meeting("gathering"):
             return gather_bytes(message, self.control, self.device)
 
-    def spare_cores(self) -> bool:
-        """Whether this rank's communicator thread has a core of its own; the first time all ranks must ask."""
-        if self._spare is None:
-            self._spare = spare_places(self.gather(place()), self.rank)
-        return self._spare
+    def side_stream(self) -> bool:
+        """Whether methods compute beside training, on a stream or a core; the first time all ranks must ask."""
+        if self._beside is None:
+            self._beside = self.backend != "gloo" or spare_places(self.gather(place()), self.rank)
+        return self._beside
 
     def gradual_probe(self) -> GradualProbe:
         """Measures the network between steps, on the lanes of buckets; made and used under ``meeting``."""
@@ -314,8 +314,8 @@ class Alone:
     def gather(self, message: bytes) -> list[bytes]:
         return [message]
 
-    def spare_cores(self) -> bool:
-        """Nothing is sent, so there is no thread that wants one."""
+    def side_stream(self) -> bool:
+        """Nothing is sent, so nothing is in training's way."""
         return True
 
     def gather_tensor(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from thinwire.planner.costs import Costs
 from thinwire.planner.periods import best_period, up_to
 from thinwire.planner.profiles import ModelProfile
 from thinwire.planner.timeline import simulate
+from thinwire.planner.timeline.bottleneck import network_free
 from thinwire.planner.timeline.local_steps import Periodic
 from thinwire.program import Method, Topology
 
@@ -28,8 +29,14 @@ def resolved(
         return method
     step = model_profile.forward_seconds + sum(model_profile.backward_seconds)
     waited = replace(method, every=1, delay=0)
-    round_ = simulate(waited, model_profile, topology, costs, **where).step_seconds - step
+
+    def round_seconds(prices: Costs) -> float:
+        return simulate(waited, model_profile, topology, prices, **where).step_seconds - step
+
+    round_, compute = round_seconds(costs), 0.0
+    if where.get("shared_compute", True):
+        compute = round_seconds(replace(costs, exchanges=network_free(costs, startup=0, rest=0).exchanges))
     steps = period_worth(worth or shipped(), method.codec, model_profile.elements, topology.world_size)
     periods = up_to(method.most) if method.every is None else (method.every,)
-    every, delay = best_period(step, round_, steps, delay=method.delay, periods=periods)
+    every, delay = best_period(step, round_, steps, delay=method.delay, periods=periods, compute_seconds=compute)
     return replace(method, every=every, delay=delay)
