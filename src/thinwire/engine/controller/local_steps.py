@@ -1,4 +1,4 @@
-"""Whether local steps would be sooner at a loss than what "auto" takes, which cannot become them while it runs."""
+"""Whether local steps would be sooner at a loss than what "auto" takes, which lets no workers train apart by itself."""
 
 from __future__ import annotations
 
