@@ -41,7 +41,9 @@ ROWS = ",".join(
 RESULTS = Path(__file__).parent / "results" / "race.json"
 
 
-def factors(track: Track, rows: tuple[Row, ...], share: float, rates: list[float]) -> dict[str, StepsFactor]:
+def factors(
+    track: Track, rows: tuple[Row, ...], share: float, rates: list[float], tuned_on: list[int]
+) -> dict[str, StepsFactor]:
     """Of every row."""
     launch = functools.partial(lab.run, lab.Cluster.parse(track.workers, 1, None, None))
 
@@ -50,7 +52,7 @@ def factors(track: Track, rows: tuple[Row, ...], share: float, rates: list[float
         print(f"... {told}", file=sys.stderr, flush=True)
         return trajectories(track, [row for row in rows if row.label in labels], factor, seed, launch)
 
-    return tuned(run, [row.label for row in rows], "ddp", share, rates=rates)
+    return tuned(run, [row.label for row in rows], "ddp", share, rates=rates, tuned_on=tuned_on)
 
 
 def ship(known: list[dict[str, Any]]) -> None:
@@ -75,12 +77,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--share", type=float, default=0.4, help="of DDP's run, at which its loss is the target")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--tune-on", type=int, nargs="+", default=[0, 1, 2], help="seeds whose median says which rate")
     parser.add_argument("--methods", default=ROWS)
     parser.add_argument("--apart", action="store_true", help="each rank trains on its own share of the text")
     told = parser.parse_args()
     model = SIZES[told.size] + (f":shares={told.workers}" if told.apart else "")
     track = Track(model, told.workers, told.steps)
-    found = factors(track, parse_rows(told.methods), told.share, told.rates)
+    found = factors(track, parse_rows(told.methods), told.share, told.rates, told.tune_on)
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     mine = {"size": told.size, "track": asdict(track), "share": told.share}
     known = [one for one in known if {key: one[key] for key in mine} != mine]

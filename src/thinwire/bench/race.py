@@ -6,6 +6,7 @@ down, and kept: seconds per step times steps to a loss is what a user waits for.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -219,8 +220,9 @@ def tuned(
     *,
     rates: Sequence[float] = (0.5, 1.0, 2.0, 4.0),
     seeds: Sequence[int] = (1, 2, 3),
+    tuned_on: Sequence[int] = (0,),
 ) -> dict[str, StepsFactor]:
-    """Tune every row's rate alike on seed 0, and compare them on others, by smoothed losses. One rate is not tuned.
+    """Tune every row's rate alike, and compare them on other seeds, by smoothed losses. One rate is not tuned.
 
     A factor is the median over five targets around the share, of the base on the same seed: one target is a matter of
     luck, and so is how fast a seed's weights learn.
@@ -232,13 +234,14 @@ def tuned(
         share: of the run, in 0 to 1.
         rates: that are tried.
         seeds: on which rows are compared.
+        tuned_on: seeds whose median says which rate serves a row best: near the largest that is stable one is luck.
     """
 
     def smooth(labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
         return {label: found.smoothed() for label, found in run(labels, rate, seed).items()}
 
-    first = 0 if len(rates) > 1 else seeds[0]
-    tried = {rate: smooth(labels, rate, first) for rate in rates}
+    first = tuned_on if len(rates) > 1 else seeds[:1]
+    tried = {(rate, seed): smooth(labels, rate, seed) for seed in first for rate in rates}
     last = max(t.steps[-1] for runs in tried.values() for t in runs.values() if t.steps)
     around = [last * share * near for near in _AROUND]
 
@@ -246,9 +249,15 @@ def tuned(
         """Over those of ``mark``, at its losses around the share."""
         return statistics.median(_or_never(row.steps_to(mark.loss_at(at))) / at for at in around)
 
-    fastest = min((runs[base] for runs in tried.values() if not runs[base].error), key=lambda t: t.loss_at(around[2]))
-    best = {label: min(rates, key=lambda r, name=label: steps_to(tried[r][name], fastest))  # type: ignore[misc]
-            for label in labels}  # fmt: skip
+    fastest = {}
+    for seed in first:
+        bases = [tried[rate, seed][base] for rate in rates]
+        fastest[seed] = min((t for t in bases if not t.error), key=lambda t: t.loss_at(around[2]))
+
+    def steps_at(label: str, rate: float) -> float:
+        return statistics.median(steps_to(tried[rate, seed][label], fastest[seed]) for seed in first)
+
+    best = {label: min(rates, key=functools.partial(steps_at, label)) for label in labels}
     factors: dict[str, list[float | None]] = {label: [] for label in labels}
     for seed in seeds:
         runs: dict[str, Trajectory] = {}

@@ -55,6 +55,18 @@ def test_rows_are_tuned_alike_and_compared_on_other_seeds():
     assert sorted(asked[3:5]) == [(("ddp",), 2.0, 1), (("other", "never"), 1.0, 1)]  # no rate that serves nobody
 
 
+def test_a_rate_that_one_seed_bears_by_luck_is_not_taken():
+    """At the larger rate seed 0 learns faster, the two others slower."""
+
+    def run(labels, rate, seed):
+        return {label: falling({1.0: 0.01, 2.0: 0.012 if seed == 0 else 0.004}[rate]) for label in labels}
+
+    by_one = tuned(run, ["ddp", "other"], "ddp", 0.4, rates=(1.0, 2.0))
+    by_three = tuned(run, ["ddp", "other"], "ddp", 0.4, rates=(1.0, 2.0), tuned_on=(0, 1, 2))
+    assert {one.rate for one in by_one.values()} == {2.0}
+    assert {one.rate for one in by_three.values()} == {1.0}
+
+
 def test_where_there_is_one_rate_no_seed_is_trained_to_choose_it():
     asked = []
 
