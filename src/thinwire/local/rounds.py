@@ -26,6 +26,7 @@ from thinwire.local.settings import QSR, Local
 from thinwire.methods.base import all_finite
 from thinwire.methods.start import exact_method
 from thinwire.planner.calendars import calendar, cut, layers
+from thinwire.planner.periods import steps_late
 from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
 from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 
@@ -99,7 +100,7 @@ class Rounds:
         period, count = self.settings.sync_every, len(self.fragments)
         if not isinstance(period, int) or (self.settings.warmup_steps and not self.calendar):
             return count  # in a period that becomes shorter each may leave by itself
-        delay = self.settings.delay_in(period)
+        delay = steps_late(self.settings.fragment_sync_delay, period)  # "auto" may find any
         if self.calendar:
             return delay  # something may leave after every step, before which what is due is merged
         window = delay + 1

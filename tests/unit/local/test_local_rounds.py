@@ -123,6 +123,20 @@ def test_as_many_travel_as_was_said_and_no_more(settings):
         assert most == rounds.most_travelling()
 
 
+@pytest.mark.parametrize("delay", [0, 3, 7])
+def test_no_more_travel_than_was_said_before_the_delay_was_measured(delay):
+    world = Ranks(Local(8, fragments=4, fragment_sync_delay="auto"), equal(2))
+    said = world.rounds[0].most_travelling()
+    most = 0
+    for step in range(40):
+        if step == 24:
+            for rounds in world.rounds:
+                rounds.measured = 8, delay
+        walk(world, 1, first=step)
+        most = max(most, len({f.left for f in [*world.rounds[0].leaving(), *world.rounds[0].travelling()]}))
+    assert 1 <= most <= said == 4
+
+
 def test_a_short_notice_of_the_rule():
     """H = max(least, floor((alpha / lr)^2)), as the authors' code has it."""
     rule = QSR(0.0175, least=4, most=100)
