@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from thinwire.bench.contenders import Contender, StepTime, dense_ring_bytes, new
 from thinwire.bench.record import RowRecord
 from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.spec import BenchSpec
+from thinwire.events import tell_event
 
 
 @dataclass
@@ -160,6 +160,6 @@ def _by_period(times: list[StepTime], period: int) -> list[list[float]]:
 
 
 def say(rank: int, **fields: Any) -> None:
-    """Rank 0 reports progress: a line of JSON behind ``@@``."""
+    """Rank 0 reports progress."""
     if rank == 0:
-        print("@@" + json.dumps(fields), flush=True)
+        tell_event(fields)

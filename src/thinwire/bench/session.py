@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections import deque
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 from thinwire.bench.record import RunRecord
 from thinwire.bench.spec import BenchSpec
+from thinwire.events import event_in
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -54,9 +54,10 @@ def run_session(
     words: deque[str] = deque(maxlen=15)
 
     def on_line(rank: int, text: str) -> None:
-        if text.startswith("@@"):
-            on_progress(json.loads(text[2:]))
-        elif text.strip():
+        event, text = event_in(text)
+        if event is not None:
+            on_progress(event)
+        if text.strip():
             words.append(f"[{rank}] {text.rstrip()}")
 
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.cli.console import check_output, plain_table, progress, watched_load
+from thinwire.events import tell_event
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -120,7 +121,7 @@ def main() -> None:
 
     def report(done: int, total: int) -> None:
         if rank == 0:
-            print("@@" + json_module.dumps({"done": done / total, "text": words.model}), flush=True)
+            tell_event({"done": done / total, "text": words.model})
 
     found = _profile(words.model, words.steps, words.warmup, rank, ranks, report)
     (words.out / f"{rank}.json").write_text(found.to_json())

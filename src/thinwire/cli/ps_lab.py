@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.errors import RunFailed, exit_code
+from thinwire.events import event_in, tell_event
 
 if TYPE_CHECKING:
     from thinwire.pictures import Picture
 
 PORT = 29400
 _AWAY_SECONDS = 1.0  # between a node's death and its return
-_FIRST_UPDATE = "@@begun"
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
         screen.say(_begins(spec))
 
         def on_line(rank: int, text: str) -> None:
-            if text.startswith(_FIRST_UPDATE):
-                screen.say("first update: seconds count from here")
-            elif rank == 0 and text.startswith("@@"):
-                event = json.loads(text[2:])
-                if "loss_at" in event:
+            event, text = event_in(text)
+            if rank == 0 and event is not None:
+                if "begun" in event:
+                    screen.say("first update: seconds count from here")
+                elif "loss_at" in event:
                     result["losses"].append(event["loss_at"])
                     screen.held_out(event["loss_at"])
                 elif "weights" in event:
@@ -101,7 +101,7 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
                 else:
                     result["status"] = event
                     screen.status(event)
-            elif text.strip():
+            if text.strip():
                 words.append(f"[{rank}] {text.rstrip()}")
 
         def on_fault(what: lab.Happening) -> None:
@@ -113,7 +113,7 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
         launched = lab.run(
             cluster, command, on_line=on_line, timeout_seconds=spec.timeout, grace_seconds=10.0,
             faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kill],
-            faults_begin=lambda rank, text: rank == 0 and text.startswith(_FIRST_UPDATE), on_fault=on_fault,
+            faults_begin=lambda rank, text: rank == 0 and "begun" in (event_in(text)[0] or {}), on_fault=on_fault,
         )  # fmt: skip
     if launched.exit_codes[0] or result["status"] is None or launched.exit_code == 124:
         raise RunFailed("\n".join([f"the server ended with exit code {launched.exit_code}; last words:", *words]))
@@ -179,12 +179,12 @@ def _serve(spec: LabSpec) -> None:
         if workload.evaluate is not None:
             workload.model.eval()
             value = float(workload.evaluate(workload.model, 0, 0))
-            print("@@" + json.dumps({"loss_at": [seconds, gradients, value]}), flush=True)
+            tell_event({"loss_at": [seconds, gradients, value]})
 
     def on_update(version: int, theta: Any) -> None:
         now = time.monotonic()
         if not began:
-            print(_FIRST_UPDATE, flush=True)
+            tell_event({"begun": True})
             held_out(0.0, 0)
             began.append(now)
             return
@@ -193,7 +193,7 @@ def _serve(spec: LabSpec) -> None:
         held_out(now - began[0], service.machine.counters["applied"])
 
     def on_status(status: Status) -> None:
-        print("@@" + json.dumps(status.to_dict()), flush=True)
+        tell_event(status.to_dict())
         if spec.seconds is not None and began and time.monotonic() - began[0] > spec.seconds:
             service.stop()
 
@@ -206,8 +206,8 @@ def _serve(spec: LabSpec) -> None:
     status = service.run()
     ended = time.monotonic()
     final = {**status.to_dict(), "training_seconds": ended - began[0] if began else 0.0}
-    print("@@" + json.dumps({"weights": weights_hash(layout.flat(service.model))}), flush=True)
-    print("@@" + json.dumps(final), flush=True)
+    tell_event({"weights": weights_hash(layout.flat(service.model))})
+    tell_event(final)
 
 
 def _work(spec: LabSpec, number: int, server: str) -> None:

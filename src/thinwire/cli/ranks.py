@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.console import Bar, progress
 from thinwire.cli.errors import RunFailed
+from thinwire.events import event_in
 
 if TYPE_CHECKING:
     from thinwire.bench.record import RunRecord
@@ -67,7 +67,7 @@ def moving(bar: Bar) -> Callable[[dict[str, Any]], None]:
 
 
 def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:
-    """Run ranks in the lab under a progress bar, which their lines ``@@{"done": share, "text": ...}`` move.
+    """Run ranks in the lab under a progress bar, which their events ``{"done": share, "text": ...}`` move.
 
     Raises:
         RunFailed: with the ranks' last words.
@@ -78,10 +78,10 @@ def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> L
     with progress("starting ranks", 100) as bar:
 
         def on_line(rank: int, text: str) -> None:
-            if text.startswith("@@"):
-                event = json.loads(text[2:])
+            event, text = event_in(text)
+            if event is not None:
                 bar(completed=round(100 * event["done"]), description=event["text"])
-            elif text.strip():
+            if text.strip():
                 words.append(f"[{rank}] {text.rstrip()}")
 
         launched = lab.run(cluster, command, on_line=on_line, timeout_seconds=timeout_seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from thinwire.events import tell_event
 from thinwire.measure.probe import probe
 from thinwire.measure.probe_run import Progress
 from thinwire.measure.result import ProbeResult
@@ -45,7 +45,7 @@ def join_and_probe(
 
 
 def main() -> None:
-    """Probe; the first rank writes the result and says on stdout, in lines that begin with @@, how far it is."""
+    """Probe; the first rank writes the result and tells how far it is."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--backend", default="gloo")
@@ -56,7 +56,7 @@ def main() -> None:
 
     def report(done: float, text: str) -> None:
         if first:
-            print("@@" + json.dumps({"done": done, "text": text}), flush=True)
+            tell_event({"done": done, "text": text})
 
     rank, result = join_and_probe(
         backend=arguments.backend,

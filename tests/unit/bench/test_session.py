@@ -1,0 +1,35 @@
+"""A run of the bench as it is heard: events of ranks, and whatever else their libraries print."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from thinwire.bench.rows import parse_rows
+from thinwire.bench.session import BenchError, run_session
+from thinwire.bench.spec import BenchSpec
+
+SPEC = BenchSpec(model="mlp", rows=parse_rows("ddp"), workers=1, steps=1)
+
+
+def test_what_a_library_prints_into_the_line_of_an_event_ends_no_run():
+    lines = [
+        '@@{"state": "building", "row": "ddp"}',
+        '@@{"state": "step", "row": "ddp"}2026-11-26 INFO a quorum was formed',
+        "@@ is how a word of somebody else's begins",
+        '@@"words"',
+        "RuntimeError: the last word",
+    ]
+
+    def launch(command, *, on_line, timeout_seconds):
+        for line in lines:
+            on_line(0, line)
+        return SimpleNamespace(exit_code=1, emulated=False, note="")
+
+    events = []
+    with pytest.raises(BenchError) as error:
+        run_session(SPEC, launch, events.append)
+    assert [event["state"] for event in events] == ["building", "step"]
+    said = str(error.value)
+    assert "[0] 2026-11-26 INFO a quorum was formed" in said
+    assert "[0] @@ is how a word" in said
+    assert said.endswith("[0] RuntimeError: the last word")
