@@ -47,6 +47,23 @@ def _race(rank, size, target):
     return {row.label: row for row in record.rows}
 
 
+def _late(rank, size, curves):
+    rows = parse_rows("local:sync_every=4:fragment_sync_delay=2,local:sync_every=4")
+    told = {"curves": True} if curves else {"target": 0.0}
+    record = worker.run(
+        BenchSpec(MODEL, rows, size, every=4, steps=16, rounds=1, warmup=0, operation_seconds=20, **told)
+    )
+    return [[p.step for p in row.curve] for row in record.rows if row.kind != "compute"]
+
+
+@pytest.mark.parametrize("curves", [False, True])
+def test_no_exchange_travels_while_a_row_waits_for_its_turn(curves):
+    """It would be free of charge: a turn ends when what was sent is merged."""
+    for late, waited in run(_late, 2, curves):
+        assert late[:4] == [0, 6, 10, 14]
+        assert waited[:4] == [0, 4, 8, 12]
+
+
 def test_rows_stop_at_the_loss_and_equal_training_takes_equal_steps():
     fresh = build_model(MODEL)
     target = fresh.evaluate(fresh.model, 0, 0).item() * 0.55

@@ -29,11 +29,6 @@ def compare(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], roun
             row_run.contender.close()
 
 
-def seconds_of(row_run: RowRun) -> float:
-    """Seconds of training so far, the slowest rank's in every step."""
-    return row_run.record.untimed_seconds + sum(row_run.record.step_seconds)
-
-
 def _note(row_run: RowRun, round_robin: RoundRobin) -> None:
     """One more point of the row's curve."""
     if row_run.contender is None or row_run.record.kind == COMPUTE:
@@ -44,7 +39,7 @@ def _note(row_run: RowRun, round_robin: RoundRobin) -> None:
         return
     recent = record.losses[record.curve[-1].step :] if record.curve else []
     loss = sum(recent) / len(recent) if recent else float("nan")
-    record.curve.append(Point(len(record.losses), seconds_of(row_run), loss, validation))
+    record.curve.append(Point(len(record.losses), row_run.seconds, loss, validation))
     say(round_robin.rank, row=record.label, steps=len(record.losses), validation=validation)
 
 

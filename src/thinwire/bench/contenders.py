@@ -73,6 +73,13 @@ class Contender:
         return getattr(self.sync, "period", 1)
 
     @property
+    def travelling(self) -> bool:
+        """Whether something was sent that a later step merges; the same on all ranks."""
+        import thinwire
+
+        return isinstance(self.sync, thinwire.LocalSync) and bool(self.sync.pending)
+
+    @property
     def settling(self) -> bool:
         """Whether thinwire is still measuring for its plan; the same on all ranks."""
         return self.sync is not None and not self.sync.stats().settled

@@ -42,9 +42,9 @@ def _train(spec: BenchSpec, row_run: RowRun, round_robin: RoundRobin, goal: Poin
         round_robin.run(row_run, chunk, 0)
         if row_run.contender is None:
             return
-        clock = sum(record.step_seconds)
-        recent = record.losses[-chunk:]
-        record.curve.append(Point(len(record.losses), clock, sum(recent) / chunk, evaluate(row_run, round_robin)))
+        recent, clock = record.losses[record.curve[-1].step :], row_run.seconds
+        loss = sum(recent) / len(recent)
+        record.curve.append(Point(len(record.losses), clock, loss, evaluate(row_run, round_robin)))
         say(round_robin.rank, row=record.label, steps=len(record.losses))
         if goal is None:
             if len(record.losses) >= spec.steps:

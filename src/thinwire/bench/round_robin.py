@@ -29,6 +29,11 @@ class RowRun:
     waited: tuple[float, float] = (0.0, 0.0)
     timed_steps: int = 0
 
+    @property
+    def seconds(self) -> float:
+        """Of training so far, the slowest rank's in every step; also of first steps, and of those that measure."""
+        return self.record.untimed_seconds + sum(self.record.step_seconds)
+
 
 @dataclass
 class RoundRobin:
@@ -67,7 +72,9 @@ class RoundRobin:
     def run(self, row_run: RowRun, steps: int, untimed: int = 0) -> None:
         """``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end.
 
-        A row that exchanges now and then runs whole periods.
+        A row that exchanges now and then runs whole periods. What it sends in the last timed step, and merges later, is
+        in place of what it had sent in the last untimed one; where there is none, it goes on until that is merged, as
+        nothing may travel while others have their turn.
         """
         contender, label = row_run.contender, row_run.record.label
         if contender is None:
@@ -86,6 +93,9 @@ class RoundRobin:
         steps = _whole(steps, contender.period)
         before, idle = self._sent(contender), contender.waited()
         times = some(steps) if early is not None else None
+        while times is not None and not untimed and contender.travelling and len(times) < steps + contender.period:
+            more = some(1)
+            times = None if more is None else times + more
         after = self._sent(contender)
         if early is not None and times is not None:
             if idle is not None and (now := contender.waited()) is not None:

@@ -192,6 +192,11 @@ class LocalSync:
         return 1 if self._travel is None else rounds.period or self.settings.period_at(0, self._lr, None)
 
     @property
+    def pending(self) -> tuple[str, ...]:
+        """Names of the parameters that were sent and are not merged yet."""
+        return tuple(name for fragment in self._rounds.travelling() for name in fragment.parameters)
+
+    @property
     def _lr(self) -> float:
         return float(self.services.optimizers[0].param_groups[0]["lr"])
 
