@@ -87,6 +87,27 @@ def test_outer_weights_are_equal_and_finish_makes_weights_equal():
             assert stats["bytes_sent"] > 0, label
 
 
+def _finished_again(rank, size):
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    with tw.attach(net, optimizer, "diloco", sync_every=4) as sync:
+        _train(net, optimizer, rank, 14)
+        mean = cases.weights(net)
+        for x in mean:
+            dist.all_reduce(x)
+            x.div_(size)
+        sync.finish()
+        once = cases.weights(net)
+        sync.finish()
+        return mean, once, cases.weights(net)
+
+
+def test_finish_averages_the_weights_and_an_outer_momentum_moves_them_no_further():
+    for mean, once, twice in run(_finished_again, 2, seconds=120):
+        torch.testing.assert_close(once, mean, rtol=0, atol=1e-6)
+        torch.testing.assert_close(twice, once, rtol=0, atol=1e-6)
+
+
 def _lockstep_twin(rank, size):
     """What the engine does on ranks against the same rounds without any engine, in one process."""
     net = cases.model().double()

@@ -162,7 +162,7 @@ class LocalSync:
     def finish(self) -> None:
         """Merge what is under way, and average once more, exactly: then all ranks have the same weights.
 
-        All ranks must call it, after the last step.
+        All ranks must call it, after the last step. An outer optimizer has no part in it.
 
         Raises:
             RuntimeError: on all ranks, if some rank's weights are not finite.

@@ -285,7 +285,7 @@ class Fragment:
         """Begin a round after the optimizer step of this number: one program a bucket, which no longer read weights.
 
         What comes is merged ``delay`` steps later. ``code``: which of the settings' codecs. ``last``: an exact round,
-        with all that is owed, after which the weights are the outer weights.
+        with all that is owed and no outer optimizer, after which the weights are the outer weights.
         """
         self.left, self.due, self._mean = count, count + delay, None
         self.received, self._last = False, last
@@ -378,7 +378,7 @@ class Fragment:
 
     def _outer_step(self, mean: Sequence[Tensor]) -> list[Tensor]:
         outer = self._settings.outer
-        if outer is None:
+        if outer is None or self._last:  # the last one averages: momentum would go past it
             return list(mean)
         momentum = outer.momentum_at(self.state.step - self.rejected - 1)
         torch._foreach_mul_(self.momenta, momentum)
