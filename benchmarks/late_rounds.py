@@ -67,7 +67,7 @@ def exchange(drivers: list[rounds.Rounds], topology: Topology) -> None:
     for driver in drivers:
         driver.stepped()
         for fragment in driver.arriving():
-            fragment.merge(driver.count)
+            driver.merge(fragment)
     for group in zip(*(driver.leaving() for driver in drivers), strict=True):
         for programs in zip(*(driver.send(f) for driver, f in zip(drivers, group)), strict=True):
             run_lockstep(programs, topology)
@@ -75,7 +75,7 @@ def exchange(drivers: list[rounds.Rounds], topology: Topology) -> None:
             fragment.receive()
     for driver in drivers:
         for fragment in driver.arriving():
-            fragment.merge(driver.count)
+            driver.merge(fragment)
 
 
 def main() -> None:

@@ -371,7 +371,7 @@ class Travel:
     def merge(self, fragment: Fragment) -> None:
         """Wait for it, and take it over."""
         self.receive(fragment)
-        fragment.merge(self._rounds.count)
+        self._rounds.merge(fragment)
         if fragment is self._rounds.fragments[-1]:
             self._averages.merge()
 

@@ -38,8 +38,8 @@ at 7 it saves an eighth of the steps: ``benchmarks/late_rounds.py``."""
 class Rounds:
     """Of one rank.
 
-    After every optimizer step whoever drives it calls :meth:`stepped`, merges each fragment of :meth:`arriving`, and
-    runs the programs of each of :meth:`leaving`.
+    After every optimizer step whoever drives it calls :meth:`stepped`, :meth:`merge` with each fragment of
+    :meth:`arriving`, and runs the programs of each of :meth:`leaving`.
 
     Args:
         settings: equal on all ranks.
@@ -166,6 +166,16 @@ class Rounds:
         """As :meth:`Fragment.send`, after the optimizer step that was counted last."""
         delay = 0 if last or self.waited else self.settings.delay_in(self.period, self.measured)
         return fragment.send(self.count, delay, self.code, last=last)
+
+    def merge(self, fragment: Fragment) -> None:
+        """Take over what has come, after the step that was counted last.
+
+        Of a rank that was not finite all fragments go on from the outer weights: one left as it is would spoil the
+        others in the next step.
+        """
+        if not fragment.merge(self.count):
+            for one in self.fragments:
+                one.recover()
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -334,14 +344,18 @@ class Fragment:
         return all(bool(all_finite(x)) for x in self._sent)
 
     @torch.no_grad()
-    def merge(self, count: int) -> None:
-        """The outer step on what was received, and its way into the weights, after the step of this number."""
+    def merge(self, count: int) -> bool:
+        """The outer step on what was received, and its way into the weights, after the step of this number.
+
+        Returns whether this rank may keep its own: False where it has sent what is not finite.
+        """
         self.due = None
         weights = [x.detach() for x in self.parameters.values()]
         if self._mean is None:
-            if not self.sent_finite:
-                torch._foreach_copy_(weights, self.anchors)
-            return
+            finite = self.sent_finite
+            if not finite:
+                self.return_to_outer_weights()
+            return finite
         mean, self._mean = self._mean, None
         if self._kept:
             change = torch._foreach_sub(self.anchors, mean) if self._settings.averages else mean
@@ -365,6 +379,17 @@ class Fragment:
         for _, bucket in self._buckets:
             for slot in bucket.slots:
                 slot.value = slot.result = None
+        return True
+
+    @torch.no_grad()
+    def recover(self) -> None:
+        """Go on from the outer weights, if the weights are not finite; from those that come, if it travels."""
+        if all(bool(all_finite(x.detach())) for x in self.parameters.values()):
+            return
+        self.return_to_outer_weights()
+        if self.due is not None and self.sent_finite:
+            torch._foreach_copy_(self._sent, self.anchors)
+            self._kept = 0.0
 
     def _share_kept(self, delay: int) -> float:
         """Of what sets this rank apart; none where the ranks of a machine do not know its first one's residual."""

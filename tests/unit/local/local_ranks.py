@@ -34,7 +34,7 @@ class Ranks:
     def _merge(self):
         for rounds in self.rounds:
             for fragment in rounds.arriving():
-                fragment.merge(rounds.count)
+                rounds.merge(fragment)
 
     def outer(self, rank=0):
         """The outer weights by name."""

@@ -299,6 +299,25 @@ def test_a_change_that_is_not_finite_is_rejected_by_all_ranks(codec, delay):
     assert fragments[0].rejected == 1
 
 
+@pytest.mark.parametrize("codec", [None, TopK(0.1)], ids=str)
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("spoilt", range(7, 11))
+def test_a_rank_whose_every_layer_is_spoilt_by_one_comes_back(codec, delay, spoilt):
+    """As a forward does it: of one weight that is not finite, all gradients are not."""
+    world = Ranks(Local(4, codec, fragments=2, fragment_sync_delay=delay), equal(2))
+    for step in range(24):
+        own = world.weights[1]
+        if step == spoilt:
+            own["b"][2] = torch.nan
+        if not all(x.isfinite().all() for x in own.values()):
+            for x in own.values():
+                x.fill_(torch.nan)
+        walk(world, 1, first=step)
+    assert all(x.isfinite().all() for own in world.weights for x in own.values())
+    assert sum(f.rejected for f in world.rounds[0].fragments) <= 2
+    assert all(torch.equal(x, world.outer(1)[name]) for name, x in world.outer(0).items())
+
+
 @pytest.mark.parametrize("codec", [None, ACP(rank=2, min_rate=1.0), TopK(0.1), QSGD()], ids=str)
 @pytest.mark.parametrize("stop", [4, 5, 6, 7])
 def test_training_goes_on_bit_for_bit_from_any_moment(codec, stop):
