@@ -309,7 +309,7 @@ class Travel:
     ) -> None:
         self._rounds, self._buffers, self._moments = rounds, buffers, moments
         self._agree_on = services.agree_on if detect_desync else None
-        self._averages = Averages(services.topology.world_size)
+        self._averages = Averages()
         depth = depths(exchanges for fragment in rounds.fragments for exchanges in fragment.traced())
         depth |= Counter({Scope.WORLD: len({x.dtype for x in buffers} | moments.dtypes)})
         wanted = deepest_of_all(depth, services.gather)

@@ -1,6 +1,6 @@
 """What besides parameters is averaged at a round: buffers, and moments of the inner optimizer.
 
-The mean of floating-point tensors (BatchNorm's statistics), rank 0's of the others.
+Of floating-point tensors (BatchNorm's statistics) the mean over those ranks where they are finite, rank 0's of the others.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from thinwire.program import AllReduce, Broadcast, Program, working_dtype
 
 
 class Averages:
-    """Of tensors that come along with a round.
+    """Of tensors that come along with a round."""
 
-    Args:
-        ranks: how many.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks, self._received = ranks, dict[torch.dtype, Tensor]()
+    def __init__(self) -> None:
+        self._received = dict[torch.dtype, Tensor]()
         self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
 
     def send(self, tensors: Iterable[Tensor]) -> Program:
@@ -41,19 +37,24 @@ class Averages:
     def _exchange(self, sent: dict[torch.dtype, Tensor]) -> Program:
         for dtype, x in sent.items():
             if dtype.is_floating_point:
-                total = yield AllReduce(x.to(working_dtype(dtype)))
-                self._received[dtype] = total / self._ranks
+                sizes = [one.numel() for one in self._by_dtype[dtype]]
+                own = x.to(working_dtype(dtype)).split(sizes)
+                finite = [all_finite(one) for one in own]
+                given = [torch.where(ok, one, torch.zeros_like(one)) for ok, one in zip(finite, own)]
+                total = yield AllReduce(torch.cat([*given, torch.stack(finite).to(own[0].dtype)]))
+                *sums, ranks = total.split([*sizes, len(sizes)])
+                self._received[dtype] = torch.cat([one / count for one, count in zip(sums, ranks)])
             else:
                 self._received[dtype] = (yield Broadcast(x.view(torch.uint8))).view(dtype)  # Gloo lacks some dtypes
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Take over what has come, unless it is not finite."""
+        """Take over what has come; a tensor that was finite on no rank, as a mask may be, stays each rank's own."""
         for dtype, received in self._received.items():
-            if not dtype.is_floating_point or bool(all_finite(received)):
-                some = self._by_dtype[dtype]
-                for x, part in zip(some, received.split([x.numel() for x in some])):
-                    x.copy_(part.view(x.shape))
+            some = self._by_dtype[dtype]
+            for x, part in zip(some, received.split([x.numel() for x in some])):
+                mean = part.view(x.shape)
+                x.copy_(torch.where(all_finite(part), mean, x) if dtype.is_floating_point else mean)
         self._received.clear()
 
     def snapshot(self) -> list[Tensor]:
