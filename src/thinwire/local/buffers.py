@@ -1,6 +1,7 @@
 """What besides parameters is averaged at a round: buffers, and moments of the inner optimizer.
 
-Of floating-point tensors (BatchNorm's statistics) the mean over those ranks where they are finite, rank 0's of the others.
+Of floating-point tensors (BatchNorm's statistics) the mean over the ranks where they are finite; rank 0's of the
+others, and with whole numbers what was counted while they travelled.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ class Averages:
 
     def __init__(self) -> None:
         self._received = dict[torch.dtype, Tensor]()
+        self._counted = dict[torch.dtype, Tensor]()  # whole numbers, as they were sent
         self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
 
     def send(self, tensors: Iterable[Tensor]) -> Program:
         """A round's program; the tensors, in an order that is equal on all ranks, may change while it runs."""
         self._aim(tensors)
-        return self._exchange(
-            {dtype: torch.cat([x.reshape(-1) for x in some]) for dtype, some in self._by_dtype.items()}
-        )
+        sent = {dtype: _flat(some) for dtype, some in self._by_dtype.items()}
+        self._counted = {dtype: sent[dtype].clone() for dtype in self._whole_numbers()}
+        return self._exchange(sent)
 
     def _aim(self, tensors: Iterable[Tensor]) -> None:
         self._by_dtype.clear()
         for x in tensors:
             if x.numel():
                 self._by_dtype.setdefault(x.dtype, []).append(x)
+
+    def _whole_numbers(self) -> list[torch.dtype]:
+        return [x for x in self._by_dtype if x.is_signed and not x.is_floating_point and not x.is_complex]
 
     def _exchange(self, sent: dict[torch.dtype, Tensor]) -> Program:
         for dtype, x in sent.items():
@@ -52,21 +57,31 @@ class Averages:
         """Take over what has come; a tensor that was finite on no rank, as a mask may be, stays each rank's own."""
         for dtype, received in self._received.items():
             some = self._by_dtype[dtype]
+            if dtype in self._counted:
+                received = received + _flat(some) - self._counted[dtype]
             for x, part in zip(some, received.split([x.numel() for x in some])):
                 mean = part.view(x.shape)
                 x.copy_(torch.where(all_finite(part), mean, x) if dtype.is_floating_point else mean)
         self._received.clear()
+        self._counted.clear()
 
     def snapshot(self) -> list[Tensor]:
-        """What has come and is not merged, cloned."""
-        return [x.clone() for x in self._received.values()]
+        """What has come and is not merged, and what was sent of whole numbers, cloned."""
+        return [x.clone() for x in (*self._received.values(), *self._counted.values())]
 
     def restore(self, saved: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
         """Take over a snapshot, for tensors like those that were sent."""
         self._aim(tensors)
-        self._received = {
-            dtype: x.to(some[0].device, copy=True) for (dtype, some), x in zip(self._by_dtype.items(), saved)
-        }
+        values = iter(saved)
+        received, counted = (
+            {dtype: x.to(self._by_dtype[dtype][0].device, copy=True) for dtype, x in zip(dtypes, values)}
+            for dtypes in (list(self._by_dtype), self._whole_numbers())
+        )
+        self._received, self._counted = received, counted  # a file from before counts lacks the latter
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
 
 
 class Moments:

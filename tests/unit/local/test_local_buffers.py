@@ -32,3 +32,10 @@ def test_what_is_finite_nowhere_stays_each_ranks_own():
     ranks = [[torch.full((2,), torch.nan), torch.tensor([float(rank)])] for rank in range(2)]
     _round(ranks)
     assert all(spoilt.isnan().all() and mean == 0.5 for spoilt, mean in ranks)
+
+
+def test_what_is_counted_while_it_travels_stays():
+    ranks = [[torch.tensor(10 + rank), torch.tensor([rank == 0])] for rank in range(2)]
+    _round(ranks, meanwhile=lambda tensors: tensors[0].add_(3))
+    assert [int(count) for count, _ in ranks] == [13, 13]
+    assert all(mark for _, mark in ranks)
