@@ -556,6 +556,23 @@ def test_a_named_period_is_kept_and_its_delay_is_measured():
         assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
 
 
+def _measured_after_a_start(rank, size):
+    net = cases.model()
+    optimizer = _adamw(net)
+    options = {"sync_every": 2, "fragment_sync_delay": "auto", "start_compression_step": 4}
+    with tw.attach(net, optimizer, "local", **options) as sync:
+        settled = []
+        for step in range(20):
+            _train(net, optimizer, rank, 1, first=step)
+            settled.append(sync.stats().settled)
+        return settled
+
+
+def test_rounds_that_are_exact_at_first_say_nothing_of_the_codec():
+    for settled in run(_measured_after_a_start, 2, seconds=120):
+        assert settled == [False] * (2 * (4 + 3) - 1) + [True] * 7
+
+
 def _refusals(rank, size):
     said = []
     net = cases.model()

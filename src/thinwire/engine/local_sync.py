@@ -128,7 +128,8 @@ class LocalSync:
             if rounds.calendar:
                 travel.times.said = travel.layers.ended(rounds, travel.times)
             else:
-                rounds.measured, rounds.code = travel.times.period(self.settings)
+                starting = any(fragment.starting for fragment in rounds.fragments)
+                rounds.measured, rounds.code = travel.times.period(self.settings, starting=starting)
 
     # --- what users call -----------------------------------------------------------------------------------------
 

@@ -64,14 +64,18 @@ class RoundTimes:
         """Seconds of a step in which nothing is exchanged, as most of them have it."""
         return statistics.median(self._steps)
 
-    def period(self, settings: Local) -> tuple[tuple[int, int] | None, int]:
+    def period(self, settings: Local, *, starting: bool = False) -> tuple[tuple[int, int] | None, int]:
         """A period has ended: what is measured of it; after enough of them what all ranks take from now on.
+
+        ``starting``: the codec has not begun, so the exchange says nothing of it.
 
         Returns:
             The period and the delay, or None: more is to be measured; and which codec is next.
         """
-        self._rounds.append(self._exchange)
-        self._exchange = _Exchange(0.0, 0.0)
+        exchange, self._exchange = self._exchange, _Exchange(0.0, 0.0)
+        if starting:
+            return None, 0
+        self._rounds.append(exchange)
         codecs = settings.codecs
         if len(self._rounds) < _MEASURED * len(codecs):
             return None, len(self._rounds) // _MEASURED

@@ -339,6 +339,11 @@ class Fragment:
         return accepted
 
     @property
+    def starting(self) -> bool:
+        """Whether its last round was exact, as the codec had not begun."""
+        return self.state.step <= self.state.start
+
+    @property
     def sent_finite(self) -> bool:
         """Whether the weights of this rank were finite as they were sent last."""
         return all(bool(all_finite(x)) for x in self._sent)
