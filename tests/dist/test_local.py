@@ -296,6 +296,38 @@ def test_it_is_said_when_no_round_is_kept_any_more():
         assert f"last 3 rounds: {('another', 'this')[rank]} rank's weights were not finite" in line
 
 
+def _loaded_late(rank, size):
+    """Trained weights, loaded before attach or after it; and with a first step that a GradScaler skips."""
+    trained, rows = cases.model(), []
+    _train(trained, torch.optim.SGD(trained.parameters(), lr=0.05), 0, 40)
+    for options, late, skipped in (
+        ({}, False, False), ({}, True, False), ({}, True, True), ({"codec": "none"}, True, False),
+    ):  # fmt: skip
+        net, lines, scaler = cases.model(), _Lines(), torch.amp.GradScaler("cpu", enabled=skipped)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        if not late:
+            net.load_state_dict(trained.state_dict())
+        logging.getLogger("thinwire").addHandler(lines)
+        with tw.attach(net, optimizer, "local", sync_every=2, **options) as sync:
+            net.load_state_dict(trained.state_dict())
+            with sync.outer_weights():
+                kept = all(torch.equal(a, b) for a, b in zip(cases.weights(net), cases.weights(trained), strict=True))
+            for step in range(4):
+                scaler.scale(cases.loss_of(net, rank, step) * (torch.inf if skipped and step == 0 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        logging.getLogger("thinwire").removeHandler(lines)
+        rows.append((kept, sum("weights were changed after attach" in line for line in lines.said)))
+    return rows
+
+
+def test_it_is_said_when_weights_are_loaded_after_attach():
+    """And until the first step they are the outer weights: who evaluates meanwhile gets what was loaded."""
+    for rows in run(_loaded_late, 2, seconds=120):
+        assert rows == [(True, 0), (True, 1), (True, 1), (True, 0)]
+
+
 def _lent(rank, size, folder):
     """Inside outer_weights, also after an inner one, nothing takes what is lent for this rank's own."""
     said, net = [], cases.model()

@@ -96,6 +96,18 @@ class LocalSync:
         if self._lent:
             raise RuntimeError("optimizer.step() inside outer_weights() would train what is only lent: step outside")
         self._late.check(optimizer, self._parameters)
+        self._tell_loaded()
+
+    def _tell_loaded(self) -> None:
+        """The first step begins: changes count from the weights at ``attach``, which a file may have replaced since."""
+        if self._rounds.count or self._waiting or self._travel is None or self.settings.averages:
+            return
+        if self._rounds.apart:
+            logger.warning(
+                "thinwire: weights were changed after attach, before the first step: that change is averaged as if the "
+                "model had learnt it, by the codec and the outer optimizer. Load weights before attach, or a whole "
+                "checkpoint by thinwire.checkpoint.load"
+            )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._count(optimizer)
@@ -103,6 +115,7 @@ class LocalSync:
     def _skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """A GradScaler has kept an optimizer from stepping: the other ranks count the step all the same."""
         if optimizer in self.services.optimizers:
+            self._tell_loaded()
             self._count(optimizer)
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
@@ -155,7 +168,8 @@ class LocalSync:
             return
         lent, self._lent = self._lent, True
         try:
-            with self._rounds.outer_weights():
+            # Before the first step they are what the model has, also if it was loaded after attach.
+            with self._rounds.outer_weights() if self._rounds.count else contextlib.nullcontext():
                 yield
         finally:
             self._lent = lent

@@ -177,6 +177,12 @@ class Rounds:
             for one in self.fragments:
                 one.recover()
 
+    @property
+    def apart(self) -> bool:
+        """Whether this rank's weights are not the outer weights."""
+        pairs = (pair for f in self.fragments for pair in zip(f.parameters.values(), f.anchors))
+        return any(not torch.equal(x.detach().to(anchor.dtype), anchor) for x, anchor in pairs)
+
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
         """Put the outer weights into the model; afterwards it has its own again."""
