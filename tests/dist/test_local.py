@@ -328,6 +328,28 @@ def test_it_is_said_when_weights_are_loaded_after_attach():
         assert rows == [(True, 0), (True, 1), (True, 1), (True, 0)]
 
 
+def _uncounted(rank, size):
+    """Of two optimizers one never steps; another one than was named does; and each fifth step is the second's."""
+    said = []
+    for case in ("one never", "another", "by turns"):
+        net, lines = cases.model(), _Lines()
+        named = [torch.optim.SGD(some, lr=0.01) for some in (net[:4].parameters(), net[4:].parameters())]
+        other = torch.optim.SGD(net.parameters(), lr=0.01)
+        logging.getLogger("thinwire").addHandler(lines)
+        with tw.attach(net, named, Local(2)):
+            for step in range(150):
+                cases.loss_of(net, rank, step).backward()
+                late = case == "by turns" and step % 5 == 4
+                (other if case == "another" else named[late]).step()
+        logging.getLogger("thinwire").removeHandler(lines)
+        said.append(sum("a step counts when every optimizer" in line for line in lines.said))
+    return said
+
+
+def test_it_is_said_when_optimizers_step_and_nothing_counts():
+    assert run(_uncounted, 2, seconds=120) == [[1, 1, 0]] * 2
+
+
 def _lent(rank, size, folder):
     """Inside outer_weights, also after an inner one, nothing takes what is lent for this rank's own."""
     said, net = [], cases.model()

@@ -28,6 +28,7 @@ from thinwire.engine.session import Session
 from thinwire.engine.settings import AttachSettings
 from thinwire.engine.state import local_persistence
 from thinwire.engine.state.scaler import SkippedSteps
+from thinwire.engine.state.step_watch import owned
 from thinwire.engine.stats import Stats
 from thinwire.engine.sync import GradientSync
 from thinwire.local.buffers import Averages, Moments
@@ -38,6 +39,7 @@ from thinwire.program.trace import depths
 
 logger = logging.getLogger("thinwire")
 _IN_VAIN = 3  # rounds of a fragment, one after another, of which nothing was kept: no accident of one step
+_UNCOUNTED = 100  # steps of optimizers, one after another, that counted for none: more than a critic has at a time
 
 
 class LocalSync:
@@ -60,15 +62,15 @@ class LocalSync:
         inner: GradientSync | None,
     ) -> None:
         state = State(0 if comm is None else comm.rank, topology)
-        self._session = Session(local.method, comm, state, None, dict, start=0)
+        self._travel: Travel | None = None
+        self._session = Session(local.method, comm, state, None, dict, start=0, before_step=self._watch)
         self._parameters = {id(m.parameter): m for m in managed}
         self._late, self.settings = LateParameters(model), local
         self.services = Services(model, optimizers, managed[0].device, self._session, None, None)
         self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
-        self._lent = False
+        self._lent, self._uncounted = False, 0
         self._handles: list[Any] = []
         weights, dense = {m.name: m.parameter for m in managed}, [m.name for m in managed if m.dense]
-        self._travel: Travel | None = None
         self._inner = inner
         if comm is not None:
             options = {"start_compression_step": settings.start_compression_step, "local steps": repr(local)}
@@ -90,6 +92,19 @@ class LocalSync:
         remember(model, self)
 
     # --- hooks ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer of the process is about to step: many steps that count for none were not meant."""
+        if self._travel is None or not owned(optimizer, self._parameters):
+            return
+        self._uncounted += 1
+        if self._uncounted == _UNCOUNTED:
+            logger.warning(
+                "thinwire: optimizers have stepped %d times, and nothing was averaged: a step counts when "
+                "every optimizer that attach was given has stepped. Where another one has taken over, close() and "
+                "attach with it",
+                _UNCOUNTED,
+            )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._session.check_usable()
@@ -123,6 +138,7 @@ class LocalSync:
         self._waiting = (self._waiting or everyone) - {id(optimizer)}
         if self._waiting:
             return
+        self._uncounted = 0
         rounds, travel, session = self._rounds, self._travel, self._session
         if travel is not None:
             travel.times.stepped()
