@@ -6,6 +6,7 @@ import math
 import statistics
 import struct
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from thinwire.planner.choose.worth import period_worth, shipped
 from thinwire.planner.periods import best_period, mean_step, up_to
 
 _MEASURED = 3  # periods with each codec, of which the first opens connections and does not count
+_LAST = 1000  # steps whose times are kept
 _THINNER = 0.9  # of the time to a loss, for a codec that sends less to be taken
 
 
@@ -43,7 +45,7 @@ class RoundTimes:
         self._left: float | None = None
         self._entered = (0.0, 0.0)
         self._exchange = _Exchange(0.0, 0.0)
-        self._steps: list[float] = []
+        self._steps = deque[float](maxlen=_LAST)
         self._rounds: list[_Exchange] = []
 
     def stepped(self) -> None:

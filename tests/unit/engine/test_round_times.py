@@ -1,6 +1,7 @@
 """What "local" takes from what it has measured: period, delay, and the codec."""
 
 import struct
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -105,3 +106,16 @@ def test_a_named_period_stays_and_only_what_hides_its_exchange_is_found(monkeypa
     assert delay <= most
     assert codes == [0, 0, 0]
     assert said == f"measured: a step takes 100 ms, an exchange {ms(exchange)}"
+
+
+def test_a_long_training_keeps_no_more_times_than_a_short_one():
+    times = RoundTimes(SimpleNamespace(), ELEMENTS, beside=False)
+    held = []
+    tracemalloc.start()
+    for _ in range(2):
+        for _ in range(5_000):
+            times.stepped()
+            times.exchanged()
+        held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert held[1] - held[0] < 20_000
