@@ -723,3 +723,22 @@ def test_who_has_left_is_named(delay):
     waited, left = run(_one_leaves, 2, delay, fresh=True)
     assert "a batch that is not there" in left
     assert "Rank 1 has left at step 5 with KeyError" in waited
+
+
+def _fewer_steps(rank, size, delay):
+    net = cases.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    options = {"sync_every": 4, "fragment_sync_delay": delay, "timeout": 30, "detect_desync": True}
+    try:
+        with tw.attach(net, optimizer, "local", **options) as sync:
+            _train(net, optimizer, rank, 10 if rank else 14)
+            sync.finish()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_who_finishes_after_fewer_steps_is_told_with_detect_desync(delay):
+    for said in run(_fewer_steps, 2, delay, seconds=20):
+        assert "optimizer steps: 12 against 10" in said

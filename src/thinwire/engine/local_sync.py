@@ -197,12 +197,14 @@ class LocalSync:
 
         Raises:
             RuntimeError: on all ranks, if some rank's weights are not finite.
+            ValueError: under ``detect_desync``, if some rank has made more steps.
         """
         travel = self._travel
         if travel is None:
             return
         self._session.check_usable()
         self._check_own("finish()")
+        travel.compare()
         for fragment in sorted(self._rounds.travelling(), key=lambda f: f.due or 0):
             travel.merge(fragment)
         for fragment in self._rounds.fragments:
@@ -353,10 +355,15 @@ class Travel:
         self.times = RoundTimes(services, elements, beside=comm is None or comm.side_stream())
         self.seconds, self.layers = 0.0, CalendarTimes(services)
 
+    def compare(self) -> None:
+        """Raise ``ValueError`` on all ranks unless all have made as many steps, if that is to be compared."""
+        if self._agree_on is not None:
+            self._agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
+
     def leave(self, fragments: Sequence[Fragment]) -> None:
         """Let the programs of fragments run; where a calendar wants their times, one fragment after the other."""
-        if fragments and self._agree_on is not None:
-            self._agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
+        if fragments:
+            self.compare()
         if not (self._rounds.calendar and self._rounds.waited):
             self.send(fragments)
             return
