@@ -84,6 +84,14 @@ SIZES = {
         "local:sync_every=4:codec=int8, local:sync_every=8:codec=int8, auto:lossy=true",
         "ssgd, powersgd:rank=4",
     ),
+    "3.3M-long": Size(  # at the rate that serves DDP and ours best, to what DDP has after some 190 steps
+        "chargpt:layers=6:width=208:heads=4:lr=0.0005",
+        2.35,
+        320,
+        "ddp-fp16, torch-powersgd:rank=4, cast:dtype=int8, powersgd:rank=4, acp:rank=16, local, "
+        "local:sync_every=8:codec=int8, local:sync_every=8:codec=int8:fragment_sync_delay=3, auto:lossy=true",
+        "powersgd:rank=4, local:sync_every=8:codec=int8:fragment_sync_delay=3",
+    ),
     "0.5M": Size(
         "chargpt:layers=2:width=128:heads=4:batch=8",
         2.7,

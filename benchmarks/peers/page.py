@@ -26,6 +26,7 @@ DRAWN = (
     "cast dtype=int8",
     "powersgd rank=4",
     "local sync_every=4 codec=int8",
+    "local sync_every=8 codec=int8 fragment_sync_delay=3",
     "Accelerate LocalSGD",
     "torchft LocalSGD",
     "torchft DiLoCo",
