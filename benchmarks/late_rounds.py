@@ -59,7 +59,7 @@ def train(seed: int, settings: Local | None) -> Trajectory:
                 found = [evaluate(models[0], 0, rank).item() for rank in range(RANKS)]
             points.append((step + 1, statistics.fmean(found)))
     steps, judged = zip(*points)
-    return Trajectory(steps, judged).smoothed()
+    return Trajectory(steps, judged).smoothed(2 * EVERY)
 
 
 def exchange(drivers: list[rounds.Rounds], topology: Topology) -> None:

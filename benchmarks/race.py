@@ -52,7 +52,8 @@ def factors(
         print(f"... {told}", file=sys.stderr, flush=True)
         return trajectories(track, [row for row in rows if row.label in labels], factor, seed, launch)
 
-    return tuned(run, [row.label for row in rows], "ddp", share, rates=rates, tuned_on=tuned_on)
+    labels = [row.label for row in rows]
+    return tuned(run, labels, "ddp", share, reach=2 * track.every, rates=rates, tuned_on=tuned_on)
 
 
 def ship(known: list[dict[str, Any]]) -> None:

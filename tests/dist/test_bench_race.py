@@ -36,13 +36,32 @@ def by_hand(workload, group):
     return Trainer(workload.model, Averaging(workload.optimizer(workload.model), group))
 
 
+class Meeting(Averaging):
+    """Steps alone; the weights averaged after every fourth."""
+
+    steps = 0
+
+    def step(self):
+        self.optimizer.step()
+        self.steps += 1
+        for parameters in self.optimizer.param_groups if self.steps % 4 == 0 else ():
+            for p in parameters["params"]:
+                dist.all_reduce(p.data, group=self.group)
+                p.data /= dist.get_world_size(self.group)
+
+
+def every_4(workload, group):
+    return Trainer(workload.model, Meeting(workload.optimizer(workload.model), group), period=4)
+
+
 def broken(workload, group):
     raise RuntimeError("no such library here")
 
 
 def _race(rank, size, target):
     own = (Row("by hand", "test_bench_race:by_hand"), Row("broken", "test_bench_race:broken"))
-    rows = (*parse_rows("ddp,ssgd,local:sync_every=2"), *own)
+    now_and_then = Row("every 4", "test_bench_race:every_4")
+    rows = (*parse_rows("ddp,ssgd,local:sync_every=2"), now_and_then, *own)
     record = worker.run(BenchSpec(MODEL, rows, size, target=target, every=3, steps=60, rounds=2, operation_seconds=20))
     return {row.label: row for row in record.rows}
 
@@ -89,3 +108,7 @@ def test_rows_stop_at_the_loss_and_equal_training_takes_equal_steps():
         assert [p.step for p in local.curve] == list(range(0, len(local.losses) + 1, 4))  # whole periods
         assert local.step_seconds[::2] == local.step_seconds[1::2]  # a step counts as its period's mean
         assert local.curve[-1].seconds == pytest.approx(sum(local.step_seconds) + local.untimed_seconds)
+        meeting = rows["every 4"]
+        assert [p.step for p in meeting.curve] == list(range(0, len(meeting.losses) + 1, 4))
+        for place in range(0, len(meeting.step_seconds), 4):
+            assert len(set(meeting.step_seconds[place : place + 4])) == 1

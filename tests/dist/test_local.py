@@ -237,12 +237,12 @@ def test_a_step_that_a_scaler_skips_is_counted():
 
 
 def _scaled_after_plain_steps(rank, size):
-    """One optimizer steps by itself, before and beside the one whose scaler skips a step on rank 1."""
+    """One optimizer, given twice, steps by itself, before and beside the one whose scaler skips a step on rank 1."""
     net = cases.model()
     some = list(net.parameters())
     first, second = torch.optim.SGD(some[:2], lr=0.05), torch.optim.SGD(some[2:], lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with tw.attach(net, [first, second], Local(2), detect_desync=True) as sync:
+    with tw.attach(net, [first, second, second], Local(2), detect_desync=True) as sync:
         for step in range(8):
             loss = cases.loss_of(net, rank, step)
             if rank == 1 and step in (2, 5):

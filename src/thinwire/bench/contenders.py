@@ -44,8 +44,10 @@ class Contender:
         self.steps = 0
         self._close: Callable[[], None] = lambda: None
         self._evaluated: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._period = 1
         if row.is_custom:
             trainer = build_trainer(row, self.workload, group)
+            self._period = trainer.period
             self.module, self.optimizer, self._close = trainer.module, trainer.optimizer, trainer.close
             return
         self.optimizer = optimizer = self.workload.optimizer(self.workload.model)
@@ -70,7 +72,7 @@ class Contender:
     @property
     def period(self) -> int:
         """Steps after which what it sends repeats itself."""
-        return getattr(self.sync, "period", 1)
+        return getattr(self.sync, "period", self._period)
 
     @property
     def travelling(self) -> bool:

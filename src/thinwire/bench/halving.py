@@ -41,6 +41,11 @@ class Budget:
         return max(1, self.steps // _POINTS)
 
     @property
+    def reach(self) -> int:
+        """Steps on either side of a point, whose losses its smoothed one is the mean of."""
+        return 2 * self.every
+
+    @property
     def rounds(self) -> int:
         """Of the halving; the first one tries the rates."""
         return self.seeds + (len(self.rates) > 1)
@@ -111,7 +116,8 @@ def halve(
     for round_ in range(budget.rounds):
         if round_ and (not alive or not goes_on(round_, alive)):
             break
-        measured = tuned(run, [BASE, *alive], BASE, SHARE, rates=budget.rates, seeds=budget.judged_on(round_))
+        judged_on = budget.judged_on(round_)
+        measured = tuned(run, [BASE, *alive], BASE, SHARE, reach=budget.reach, rates=budget.rates, seeds=judged_on)
         base = measured[BASE]
         found[BASE] = StepsFactor(base.rate, (1.0,) * len(base.factors))
         for label in alive:

@@ -53,12 +53,18 @@ class Trajectory:
         """Steps until the loss is at or below ``target``, linear between points; None: it never is."""
         return reached(zip(map(float, self.steps), self.losses), target)
 
-    def smoothed(self, points: int = 5) -> Trajectory:
-        """The mean over as many neighbouring points, fewer at the ends: one evaluation is a matter of luck."""
-        last, made = len(self.losses) - 1, []
-        for place in range(len(self.losses)):
-            reach = min(points // 2, place, last - place)
-            made.append(statistics.fmean(self.losses[place - reach : place + reach + 1]))
+    def smoothed(self, reach: float) -> Trajectory:
+        """The mean over the points within so many steps on either side: one evaluation is a matter of luck.
+
+        On both sides as many. The curve falls ever more slowly, so a wider mean is a higher one: rows are compared with
+        the same reach, also where one has fewer points.
+        """
+        made = []
+        for place, here in enumerate(self.steps):
+            before = sum(here - step <= reach for step in self.steps[:place])
+            after = sum(step - here <= reach for step in self.steps[place + 1 :])
+            beside = min(before, after)
+            made.append(statistics.fmean(self.losses[place - beside : place + beside + 1]))
         return replace(self, losses=tuple(made))
 
     def loss_at(self, step: float) -> float:
@@ -218,6 +224,7 @@ def tuned(
     base: str,
     share: float,
     *,
+    reach: float,
     rates: Sequence[float] = (0.5, 1.0, 2.0, 4.0),
     seeds: Sequence[int] = (1, 2, 3),
     tuned_on: Sequence[int] = (0,),
@@ -232,13 +239,14 @@ def tuned(
         labels: of the rows.
         base: the label to whose best rate's loss, at ``share`` of its run, all have to come.
         share: of the run, in 0 to 1.
+        reach: of the smoothing, in steps.
         rates: that are tried.
         seeds: on which rows are compared.
         tuned_on: seeds whose median says which rate serves a row best: near the largest that is stable one is luck.
     """
 
     def smooth(labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
-        return {label: found.smoothed() for label, found in run(labels, rate, seed).items()}
+        return {label: found.smoothed(reach) for label, found in run(labels, rate, seed).items()}
 
     first = tuned_on if len(rates) > 1 else seeds[:1]
     tried = {(rate, seed): smooth(labels, rate, seed) for seed in first for rate in rates}

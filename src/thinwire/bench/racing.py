@@ -123,7 +123,7 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
         return suffices
 
     factors = halve(runs, raced, seconds_to_loss, budget, goes_on)
-    curves = {label: runs.found[label, one.rate, 0].smoothed() for label, one in factors.items()}
+    curves = {label: runs.found[label, one.rate, 0].smoothed(budget.reach) for label, one in factors.items()}
     target = curves[BASE].loss_at(ddp_steps)
     if not target < curves[BASE].losses[0]:
         falls = f"DDP's loss does not fall in {budget.steps} steps: there is nothing to race to"

@@ -36,11 +36,18 @@ class Trainer:
         optimizer: its ``zero_grad`` and ``step`` are called once per step; whatever the row does besides (averaging of
             parameters, a vote) happens in there.
         close: ends what the row started (threads, servers).
+        period: steps after which what it sends repeats itself, as those between two averages of the parameters: a step
+            is then timed as the mean of so many.
     """
 
     module: nn.Module
     optimizer: OptimizerLike
     close: Callable[[], None] = _nothing
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.period, int) or self.period < 1:
+            raise ValueError(f"period={self.period!r} must be a whole number of at least 1")
 
 
 def build_trainer(row: Row, workload: Workload, group: Any) -> Trainer:

@@ -284,7 +284,7 @@ def _listed(optimizer: Any) -> list[torch.optim.Optimizer]:
     for o in optimizers:
         if not isinstance(o, torch.optim.Optimizer):
             raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
-    return optimizers
+    return list(dict.fromkeys(optimizers))  # given twice, it would count every step twice
 
 
 def _on_one_rank(method: Method, settings: AttachSettings) -> tuple[Method, AttachSettings]:

@@ -371,7 +371,8 @@ class Travel:
             began = time.perf_counter()
             self.send([fragment])
             self.merge(fragment)
-            self.layers.exchanged(fragment.index, time.perf_counter() - began)
+            if not fragment.starting:  # before the codec begins an exchange says nothing of it
+                self.layers.exchanged(fragment.index, time.perf_counter() - began)
 
     def send(self, fragments: Sequence[Fragment], *, last: bool = False) -> None:
         """Let the programs of fragments run, in one round of a channel; ``last``: as of ``Fragment.send``."""

@@ -83,17 +83,23 @@ class Rounds:
         self.period = 0  # the first one begins with the first step
         named = list(parameters.items())
         sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
-        self.calendar: list[list[int]] = []
         self.trial = False
         if settings.schedule == "dream" and isinstance(every, int):
             parts = layers(list(parameters), sizes, every)
-            self.calendar = calendar([sum(sizes[at.start : at.stop]) for at in parts], [0] * every)
         else:
             parts = list(cut(sizes, settings.fragments))
         self.fragments = [
             Fragment(settings, i, dict(named[at.start : at.stop]), set(dense), State(rank, topology), first, start)
             for i, at in enumerate(parts)
         ]
+        self.calendar = self._first_calendar()
+
+    def _first_calendar(self) -> list[list[int]]:
+        """By the fragments' sizes, until their times are known; empty: they are strided."""
+        every = self.settings.sync_every
+        if self.settings.schedule != "dream" or not isinstance(every, int):
+            return []
+        return calendar([sum(x.numel() for x in f.parameters.values()) for f in self.fragments], [0] * every)
 
     def most_travelling(self) -> int:
         """How many sets of fragments that left together are on their way at a time, at most."""
@@ -214,7 +220,11 @@ class Rounds:
             fragment.restore(one)
 
     def begin_again(self) -> None:
-        """Merge what has come, and go on from the outer weights: what is restored was another number of ranks'."""
+        """Merge what has come, and go on from the outer weights: what is restored was another number of ranks'.
+
+        What their times said is measured anew.
+        """
+        self.measured, self.code, self.calendar = None, 0, self._first_calendar()
         for fragment in self.travelling():
             fragment.merge(self.count)
         for fragment in self.fragments:

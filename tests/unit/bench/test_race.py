@@ -27,9 +27,20 @@ def test_the_loss_at_a_step():
 
 def test_smoothing_leaves_what_is_straight_and_takes_out_what_leaps():
     line = Trajectory(tuple(range(7)), (7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0))
-    assert line.smoothed() == line
+    assert line.smoothed(2) == line
     leaping = Trajectory(tuple(range(7)), (7.0, 6.0, 5.0, 9.0, 3.0, 2.0, 1.0))
-    assert leaping.smoothed().losses == pytest.approx((7.0, 6.0, 6.0, 5.0, 4.0, 2.0, 1.0))
+    assert leaping.smoothed(2).losses == pytest.approx((7.0, 6.0, 6.0, 5.0, 4.0, 2.0, 1.0))
+
+
+def test_who_is_judged_seldom_is_not_smoothed_wider():
+    """A curve that falls ever more slowly, by points 8 and 32 steps apart: the same losses, the same steps to one."""
+
+    def run(labels, rate, seed):
+        steps = {"ddp": range(0, 400, 8), "seldom": range(0, 400, 32)}
+        return {label: Trajectory(tuple(steps[label]), tuple(100 / (50 + s) for s in steps[label])) for label in labels}
+
+    found = tuned(run, ["ddp", "seldom"], "ddp", 0.6, reach=16, rates=(1.0,))
+    assert found["seldom"].factors == pytest.approx((1.0,) * 3, abs=0.01)
 
 
 def falling(slope, start=4.0, steps=100):
@@ -46,7 +57,7 @@ def test_rows_are_tuned_alike_and_compared_on_other_seeds():
                   "never": 0.0}  # fmt: skip
         return {label: falling(slopes[label], start=4.0 + seed) for label in labels}
 
-    found = tuned(run, ["ddp", "other", "never"], "ddp", 0.4, rates=(1.0, 2.0, 4.0))
+    found = tuned(run, ["ddp", "other", "never"], "ddp", 0.4, reach=20, rates=(1.0, 2.0, 4.0))
     assert found["ddp"] == StepsFactor(2.0, (1.0, 1.0, 1.0))
     assert found["other"].rate == 1.0
     assert found["other"].factors == pytest.approx((1.25, 1.25, 1.25))
@@ -61,8 +72,8 @@ def test_a_rate_that_one_seed_bears_by_luck_is_not_taken():
     def run(labels, rate, seed):
         return {label: falling({1.0: 0.01, 2.0: 0.012 if seed == 0 else 0.004}[rate]) for label in labels}
 
-    by_one = tuned(run, ["ddp", "other"], "ddp", 0.4, rates=(1.0, 2.0))
-    by_three = tuned(run, ["ddp", "other"], "ddp", 0.4, rates=(1.0, 2.0), tuned_on=(0, 1, 2))
+    by_one = tuned(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0, 2.0))
+    by_three = tuned(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0, 2.0), tuned_on=(0, 1, 2))
     assert {one.rate for one in by_one.values()} == {2.0}
     assert {one.rate for one in by_three.values()} == {1.0}
 
@@ -74,7 +85,7 @@ def test_where_there_is_one_rate_no_seed_is_trained_to_choose_it():
         asked.append(seed)
         return {label: falling({"ddp": 0.01, "other": 0.008}[label]) for label in labels}
 
-    found = tuned(run, ["ddp", "other"], "ddp", 0.4, rates=(1.0,))
+    found = tuned(run, ["ddp", "other"], "ddp", 0.4, reach=20, rates=(1.0,))
     assert found["other"].factors == pytest.approx((1.25, 1.25, 1.25))
     assert set(asked) == {1, 2, 3}
 

@@ -1,8 +1,9 @@
 import pytest
+import torch
 
 from thinwire.bench.rows import Row, parse_rows
 from thinwire.bench.spec import BenchSpec
-from thinwire.bench.trainer import build_trainer
+from thinwire.bench.trainer import Trainer, build_trainer
 
 
 def test_rows_options_and_variants():
@@ -55,6 +56,9 @@ def test_a_row_of_ones_own():
     assert (row.is_custom, row.is_thinwire) == (True, False)
     with pytest.raises(ValueError, match=r"must return a thinwire\.bench\.trainer\.Trainer, not Row"):
         build_trainer(Row("x", "thinwire.bench.rows:Row"), "label", "kind")
+    for period in (0, 1.5):
+        with pytest.raises(ValueError, match=f"period={period} must be a whole number of at least 1"):
+            Trainer(torch.nn.Identity(), None, period=period)
 
 
 def test_a_spec_goes_through_json_and_refuses_nonsense():
