@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Callable
 from typing import Any
+
+_LAST = 15  # lines
 
 
 def tell_event(event: dict[str, Any]) -> None:
@@ -20,3 +24,27 @@ def event_in(line: str) -> tuple[dict[str, Any] | None, str]:
         except ValueError:  # it was cut in two
             pass
     return None, line
+
+
+class LastWords:
+    """Hears the lines of ranks: hands on their events, and keeps the last of what else they print, for an error.
+
+    Args:
+        on_event: (rank, event).
+    """
+
+    def __init__(self, on_event: Callable[[int, dict[str, Any]], None]) -> None:
+        self._on_event = on_event
+        self._words = deque[str](maxlen=_LAST)
+
+    def __call__(self, rank: int, line: str) -> None:
+        """One line of a rank."""
+        event, text = event_in(line)
+        if event is not None:
+            self._on_event(rank, event)
+        if text.strip():
+            self._words.append(f"[{rank}] {text.rstrip()}")
+
+    def after(self, what: str) -> str:
+        """What has happened, and under it the last lines."""
+        return "\n".join([f"{what}; last words:", *self._words])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.bench.record import RunRecord
 from thinwire.bench.spec import BenchSpec
-from thinwire.events import event_in
+from thinwire.events import LastWords
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -51,23 +50,15 @@ def run_session(
     Raises:
         BenchError: with the ranks' last words.
     """
-    words: deque[str] = deque(maxlen=15)
-
-    def on_line(rank: int, text: str) -> None:
-        event, text = event_in(text)
-        if event is not None:
-            on_progress(event)
-        if text.strip():
-            words.append(f"[{rank}] {text.rstrip()}")
-
+    words = LastWords(lambda rank, event: on_progress(event))
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
         out = Path(folder) / "record.json"
         command = [sys.executable, "-m", "thinwire.bench.worker", "--spec", spec.to_json(), "--out", str(out)]
-        launched = launch(command, on_line=on_line, timeout_seconds=spec.timeout_seconds)
+        launched = launch(command, on_line=words, timeout_seconds=spec.timeout_seconds)
         if launched.exit_code == 0 and out.exists():
             return RunRecord.read(out), launched
     if launched.exit_code == 124:
         raise BenchError(
             f"the run took longer than {spec.timeout_seconds:g} s and was ended; fewer --steps, or --timeout"
         )
-    raise BenchError("\n".join([f"the ranks ended with exit code {launched.exit_code}; their last words:", *words]))
+    raise BenchError(words.after(f"the ranks ended with exit code {launched.exit_code}"))

@@ -6,13 +6,12 @@ import json
 import os
 import sys
 import time
-from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.errors import RunFailed, exit_code
-from thinwire.events import event_in, tell_event
+from thinwire.events import LastWords, event_in, tell_event
 
 if TYPE_CHECKING:
     from thinwire.pictures import Picture
@@ -82,41 +81,39 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
     check_keys(spec)
     first = 1 + spec.shards  # the rank of node 0
     cluster = lab.Cluster.parse(first + spec.nodes, 1, spec.link, spec.delay)
-    words: deque[str] = deque(maxlen=15)
     result: dict[str, Any] = {"status": None, "losses": [], "happened": []}
     with ExitStack() as stack:
         screen = stack.enter_context(live(quiet))
         screen.say(_begins(spec))
 
-        def on_line(rank: int, text: str) -> None:
-            event, text = event_in(text)
-            if rank == 0 and event is not None:
-                if "begun" in event:
-                    screen.say("first update: seconds count from here")
-                elif "loss_at" in event:
-                    result["losses"].append(event["loss_at"])
-                    screen.held_out(event["loss_at"])
-                elif "weights" in event:
-                    result["weights"] = event["weights"]
-                else:
-                    result["status"] = event
-                    screen.status(event)
-            if text.strip():
-                words.append(f"[{rank}] {text.rstrip()}")
+        def on_event(rank: int, event: dict[str, Any]) -> None:
+            if rank != 0:
+                return
+            if "begun" in event:
+                screen.say("first update: seconds count from here")
+            elif "loss_at" in event:
+                result["losses"].append(event["loss_at"])
+                screen.held_out(event["loss_at"])
+            elif "weights" in event:
+                result["weights"] = event["weights"]
+            else:
+                result["status"] = event
+                screen.status(event)
 
         def on_fault(what: lab.Happening) -> None:
             node = what.rank - first
             result["happened"].append([what.seconds, node, what.what])
             screen.say(f"{what.seconds:.0f} s: node {node} was {what.what}")
 
+        words = LastWords(on_event)
         command = [sys.executable, "-m", "thinwire.cli.ps_lab", json.dumps(asdict(spec))]
         launched = lab.run(
-            cluster, command, on_line=on_line, timeout_seconds=spec.timeout, grace_seconds=10.0,
+            cluster, command, on_line=words, timeout_seconds=spec.timeout, grace_seconds=10.0,
             faults=[lab.RankFault("kill", first + node, at, _AWAY_SECONDS) for node, at in spec.kill],
             faults_begin=lambda rank, text: rank == 0 and "begun" in (event_in(text)[0] or {}), on_fault=on_fault,
         )  # fmt: skip
     if launched.exit_codes[0] or result["status"] is None or launched.exit_code == 124:
-        raise RunFailed("\n".join([f"the server ended with exit code {launched.exit_code}; last words:", *words]))
+        raise RunFailed(words.after(f"the server ended with exit code {launched.exit_code}"))
     result["note"] = launched.note
     result["node_bytes"] = {"sent": launched.sent_bytes, "received": launched.received_bytes}
     return result

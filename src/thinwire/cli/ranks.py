@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.console import Bar, progress
 from thinwire.cli.errors import RunFailed
-from thinwire.events import event_in
+from thinwire.events import LastWords
 
 if TYPE_CHECKING:
     from thinwire.bench.record import RunRecord
@@ -74,19 +73,11 @@ def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> L
     """
     from thinwire import lab
 
-    words: deque[str] = deque(maxlen=15)
     with progress("starting ranks", 100) as bar:
-
-        def on_line(rank: int, text: str) -> None:
-            event, text = event_in(text)
-            if event is not None:
-                bar(completed=round(100 * event["done"]), description=event["text"])
-            if text.strip():
-                words.append(f"[{rank}] {text.rstrip()}")
-
-        launched = lab.run(cluster, command, on_line=on_line, timeout_seconds=timeout_seconds)
+        words = LastWords(lambda rank, event: bar(completed=round(100 * event["done"]), description=event["text"]))
+        launched = lab.run(cluster, command, on_line=words, timeout_seconds=timeout_seconds)
     if launched.exit_code == 124:
         raise RunFailed(f"the ranks took longer than {timeout_seconds:g} s and were ended")
     if launched.exit_code:
-        raise RunFailed("\n".join([f"the ranks ended with exit code {launched.exit_code}; their last words:", *words]))
+        raise RunFailed(words.after(f"the ranks ended with exit code {launched.exit_code}"))
     return launched
