@@ -1,15 +1,19 @@
 """Rows race to a loss on real ranks; a row of one's own beside torch's and thinwire's."""
 
+import contextlib
+import io
+
 import pytest
 import torch.distributed as dist
 
 from spawned import run
 from thinwire.bench import worker
 from thinwire.bench.models.registry import build_model
-from thinwire.bench.record import seconds_to
+from thinwire.bench.record import RowRecord, seconds_to
 from thinwire.bench.rows import Row, parse_rows
 from thinwire.bench.spec import BenchSpec
 from thinwire.bench.trainer import Trainer
+from thinwire.events import event_in
 
 pytestmark = pytest.mark.dist
 MODEL = "teacher:batch=64:ranks=2:lr=0.02"
@@ -69,10 +73,18 @@ def _race(rank, size, target):
 def _late(rank, size, curves):
     rows = parse_rows("local:sync_every=4:fragment_sync_delay=2,local:sync_every=4")
     told = {"curves": True} if curves else {"target": 0.0}
-    record = worker.run(
-        BenchSpec(MODEL, rows, size, every=4, steps=16, rounds=1, warmup=0, operation_seconds=20, **told)
-    )
-    return [[p.step for p in row.curve] for row in record.rows if row.kind != "compute"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        record = worker.run(
+            BenchSpec(MODEL, rows, size, every=4, steps=16, rounds=1, warmup=0, operation_seconds=20, **told)
+        )
+    events = [event_in(line)[0] for line in out.getvalue().splitlines()]
+    trained = [RowRecord.from_data(event["trained"]) for event in events if "trained" in event]
+    trains = [row for row in record.rows if row.kind != "compute"]
+    # Said as each row ends, by the rank that is listened to, as an interrupted race goes on from there.
+    assert [(row.label, row.curve) for row in trained] == [
+        (row.label, row.curve) for row in trains if curves and rank == 0
+    ]
+    return [[p.step for p in row.curve] for row in trains]
 
 
 @pytest.mark.parametrize("curves", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 import torch.distributed as dist
 
@@ -28,6 +30,8 @@ def draw_curves(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], 
         if row_run.contender is not None:
             row_run.contender.close()
             row_run.contender = None
+            curve = [asdict(point) for point in row_run.record.curve]
+            say(round_robin.rank, trained={"label": row.label, "kind": row.kind, "curve": curve})
 
 
 def _train(spec: BenchSpec, row_run: RowRun, round_robin: RoundRobin, goal: Point | None) -> None:

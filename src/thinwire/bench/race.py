@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.bench.functions import load_function
-from thinwire.bench.record import reached
+from thinwire.bench.record import RowRecord, reached
 from thinwire.bench.rows import Row
 from thinwire.bench.session import Launch, Progress, run_session
 from thinwire.bench.spec import BenchSpec
@@ -132,8 +132,8 @@ def trajectories(
     found = {label: _read(place) for label, place in places.items() if place.exists()}
     missing = [row for row in rows if row.label not in found]
     if missing:
-        record, _ = run_session(replace(spec, rows=tuple(missing)), launch, on_progress)
-        for row in (row for row in record.rows if row.label in places):  # not the one that exchanges nothing
+
+        def keep(row: RowRecord) -> None:
             points = [(p.step, p.judged) for p in row.curve]
             points = [(step, loss) for step, loss in points if math.isfinite(loss)]  # training: none before it begins
             made = Trajectory(tuple(step for step, _ in points), tuple(loss for _, loss in points), row.error)
@@ -141,6 +141,16 @@ def trajectories(
             if not row.error:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(places[row.label], json.dumps(asdict(made)), synced=False)
+
+        def follow(event: dict[str, Any]) -> None:
+            if "trained" in event:  # kept now, whatever becomes of the rows after it
+                keep(RowRecord.from_data(event["trained"]))
+            on_progress(event)
+
+        record, _ = run_session(replace(spec, rows=tuple(missing)), launch, follow)
+        for row in record.rows:
+            if row.label in places:  # not the one that exchanges nothing
+                keep(row)
     return {row.label: found[row.label] for row in rows}
 
 

@@ -60,6 +60,11 @@ class RowRecord:
     untimed_seconds: float = 0.0
     waited_seconds: tuple[float, float] | None = None
 
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> RowRecord:
+        """Read back what ``asdict`` made, or some of it."""
+        return cls(**{**data, "curve": [Point(**point) for point in data["curve"]]})
+
 
 @dataclass
 class RunRecord:
@@ -85,8 +90,7 @@ class RunRecord:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RunRecord:
         """Read back what ``asdict`` made."""
-        rows = [RowRecord(**{**row, "curve": [Point(**point) for point in row["curve"]]}) for row in data["rows"]]
-        return cls(**{**data, "rows": rows})
+        return cls(**{**data, "rows": [RowRecord.from_data(row) for row in data["rows"]]})
 
 
 def seconds_to(curve: list[Point], target: float) -> float | None:

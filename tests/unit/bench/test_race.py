@@ -1,6 +1,7 @@
 """What a step is worth: steps to a loss, rates tuned alike, and trajectories that are kept."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -8,6 +9,7 @@ from thinwire.bench import race
 from thinwire.bench.race import StepsFactor, Track, Trajectory, trajectories, tuned
 from thinwire.bench.record import Point, RowRecord, RunRecord
 from thinwire.bench.rows import parse_rows
+from thinwire.bench.session import BenchError
 
 FALLING = Trajectory((0, 10, 20, 30), (4.0, 3.0, 2.5, 2.5))
 
@@ -124,6 +126,22 @@ def test_trajectories_are_trained_once(tmp_path, monkeypatch):
     trajectories(track, rows[:1], 2.0, 5, None, folder=tmp_path)
     assert len(asked) == 6
     assert json.loads(next(iter(tmp_path.iterdir())).read_text())["steps"] == [0, 8]
+
+
+def test_what_was_trained_before_the_ranks_ended_is_kept(tmp_path, monkeypatch):
+    asked = []
+
+    def session(spec, launch, on_progress):
+        asked.append([row.label for row in spec.rows])
+        for row in spec.rows[:2]:
+            on_progress({"trained": {"label": row.label, "kind": row.kind, "curve": [asdict(Point(8, 1.0, 3.1, 3.0))]}})
+        raise BenchError("the ranks ended with exit code 1")
+
+    monkeypatch.setattr(race, "run_session", session)
+    for _ in range(2):
+        with pytest.raises(BenchError):
+            trajectories(Track("mlp", steps=8), parse_rows("ddp,ssgd,acp,powersgd"), 1.0, 0, None, folder=tmp_path)
+    assert asked == [["ddp", "ssgd", "acp", "powersgd"], ["acp", "powersgd"]]
 
 
 def test_they_are_kept_where_caches_belong(monkeypatch, tmp_path):
