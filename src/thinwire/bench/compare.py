@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from thinwire.bench.curves import evaluate
-from thinwire.bench.record import Point
-from thinwire.bench.round_robin import RoundRobin, RowRun, say
+from thinwire.bench.curves import note
+from thinwire.bench.round_robin import RoundRobin, RowRun
 from thinwire.bench.rows import COMPUTE, Row
 from thinwire.bench.spec import BenchSpec
 
@@ -17,30 +16,16 @@ def compare(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], roun
     """
     for row, row_run in zip(rows, row_runs):
         round_robin.build(spec, row, row_run)
-        _note(row_run, round_robin)
+        note(row_run, round_robin)
     running = [row_run for row_run in row_runs if row_run.contender is not None]
     while running:
         for row_run in running:
             round_robin.run(row_run, min(spec.every, spec.steps - len(row_run.record.losses)), 0)
-            _note(row_run, round_robin)
+            note(row_run, round_robin)
         running = [row_run for row_run in running if not _done(spec, row_run)]
     for row_run in row_runs:
         if row_run.contender is not None:
             row_run.contender.close()
-
-
-def _note(row_run: RowRun, round_robin: RoundRobin) -> None:
-    """One more point of the row's curve."""
-    if row_run.contender is None or row_run.record.kind == COMPUTE:
-        return
-    record = row_run.record
-    validation = evaluate(row_run, round_robin)
-    if row_run.contender is None:
-        return
-    recent = record.losses[record.curve[-1].step :] if record.curve else []
-    loss = sum(recent) / len(recent) if recent else float("nan")
-    record.curve.append(Point(len(record.losses), row_run.seconds, loss, validation))
-    say(round_robin.rank, row=record.label, steps=len(record.losses), validation=validation)
 
 
 def _done(spec: BenchSpec, row_run: RowRun) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 
 import torch
@@ -37,27 +38,36 @@ def draw_curves(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], 
 def _train(spec: BenchSpec, row_run: RowRun, round_robin: RoundRobin, goal: Point | None) -> None:
     """As many steps as the spec says; with a goal until two points in a row are as good, which luck seldom gives."""
     record = row_run.record
-    validation = evaluate(row_run, round_robin)
-    if row_run.contender is not None:
-        record.curve.append(Point(0, 0.0, float("nan") if validation is None else validation, validation))
+    note(row_run, round_robin)
     while row_run.contender is not None:
         left = spec.steps - len(record.losses)
-        chunk = spec.every if goal else min(spec.every, left)
-        round_robin.run(row_run, chunk, 0)
-        if row_run.contender is None:
-            return
-        recent, clock = record.losses[record.curve[-1].step :], row_run.seconds
-        loss = sum(recent) / len(recent)
-        record.curve.append(Point(len(record.losses), clock, loss, evaluate(row_run, round_robin)))
-        say(round_robin.rank, row=record.label, steps=len(record.losses))
+        round_robin.run(row_run, spec.every if goal else min(spec.every, left), 0)
+        note(row_run, round_robin)
         if goal is None:
             if len(record.losses) >= spec.steps:
                 return
-        elif clock >= goal.seconds or all(p.judged <= goal.judged for p in record.curve[-2:]):
+        elif row_run.seconds >= goal.seconds or all(p.judged <= goal.judged for p in record.curve[-2:]):
             return
 
 
-def evaluate(row_run: RowRun, round_robin: RoundRobin) -> float | None:
+def note(row_run: RowRun, round_robin: RoundRobin) -> None:
+    """One more point of a row's curve, if the row still trains."""
+    if row_run.contender is None or row_run.record.kind == COMPUTE:
+        return
+    record = row_run.record
+    validation = _evaluate(row_run, round_robin)
+    if row_run.contender is None:
+        return
+    recent = record.losses[record.curve[-1].step :] if record.curve else []
+    if recent:
+        loss = sum(recent) / len(recent)
+    else:
+        loss = math.nan if validation is None else validation
+    record.curve.append(Point(len(record.losses), row_run.seconds, loss, validation))
+    say(round_robin.rank, row=record.label, steps=len(record.losses), validation=validation)
+
+
+def _evaluate(row_run: RowRun, round_robin: RoundRobin) -> float | None:
     """Held-out loss, each rank on its own share of the held-out text."""
     if row_run.contender is None:
         return None
