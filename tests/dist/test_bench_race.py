@@ -95,6 +95,19 @@ def test_no_exchange_travels_while_a_row_waits_for_its_turn(curves):
         assert waited[:4] == [0, 4, 8, 12]
 
 
+def _timed(rank, size):
+    rows = parse_rows("local:sync_every=4:fragment_sync_delay=2,local:sync_every=4")
+    record = worker.run(BenchSpec(MODEL, rows, size, steps=4, rounds=2, warmup=1, operation_seconds=20))
+    return [(len(row.losses), len(row.step_seconds)) for row in record.rows if row.kind != "compute"]
+
+
+def test_nor_while_others_are_timed():
+    """In both turns a period that is not timed, and one that is; after the first, steps until its round is merged."""
+    for late, waited in run(_timed, 2):
+        assert late == (4 + 4 + 2 + 4 + 4, 2 * 4)
+        assert waited == (2 * (4 + 4), 2 * 4)
+
+
 def test_rows_stop_at_the_loss_and_equal_training_takes_equal_steps():
     fresh = build_model(MODEL)
     target = fresh.evaluate(fresh.model, 0, 0).item() * 0.55

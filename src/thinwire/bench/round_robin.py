@@ -72,9 +72,8 @@ class RoundRobin:
     def run(self, row_run: RowRun, steps: int, untimed: int = 0) -> None:
         """``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end.
 
-        A row that exchanges now and then runs whole periods. What it sends in the last timed step, and merges later, is
-        in place of what it had sent in the last untimed one; where there is none, it goes on until that is merged, as
-        nothing may travel while others have their turn.
+        A row that exchanges now and then runs whole periods, and goes on until what it has sent is merged, as nothing
+        may travel while others have their turn. Those steps count where there are no untimed ones.
         """
         contender, label = row_run.contender, row_run.record.label
         if contender is None:
@@ -93,15 +92,19 @@ class RoundRobin:
         steps = _whole(steps, contender.period)
         before, idle = self._sent(contender), contender.waited()
         times = some(steps) if early is not None else None
-        while times is not None and not untimed and contender.travelling and len(times) < steps + contender.period:
+        after, waited = self._sent(contender), contender.waited()
+        late = some(0) if times is not None else None
+        while late is not None and contender.travelling and len(late) < contender.period:
             more = some(1)
-            times = None if more is None else times + more
-        after = self._sent(contender)
-        if early is not None and times is not None:
-            if idle is not None and (now := contender.waited()) is not None:
+            late = None if more is None else late + more
+        if early is not None and times is not None and late is not None:
+            if not untimed:
+                times, late = times + late, []
+                after, waited = self._sent(contender), contender.waited()
+            if idle is not None and waited is not None:
                 backward, forward = row_run.waited
-                row_run.waited = backward + now[0] - idle[0], forward + now[1] - idle[1]
-            self._keep(row_run, early, times, None if before is None or after is None else after - before)
+                row_run.waited = backward + waited[0] - idle[0], forward + waited[1] - idle[1]
+            self._keep(row_run, early, times, late, None if before is None or after is None else after - before)
             contender.rest()
 
     def _step(self, contender: Contender, label: str) -> StepTime:
@@ -116,18 +119,26 @@ class RoundRobin:
             return contender.bytes_sent()
         return wire.transmitted_bytes(self.interface) if wire.is_node_leader() else 0
 
-    def _keep(self, row_run: RowRun, early: list[StepTime], times: list[StepTime], sent: float | None) -> None:
+    def _keep(
+        self,
+        row_run: RowRun,
+        early: list[StepTime],
+        times: list[StepTime],
+        late: list[StepTime],
+        sent: float | None,
+    ) -> None:
         record = row_run.record
         assert row_run.contender is not None
         period = row_run.contender.period
-        seconds = [*_by_period(early, period), *_by_period(times, period)]
+        seconds = [row for part in (early, late, times) for row in _by_period(part, period)]
         slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, self.control)
         leaders = float(wire.is_node_leader()) if self.interface else 1.0
-        sums = torch.tensor([*(t.loss for t in (*early, *times)), sent or 0.0, leaders], dtype=torch.float64)
+        sums = torch.tensor([*(t.loss for t in (*early, *times, *late)), sent or 0.0, leaders], dtype=torch.float64)
         dist.all_reduce(sums, dist.ReduceOp.SUM, self.control)
-        record.untimed_seconds += float(slowest[: len(early), 0].sum())
-        timed = slowest[len(early) :]
+        untimed = len(early) + len(late)
+        record.untimed_seconds += float(slowest[:untimed, 0].sum())
+        timed = slowest[untimed:]
         record.step_seconds += timed[:, 0].tolist()
         record.forward_seconds += timed[:, 1].tolist()
         record.host_seconds += timed[:, 2].tolist()
