@@ -524,6 +524,37 @@ def peers(data: Any) -> Iterator[Row]:
     yield claim("runs beside other libraries", len(data["runs"]))
 
 
+def tolls(data: Any) -> Iterator[Row]:
+    """Of thinwire's best row: over DDP's steps without a network, and over the best of the others."""
+    bounds = {"10mbit": (1.30, 0.70), "100mbit": (1.10, 0.85), "1gbit": (1.06, 0.95)}
+    trained = {one["workers"]: one for one in data["trained"]}
+    for network in data["clocked"]:
+        one = trained[network["workers"]]
+        seconds = {}
+        for label, pace in network["paces"].items():
+            factors = one["rows"][label]["factors"]
+            steps = statistics.median(float("inf") if f is None else f for f in factors)
+            seconds[label] = (
+                pace["start_seconds"] + one["steps"] * steps * pace["seconds"]
+            )
+        mine = [label for label in seconds if label.startswith(("local", "powersgd"))]
+        best = min(mine, key=seconds.__getitem__)
+        peer = min(set(seconds) - set(mine), key=seconds.__getitem__)
+        where = f"3.3 M parameters, {network['workers']} workers, {network['link']}"
+        toll, over = bounds[network["link"]]
+        alone = one["steps"] * network["compute_seconds"]
+        yield claim(
+            f"{where}: toll of {best}, the best row",
+            seconds[best] / alone,
+            at_most=toll,
+        )
+        yield claim(
+            f"{where}: {best} / {peer}, seconds to DDP's loss",
+            seconds[best] / seconds[peer],
+            at_most=over,
+        )
+
+
 RATES = "python benchmarks/parameter_server_rates.py --out FILE"
 
 
@@ -672,6 +703,7 @@ SOURCES = {
     ),
     "peer_link": Source("python benchmarks/peer_link.py", "security.md", peer_link),
     "peers": Source("make -C benchmarks/peers", "peers.md", peers),
+    "tolls": Source("python benchmarks/peers/tolls.py", "peers.md", tolls),
     "select": Source("python benchmarks/selection.py", "methods/topk.md", selection),
     "encode_time": Source(
         "python benchmarks/encode_time.py", "results.md", encode_time

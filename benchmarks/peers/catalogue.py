@@ -102,6 +102,29 @@ SIZES = {
     ),
 }
 
+TOLL_MODEL = "chargpt:layers=6:width=208:heads=4"
+TOLL_NETWORKS = ((2, "10mbit"), (2, "100mbit"), (2, "1gbit"), (4, "100mbit"), (4, "1gbit"))
+TOLL_TRAINED = (
+    *BASELINE,
+    *parse_rows(
+        "powersgd:rank=4, local:sync_every=8:codec=int8, local:sync_every=8:codec=int8:fragment_sync_delay=3, "
+        "local:sync_every=16:codec=int2:fragment_sync_delay=7, torch-powersgd:rank=4"
+    ),
+    *(_peer(f"Accelerate LocalSGD, every {h}", "accelerate_rows:local_sgd", every=h) for h in (8, 16, 32)),
+)
+"""Rows that are trained apart, and timed on every network. hivemind's ranks find each other by time, not after so many
+steps: where turns end before both have met, one waits until it gives up.
+"""
+
+TOLL_TIMED = tuple(_peer(f"torchft LocalSGD, every {h}", "torchft_rows:local_sgd", every=h) for h in (8, 16, 32))
+"""Rows that are timed alone: they average the same weights after the same steps as Accelerate's, see ``trained_as``."""
+
+
+def trained_as(label: str) -> str:
+    """The label of the row whose losses are this one's."""
+    return label.replace("torchft", "Accelerate")
+
+
 INSTALLED = ("torch", "accelerate", "torchft", "hivemind")
 """Distributions of the lock file that are compared; their versions stand on the page."""
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import store
-from catalogue import TRIED
+from catalogue import TOLL_TIMED, TOLL_TRAINED, TRIED
 
+from thinwire.bench.finish import Finish, Pace, finish
+from thinwire.bench.race import StepsFactor
 from thinwire.bench.rows import COMPUTE, TORCH_ROWS
 from thinwire.bench.table import megabytes, seconds
 
@@ -18,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "peers.md"
 PICTURES = ROOT / "docs" / "images"
 FEDERATED = ROOT / "benchmarks" / "results" / "federated.json"
+TOLLS = ROOT / "benchmarks" / "results" / "tolls.json"
 DRAWN = (
     "ddp",
     "ddp-fp16",
@@ -37,6 +40,8 @@ Run = dict[str, Any]
 Row = dict[str, Any]
 Cell = tuple[str, str, int]
 """Size of the model, link, workers."""
+Three = tuple[float, float, float]
+"""The least, the median and the most."""
 
 
 def title(row: Row) -> str:
@@ -216,11 +221,57 @@ def federated(results: Run) -> str:
     return "\n".join(lines)
 
 
+def finishes(trained: Run, clocked: Run) -> dict[str, Finish]:
+    """Of every row that was timed on one network, by label: steps to DDP's loss times seconds of a step."""
+    made = {}
+    for label, pace in clocked["paces"].items():
+        row = trained["rows"][label]
+        worth = StepsFactor(row["rate"], tuple(row["factors"]))
+        made[label] = finish(label, Pace(**pace), clocked["compute_seconds"], worth, trained["steps"])
+    return made
+
+
+def tolls(results: Run) -> str:
+    """Seconds to DDP's loss over those of DDP's steps without any exchange, and steps over DDP's; medians and ends."""
+    found = json.loads(TOLLS.read_text())
+    trained = {one["workers"]: one for one in found["trained"]}
+    rows = {row.label: title({"label": row.label, "kind": row.kind}) for row in (*TOLL_TRAINED, *TOLL_TIMED)}
+    columns: list[tuple[str, dict[str, Three]]] = []
+    for workers, one in trained.items():
+        steps = {label: _three(row["factors"]) for label, row in one["rows"].items()}
+        columns.append((f"steps, {workers} workers", steps))
+        for clocked in (c for c in found["clocked"] if c["workers"] == workers):
+            alone = one["steps"] * clocked["compute_seconds"]
+            ended = finishes(one, clocked)
+            over = {label: _three([seconds / alone for seconds in row.times]) for label, row in ended.items()}
+            columns.append((f"toll, {clocked['link']}, {workers} workers", over))
+    lines = ["| row | " + " | ".join(name for name, _ in columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+    for label, name in rows.items():
+        cells = [_cell(label, column, bold=head.startswith("toll")) for head, column in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _three(factors: list[float | None]) -> Three:
+    low, middle, high = sorted(float("inf") if factor is None else factor for factor in factors)
+    return low, middle, high
+
+
+def _cell(label: str, column: dict[str, Three], *, bold: bool) -> str:
+    """The median and the ends; ``bold``: where no other row's median is lower."""
+    if label not in column:
+        return "-"
+    low, middle, high = ("never" if x == float("inf") else f"{x:.2f}" for x in column[label])
+    first = column[label][1] == min(values[1] for values in column.values())
+    return f"**{middle}** ({low} to {high})" if bold and first else f"{middle} ({low} to {high})"
+
+
 BLOCKS: dict[str, Callable[[Run], str]] = {
     "setting": setting,
     "winners": winners,
     "losses": losses,
     "steps": steps,
+    "tolls": tolls,
     "details": details,
     "missing": missing,
     "federated": federated,

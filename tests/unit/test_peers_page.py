@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -61,3 +62,26 @@ def test_a_loss_of_ours_and_a_failure_are_shown(peers):
     assert "failed: rank 1: RuntimeError: gone" in page.details(results)
     with pytest.raises(ValueError, match="no block"):
         page.fill("nothing", results)
+
+
+def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):
+    catalogue, page = peers["catalogue"], peers["page"]
+    found = json.loads(page.TOLLS.read_text())
+    labels = {row.label for row in (*catalogue.TOLL_TRAINED, *catalogue.TOLL_TIMED)}
+    trained = {one["workers"]: one for one in found["trained"]}
+    for one in trained.values():
+        assert set(one["rows"]) == labels
+        assert one["rows"]["ddp"]["factors"] == pytest.approx([1.0] * 3)
+        for row in catalogue.TOLL_TIMED:
+            assert one["rows"][row.label] == one["rows"][catalogue.trained_as(row.label)]
+    shown = page.tolls({})
+    assert found["clocked"]
+    for network in found["clocked"]:
+        one = trained[network["workers"]]
+        assert set(network["paces"]) | {"ddp"} == labels
+        for label, pace in network["paces"].items():
+            factors = one["rows"][label]["factors"]
+            steps = one["steps"] * sorted(float("inf") if f is None else f for f in factors)[1]
+            seconds = pace["start_seconds"] + steps * pace["seconds"]
+            toll = seconds / (one["steps"] * network["compute_seconds"])
+            assert toll == float("inf") or f"{toll:.2f}" in shown

@@ -17,7 +17,7 @@ def local_sgd(workload: Workload, group: Any, every: int = 8) -> Trainer:
     module, optimizer = accelerator.prepare(workload.model, workload.optimizer(workload.model))
     context = LocalSGD(accelerator, module, local_sgd_steps=every, enabled=True)
     context.__enter__()
-    return Trainer(module, _Stepping(optimizer, context), lambda: _leave(context))
+    return Trainer(module, _Stepping(optimizer, context), lambda: _leave(context), every)
 
 
 class _Stepping:

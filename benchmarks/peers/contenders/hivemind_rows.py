@@ -39,7 +39,7 @@ def local_updates(workload: Workload, group: Any, every: int = 16, matchmaking: 
         optimizer.shutdown()
         dht.shutdown()
 
-    return Trainer(workload.model, optimizer, close)
+    return Trainer(workload.model, optimizer, close, every)
 
 
 class _Parameters(torch.nn.Module):

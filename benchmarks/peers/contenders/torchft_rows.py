@@ -76,7 +76,7 @@ def local_sgd(workload: Workload, group: Any, every: int = 8) -> Trainer:
     """Its LocalSGD: the parameters are averaged every so many steps."""
     replica, optimizer = Replica(group, synchronous=False), workload.optimizer(workload.model)
     LocalSGD(replica.manager, workload.model, optimizer, sync_every=every).__enter__()
-    return Trainer(workload.model, optimizer, replica.close)
+    return Trainer(workload.model, optimizer, replica.close, every)
 
 
 def diloco(workload: Workload, group: Any, every: int = 8) -> Trainer:
@@ -84,7 +84,7 @@ def diloco(workload: Workload, group: Any, every: int = 8) -> Trainer:
     replica, optimizer = Replica(group, synchronous=True), workload.optimizer(workload.model)
     outer = torch.optim.SGD(workload.model.parameters(), **OUTER)
     DiLoCo(replica.manager, [workload.model], optimizer, outer, sync_every=every, use_bucketization=True).__enter__()
-    return Trainer(workload.model, optimizer, replica.close)
+    return Trainer(workload.model, optimizer, replica.close, every)
 
 
 class _Voted:
