@@ -149,7 +149,7 @@ def trajectories(
 
         record, _ = run_session(replace(spec, rows=tuple(missing)), launch, follow)
         for row in record.rows:
-            if row.label in places:  # not the one that exchanges nothing
+            if row.label in places and row.label not in found:  # not the one that exchanges nothing
                 keep(row)
     return {row.label: found[row.label] for row in rows}
 

@@ -79,33 +79,35 @@ class RoundRobin:
         if contender is None:
             return
 
-        def some(number: int) -> list[StepTime] | None:
-            found: list[StepTime] | None = self.guarded(
-                row_run, lambda: [self._step(contender, label) for _ in range(number)]
-            )
-            return found
+        def some(number: int) -> list[StepTime]:
+            if row_run.contender is None:  # it has failed, on all ranks
+                return []
+            return self.guarded(row_run, lambda: [self._step(contender, label) for _ in range(number)]) or []
+
+        def until_merged() -> list[StepTime]:
+            made: list[StepTime] = []
+            while row_run.contender is not None and contender.travelling and len(made) < contender.period:
+                made += some(1)
+            return made
 
         early = some(_whole(untimed, contender.period))
-        while early is not None and contender.settling:  # a plan is being measured: as long on all ranks
-            more = some(1)
-            early = None if more is None else early + more
-        steps = _whole(steps, contender.period)
+        while row_run.contender is not None and contender.settling:  # a plan is being measured: as long on all ranks
+            early += some(1)
         before, idle = self._sent(contender), contender.waited()
-        times = some(steps) if early is not None else None
+        times = some(_whole(steps, contender.period))
+        if not untimed:
+            times += until_merged()
+        if row_run.contender is None:
+            return
         after, waited = self._sent(contender), contender.waited()
-        late = some(0) if times is not None else None
-        while late is not None and contender.travelling and len(late) < contender.period:
-            more = some(1)
-            late = None if more is None else late + more
-        if early is not None and times is not None and late is not None:
-            if not untimed:
-                times, late = times + late, []
-                after, waited = self._sent(contender), contender.waited()
-            if idle is not None and waited is not None:
-                backward, forward = row_run.waited
-                row_run.waited = backward + waited[0] - idle[0], forward + waited[1] - idle[1]
-            self._keep(row_run, early, times, late, None if before is None or after is None else after - before)
-            contender.rest()
+        late = until_merged()
+        if row_run.contender is None:
+            return
+        if idle is not None and waited is not None:
+            backward, forward = row_run.waited
+            row_run.waited = backward + waited[0] - idle[0], forward + waited[1] - idle[1]
+        self._keep(row_run, early, times, late, None if before is None or after is None else after - before)
+        contender.rest()
 
     def _step(self, contender: Contender, label: str) -> StepTime:
         time = contender.step(self.rank)
