@@ -81,9 +81,10 @@ def advance(optimizer, parameters, gradients, rates):
         optimizer.step()
 
 
-def close(parameters, expected, tolerance=1e-6):
-    for p, e in zip(parameters, expected, strict=True):
-        e = torch.from_numpy(np.asarray(e)).double()
+def close(parameters, expected, tolerance=1e-6, start=None):
+    """``start``: where they began. What ends near zero is rounded as the larger value it came from."""
+    for p, e, s in zip(parameters, expected, start or expected, strict=True):
+        e, s = (torch.from_numpy(np.asarray(x)).double() for x in (e, s))
         p = p.detach().double()
         assert p.shape == e.shape
-        assert float((p - e).norm()) <= tolerance * max(1e-3, float(e.norm()))
+        assert float((p - e).norm()) <= tolerance * max(1e-3, float(e.norm()), float(s.norm()))
