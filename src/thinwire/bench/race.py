@@ -260,7 +260,7 @@ def tuned(
 
     first = tuned_on if len(rates) > 1 else seeds[:1]
     tried = {(rate, seed): smooth(labels, rate, seed) for seed in first for rate in rates}
-    last = max(t.steps[-1] for runs in tried.values() for t in runs.values() if t.steps)
+    last = max(runs[base].steps[-1] for runs in tried.values() if runs[base].steps)
     around = [last * share * near for near in _AROUND]
 
     def steps_to(row: Trajectory, mark: Trajectory) -> float:

@@ -45,6 +45,20 @@ def test_who_is_judged_seldom_is_not_smoothed_wider():
     assert found["seldom"].factors == pytest.approx((1.0,) * 3, abs=0.01)
 
 
+def test_a_row_that_trains_longer_does_not_move_the_target():
+    """DDP's loss after 60 of its 100 steps, though another, always ten steps behind, ends after 140."""
+
+    def run(labels, rate, seed):
+        ends, behind = {"ddp": 101, "late": 141}, {"ddp": 0, "late": 10}
+        steps = {label: tuple(range(0, ends[label], 10)) for label in labels}
+        return {
+            label: Trajectory(steps[label], tuple(200.0 - s + behind[label] for s in steps[label])) for label in labels
+        }
+
+    found = tuned(run, ["ddp", "late"], "ddp", 0.6, reach=0, rates=(1.0,))
+    assert found["late"].median == pytest.approx(70 / 60)
+
+
 def falling(slope, start=4.0, steps=100):
     return Trajectory(tuple(range(0, steps + 1, 10)), tuple(start - slope * step for step in range(0, steps + 1, 10)))
 
