@@ -587,6 +587,26 @@ def test_the_period_is_measured_once_and_equal_on_all_ranks():
         assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
 
 
+def _loaded_while_measuring(rank, size):
+    """Of six rounds to be measured three had come when it goes back to where two had."""
+    net = cases.model()
+    optimizer = _adamw(net)
+    with tw.attach(net, optimizer, "local") as sync:
+        _train(net, optimizer, rank, 4)
+        saved = sync.state_dict()
+        _train(net, optimizer, rank, 2, first=4)
+        sync.load_state_dict(saved)
+        settled = []
+        for step in range(4, 20):
+            _train(net, optimizer, rank, 1, first=step)
+            settled.append(sync.stats().settled)
+        return settled
+
+
+def test_what_was_measured_before_a_state_was_loaded_does_not_count():
+    assert run(_loaded_while_measuring, 2, seconds=120) == [[False] * 11 + [True] * 5] * 2
+
+
 def _late(rank, size):
     """A named period: three of it are waited for, then what comes is merged as many steps later as all agree on."""
     net = cases.model()

@@ -31,6 +31,10 @@ class CalendarTimes:
         self._found: tuple[list[int], int] = ([], 0)  # nanoseconds of each exchange, and of a step
         self._ended = 0.0
 
+    def anew(self) -> CalendarTimes:
+        """Of the same ranks, with nothing measured."""
+        return CalendarTimes(self._services)
+
     def exchanged(self, index: int, seconds: float) -> None:
         """The fragment of this number, alone."""
         self._alone.setdefault(index, []).append(seconds)

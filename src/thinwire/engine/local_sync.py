@@ -421,7 +421,8 @@ class Travel:
         return self._averages.snapshot()
 
     def restore(self, buffers: Sequence[Tensor], *, merged: bool) -> None:
-        """Take over buffers from a snapshot; ``merged``: into the model, at once."""
+        """Take over buffers from a snapshot; ``merged``: into the model, at once. What was measured is forgotten."""
+        self.times, self.layers = self.times.anew(), self.layers.anew()
         self._averages.restore(buffers, self._buffers)
         if merged:
             self._averages.merge()

@@ -48,6 +48,10 @@ class RoundTimes:
         self._steps = deque[float](maxlen=_LAST)
         self._rounds: list[_Exchange] = []
 
+    def anew(self) -> RoundTimes:
+        """Of the same model and ranks, with nothing measured."""
+        return RoundTimes(self._services, self._elements, beside=self._beside)
+
     def stepped(self) -> None:
         """An optimizer step has ended."""
         self._entered = time.perf_counter(), time.process_time()

@@ -211,10 +211,11 @@ class Rounds:
         return {**clock, **found, "fragments": [fragment.snapshot() for fragment in self.fragments]}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over a snapshot of the same settings and number of ranks."""
+        """Take over a snapshot of the same settings and number of ranks; what was half measured is measured again."""
         self.count = int(saved["count"])
         self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
-        self.code, self.calendar = saved["code"], [list(leaving) for leaving in saved["calendar"]]
+        self.code = 0 if self.settings.measures(self.measured) else saved["code"]
+        self.calendar = [list(leaving) for leaving in saved["calendar"]]
         self.trial = False
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
             fragment.restore(one)
