@@ -29,11 +29,14 @@ class Launched:
 
 
 class World:
-    """Sessions of ranks, made up: seconds of a step and steps needed for one of DDP's, by label."""
+    """Sessions of ranks, made up: seconds of a step and steps needed for one of DDP's, by label.
 
-    def __init__(self, seconds, needs, broken=(), diverging=()):
+    At other factors on the learning rate than ``rate`` all rows need 1.25 times the steps.
+    """
+
+    def __init__(self, seconds, needs, broken=(), diverging=(), rate=1.0):
         self.seconds, self.needs, self.broken = {"compute": COMPUTE, **seconds}, {"ddp": 1.0, **needs}, broken
-        self.diverging, self.sessions = diverging, []
+        self.diverging, self.rate, self.sessions = diverging, rate, []
 
     def session(self, spec, launch, on_progress):
         self.sessions.append(("losses" if spec.curves else "seconds", [row.label for row in spec.rows], spec.seed))
@@ -58,6 +61,7 @@ class World:
         if record.label != "compute":
             needs = self.needs[record.label]
             slope = 0.005 / (needs[spec.seed % len(needs)] if isinstance(needs, tuple) else needs)
+            slope *= 1.0 if spec.rate_factor == self.rate else 0.8
             places = range(0, spec.steps + 1, spec.every)
             record.curve = [Point(step, 0.0, float("nan"), 4.0 - slope * step) for step in places]
 
@@ -114,6 +118,16 @@ def test_who_is_first_what_it_costs_and_how_sure(raced, tmp_path):
     assert again.measured.known_since
     raced(world, METHODS, link="2mbit")
     assert [kind for kind, _, _ in world.sessions[sessions:]] == ["seconds"]  # losses do not depend on the link
+
+
+@pytest.mark.parametrize(("rate", "said"), [(0.5, "lowest tried: race again from a lower one"), (1.0, None),
+                                            (2.0, "highest tried: race again from a higher one")])  # fmt: skip
+def test_it_is_said_where_the_best_rate_is_the_last_that_was_tried(raced, rate, said):
+    _, found, _ = raced(World(FAST, NEEDS, rate=rate), METHODS, minutes=60.0)
+    third = sentences(found)[2]
+    assert len(found.budget.rates) == 3
+    assert third.count("; DDP learns fastest at ") == (said is not None)
+    assert said is None or third.endswith(f"; DDP learns fastest at {rate:g} x your learning rate, the {said}")
 
 
 def test_ddp_wins_where_no_step_is_shorter(raced):
