@@ -108,7 +108,8 @@ TOLL_TRAINED = (
     *BASELINE,
     *parse_rows(
         "powersgd:rank=4, local:sync_every=8:codec=int8, local:sync_every=8:codec=int8:fragment_sync_delay=3, "
-        "local:sync_every=16:codec=int2:fragment_sync_delay=7, torch-powersgd:rank=4"
+        "local:sync_every=16:codec=int8, local:sync_every=16:codec=int2, "
+        "local:sync_every=16:codec=int2:fragment_sync_delay=7, local:sync_every=32:codec=int2, torch-powersgd:rank=4"
     ),
     *(_peer(f"Accelerate LocalSGD, every {h}", "accelerate_rows:local_sgd", every=h) for h in (8, 16, 32)),
 )

@@ -32,7 +32,7 @@ from race import factors
 
 RESULTS = Path(__file__).parents[1] / "results" / "tolls.json"
 STEPS, SHARE = 320, 0.6  # of each row, and at which share of DDP's its loss is the target
-RATES = [0.5, 1.0]  # of 0.001: twice as much serves no row
+RATES = [0.25, 0.35, 0.5, 0.7, 1.0]  # of 0.001: one row takes the lowest, none the highest two
 TURN, TURNS = 16, 3  # steps, of which a row that averages now and then makes whole periods
 SLOW = "10mbit"  # where a step of DDP takes ten seconds: it and its like are not timed
 

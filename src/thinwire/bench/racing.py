@@ -30,8 +30,8 @@ from thinwire.local.settings import PRESETS
 from thinwire.methods.registry import METHODS
 
 DEFAULT_METHODS = (
-    "ssgd,cast:dtype=int8,powersgd:rank=4,local:sync_every=4:codec=int8,local:sync_every=8:codec=int8,"
-    "local:sync_every=8:codec=int8:fragment_sync_delay=3"
+    "ssgd,cast:dtype=int8,powersgd:rank=4,local:sync_every=8:codec=int8,"
+    "local:sync_every=8:codec=int8:fragment_sync_delay=3,local:sync_every=16:codec=int2"
 )
 """What wins somewhere by the shipped table, and the exact average; what cannot win here is not trained."""
 
