@@ -49,7 +49,7 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
             f"DDP is enough here: it reaches {at} after {duration(ddp.seconds)}, {rival}",
             f"it costs no more steps, and nothing to change: a step takes {short(ddp.step_seconds)}, "
             f"{ddp.over_compute:.2f} of its computing",
-            _sureness(found, ddp, others[0] if others else None) + _last_rate(found),
+            _sureness(found, ddp, others[0] if others else None) + _last_rate(found.budget.rates, ddp.rate),
         )
     assert first.seconds is not None
     assert first.step_seconds is not None
@@ -58,7 +58,7 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
         f"{first.label} is first: it reaches {at} after {duration(first.seconds)}, "
         f"{first.sooner:.1f} x sooner than DDP ({duration(ddp.seconds)})",
         f"{_cost(found, first)}; a step takes {short(first.step_seconds)} instead of {short(ddp.step_seconds)}",
-        _sureness(found, first, rivals[0] if rivals else None) + _last_rate(found),
+        _sureness(found, first, rivals[0] if rivals else None) + _last_rate(found.budget.rates, ddp.rate),
     )
 
 
@@ -108,13 +108,12 @@ def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")
 
 
-def _last_rate(found: RaceResult) -> str:
+def _last_rate(rates: Sequence[float], best: float) -> str:
     """Where DDP's best rate is an end of what was tried: at a rate beyond it all rows may stand otherwise."""
-    rates, base = found.budget.rates, next(row.rate for row in found.rows if row.label == BASE)
-    if len(rates) == 1 or min(rates) < base < max(rates):
+    if len(rates) == 1 or min(rates) < best < max(rates):
         return ""
-    last, further = ("lowest", "lower") if base == min(rates) else ("highest", "higher")
-    return f"; DDP learns fastest at {base:g} x your learning rate, the {last} tried: race again from a {further} one"
+    last, further = ("lowest", "lower") if best == min(rates) else ("highest", "higher")
+    return f"; DDP learns fastest at {best:g} x your learning rate, the {last} tried: race again from a {further} one"
 
 
 def _seeds(row: Finish) -> str:
