@@ -59,3 +59,25 @@ def test_a_tensor_never_overtakes_what_was_posted_before_it(ends):
     assert done.wait(10)
     for connection in (sending, receiving):
         connection.join(5)
+
+
+def test_a_connection_may_be_closed_and_waited_for_while_another_thread_starts_it(ends, monkeypatch):
+    """A shard whose server goes closes also the connection of a leader that comes just then."""
+    server, _ = ends
+    connection = Connection(
+        server, channels=2, seconds=10, most_bytes=0, deliver=lambda message: None, closed=lambda reason: None
+    )
+    begin, interrupted = threading.Thread.start, []
+
+    def starting(thread):
+        if thread.name.startswith("thinwire_"):
+            connection.close()
+            connection.join(0.0)
+            interrupted.append(thread.name)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    connection.start()
+    assert len(interrupted) == 4
+    connection.join(5)
+    assert connection.ended

@@ -196,7 +196,7 @@ def test_a_lost_shard_ends_the_server_with_a_sentence_and_the_others_wait_for_th
     serving.start()
     cluster.add_shard(1, outer=sgd(), checkpoint_dir=tmp_path / "shards")  # in place of the dead one
     serving.join(120)
-    assert not serving.is_alive()
+    assert not serving.is_alive(), f"the second server does not end: {second.status()}, {cluster.failures}"
     assert second.machine.version == saved + 30
     updates = Journal.read(tmp_path / "j").updates
     assert [update.version for update in updates] == list(range(saved + 30))

@@ -81,8 +81,8 @@ class Connection:
             loops += [self._send_data, self._receive_data]
         for loop in loops:
             thread = threading.Thread(target=self._guard, args=(loop,), name=f"thinwire{loop.__name__}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)  # only now: another thread may be closing this connection and waiting for it
         return self
 
     def join(self, seconds: float) -> None:
