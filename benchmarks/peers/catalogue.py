@@ -103,27 +103,55 @@ SIZES = {
 }
 
 TOLL_MODEL = "chargpt:layers=6:width=208:heads=4"
-TOLL_NETWORKS = ((2, "10mbit"), (2, "100mbit"), (2, "1gbit"), (4, "100mbit"), (4, "1gbit"))
-TOLL_TRAINED = (
+TOLL_SLOW = "10mbit"
+TOLL_NETWORKS = ((2, TOLL_SLOW), (2, "100mbit"), (2, "1gbit"), (4, "100mbit"), (4, "1gbit"))
+_LATEST = "local sync_every=32 codec=int2 fragment_sync_delay=7"
+_OF_TWO = (
+    "local sync_every=8 codec=int8 fragment_sync_delay=3", "local sync_every=16 codec=int8",
+    "local sync_every=16 codec=int2 fragment_sync_delay=7", _LATEST, "Accelerate LocalSGD, every 8",
+)  # fmt: skip
+"""Rows of two workers alone: there another of their kind is sooner on the links that four workers have too."""
+_TOLL_TRAINED = (
     *BASELINE,
     *parse_rows(
         "powersgd:rank=4, local:sync_every=8:codec=int8, local:sync_every=8:codec=int8:fragment_sync_delay=3, "
         "local:sync_every=16:codec=int8, local:sync_every=16:codec=int2, "
-        "local:sync_every=16:codec=int2:fragment_sync_delay=7, local:sync_every=32:codec=int2, torch-powersgd:rank=4"
+        "local:sync_every=16:codec=int2:fragment_sync_delay=7, local:sync_every=32:codec=int2, "
+        "local:sync_every=32:codec=int2:fragment_sync_delay=7, torch-powersgd:rank=4"
     ),
     *(_peer(f"Accelerate LocalSGD, every {h}", "accelerate_rows:local_sgd", every=h) for h in (8, 16, 32)),
 )
-"""Rows that are trained apart, and timed on every network. hivemind's ranks find each other by time, not after so many
-steps: where turns end before both have met, one waits until it gives up.
-"""
+_TOLL_TIMED = tuple(_peer(f"torchft LocalSGD, every {h}", "torchft_rows:local_sgd", every=h) for h in (8, 16, 32))
 
-TOLL_TIMED = tuple(_peer(f"torchft LocalSGD, every {h}", "torchft_rows:local_sgd", every=h) for h in (8, 16, 32))
-"""Rows that are timed alone: they average the same weights after the same steps as Accelerate's, see ``trained_as``."""
+
+def toll_trained(workers: int) -> tuple[Row, ...]:
+    """Rows that are trained apart with so many workers.
+
+    hivemind's ranks find each other by time, not after so many steps: where turns end before both have met, one waits
+    until it gives up.
+    """
+    return tuple(row for row in _TOLL_TRAINED if workers == 2 or row.label not in _OF_TWO)
 
 
 def trained_as(label: str) -> str:
-    """The label of the row whose losses are this one's."""
+    """The label of the row whose losses are this one's: torchft averages the same weights as Accelerate, as often."""
     return label.replace("torchft", "Accelerate")
+
+
+def toll_rows(workers: int) -> tuple[Row, ...]:
+    """Those, and those that are timed alone."""
+    trained = toll_trained(workers)
+    labels = [row.label for row in trained]
+    return (*trained, *(row for row in _TOLL_TIMED if trained_as(row.label) in labels))
+
+
+def toll_timed(workers: int, link: str) -> tuple[Row, ...]:
+    """Rows that are timed on one network.
+
+    On the slowest a step of DDP takes ten seconds, and on the others no round takes as long as seven steps.
+    """
+    left_out = "ddp" if link == TOLL_SLOW else _LATEST
+    return tuple(row for row in toll_rows(workers) if row.label != left_out)
 
 
 INSTALLED = ("torch", "accelerate", "torchft", "hivemind")

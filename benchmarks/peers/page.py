@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import store
-from catalogue import TOLL_TIMED, TOLL_TRAINED, TRIED
+from catalogue import TRIED, toll_rows
 
 from thinwire.bench.finish import Finish, Pace, finish
 from thinwire.bench.race import StepsFactor
@@ -234,20 +234,22 @@ def finishes(trained: Run, clocked: Run) -> dict[str, Finish]:
 def tolls(results: Run) -> str:
     """Seconds to DDP's loss over those of DDP's steps without any exchange, and steps over DDP's; medians and ends."""
     found = json.loads(TOLLS.read_text())
-    trained = {one["workers"]: one for one in found["trained"]}
-    rows = {row.label: title({"label": row.label, "kind": row.kind}) for row in (*TOLL_TRAINED, *TOLL_TIMED)}
-    columns: list[tuple[str, dict[str, Three]]] = []
-    for workers, one in trained.items():
-        steps = {label: _three(row["factors"]) for label, row in one["rows"].items()}
-        columns.append((f"steps, {workers} workers", steps))
-        for clocked in (c for c in found["clocked"] if c["workers"] == workers):
-            alone = one["steps"] * clocked["compute_seconds"]
-            ended = finishes(one, clocked)
-            over = {label: _three([seconds / alone for seconds in row.times]) for label, row in ended.items()}
-            columns.append((f"toll, {clocked['link']}, {workers} workers", over))
+    return "\n\n".join(_tolls_of(one, found["clocked"]) for one in found["trained"])
+
+
+def _tolls_of(trained: Run, clocked: list[Run]) -> str:
+    """The table of one number of workers."""
+    workers = trained["workers"]
+    columns = [(f"steps, {workers} workers", {label: _three(row["factors"]) for label, row in trained["rows"].items()})]
+    for network in (one for one in clocked if one["workers"] == workers):
+        alone = trained["steps"] * network["compute_seconds"]
+        ended = finishes(trained, network)
+        over = {label: _three([seconds / alone for seconds in row.times]) for label, row in ended.items()}
+        columns.append((f"toll, {network['link']}, {workers} workers", over))
     lines = ["| row | " + " | ".join(name for name, _ in columns) + " |", "|---" + "|---:" * len(columns) + "|"]
-    for label, name in rows.items():
-        cells = [_cell(label, column, bold=head.startswith("toll")) for head, column in columns]
+    for row in toll_rows(workers):
+        name = title({"label": row.label, "kind": row.kind})
+        cells = [_cell(row.label, column, bold=head.startswith("toll")) for head, column in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from catalogue import TOLL_MODEL, TOLL_NETWORKS, TOLL_TIMED, TOLL_TRAINED, trained_as
+from catalogue import TOLL_MODEL, TOLL_NETWORKS, toll_rows, toll_timed, toll_trained, trained_as
 
 from thinwire import lab
 from thinwire.bench.finish import pace_of
@@ -32,24 +32,23 @@ from race import factors
 
 RESULTS = Path(__file__).parents[1] / "results" / "tolls.json"
 STEPS, SHARE = 320, 0.6  # of each row, and at which share of DDP's its loss is the target
-RATES = [0.25, 0.35, 0.5, 0.7, 1.0]  # of 0.001: one row takes the lowest, none the highest two
+RATES = {2: [0.25, 0.35, 0.5, 0.7, 1.0], 4: [0.35, 0.5, 0.7]}  # of 0.001: DDP takes none at the ends
 TURN, TURNS = 16, 3  # steps, of which a row that averages now and then makes whole periods
-SLOW = "10mbit"  # where a step of DDP takes ten seconds: it and its like are not timed
 
 
 def train(workers: int) -> dict[str, Any]:
     """Steps to DDP's loss of every row, over DDP's."""
     track = Track(TOLL_MODEL, workers, STEPS)
-    found = factors(track, TOLL_TRAINED, SHARE, RATES, [0])
-    rows = {label: {"rate": one.rate, "factors": one.factors} for label, one in found.items()}
-    rows |= {row.label: rows[trained_as(row.label)] for row in TOLL_TIMED}
+    found = factors(track, toll_trained(workers), SHARE, RATES[workers], [0])
+    known = {label: {"rate": one.rate, "factors": one.factors} for label, one in found.items()}
+    rows = {row.label: known[trained_as(row.label)] for row in toll_rows(workers)}
     return {"workers": workers, "steps": STEPS * SHARE, "rows": rows}
 
 
 def clock(workers: int, link: str) -> dict[str, Any]:
     """Seconds per step of every row on one network."""
-    rows = [row for row in (*TOLL_TRAINED, *TOLL_TIMED) if link != SLOW or row.kind != "ddp"]
-    spec = BenchSpec(TOLL_MODEL, tuple(rows), workers, link, lab.parse_rate(link), steps=TURN, rounds=TURNS,
+    rows = toll_timed(workers, link)
+    spec = BenchSpec(TOLL_MODEL, rows, workers, link, lab.parse_rate(link), steps=TURN, rounds=TURNS,
                      operation_seconds=120.0, timeout_seconds=3600.0)  # fmt: skip
     load = round(os.getloadavg()[0], 1)
     record, launched = run_session(spec, functools.partial(lab.run, lab.Cluster.parse(workers, 1, link, None)))

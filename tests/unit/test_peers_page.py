@@ -67,18 +67,17 @@ def test_a_loss_of_ours_and_a_failure_are_shown(peers):
 def test_tolls_are_steps_times_seconds_over_those_of_no_network(peers):
     catalogue, page = peers["catalogue"], peers["page"]
     found = json.loads(page.TOLLS.read_text())
-    labels = {row.label for row in (*catalogue.TOLL_TRAINED, *catalogue.TOLL_TIMED)}
     trained = {one["workers"]: one for one in found["trained"]}
-    for one in trained.values():
-        assert set(one["rows"]) == labels
+    for workers, one in trained.items():
+        assert list(one["rows"]) == [row.label for row in catalogue.toll_rows(workers)]
         assert one["rows"]["ddp"]["factors"] == pytest.approx([1.0] * 3)
-        for row in catalogue.TOLL_TIMED:
-            assert one["rows"][row.label] == one["rows"][catalogue.trained_as(row.label)]
+        for label, row in one["rows"].items():
+            assert row == one["rows"][catalogue.trained_as(label)]
     shown = page.tolls({})
     assert found["clocked"]
     for network in found["clocked"]:
         one = trained[network["workers"]]
-        assert set(network["paces"]) | {"ddp"} == labels
+        assert list(network["paces"]) == [row.label for row in catalogue.toll_timed(one["workers"], network["link"])]
         for label, pace in network["paces"].items():
             factors = one["rows"][label]["factors"]
             steps = one["steps"] * sorted(float("inf") if f is None else f for f in factors)[1]
