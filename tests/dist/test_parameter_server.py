@@ -23,16 +23,17 @@ from parameter_cluster import (
 )
 
 from spawned import free_port
-from thinwire.link.errors import PairError
+from thinwire.link.errors import NotAdmitted, PairError
 from thinwire.link.hello import Badge
 from thinwire.link.listener import Listener
 from thinwire.link.meeting import Meeting
 from thinwire.parameter_server import Journal, Layout, Node, Service, Worker, replay
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server import node as node_module
+from thinwire.parameter_server.connection import Connection
 from thinwire.parameter_server.layout import LayoutMismatch
 from thinwire.parameter_server.line import reach
-from thinwire.parameter_server.messages import Enter
+from thinwire.parameter_server.messages import Enter, Stop, encode
 from thinwire.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
 from thinwire.parameter_server.submit import LocalSteps
 from thinwire.parameter_server.worker import NodeRefused, ServerLost
@@ -304,3 +305,35 @@ def test_a_node_that_is_closed_while_it_joins_leaves_no_member_behind(monkeypatc
     while cluster.service.machine.members or not cluster.service.machine.counters["joined"]:  # less than a lease
         time.sleep(0.01)
     cluster.service.stop()
+
+
+def test_a_node_that_is_refused_while_a_worker_leaves_ends_all_the_same(monkeypatch):
+    refused, post = threading.Event(), Connection.post
+    service = Service(model(), bsp(start_nodes=2), host="127.0.0.1", outer=sgd())
+
+    def reaching(*words):
+        assert refused.wait(60.0)
+        raise NotAdmitted("refused by the test")
+
+    def posting(connection, message):
+        if isinstance(message, Stop) and workers:
+            workers.pop().close()  # in the middle of telling them all; half a second, or until its leader knows
+            end = time.monotonic() + 0.5
+            while len(node._crew._there) == 2 and time.monotonic() < end:
+                time.sleep(0.01)
+        post(connection, message)
+
+    monkeypatch.setattr(node_module, "reach", reaching)
+    node = Node(f"127.0.0.1:{service.port}", 0, 2)
+    workers = [Meeting(node.address, Badge("worker", k)).connect(encode(Enter(k))) for k in range(2)]
+    first = workers.pop(0)
+    while len(node._crew._there) < 2:
+        time.sleep(0.01)
+    monkeypatch.setattr(Connection, "post", posting)
+    refused.set()
+    assert node._over.wait(10.0), "its workers and who asks it wait for ever"
+    with pytest.raises(NodeRefused, match="refused by the test"):
+        node.wait()
+    first.close()
+    node.close()
+    service.close()

@@ -290,7 +290,8 @@ class Node:
 
     def _give_up(self, failure: RuntimeError) -> None:
         self.failure = failure
-        self._end(-1)
+        with self._lock:  # the thread that joins comes here too, while workers come and go
+            self._end(-1)
         self._crew.refuse()
 
     def _end(self, version: int) -> None:
