@@ -88,12 +88,12 @@ class Door:
                 if self.closed:
                     duplex.close()
                     return
-                oldest = next(iter(self._unknown)) if len(self._unknown) >= self._most else None
-                if oldest is not None:
+                if len(self._unknown) >= self._most:
+                    oldest = next(iter(self._unknown))
                     del self._unknown[oldest]
+                    # with the lock held: who has been forgotten is closed by now, or never for this
+                    oldest.close(f"{self._most} others came before it had said hello")
                 self._unknown[duplex] = None
-            if oldest is not None:
-                oldest.close(f"{self._most} others came before it had said hello")
             threading.Thread(target=self._meet, args=(duplex,), name="thinwire-hello", daemon=True).start()
 
     def _meet(self, duplex: Duplex) -> None:

@@ -147,6 +147,7 @@ class CloudServer:
 
     def _admit(self, newcomer: _Newcomer) -> None:
         """Answer a newcomer's hello, if it may come."""
+        self._door.forget(newcomer.duplex)  # from here on it makes no room for strangers
         wire = newcomer.wire
         if wire is None or newcomer.hello is None:
             self._refuse(newcomer, newcomer.error)

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from thinwire.link.door import MOST_UNKNOWN
+from thinwire.link.door import MOST_UNKNOWN, Door
+from thinwire.link.duplex import Duplex
 from thinwire.link.errors import NotAdmitted, PairError
 from thinwire.link.hello import Badge
 from thinwire.link.listener import Listener
@@ -187,6 +188,27 @@ def test_silent_connections_are_bounded_and_keep_nobody_out(inn):
         time.sleep(0.01)
     for connection in idle:
         connection.close()
+
+
+def test_who_is_no_stranger_any_more_is_not_closed_afterwards(monkeypatch):
+    close, forgotten, ended = Duplex.close, [], threading.Event()
+
+    def closing(duplex, *why):
+        if why:  # another thread says just now that it is known
+            forgetting = threading.Thread(target=door.forget, args=(duplex,))
+            forgetting.start()
+            forgetting.join(0.5)
+            forgotten.append(not forgetting.is_alive())
+        close(duplex, *why)
+
+    monkeypatch.setattr(Duplex, "close", closing)
+    door = Door(0, "127.0.0.1", lambda duplex, end: ended.wait(10.0), most=1)
+    door.open()
+    with socket.create_connection(("127.0.0.1", door.port)) as first, socket.create_connection(first.getpeername()):
+        assert first.recv(1) == b""
+    ended.set()
+    door.close()
+    assert forgotten == [False]  # it hears of it when the connection has been closed
 
 
 def test_a_slow_hello_has_one_time_limit_in_all(inn):

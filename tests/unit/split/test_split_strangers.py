@@ -73,6 +73,28 @@ def test_of_too_many_strangers_the_longest_there_makes_room():
         edge.bye()
 
 
+def test_an_edge_that_has_just_been_taken_in_makes_no_room_for_strangers():
+    """They come while the cloud still says that the edge begins, before the thread that heard its hello has ended."""
+    front, back = halves()
+    with serving(back, hello_seconds=600.0) as server, contextlib.ExitStack() as stack:
+        say, unknown = server.say, server._door._unknown
+
+        def saying(words):
+            if "begins" in words:
+                stack.enter_context(strangers(server, MOST))
+                end = time.monotonic() + 30.0
+                while len(unknown) < MOST or server._wire._duplex in unknown:
+                    assert time.monotonic() < end
+                    time.sleep(0.01)
+            say(words)
+
+        server.say = saying
+        with linked(server, edge_end(front)) as (link, edge):
+            edge.step(batch_of(0))
+            edge.bye()
+            assert link.reconnects == 0
+
+
 def test_handshake_and_hello_have_one_deadline(keys):
     for credentials in (None, keys["cloud"]):
         front, back = halves()
