@@ -94,7 +94,11 @@ class Door:
                     # with the lock held: who has been forgotten is closed by now, or never for this
                     oldest.close(f"{self._most} others came before it had said hello")
                 self._unknown[duplex] = None
-            threading.Thread(target=self._meet, args=(duplex,), name="thinwire-hello", daemon=True).start()
+            try:
+                threading.Thread(target=self._meet, args=(duplex,), name="thinwire-hello", daemon=True).start()
+            except RuntimeError as error:  # the process may have no more threads; it comes again
+                self.forget(duplex)
+                duplex.close(str(error))
 
     def _meet(self, duplex: Duplex) -> None:
         try:

@@ -211,6 +211,23 @@ def test_who_is_no_stranger_any_more_is_not_closed_afterwards(monkeypatch):
     assert forgotten == [False]  # it hears of it when the connection has been closed
 
 
+def test_a_listener_that_could_not_start_a_thread_for_one_hears_the_next(inn, monkeypatch):
+    begin, failed = threading.Thread.start, []
+
+    def starting(thread):
+        if thread.name == "thinwire-hello" and not failed:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")  # as Python says where the kernel allows no more
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    there = inn()
+    with pytest.raises(PairError, match="nobody listens"):
+        Meeting(there.address, NODE, 5.0)
+    assert failed
+    assert Meeting(there.address, NODE, 5.0).note("a") == "b"
+
+
 def test_a_slow_hello_has_one_time_limit_in_all(inn):
     there = inn(seconds=0.5)
     with socket.create_connection(("127.0.0.1", there.listener.port)) as slow:
