@@ -41,6 +41,14 @@ def free_port():
             return port
 
 
+def to_itself(address, *_, **options):
+    """In place of ``socket.create_connection`` at a free port: the kernel takes the same port for the caller's end."""
+    connection = socket.socket()
+    connection.bind(address)
+    connection.connect(address)
+    return connection
+
+
 def _serve(pipe):
     """A rank's life: calls come through the pipe until it closes."""
     import torch

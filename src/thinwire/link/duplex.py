@@ -209,6 +209,19 @@ class Duplex:
                 self._socket.close()
 
 
+def dial(host: str, port: int, seconds: float, source: tuple[str, int] | None = None) -> Duplex:
+    """Call a listener. Raises ``OSError`` where nobody listens.
+
+    At a port that nobody listens at, and that the kernel makes the caller's own too, TCP lets the caller meet itself:
+    its own words coming back would be taken for those of a listener that is not to be called again.
+    """
+    connection = socket.create_connection((host, port), seconds, source)
+    if connection.getsockname() == connection.getpeername():
+        connection.close()
+        raise ConnectionRefusedError("Connection refused")
+    return Duplex(connection)
+
+
 def end_of(seconds: float | None) -> float:
     """The point on the clock in so many seconds; None: never."""
     return math.inf if seconds is None else time.monotonic() + seconds

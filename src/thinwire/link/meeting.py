@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import time
 
 from thinwire.link.door import HELLO_SECONDS
-from thinwire.link.duplex import Duplex
+from thinwire.link.duplex import Duplex, dial
 from thinwire.link.errors import NotAdmitted, PairError
 from thinwire.link.hello import FRAMES, NOTES, TENSORS, TOKEN_BYTES, Badge, knock
 from thinwire.link.listener import NOTES_SIZE
@@ -104,7 +103,7 @@ def _call(
     host: str, port: int, badge: Badge, channel: int, token: bytes, end: float, source: str | None = None
 ) -> Duplex:
     own = None if source is None else (source, 0)
-    duplex = Duplex(socket.create_connection((host, port), max(0.001, end - time.monotonic()), own))
+    duplex = dial(host, port, max(0.001, end - time.monotonic()), own)
     try:
         knock(duplex, badge, channel, token, end, host)
     except PairError:

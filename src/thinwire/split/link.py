@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 import warnings
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from thinwire.link.door import HELLO_SECONDS, check_port
-from thinwire.link.duplex import Duplex
+from thinwire.link.duplex import Duplex, dial
 from thinwire.link.secret import is_loopback
 from thinwire.link.tls import Credentials
 from thinwire.split.edge import EdgeEnd, printable
@@ -119,7 +118,7 @@ class CloudClient:
         assert self._edge is not None
         while True:
             try:
-                duplex = Duplex(socket.create_connection((self.host, self.port), timeout=self.receive_seconds))
+                duplex = dial(self.host, self.port, self.receive_seconds)
             except OSError as error:
                 problem: LinkError = LinkError(f"no connection with {self.host} port {self.port}: {error}")
             else:

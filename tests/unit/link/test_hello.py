@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from spawned import free_port, to_itself
 from thinwire.link.door import MOST_UNKNOWN, Door
 from thinwire.link.duplex import Duplex
 from thinwire.link.errors import NotAdmitted, PairError
@@ -226,6 +227,16 @@ def test_a_listener_that_could_not_start_a_thread_for_one_hears_the_next(inn, mo
         Meeting(there.address, NODE, 5.0)
     assert failed
     assert Meeting(there.address, NODE, 5.0).note("a") == "b"
+
+
+def test_who_has_called_itself_has_found_nobody(monkeypatch):
+    """Of a port that nobody listens at, the kernel may make the caller's own end too; TCP lets the two meet."""
+    port = free_port()
+    monkeypatch.setattr(socket, "create_connection", to_itself)
+    for badge in (NODE, Badge("node", 3)):
+        with pytest.raises(PairError, match="nobody listens") as caught:
+            Meeting(f"127.0.0.1:{port}", badge, 5.0)
+        assert not isinstance(caught.value, NotAdmitted)  # else it would not be tried again
 
 
 def test_a_slow_hello_has_one_time_limit_in_all(inn):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from split_ends import RECIPE, Cable, batch_of, edge_end, halves, held, in_process, linked, parameters, serving
 
+from spawned import free_port, to_itself
 from thinwire.link.keys import new_keys
 from thinwire.split import CloudClient, CloudEnd, CloudServer, Credentials, SplitPlan
 from thinwire.split.errors import LinkError, LinkTimeout, SessionError, TrustError
@@ -244,6 +245,14 @@ def test_no_call_waits_for_ever():
     with pytest.raises(LinkTimeout, match="waiting for the answer to hello"):
         link.attach(edge_end(front))
     silent.close()
+    with pytest.raises(LinkError, match="no connection with 127"):
+        link.attach(edge_end(front))
+
+
+def test_an_edge_that_has_called_itself_has_found_no_cloud(monkeypatch):
+    front, _ = halves()
+    link = CloudClient("127.0.0.1", free_port(), reconnect_seconds=0.0)
+    monkeypatch.setattr(socket, "create_connection", to_itself)
     with pytest.raises(LinkError, match="no connection with 127"):
         link.attach(edge_end(front))
 
