@@ -229,8 +229,8 @@ def test_a_killed_server_goes_on_from_its_checkpoint_with_the_shards_that_waited
 
 
 def test_who_may_be_a_shard_and_who_may_send_pieces(tmp_path):
-    cluster = Cluster(bsp(start_nodes=1), 1, shards=2, delays=[0.01], checkpoint_dir=tmp_path / "c",
-                      shard_folder=tmp_path / "c")  # fmt: skip
+    cluster = Cluster(bsp(start_nodes=1, lease_seconds=4.0), 1, shards=2, delays=[0.01],
+                      checkpoint_dir=tmp_path / "c", shard_folder=tmp_path / "c")  # fmt: skip
     wait_until(lambda: cluster.service.machine.version >= 3)
     address = cluster.address
     for index, options, sentence in (
@@ -284,6 +284,25 @@ def test_a_server_that_waits_takes_only_shards_that_fit(tmp_path):
         Shard(f"127.0.0.1:{whole.port}", 0).run()
     whole.close()
     assert not failures
+
+
+def test_a_shard_that_comes_again_waits_until_the_server_knows_that_it_was_dead():
+    """Its machine broke down: nobody has told the server, which takes it for one that is there until its lease ends."""
+    service = Service(model(), bsp(lease_seconds=3.0), host="127.0.0.1", outer=sgd(), shards=1)
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    address, number = f"127.0.0.1:{service.port}", fingerprint(sgd(), Layout.of(model()).dtype)
+    dead = Meeting(address, Badge("shard", 0)).connect(encode(Enlist(0, free_port(), PROTOCOL, True, number)))
+    assert isinstance(decode(dead.receive_frame(FRAME.size, 60.0))[0], Enlisted)
+    again, ended = Shard(address, 0, host="127.0.0.1", outer=sgd()), []
+    running = threading.Thread(target=lambda: ended.append(again.run()), daemon=True)
+    running.start()
+    wait_until(lambda: service.keeper.ready or not running.is_alive())
+    service.stop()
+    running.join(60)
+    serving.join(60)
+    assert ended == [0]
+    dead.close()
 
 
 def test_nobody_serves(monkeypatch):

@@ -24,7 +24,7 @@ from thinwire.parameter_server.messages import FRAME, PROTOCOL, Ping, Refused, S
 from thinwire.parameter_server.outer import Outer, default_outer, fingerprint
 from thinwire.parameter_server.packing import most_bytes
 from thinwire.parameter_server.settings import Settings
-from thinwire.parameter_server.shard_messages import NO_INDEX, SHARD_REASONS, Enlist, Ticket
+from thinwire.parameter_server.shard_messages import NO_INDEX, SHARD_REASONS, SHARD_TAKEN, Enlist, Ticket
 from thinwire.parameter_server.slice_keeper import SliceKeeper
 from thinwire.parameter_server.visitors import Visitors
 from thinwire.parameter_server.worker import ServerLost
@@ -82,6 +82,7 @@ class Shard:
         self._outer, self._read_outer, self._directory, self._leases = outer, read_outer, checkpoint_dir, leases
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         self._line: Connection | None = None
+        self._taken_at: float | None = None
         self.keeper: SliceKeeper | None = None
         self.visitors = Visitors(lambda what, who, value: self._inbox.put((what, who, value)))
         self._over = threading.Event()
@@ -211,9 +212,15 @@ class Shard:
                 line.join(2.0)
                 return keeper.version
             elif isinstance(value, Refused):
-                text = SHARD_REASONS.get(value.reason, SHARD_REASONS[NO_INDEX])
-                raise ShardRefused(text.format(index=self.index))
+                text, lease = SHARD_REASONS.get(value.reason, SHARD_REASONS[NO_INDEX]), keeper.settings.lease_seconds
+                self._taken_at = self._taken_at or time.monotonic()
+                if value.reason != SHARD_TAKEN or time.monotonic() - self._taken_at > lease:
+                    raise ShardRefused(text.format(index=self.index))
+                line.close()
+                time.sleep(min(0.5, lease / 4))  # who is there may be dead: the server knows when its lease has ended
+                return None
             else:
+                self._taken_at = None
                 answers = [*keeper.on(value), *visitors.obey(value, keeper)]
             for answer in answers:
                 line.post(answer)
