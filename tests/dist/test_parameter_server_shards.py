@@ -305,6 +305,23 @@ def test_a_shard_that_comes_again_waits_until_the_server_knows_that_it_was_dead(
     dead.close()
 
 
+def test_a_server_that_waits_for_its_shards_ends_when_it_is_stopped():
+    service, failures = Service(model(), bsp(), host="127.0.0.1", outer=sgd(), shards=1), []
+
+    def run():
+        try:
+            service.run()
+        except ShardLost as error:
+            failures.append(str(error))
+
+    serving = threading.Thread(target=run, daemon=True)
+    serving.start()
+    service.stop()
+    serving.join(10)
+    assert not serving.is_alive()
+    assert "stopped while it waited for its shards" in failures[0]
+
+
 def test_nobody_serves(monkeypatch):
     monkeypatch.setattr(shard_module, "time", impatient())
     with pytest.raises(ServerLost, match=r"no server at .* for 60 s.*--shards"):

@@ -42,7 +42,7 @@ from thinwire.parameter_server.messages import (
 )
 from thinwire.parameter_server.outer import Master, Outer, default_outer, fingerprint
 from thinwire.parameter_server.packing import ServerEnd, most_bytes
-from thinwire.parameter_server.roster import Roster
+from thinwire.parameter_server.roster import Roster, ShardLost
 from thinwire.parameter_server.server import Server
 from thinwire.parameter_server.settings import Settings
 from thinwire.parameter_server.shard_messages import Enlist
@@ -203,7 +203,7 @@ class Service:
         """Serve until the end. Returns the last status; the model holds the last weights.
 
         Raises:
-            ShardLost: a shard has gone, or does not answer.
+            ShardLost: a shard has gone, or does not answer; or ``stop`` was called before they were there.
         """
         self._listener.serve(self._came, FRAME.size)
         try:
@@ -309,6 +309,8 @@ class Service:
             self.machine.expect(who, value, now)
         elif what == "stop":
             self._updates = self.machine.version
+            if not self.keeper.ready:
+                raise ShardLost("stopped while it waited for its shards, without which there are no last weights")
         else:
             for message in self.keeper.hear(event, now):
                 self._do(self.machine.on(message, now))
