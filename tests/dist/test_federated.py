@@ -4,15 +4,23 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from spawned import run
 from thinwire import federated as fl
+from thinwire.federated.allreduce import AllReduceBackend
+from thinwire.federated.backend import Planner
+from thinwire.federated.device import RoundTask
+from thinwire.federated.schedule import Assignment
 
 pytestmark = pytest.mark.dist
 ALGORITHMS = {
@@ -147,6 +155,19 @@ def test_a_rank_that_dies_is_an_error_and_the_run_goes_on(tmp_path):
         assert [row.round for row in history.rounds] == [0, 1, 2, 3]
     alone, _ = train("scaffold", checkpoint_dir=str(tmp_path))  # what ranks wrote, one process reads
     assert np.array_equal(alone, wanted)
+
+
+def test_a_store_whose_host_is_frozen_is_an_error_where_ranks_pull(monkeypatch):
+    """A store's own limit is none for ``add``: its host's kernel has taken the question, and nobody answers."""
+    frozen = SimpleNamespace(add=lambda key, number: threading.Event().wait(20.0))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: SimpleNamespace(clone=lambda: frozen))
+    members = SimpleNamespace(timeout=timedelta(seconds=0.2))
+    ranks = SimpleNamespace(rank=1, gather=lambda message: [b"1"], members=members)
+    device = SimpleNamespace(empty=dict)
+    back = AllReduceBackend(device, Planner("pull", 2, 0), ranks)
+    task = RoundTask(3, fl.RoundRequest({}), 7, 7)
+    with pytest.raises(fl.DeviceLost, match="another rank was lost in round 3"):
+        back._train(task, range(7), Assignment((), tuple(range(7))))
 
 
 def _full(rank, size, folder, who):

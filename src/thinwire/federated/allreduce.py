@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.bounded import bounded, seconds_of
 from thinwire.collectives.topology import topology_of
 from thinwire.engine.ranks.communicator import Communicator
 from thinwire.federated import files
@@ -101,7 +102,7 @@ class AllReduceBackend:
         """
         try:
             return exchange()
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             words = str(error).splitlines()[0][:200]
             raise DeviceLost(
                 f"rank {self._rank}: another rank was lost in round {round} ({words}). Start the run again: with "
@@ -115,7 +116,12 @@ class AllReduceBackend:
             run_list(self._device, task, [cohort[i] for i in assignment.lists[self._rank]], into)
             return into
         counter = f"thinwire/federated/{self._run}/{self._visits}"
-        while (turn := self._store.add(counter, 1) - 1) < len(cohort):
+        limit = seconds_of(self._comm.members.timeout)  # the store's is none where its host is frozen
+
+        def turns() -> int:
+            return int(self.guarded(task.round, lambda: bounded(limit, lambda: self._store.add(counter, 1))))
+
+        while (turn := turns() - 1) < len(cohort):
             self._device.train(task, cohort[assignment.queue[turn]], into)
         return into
 
