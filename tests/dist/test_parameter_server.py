@@ -337,3 +337,20 @@ def test_a_node_that_is_refused_while_a_worker_leaves_ends_all_the_same(monkeypa
     first.close()
     node.close()
     service.close()
+
+
+def test_a_node_that_cannot_even_call_its_server_ends_with_the_reason(monkeypatch):
+    """Its keys were taken away meanwhile, for example: the way to a shard reads them again."""
+    service = Service(model(), bsp(start_nodes=2), host="127.0.0.1", outer=sgd())
+
+    def reaching(*words):
+        raise ValueError("certificate: /gone/identity.crt is no file")
+
+    monkeypatch.setattr(node_module, "reach", reaching)
+    with Node(f"127.0.0.1:{service.port}", 0, 1) as node:
+        first = Meeting(node.address, Badge("worker", 0)).connect(encode(Enter(0)))
+        assert node._over.wait(10.0), "its workers and who asks it wait for ever"
+        with pytest.raises(NodeRefused, match="is no file"):
+            node.wait()
+        first.close()
+    service.close()

@@ -165,7 +165,7 @@ class Node:
             except ShardsToCome:
                 lost_at = None
                 continue
-            except NotAdmitted as error:
+            except (NotAdmitted, ValueError) as error:  # the latter of what is here: keys that were taken away, say
                 self._give_up(NodeRefused(str(error)))
                 return
             except PairError as error:
