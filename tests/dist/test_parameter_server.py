@@ -354,3 +354,23 @@ def test_a_node_that_cannot_even_call_its_server_ends_with_the_reason(monkeypatc
             node.wait()
         first.close()
     service.close()
+
+
+def test_a_worker_that_ends_with_an_error_is_missed_at_once():
+    """Its process may live on, in a notebook say: not only a lease later may the others go on without it."""
+    service = Service(model(), bsp(start_nodes=1, lease_seconds=1000.0), host="127.0.0.1", outer=sgd())
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+
+    def broken(number):
+        raise RuntimeError("no such batch")
+
+    with Node(f"127.0.0.1:{service.port}", 0, 1) as node:
+        with pytest.raises(RuntimeError, match="no such batch"):
+            Worker(model(), broken, loss, node.address, 0).run()
+        end = time.monotonic() + 10.0
+        while node.leader.alive:
+            assert time.monotonic() < end, "its leader waits for it"
+            time.sleep(0.01)
+    service.stop()
+    serving.join(60.0)

@@ -156,7 +156,6 @@ class Worker:
                     return False
                 if isinstance(message, Stop):
                     if message.version < 0:
-                        connection.finish()
                         self._check()
                         raise ServerLost(f"worker {self.number}: its node has given up; the leader's words say why")
                     if not self.stats.submissions:
@@ -170,7 +169,6 @@ class Worker:
                         self.stats.version = message.version
                     if last is not None:
                         self.layout.buffers.write(last, self.model)
-                    connection.finish()
                     return True
                 if isinstance(message, Buffers):  # comes before the STOP
                     last = self.layout.buffers.read(message.tensor)
@@ -181,6 +179,7 @@ class Worker:
                     connection.post(result)
         finally:
             ended.set()
+            connection.finish()  # after an error too: the process may live on, and the leader would wait for a lease
             connection.join(2.0)
 
     @staticmethod
