@@ -31,7 +31,7 @@ from thinwire.parameter_server import Journal, Layout, Node, Service, Shard, Wor
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server import shard as shard_module
 from thinwire.parameter_server.line import SlicedLine
-from thinwire.parameter_server.messages import FRAME, PROTOCOL, Grad, Hello, decode, encode
+from thinwire.parameter_server.messages import FRAME, PROTOCOL, Grad, Hello, Ping, decode, encode
 from thinwire.parameter_server.outer import fingerprint
 from thinwire.parameter_server.presets import asp, bsp, fedbuff, inhad
 from thinwire.parameter_server.roster import ShardLost
@@ -320,6 +320,43 @@ def test_a_server_that_waits_for_its_shards_ends_when_it_is_stopped():
     serving.join(10)
     assert not serving.is_alive()
     assert "stopped while it waited for its shards" in failures[0]
+
+
+def test_a_server_that_is_long_about_something_lives_on_for_its_shards():
+    """What its user does at an update, an evaluation say, may take longer than a lease."""
+    there, busy, done = threading.Event(), threading.Event(), threading.Event()
+
+    def on_status(status):
+        if there.is_set():
+            busy.set()
+            done.wait(60.0)
+
+    service = Service(model(), bsp(lease_seconds=3.0), host="127.0.0.1", outer=sgd(), shards=2, on_status=on_status)
+    failures = []
+
+    def run():
+        try:
+            service.run()
+        except ShardLost as error:
+            failures.append(error)
+
+    serving = threading.Thread(target=run, daemon=True)
+    serving.start()
+    number = fingerprint(sgd(), Layout.of(model()).dtype)
+    shard = Meeting(f"127.0.0.1:{service.port}", Badge("shard", 0)).connect(
+        encode(Enlist(0, free_port(), PROTOCOL, True, number))
+    )
+    assert isinstance(decode(shard.receive_frame(FRAME.size, 60.0))[0], Enlisted)
+    there.set()
+    assert busy.wait(60.0)
+    for _ in range(4):  # one or two may have been on their way
+        assert isinstance(decode(shard.receive_frame(FRAME.size, 3.0))[0], Ping)
+        shard.send_frame(encode(Ping()))
+    done.set()
+    service.stop()
+    serving.join(60)
+    assert len(failures) == 1  # it was stopped
+    shard.close()
 
 
 def test_nobody_serves(monkeypatch):

@@ -190,7 +190,6 @@ class Fleet:
             if now > end:
                 self.lost = True
                 raise ShardLost(f"the shards are silent for {self._seconds:.0f} s: start the server and them again")
-            self.roster.tick(now)
             event = next_event()
             if event is not None:
                 tuple(self.hear(event, now))
@@ -257,7 +256,6 @@ class Fleet:
         self._ask(Update(effect.version, divisor, factor, show, rows))
 
     def tick(self, now: float) -> list[int]:
-        self.roster.tick(now)
         return [member for member, assembly in self._assemblies.items() if assembly.overdue(now)]
 
     def traffic(self, member: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +80,8 @@ class Roster:
         self._most_bytes = most_bytes
         self.posts: dict[int, Post] = {}
         self.started = False
-        self._told = 0.0
+        self._over = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="thinwire-server-beat", daemon=True)
 
     @property
     def all_ready(self) -> bool:
@@ -105,8 +107,10 @@ class Roster:
         )
         post = Post(message.index, "" if host.startswith("127.") else host, message.port, connection)
         box.append(post)
-        self.posts[message.index] = post
         connection.start().post(answer(message.index))
+        self.posts[message.index] = post
+        if not self._beating.is_alive():
+            self._beating.start()
 
     def objection(self, message: Enlist) -> int:
         """Why this shard is not taken in; 0 where it is."""
@@ -156,17 +160,17 @@ class Roster:
 
     def post(self, message: Anything) -> None:
         """To all shards."""
-        for post in self.posts.values():
+        for post in list(self.posts.values()):
             post.connection.post(message)
 
-    def tick(self, now: float) -> None:
-        """A sign of life to all, now and then."""
-        if now - self._told >= self._lease / 3:
-            self._told = now
+    def _beat(self) -> None:
+        """Signs of life, in a thread of their own: what the server's user does at an update is no silence."""
+        while not self._over.wait(self._lease / 3):
             self.post(Ping())
 
     def close(self, version: int | None) -> None:
         """Let the shards go: training has ended at ``version``; None: they shall wait for another server."""
+        self._over.set()
         for post in self.posts.values():
             if version is not None:
                 post.connection.post(Stop(0, version))
