@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import threading
 import time
@@ -80,3 +81,15 @@ def socket_loop() -> SocketLoop:
     with _lock:
         _process_loop = _process_loop or SocketLoop()
         return _process_loop
+
+
+def _after_fork() -> None:
+    """A fork has no thread of its parent's, and must not end the watch over its parent's sockets, which they share."""
+    global _process_loop, _lock
+    if _process_loop is not None:
+        _process_loop.streams.clear()
+    _process_loop, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)

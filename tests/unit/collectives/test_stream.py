@@ -1,5 +1,6 @@
 """Messages on one TCP connection: in order, of any size, posted early or late, and never waited for without end."""
 
+import os
 import socket
 import threading
 import time
@@ -169,6 +170,27 @@ def test_a_number_used_again_is_not_taken_for_the_old_stream():
     streams[1].close()
     assert number in mine.gone or number not in mine.streams
     streams[0].close()
+
+
+def _works(pair):
+    """Whether a byte crosses, within ten seconds."""
+    work, over = CountdownWork(2), threading.Event()
+    work.then(over.set)
+    pair[1].receive(torch.zeros(1), work)
+    pair[0].send(torch.ones(1), work)
+    return over.wait(10.0)
+
+
+def test_a_fork_moves_its_own_bytes_and_leaves_its_parents_alone(streams):
+    """It has its parent's memory, and no thread of its parent's."""
+    assert _works(streams)
+    child = os.fork()
+    if not child:
+        for stream in streams:
+            stream.close()  # as the lanes do, for a group that is new
+        os._exit(0 if _works(_pair()) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert _works(streams)
 
 
 def test_the_last_part_runs_what_follows_and_its_error_counts():
