@@ -30,10 +30,11 @@ from thinwire.link.meeting import Meeting
 from thinwire.parameter_server import Journal, Layout, Node, Service, Worker, replay
 from thinwire.parameter_server import checkpoint as checkpoints
 from thinwire.parameter_server import node as node_module
+from thinwire.parameter_server import service as service_module
 from thinwire.parameter_server.connection import Connection
 from thinwire.parameter_server.layout import LayoutMismatch
 from thinwire.parameter_server.line import reach
-from thinwire.parameter_server.messages import Enter, Stop, encode
+from thinwire.parameter_server.messages import FRAME, Enter, Fence, Hello, Stop, Welcome, decode, encode
 from thinwire.parameter_server.presets import asp, bsp, delayed_nesterov, diloco, inhad, n_softsync, ssp
 from thinwire.parameter_server.submit import LocalSteps
 from thinwire.parameter_server.worker import NodeRefused, ServerLost
@@ -374,3 +375,21 @@ def test_a_worker_that_ends_with_an_error_is_missed_at_once():
             time.sleep(0.01)
     service.stop()
     serving.join(60.0)
+
+
+def test_who_waits_for_anothers_number_hears_that_the_server_ends(monkeypatch):
+    monkeypatch.setattr(service_module, "_FAREWELL_SECONDS", 0.2)
+    service = Service(model(), bsp(start_nodes=2, lease_seconds=1000.0), host="127.0.0.1", outer=sgd())
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    meeting, layout = Meeting(f"127.0.0.1:{service.port}", Badge("node", 0)), Layout.of(model()).number
+    member = meeting.connect(encode(Hello(0, 1, layout, instance=1)))
+    assert isinstance(decode(member.receive_frame(FRAME.size, 60.0))[0], Welcome)
+    waiting = meeting.connect(encode(Hello(0, 1, layout, instance=2)))
+    assert isinstance(decode(member.receive_frame(FRAME.size, 60.0))[0], Fence)  # is it alive? It does not say
+    service.stop()
+    serving.join(60.0)
+    with pytest.raises(PairError, match="has closed"):
+        waiting.receive_frame(FRAME.size, 5.0)
+    for pair in (member, waiting):
+        pair.close()

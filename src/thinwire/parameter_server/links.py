@@ -88,6 +88,8 @@ class Links:
 
     def finish(self, seconds: float) -> None:
         """Close all when what was posted is sent, at the latest after that many seconds."""
+        for node, instance in list(self._coming):
+            self.turn_away(node, instance)
         for connection in self.members.values():
             connection.finish()
         join_all([*self.members.values(), *self._old], seconds, least=0.1)
