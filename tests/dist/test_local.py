@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import threading
 
 import cases
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 import thinwire as tw
 import thinwire.checkpoint
 from spawned import run
+from thinwire.engine.ranks.communicator import Communicator
 from thinwire.local import Local, Nesterov
 
 pytestmark = pytest.mark.dist
@@ -645,6 +647,24 @@ def _measured_after_a_start(rank, size):
 def test_rounds_that_are_exact_at_first_say_nothing_of_the_codec():
     for settled in run(_measured_after_a_start, 2, seconds=120):
         assert settled == [False] * (2 * (4 + 3) - 1) + [True] * 7
+
+
+def _lost_while_attaching(rank, size):
+    net = cases.model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "side_stream", lambda self: self.run(_of_nobody(), "none"))
+        with pytest.raises(RuntimeError, match="it was lost"):
+            tw.attach(net, _adamw(net), Local(4, fragments=2, fragment_sync_delay=1))
+    return [thread.name for thread in threading.enumerate() if thread.name == "thinwire-communicator"]
+
+
+def _of_nobody():
+    raise RuntimeError("it was lost")
+    yield
+
+
+def test_an_attach_that_fails_when_its_channels_are_there_leaves_no_thread_behind():
+    assert run(_lost_while_attaching, 2, seconds=120) == [[], []]
 
 
 def _refusals(rank, size):

@@ -85,7 +85,12 @@ class LocalSync:
         if comm is not None:
             moments = Moments(dict(local.moments), optimizers, weights.values())
             buffers = model.buffers() if settings.broadcast_buffers else ()
-            self._travel = Travel(self.services, self._rounds, list(buffers), moments, settings.detect_desync)
+            try:
+                self._travel = Travel(self.services, self._rounds, list(buffers), moments, settings.detect_desync)
+            except Exception as error:  # a rank was lost meanwhile: the channels that are there have threads
+                self._session.give_up(str(error))
+                self.services.close()
+                raise
             self._handles += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
         self._handles += [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
         self._handles.append(SkippedSteps(self._skipped))
