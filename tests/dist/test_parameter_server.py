@@ -393,3 +393,27 @@ def test_who_waits_for_anothers_number_hears_that_the_server_ends(monkeypatch):
         waiting.receive_frame(FRAME.size, 5.0)
     for pair in (member, waiting):
         pair.close()
+
+
+def test_a_node_waits_for_its_server_while_somebody_else_has_the_port(monkeypatch):
+    port, refused = free_port(), threading.Event()
+    cluster = Cluster(inhad(), 1, apart=True, port=port)
+    while cluster.version < 3:
+        time.sleep(0.01)
+
+    def reaching(*words):
+        try:
+            return reach(*words)
+        except NotAdmitted:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(node_module, "reach", reaching)
+    cluster.kill()
+    other = Listener(port, roles=("worker",))
+    assert refused.wait(60.0)
+    assert not cluster.nodes[0].wait(0.5)
+    other.close()
+    cluster.service = Service(model(), inhad(), host="127.0.0.1", port=port, outer=sgd(), updates=5)
+    cluster.serving = cluster._thread(cluster._serve)
+    assert cluster.join().counters["joined"] == 1

@@ -369,15 +369,21 @@ def test_nobody_serves(monkeypatch):
         Shard("somewhere", 0)
 
 
-def server_that_leaves(hosts):
-    """A listener that a shard takes for its server, and that ends with the first connection; it notes from where."""
-    notes = {"settings": bsp().to_json(), "layout": Layout.of(model()).to_json(), "nodes": "1", "outer": "",
+def server_that_leaves(hosts, roles=("shard",), heirs=None):
+    """A listener that a shard takes for its server, and that ends with the first connection; it notes from where.
+
+    With ``heirs`` somebody else has its port from then on.
+    """
+    settings = bsp(lease_seconds=0.2).to_json()
+    notes = {"settings": settings, "layout": Layout.of(model()).to_json(), "nodes": "1", "outer": "",
              "shards": json.dumps({"count": 1, "places": []})}  # fmt: skip
-    listener = Listener(notes=notes, roles=("shard",))
+    listener = Listener(notes=notes, roles=roles)
 
     def came(pair, hello):
         hosts.append(pair.host)
         listener.close()
+        if heirs is not None:
+            heirs.append(Listener(listener.port, roles=()))
         pair.close()
 
     listener.serve(came, FRAME.size)
@@ -409,3 +415,15 @@ def test_a_shard_gives_up_a_server_that_does_not_come_back():
     listener = server_that_leaves([])
     with pytest.raises(ServerLost, match=r"no server at .* for 0 s"):
         Shard(f"127.0.0.1:{listener.port}", 0, outer=sgd(), host="127.0.0.1", leases=0.0).run()
+
+
+def test_a_shard_and_a_worker_wait_while_somebody_else_has_the_port_of_who_was_lost():
+    heirs = []
+    listener = server_that_leaves([], heirs=heirs)
+    with pytest.raises(ServerLost, match=r"no server at .* takes no shards"):
+        Shard(f"127.0.0.1:{listener.port}", 0, outer=sgd(), host="127.0.0.1", leases=0.0).run()
+    listener = server_that_leaves([], ("worker",), heirs)
+    with pytest.raises(ServerLost, match=r"finds no leader any more: .* takes no workers"):
+        Worker(model(), *part_of(0, 0), f"127.0.0.1:{listener.port}", 0).run()
+    for heir in heirs:
+        heir.close()

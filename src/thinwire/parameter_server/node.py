@@ -154,7 +154,7 @@ class Node:
 
     def _join_loop(self) -> None:
         """Connect whenever the leader wants to join."""
-        lost_at: float | None = None
+        been, lost_at = False, None
         while not self._over.is_set():
             self._wanted.wait()
             if self._over.is_set():
@@ -165,10 +165,13 @@ class Node:
             except ShardsToCome:
                 lost_at = None
                 continue
-            except (NotAdmitted, ValueError) as error:  # the latter of what is here: keys that were taken away, say
+            except ValueError as error:  # of what is here: keys that were taken away, say
                 self._give_up(NodeRefused(str(error)))
                 return
             except PairError as error:
+                if isinstance(error, NotAdmitted) and not been:  # later it may be somebody else at a lost server's port
+                    self._give_up(NodeRefused(str(error)))
+                    return
                 lost_at = time.monotonic() if lost_at is None else lost_at
                 if time.monotonic() - lost_at > self._leases * lease:
                     text = f"no server at {self._server} for {self._leases:g} leases: {error}"
@@ -176,7 +179,7 @@ class Node:
                     return
                 time.sleep(min(0.5, lease / 4))
                 continue
-            lost_at = None
+            been, lost_at = True, None
             if max(1, len(shards)) != len(self._sums.pieces):
                 for other in (pair, *shards):
                     other.close()

@@ -144,9 +144,9 @@ class Shard:
                 keeps = self._directory is not None
                 pair = meeting.connect(encode(Enlist(self.index, self._listener.port, PROTOCOL, keeps, number)))
                 break
-            except NotAdmitted as error:
-                raise ShardRefused(str(error)) from error
             except PairError as error:
+                if isinstance(error, NotAdmitted) and not known:  # later it may be another at a lost server's port
+                    raise ShardRefused(str(error)) from error
                 if time.monotonic() - since > patience:
                     advice = "" if known else ": start `thinwire ps server --shards K` there, or correct the address"
                     raise ServerLost(f"no server at {self.server} for {patience:g} s: {error}{advice}") from error

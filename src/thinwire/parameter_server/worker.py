@@ -112,8 +112,7 @@ class Worker:
             LayoutMismatch: this model is not the server's.
             NodeRefused: the leader has another secret, or other keys.
         """
-        lost_at: float | None = None
-        lease = 10.0
+        been, lost_at, lease = False, None, 10.0
         while True:
             self._check()
             try:
@@ -122,15 +121,15 @@ class Worker:
                 self.layout.check(Layout.from_json(meeting.note("layout")))
                 lease = settings.lease_seconds
                 pair = meeting.connect(encode(Enter(self.number)))
-            except NotAdmitted as error:
-                raise NodeRefused(f"worker {self.number}: {error}") from error
             except PairError as error:
+                if isinstance(error, NotAdmitted) and not been:  # later it may be another at a lost leader's port
+                    raise NodeRefused(f"worker {self.number}: {error}") from error
                 lost_at = time.monotonic() if lost_at is None else lost_at
                 if time.monotonic() - lost_at > 6 * lease:
                     raise ServerLost(f"worker {self.number} finds no leader any more: {error}") from error
                 time.sleep(min(0.5, lease / 4))
                 continue
-            lost_at = None
+            been, lost_at = True, None
             inbox: queue.SimpleQueue[Anything | str] = queue.SimpleQueue()
             self._inbox = inbox
             most = most_bytes(settings, self.layout)
