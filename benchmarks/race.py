@@ -28,10 +28,10 @@ SIZES = {
     "10m": "chargpt:layers=8:width=320:heads=8",
 }
 COMPRESSED = "cast:dtype=int8,cast:dtype=int4,cast:dtype=int2,powersgd:rank=4,acp:rank=4,acp:rank=16,topk:density=0.01"
-WAITED = {"int8": (2, 4, 8, 16), "int2": (8, 16), "none": (8,)}
+WAITED = {"int8": (2, 4, 8, 16, 32), "int2": (8, 16, 32, 64), "none": (8,)}
 OVERLAPPED = {
-    "int8": ((4, 1), (8, 1), (4, 3), (8, 3), (16, 3), (8, 7), (16, 7)),
-    "int2": ((8, 1), (8, 3), (16, 3), (16, 7)),
+    "int8": ((4, 1), (8, 1), (4, 3), (8, 3), (16, 3), (8, 7), (16, 7), (32, 7)),
+    "int2": ((8, 1), (8, 3), (16, 3), (16, 7), (32, 7), (32, 15), (64, 15)),
 }
 ROWS = ",".join(
     [

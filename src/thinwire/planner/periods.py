@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-LONGEST = 16
-"""Steps of a period that a training from scratch bears."""
+LONGEST = 64
+"""Steps of the longest period whose worth was measured, in a training from scratch."""
 
-EVERY = (2, 4, 8, LONGEST)
+EVERY = (2, 4, 8, 16, 32, LONGEST)
 """Periods to choose from."""
 
 

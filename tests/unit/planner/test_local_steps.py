@@ -89,7 +89,7 @@ def priced(every, delay):
 def test_the_period_has_the_least_time_to_a_loss(round_, delay):
     every, chosen = best_period(1.0, round_, priced, delay=delay)
     delays = {"auto": lambda e: range(e), "full": lambda e: {e - 1}, 0: lambda e: {0}, 2: lambda e: {min(2, e - 1)}}
-    every_one = [(e, d) for e in (2, 4, 8, 16) for d in delays[delay](e)]
+    every_one = [(e, d) for e in (2, 4, 8, 16, 32, 64) for d in delays[delay](e)]
     assert (every, chosen) in every_one
     least = min((1.0 + max(0, round_ - d) / e) * priced(e, d) for e, d in every_one)
     assert (1.0 + max(0, round_ - chosen) / every) * priced(every, chosen) == pytest.approx(least)
@@ -120,7 +120,7 @@ def test_resolved_is_the_best_of_all_periods(bits, device, shared):
         step = simulate(method, PROFILE, topology, costs(bits), **where).step_seconds
         return step * worth(method, PROFILE.elements, 4).middle
 
-    least = min(seconds(every, delay) for every in (2, 4, 8, 16) for delay in range(every))
+    least = min(seconds(every, delay) for every in (2, 4, 8, 16, 32, 64) for delay in range(every))
     if math.isfinite(least):
         assert seconds(found.every, found.delay) == pytest.approx(least)
 
