@@ -1,4 +1,4 @@
-"""Runs the methods' programs on real ranks while autograd goes on: hooks, order, state, checkpoints, ``attach``.
+"""Run the methods' programs on real ranks during backward: hooks, order, state, checkpoints, ``attach``.
 
-What does not live here: what is exchanged (methods/) and how a collective is carried out (collectives/).
+Not here: what is exchanged (methods/) and how a collective is carried out (collectives/).
 """

@@ -1,4 +1,4 @@
-"""``attach``: one line between a training script and a thin wire."""
+"""``attach``: the one line that a training script needs to use thinwire."""
 
 from __future__ import annotations
 
@@ -79,53 +79,55 @@ def attach(
     worth: str | Path | None = None,
     **options: Any,
 ) -> GradientSync | LocalSync:
-    """Average the model's gradients over all ranks during backward. In place: no wrapper, no other optimizer.
+    """Average the model's gradients over all ranks during backward. Works in place: no wrapper, no new optimizer.
 
-    All ranks must call it. Parameters and buffers are taken over from rank 0.
+    All ranks must call it. Rank 0's parameters and buffers are copied to all ranks.
 
     Args:
         model: on one device; frozen parameters are left alone.
         optimizer: any ``torch.optim`` optimizer that owns the trainable parameters, or a list of several. None: the
-            script updates the weights by itself; not for decoupled methods.
-        method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" begins as
+            script updates the weights itself; not possible with decoupled methods.
+        method: a name with its ``options`` (``"acp", rank=4``) or an instance (``tw.ACP(rank=4)``). "auto" starts as
             S-SGD, times the first dozen steps, measures the network between them (half a step's time in all), and takes
-            what it predicts to be fastest; with ``lossy=True`` it begins in 8 bits, and five steps are enough.
-            "local" and "diloco", or a ``Local``: no gradient is exchanged, but weights now and then.
-        bucket_cap_mb: MiB of gradients in a bucket, DDP's word: the same as the ``fusion=`` of a named method.
-        plan: a pinned fusion plan; None: made from sizes, and once from the order in which gradients arrive, or by the
-            method's fusion rule from measured times. "adaptive": measured, and made again where steps take 15 % more
+            what it predicts to be fastest; with ``lossy=True`` it starts in 8 bits, and five steps are enough.
+            "local" and "diloco", or a ``Local``: no gradients are exchanged; weights are, every few steps.
+        bucket_cap_mb: MiB of gradients in a bucket, as in DDP: the same as the ``fusion=`` of a named method.
+        plan: a pinned fusion plan. None: the plan is made from sizes, then remade once from the order in which
+            gradients arrive, or by the method's fusion rule from measured times. "adaptive": made from measured times,
+            and made again if steps take 15 % more
             or less than predicted.
-        process_group: None: the default one. Without any, or with one rank, nothing is exchanged.
-        topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
+        process_group: None: the default group. Without any group, or with one rank, nothing is exchanged.
+        topology: which rank is on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units; LARS and LAMB watch it too. None:
             it is found at its first ``scaler.step(optimizer)``.
-        keep_dense: "auto" (the method names what it does not compress), "none", or (name, parameter) -> bool.
-        start_compression_step: steps that are exact before a lossy method begins. None: low rank and Top-k, whose
-            first steps say little yet, begin with 2 steps in 8 bits; else 0. With "auto" the steps that it measures
-            count, and are exact where this is above 0.
-        find_unused_parameters: with exact methods, and in 16 bits, ``.grad`` of what no rank used stays None anyway;
-            True: with every method, and before ``step()`` with decoupled ones, for one small exchange more per step.
+        keep_dense: "auto" (the method decides what it does not compress), "none", or (name, parameter) -> bool.
+        start_compression_step: number of exact steps before a lossy method begins. None: low rank and Top-k, whose
+            first messages carry little information, begin with 2 steps in 8 bits; other methods begin at once. With
+            "auto" the measured steps count, and are exact if this is above 0.
+        find_unused_parameters: with exact methods, and in 16 bits, ``.grad`` of parameters that no rank used stays
+            None in any case. True: with every method, for one more small exchange per step; with decoupled methods
+            this holds before ``step()``.
         gradient_as_bucket_view: ``.grad`` may be memory that the next backward overwrites; False: each has its own, as
             under DDP.
-        broadcast_buffers: buffers that change (BatchNorm's statistics) are rank 0's after each backward.
-        timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
+        broadcast_buffers: after each backward, all ranks have rank 0's values of buffers that change (BatchNorm).
+        timeout: seconds (or a timedelta) after which a silent rank is an error; None: the process group's timeout.
         detect_desync: compare the sequence of issued collectives over ranks at every step (debugging).
         lossy: "auto" may choose a method that is not exact.
-        on_failure: for who decides himself which ranks go on, as torchft does: it is told of an exchange that failed,
-            and ``backward`` ends without an error, ``.grad`` being of no use; the optimizer must not step, and this
-            handle is to be closed. A step ends without failure only if every rank has received all of it. None:
-            ``backward`` raises.
-        costs: of the network and of compute, where a plan needs them: ``Costs.from_json`` of what ``thinwire
+        on_failure: for callers that decide themselves which ranks continue, as torchft does. It is called with the
+            error of a failed exchange, and ``backward`` ends without raising. ``.grad`` is then unusable; the
+            optimizer must not step, and this handle must be closed. A step ends without failure only if every rank has
+            received everything. None: ``backward`` raises.
+        costs: of the network and of compute, for plans that need them: ``Costs.from_json`` of what ``thinwire
             probe --out`` has written. None: remembered from an earlier start, or measured between the first steps.
-        worth: what a step of each method is worth on your model, which ``lossy=True`` chooses by: the file that
-            ``thinwire race`` has written, on every machine. None: the table that comes with the package.
+        worth: what a step of each method is worth on your model, by which ``lossy=True`` chooses: the file written by
+            ``thinwire race``, on every machine. None: the table that comes with the package.
 
     Returns:
-        The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...; of local steps a ``LocalSync``.
+        The handle: ``no_sync``, ``stats``, ``state_dict``, ``close``, ...; a ``LocalSync`` for local steps.
 
     Raises:
-        ValueError: bad options, ranks that differ (the message names what), an optimizer of another model.
-        RuntimeError: the model is attached already, or a rank did not come within ``timeout`` (the message names it).
+        ValueError: bad options, ranks that differ (the message says in what), an optimizer of another model.
+        RuntimeError: the model is already attached, or a rank did not arrive within ``timeout`` (the message names it).
     """
     _check_model(model)
     optimizers = _listed(optimizer)
@@ -180,7 +182,7 @@ def attach(
         raise ValueError(f"the topology has {topology.world_size} ranks but the group has {world}")
     if world == 1:
         chosen, settings = _on_one_rank(chosen, settings)
-    elif lossy:  # what is saved does not name what measures
+    elif lossy:  # checkpoints are saved under the chosen method, not under the one used while measuring
         settings, chosen = replace(settings, named=chosen), measuring_method(topology, start_compression_step)
     if chosen.collective == "auto" and (topology.nodes == 1 or max(topology.layout) == 1):
         chosen = replace(chosen, collective="flat")  # type: ignore[type-var]  # nothing to choose from, nor to measure
@@ -206,7 +208,7 @@ def attach(
     try:
         sync = GradientSync(model, optimizers, chosen, managed, communicator, topology, scaler, settings, pilot)
     except BaseException as error:
-        if communicator is not None:  # what all ranks have refused alike leaves no exchange in flight
+        if communicator is not None:  # if all ranks refused alike, no exchange is in flight
             communicator.close(broken=not isinstance(error, (ValueError, TypeError)))
         raise
     try:
@@ -250,7 +252,7 @@ def _attach_inside(
     comm: Communicator,
     settings: AttachSettings,
 ) -> GradientSync:
-    """Average gradients among the ranks of this machine."""
+    """Attach the method that averages gradients among the ranks of this machine."""
     topology = comm.members.topology
     if topology.nodes == 1:
         raise ValueError("inside= is for several machines: on one, attach the method itself")
@@ -284,11 +286,11 @@ def _listed(optimizer: Any) -> list[torch.optim.Optimizer]:
     for o in optimizers:
         if not isinstance(o, torch.optim.Optimizer):
             raise TypeError(f"attach takes the optimizer second, not {type(o).__name__}")
-    return list(dict.fromkeys(optimizers))  # given twice, it would count every step twice
+    return list(dict.fromkeys(optimizers))  # an optimizer given twice would count every step twice
 
 
 def _on_one_rank(method: Method, settings: AttachSettings) -> tuple[Method, AttachSettings]:
-    """S-SGD in a method's stead, where nothing is sent, and the settings that say so."""
+    """Return S-SGD in place of the method, because one rank sends nothing, and the settings that say so."""
     note = ""
     if not method.exact:
         why = method.single_rank_note

@@ -1,4 +1,4 @@
-"""Which handle belongs to which model."""
+"""Registry of the handle that belongs to each attached model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _attached: weakref.WeakValueDictionary[int, GradientSync | LocalSync] = weakref.
 
 
 def attached_to(model: nn.Module) -> GradientSync | LocalSync | None:
-    """What ``attach`` has returned for a model, until it is closed, or None. A copy of the model has none."""
+    """Return the model's open ``attach`` handle, or None. A copy of the model has none."""
     return _attached.get(id(model))
 
 
 def remember(model: nn.Module, handle: GradientSync | LocalSync) -> None:
-    """From now on the model is attached."""
+    """Record that the model is attached."""
     _attached[id(model)] = handle
 
 
 def forget(model: nn.Module, handle: GradientSync | LocalSync) -> None:
-    """It is not any more, unless to another handle."""
+    """Forget the model's handle, unless the model has another handle by now."""
     if attached_to(model) is handle:
         del _attached[id(model)]

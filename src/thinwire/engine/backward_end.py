@@ -1,8 +1,8 @@
-"""Calls back once when a backward pass has ended. The only file that touches autograd's private interface.
+"""Call back once when a backward pass has ended. The only file that uses autograd's private interface.
 
-Under reentrant activation checkpointing a backward runs inside a backward, each with its own end. Whoever asks is told
-once, at the end of the outermost: tasks are noted by the parameters' hooks and, since a re-run forward inside backward
-belongs to the outer task, by the modules' forward hooks too.
+Under reentrant activation checkpointing, backwards run inside a backward, each with its own end. The callback runs
+once, at the end of the outermost. The parameters' hooks note the backward passes. So do the modules' forward hooks,
+because a forward that is rerun inside backward belongs to the outer pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that this thread is in; -1 outside."""
+"""Return the number of the backward pass that this thread is in; -1 outside."""
 
 
 class BackwardEnd:
@@ -27,7 +27,7 @@ class BackwardEnd:
         self._open: set[int] = set()
 
     def note(self) -> None:
-        """Something of ours ran inside a backward pass: make sure that its end is noticed."""
+        """Make sure that the end of the current backward pass is noticed; called from hooks that run inside it."""
         task = current_task()
         if task == -1 or task in self._open:
             return
@@ -37,12 +37,12 @@ class BackwardEnd:
 
     def _ended(self, task: int) -> None:
         self._open.discard(task)
-        self._open = {t for t in self._open if t < task}  # inner passes that died with an exception never call back
+        self._open = {t for t in self._open if t < task}  # inner passes that ended with an exception never call back
         if not self._open:
             self._callback()
 
     def outside(self) -> bool:
-        """Called from a forward hook. True if no pass runs, yet one was noted: it died with an exception."""
+        """Return True if no pass is running although one was noted: it ended with an exception. For forward hooks."""
         died = bool(self._open) and current_task() == -1
         if died:
             self._open.clear()

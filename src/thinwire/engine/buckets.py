@@ -1,4 +1,4 @@
-"""The buckets of the plan in force: which parameter lies where, whose program runs when, and in what memory."""
+"""The buckets of the current plan: which parameters each contains, when its program starts, and its memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Parameters:
         self.manage(managed)
 
     def manage(self, managed: Sequence[Managed]) -> None:
-        """The same, as another method has them."""
+        """Replace the list, for example by what another method compresses."""
         self.managed = list(managed)
         self.by_name = {m.name: m for m in managed}
         self.names = {id(m.parameter): m.name for m in managed}
@@ -30,14 +30,14 @@ class Parameters:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A backward under way.
+    """A backward in progress.
 
     Attributes:
-        phase: of the plan. entries: its buckets.
-        where: per parameter, its bucket.
-        left: per bucket, how many gradients are still to come.
-        seen: per parameter, whether its gradient has come. arrival: their indices, in order.
-        began: with its first gradient, in ``time.perf_counter``'s seconds.
+        phase: the plan's phase. entries: the phase's buckets.
+        where: the bucket of each parameter.
+        left: how many gradients each bucket still waits for.
+        seen: for each parameter, whether its gradient has arrived. arrival: parameter indices in order of arrival.
+        began: when its first gradient arrived, in seconds of ``time.perf_counter``.
         told: whether the caller has said which parameters are used.
     """
 
@@ -52,20 +52,20 @@ class Step:
 
 
 class Buckets:
-    """Of one attached model.
+    """The buckets of one attached model.
 
     Args:
-        session: whose method runs.
-        parameters: of the model.
-        plan: the first.
-        views: ``.grad`` may be the buckets' memory.
-        pauses: programs stop at their ``NextForward``: the schedule is decoupled.
+        session: the session whose method runs.
+        parameters: the model's.
+        plan: the first plan.
+        views: whether ``.grad`` may be the buckets' memory.
+        pauses: whether programs stop at their ``NextForward``: the schedule is decoupled.
     """
 
     def __init__(self, session: Session, parameters: Parameters, plan: Plan, *, views: bool, pauses: bool) -> None:
         self.session, self.parameters, self.plan = session, parameters, plan
         self.views, self.pauses = views, pauses
-        self.inline = False  # programs of one exchange run in the thread of backward
+        self.inline = False  # whether programs with one exchange run in the thread of backward
         self.step: Step | None = None
         self._traced: list[list[list[TracedExchange]]] = []
         self._starting = self._traced
@@ -73,7 +73,7 @@ class Buckets:
         self._memory: dict[tuple[int, int], Memory] = {}
 
     def adopt(self, plan: Plan) -> None:
-        """Put a plan in force; every rank does so at the same step."""
+        """Put a plan in force; every rank does this at the same step."""
         session, managed = self.session, self.parameters.managed
         state, comm = session.state, session.comm
         assert comm is not None
@@ -93,12 +93,12 @@ class Buckets:
         self._memory = {}
 
     def begin(self, expected: frozenset[int] | None, began: float) -> Step:
-        """Open a step. ``expected``: the parameters that gradients can come of, by index; None: all."""
+        """Open a step. ``expected``: indices of the parameters that can receive gradients; None: all."""
         session, by_name = self.session, self.parameters.by_name
         before = session.starting
         session.begin()
         if session.starting != before:
-            self._memory.clear()  # it is the other method's
+            self._memory.clear()  # it belongs to the other method
         phase = session.state.turn % len(self.plan.phases)
         entries = self.plan.phases[phase]
         left = [sum(expected is None or by_name[name].index in expected for name in entry.names) for entry in entries]
@@ -107,11 +107,11 @@ class Buckets:
         return self.step
 
     def ready(self, index: int) -> None:
-        """All gradients of a bucket are there that will come."""
+        """Start the program of a bucket that waits for no more gradients."""
         step, comm = self.step, self.session.comm
         assert step is not None
         assert comm is not None
-        # A program of one exchange in backward needs nobody who sees to a second.
+        # A program with one exchange in backward needs no thread to issue a second one.
         cheap = self.method_of(index).cheap_pack
         traced = self._starting if self.session.starting else self._traced
         once = self.pauses or len(traced[step.phase][index]) <= 1
@@ -120,7 +120,7 @@ class Buckets:
             memory.hand_over(shown=not self.pauses)
 
     def program(self, index: int) -> Program:
-        """The program of a bucket whose gradients are there; called by the executor."""
+        """Return the program of a bucket whose gradients are there; called by the executor."""
         step, method = self.step, self.method_of(index)
         assert step is not None
         key = (step.phase, index)
@@ -132,18 +132,18 @@ class Buckets:
         return method.reduce(self._memory[key].bucket(index, self.session.loss_scale.now), self.session.state)
 
     def memory(self, index: int) -> Memory:
-        """What a bucket of this step keeps, once its program has begun."""
+        """Return the memory of a bucket of this step, once its program has begun."""
         assert self.step is not None
         return self._memory[self.step.phase, index]
 
     def method_of(self, index: int) -> Method:
-        """Which runs for a bucket in this step."""
+        """Return the method that runs for a bucket in this step."""
         assert self.step is not None
         entry = self.step.entries[index]
         return entry.applied(self.session.method_of(entry.dense))
 
     def stats(self) -> list[BucketStats]:
-        """Of the phase that comes next."""
+        """Return the statistics of the buckets of the next phase."""
         phase = self.session.state.turn % len(self.plan.phases)
         by_name = self.parameters.by_name
         return [

@@ -1,7 +1,8 @@
-"""Buffers that change in training, above all BatchNorm's statistics: every rank has rank 0's, as under DDP.
+"""Keep buffers that change in training, above all BatchNorm's statistics, equal to rank 0's, as DDP does.
 
-DDP sends them before a forward. Here they travel while backward runs, and are there when it ends: no forward waits, and
-one rank may evaluate alone. What never changes (masks, tables) was equal at ``attach`` and does not travel.
+DDP sends them before a forward. Here they are sent during backward and have arrived when it ends, so no forward waits,
+and one rank may evaluate alone. Buffers that never change (masks, tables) were made equal by ``attach`` and are not
+sent.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ logger = logging.getLogger("thinwire")
 
 
 class Buffers:
-    """Of one attached model.
+    """The buffers of one attached model.
 
     Args:
-        model: whose; on all ranks alike.
+        model: the model; the same on all ranks.
         communicator: of the ranks.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._comm = communicator
         self._owners = [_Owner(name, module) for name, module in model.named_modules() if module._buffers]
-        self._follow: list[_Owner] | None = None  # whose buffers travel; None: not known yet
+        self._follow: list[_Owner] | None = None  # modules whose buffers are sent; None: not known yet
         self._first = [self._print(owner) for owner in self._owners]
-        self._still: list[tuple[str, Tensor, int]] = []  # what does not travel: name, tensor, version
+        self._still: list[tuple[str, Tensor, int]] = []  # buffers that are not sent: name, tensor, version
         self._wait: Callable[[], Tensor] | None = None
 
     def send(self) -> None:
-        """A backward begins: let rank 0's buffers travel."""
+        """Start sending rank 0's buffers, at the start of a backward."""
         if self._follow:
             self._wait = self._comm.broadcast_later(
                 torch.cat([_bytes(x) for o in self._follow for x in o.held.values()])
@@ -45,7 +46,7 @@ class Buffers:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """The backward ends: take them over."""
+        """Wait for the buffers and take them over, at the end of a backward."""
         if self._follow is None:
             self._learn()
             self.send()
@@ -55,18 +56,18 @@ class Buffers:
                 for x in owner.held.values():
                     piece = message[begin : begin + x.nbytes]
                     begin += x.nbytes
-                    if not x.is_cuda and torch.equal(piece, _bytes(x)):  # the host would wait for a card's answer
+                    if not x.is_cuda and torch.equal(piece, _bytes(x)):  # on CUDA the host would wait for the result
                         continue
                     value = piece.view(x.dtype).view(x.shape)
                     if owner.norm or x.is_cuda:
-                        # As BatchNorm itself does: a second backward may have saved this version.
+                        # Like BatchNorm itself, leave the version as it is: autograd may have saved it.
                         x.data.copy_(value)
                     elif self._comm.rank:
                         x.copy_(value)
         self._tell_late()
 
     def _learn(self) -> None:
-        """After the first step: which modules' buffers change, on any rank. Replaced ones are each rank's own."""
+        """Find out, after the first step, which modules' buffers change on any rank. Replaced buffers stay local."""
         mine = bytes(
             2 if owner.replaced else int(owner.norm or self._print(owner) != first)
             for owner, first in zip(self._owners, self._first)
@@ -89,7 +90,7 @@ class Buffers:
                 return
 
     def _print(self, owner: _Owner) -> bytes | list[int]:
-        """What tells whether a module's buffers are still the same. Statistics change without a new version."""
+        """Return a digest that changes with a module's buffers. On CPU, bytes: statistics change without a version."""
         if self._comm.device.type != "cpu":
             return [x._version for x in owner.held.values()]
         found = hashlib.blake2b(digest_size=16)
@@ -99,7 +100,7 @@ class Buffers:
 
 
 class _Owner:
-    """A module and the buffers that it had at ``attach``; one that takes the place of another is not exchanged."""
+    """A module and the buffers that it had at ``attach``; a buffer that replaces one of them is not exchanged."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self._module = name, module

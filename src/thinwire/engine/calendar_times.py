@@ -1,4 +1,4 @@
-"""How long each fragment's exchange takes, and whether steps stay as short where more of them leave."""
+"""Measure how long each fragment's exchange takes, and whether steps stay as short if fragments are sent again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from thinwire.local.rounds import Rounds
 from thinwire.planner.calendars import LONGER, exposed, nanoseconds
 from thinwire.planner.choose.rank import ms
 
-_MEASURED = 3  # periods of a kind, of which the first does not count: it opens connections, or merges what others sent
+_MEASURED = 3  # periods of a kind; the first does not count: it opens connections, or merges what was sent before it
 
 
 class CalendarTimes:
-    """What ``schedule="dream"`` goes by.
+    """The measurements from which ``schedule="dream"`` makes its calendar.
 
-    Periods whose exchanges are waited for, one fragment after the other; then some in which each leaves once, and
-    some in which they leave again where there is time: exchanges take from training what they need of the processor,
-    which no time of an exchange alone tells.
+    First come periods whose exchanges are waited for, one fragment after the other. Then come periods in which each
+    fragment is sent once, and periods in which fragments are sent again if there is time. The last two are compared
+    because exchanges take CPU time from training, which the time of an exchange alone does not show.
 
     Args:
         services: of the handle.
@@ -32,27 +32,27 @@ class CalendarTimes:
         self._ended = 0.0
 
     def anew(self) -> CalendarTimes:
-        """Of the same ranks, with nothing measured."""
+        """Return a new instance for the same ranks, with nothing measured."""
         return CalendarTimes(self._services)
 
     def exchanged(self, index: int, seconds: float) -> None:
-        """The fragment of this number, alone."""
+        """Record the seconds that one fragment's exchange took, alone."""
         self._alone.setdefault(index, []).append(seconds)
 
     def ended(self, rounds: Rounds, times: RoundTimes) -> str:
-        """A period has ended: after enough of them, all ranks take another calendar.
+        """Record the end of a period; after enough periods, all ranks take another calendar.
 
         Args:
-            rounds: that follow it.
-            times: of steps.
+            rounds: the rounds whose calendar is set.
+            times: the times of steps.
 
         Returns:
-            What is known by now, in words.
+            What is known so far, in words.
         """
         now = time.perf_counter()
         self._periods.append(now - self._ended)
         self._ended = now
-        if rounds.period != len(rounds.calendar):  # a warm-up's
+        if rounds.period != len(rounds.calendar):  # a period of the warm-up
             return ""
         if not rounds.trial:
             alone = [self._alone.get(fragment.index, []) for fragment in rounds.fragments]

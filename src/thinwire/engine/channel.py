@@ -1,8 +1,8 @@
-"""A second way through the engine: rounds of programs on tensors that are not parameters, while training goes on.
+"""Run rounds of programs on tensors that are not parameters, while training goes on.
 
-``GradientSync.run`` blocks; a channel does not. Its programs run by the same runner and executors as those of the
-gradients, in the order of their numbers, on lanes of its own, so that neither waits for the other's turn. A topology of
-its own may group the ranks otherwise than the machines do.
+``GradientSync.run`` blocks; a channel does not. The same runner and executors run its programs and the gradients'
+programs. A channel's programs run in the order of their numbers, on lanes of its own, so neither waits for the other's
+turn. A channel may have its own topology, to group the ranks differently from the machines.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from thinwire.program import Collective, Scope, Topology
 
 
 class Channel:
-    """Made by :meth:`thinwire.engine.services.Services.channel`; all ranks must use it alike.
+    """A way to run programs besides training. Made by :meth:`thinwire.engine.services.Services.channel` on all ranks.
 
     Args:
-        communicator: of the GradientSync; None: one rank, whose programs run at once.
+        communicator: the GradientSync's; None: one rank, whose programs run at once.
         topology: of the ranks, for the programs' groups.
-        purpose: keeps its lanes apart from others'.
-        depth: exchanges that one program issues within each scope, at most.
-        session: of the GradientSync, which a failure here ends; None with one rank, where none can fail.
+        purpose: keeps its lanes apart from other channels'.
+        depth: the largest number of exchanges that one program issues within each scope.
+        session: the GradientSync's, which a failure here ends; None with one rank, where none can fail.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Channel:
 
     @property
     def under_way(self) -> bool:
-        """Whether a round has begun and nobody has waited for it."""
+        """Whether a round has begun and has not been waited for."""
         return self._open
 
     def begin(self, names: Sequence[Sequence[str]], make: MakeProgram) -> None:
-        """Open a round of ``len(names)`` programs; ``make(i)`` gives the i-th when it is ready.
+        """Open a round of ``len(names)`` programs; ``make(i)`` returns the i-th when it is ready.
 
         Raises:
-            RuntimeError: the round before has not been waited for.
+            RuntimeError: the previous round has not been waited for.
         """
         if self._open:
             raise RuntimeError("a channel's round begins when the one before has ended: call wait() first")
@@ -72,14 +72,14 @@ class Channel:
             self._steps.begin(0 if self._session is None else self._session.state.step, names, make)
 
     def ready(self, index: int, *, inline: bool = True) -> None:
-        """The data of a program are there. In any order; exchanges are issued in that of the numbers.
+        """Say that a program's data are there. Call in any order; exchanges are issued in the order of the numbers.
 
-        ``inline``: it has one exchange, and may be run by who calls this and ``wait``.
+        ``inline``: it has one exchange, and may run in the thread that calls this and ``wait``.
         """
         self._steps.executor.ready(index, inline=inline)
 
     def wait(self) -> float:
-        """Block until the round has ended. Returns the seconds that this took.
+        """Wait until the round has ended. Return the seconds that this took.
 
         Raises:
             RuntimeError: an exchange failed; the GradientSync is then unusable.
@@ -95,7 +95,7 @@ class Channel:
         return time.perf_counter() - started
 
     def close(self, *, broken: bool = False) -> None:
-        """End the executor and give the process groups back. Idempotent."""
+        """Stop the executor and give the process groups back. Idempotent."""
         if self._lanes is not None:
             self._steps.executor.close()
             self._lanes.release(broken=broken or self._broken or self._open)
@@ -103,12 +103,12 @@ class Channel:
 
 
 class _Purposed(OpIssuer):
-    """An issuer whose ops all go to lanes of one purpose."""
+    """An issuer whose ops all go to the lanes of one purpose."""
 
     def __init__(self, lanes: Lanes, ledger: Ledger, purpose: str) -> None:
         super().__init__(lanes, ledger, lambda *_: None)
         self._purpose = purpose
 
     def issue(self, op: Collective, scope: Scope, round_: int, bucket: int, purpose: str = "") -> Pending:
-        """As of the base class."""
+        """Issue an op on this purpose's lanes, whatever ``purpose`` says."""
         return super().issue(op, scope, round_, bucket, self._purpose)

@@ -1,4 +1,4 @@
-"""Hooks on the modules of an attached model: a copy of the model, in memory or in a file, has none of them."""
+"""Hooks on an attached model's modules that disappear when the model is copied or pickled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _nothing = nullcontext().__exit__  # takes anything, does nothing, and pickles w
 
 
 class ModuleHook(functools.partial):  # type: ignore[type-arg]
-    """Calls what it was made of; copied or unpickled, it does nothing."""
+    """A callable like ``functools.partial``; a copied or unpickled one does nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _nothing

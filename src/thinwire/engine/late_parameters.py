@@ -1,4 +1,4 @@
-"""Parameters that came after ``attach``: unfrozen, added or replaced. Nobody averages their gradients."""
+"""Detect parameters that became trainable after ``attach`` (unfrozen, added, replaced): nothing averages them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-_registered = 0  # how often some module of the process was given a module or a parameter since the first ``attach``
+_registered = 0  # modules and parameters registered anywhere in the process since the first ``attach``
 _counting = False
 
 
@@ -23,7 +23,7 @@ def _count(*_: Any) -> None:
 
 
 class LateParameters:
-    """Of one attached model: looks before each step of an optimizer; in the model, if something was registered."""
+    """The check of one attached model before each optimizer step. It walks the model only if something is new."""
 
     def __init__(self, model: nn.Module) -> None:
         global _counting
@@ -35,14 +35,14 @@ class LateParameters:
         self._foreign: dict[int, weakref.ref[Tensor]] = {}
 
     def check(self, optimizer: torch.optim.Optimizer, known: Container[int]) -> bool:
-        """Whether an optimizer that is about to step owns parameters of the model.
+        """Return whether an optimizer that is about to step owns parameters of the model.
 
         Args:
             optimizer: any.
-            known: ``id`` of the parameters whose gradients are exchanged.
+            known: the ``id`` of each parameter whose gradients are exchanged.
 
         Raises:
-            RuntimeError: it would use gradients of the model that were not; names them.
+            RuntimeError: the optimizer would use gradients of the model that were not exchanged; names them.
         """
         ours, strange = False, []
         for group in optimizer.param_groups:

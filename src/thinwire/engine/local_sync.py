@@ -1,4 +1,4 @@
-"""LocalSync: what ``attach`` returns for local steps. Rounds hang on the optimizer's step; gradients are left alone."""
+"""LocalSync: what ``attach`` returns for local steps. Optimizer steps trigger rounds; gradients are left alone."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from thinwire.program import Program, Scope, State, Topology
 from thinwire.program.trace import depths
 
 logger = logging.getLogger("thinwire")
-_IN_VAIN = 3  # rounds of a fragment, one after another, of which nothing was kept: no accident of one step
-_UNCOUNTED = 100  # steps of optimizers, one after another, that counted for none: more than a critic has at a time
+_IN_VAIN = 3  # consecutive dropped rounds of a fragment after which to warn: more than an accident of one step
+_UNCOUNTED = 100  # consecutive optimizer steps that did not count, after which to warn: a critic makes fewer
 
 
 class LocalSync:
-    """Averages what a model has learnt on several ranks, now and then. Made by :func:`thinwire.attach`.
+    """Averages the weights of several ranks' models every few steps. Made by :func:`thinwire.attach`.
 
     Attributes:
         services: what other packages use of it.
-        settings: what was asked for.
+        settings: the ``Local`` that was asked for.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LocalSync:
             buffers = model.buffers() if settings.broadcast_buffers else ()
             try:
                 self._travel = Travel(self.services, self._rounds, list(buffers), moments, settings.detect_desync)
-            except Exception as error:  # a rank was lost meanwhile: the channels that are there have threads
+            except Exception as error:  # a rank was lost meanwhile: the channels made so far have threads
                 self._session.give_up(str(error))
                 self.services.close()
                 raise
@@ -99,7 +99,7 @@ class LocalSync:
     # --- hooks ---------------------------------------------------------------------------------------------------
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer of the process is about to step: many steps that count for none were not meant."""
+        """Warn if many optimizer steps do not count; called before a step of any optimizer of the process."""
         if self._travel is None or not owned(optimizer, self._parameters):
             return
         self._uncounted += 1
@@ -119,7 +119,7 @@ class LocalSync:
         self._tell_loaded()
 
     def _tell_loaded(self) -> None:
-        """The first step begins: changes count from the weights at ``attach``, which a file may have replaced since."""
+        """Warn at the first step if weights were changed after ``attach``, for example loaded from a file."""
         if self._rounds.count or self._waiting or self._travel is None or self.settings.averages:
             return
         if self._rounds.apart:
@@ -133,7 +133,7 @@ class LocalSync:
         self._count(optimizer)
 
     def _skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """A GradScaler has kept an optimizer from stepping: the other ranks count the step all the same."""
+        """Count a step that a GradScaler skipped: the other ranks count it too."""
         if optimizer in self.services.optimizers:
             self._tell_loaded()
             self._count(optimizer)
@@ -169,27 +169,27 @@ class LocalSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For backwards that accumulate: nothing is averaged inside machines. Without ``inside`` nothing is anyway."""
+        """Accumulate: average nothing inside machines. Without ``inside``, backward exchanges nothing anyway."""
         with contextlib.nullcontext() if self._inner is None else self._inner.no_sync():
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_``: gradients are this rank's own, or its machine's."""
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does; gradients are this rank's own, or its machine's."""
         parameters = [m.parameter for m in self._parameters.values()]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Put the outer weights, which are equal on all ranks, into the model: for evaluation and for saving.
+        """Put the outer weights, which are equal on all ranks, into the model temporarily: to evaluate or to save.
 
-        Afterwards the model has this rank's own again, from which training goes on.
+        Afterwards the model has this rank's own weights again, and training continues from these.
         """
         if self._travel is None:
             yield
             return
         lent, self._lent = self._lent, True
         try:
-            # Before the first step they are what the model has, also if it was loaded after attach.
+            # Before the first step the outer weights are the model's, even if they were loaded after attach.
             with self._rounds.outer_weights() if self._rounds.count else contextlib.nullcontext():
                 yield
         finally:
@@ -198,7 +198,7 @@ class LocalSync:
     def finish(self) -> None:
         """Merge what is under way, and average once more, exactly: then all ranks have the same weights.
 
-        All ranks must call it, after the last step. An outer optimizer has no part in it.
+        All ranks must call it, after the last step. The outer optimizer is not used.
 
         Raises:
             RuntimeError: on all ranks, if some rank's weights are not finite.
@@ -239,7 +239,7 @@ class LocalSync:
         return float(self.services.optimizers[0].param_groups[0]["lr"])
 
     def stats(self) -> Stats:
-        """Counters since ``attach``; ``steps`` are the optimizer's."""
+        """Return counters since ``attach``; ``steps`` are the optimizer's."""
         travel, local = self._travel, self.settings
         if travel is None:
             return dataclasses.replace(
@@ -263,22 +263,22 @@ class LocalSync:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state beside its model and its optimizer, which are its own too: save all three on every rank.
+        """Return this rank's state. Save it on every rank, with that rank's own model and optimizer.
 
-        Waits for what is under way; not a collective.
+        Waits for exchanges that are under way; not a collective.
 
         Raises:
-            RuntimeError: inside ``outer_weights``, where the model beside it has not this rank's own weights.
+            RuntimeError: inside ``outer_weights``, where the model does not hold this rank's own weights.
         """
         self._check_own("state_dict()")
         return local_persistence.to_state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict`` of this rank: training goes on bit for bit.
+        """Take over a ``state_dict`` of this rank: training continues bit for bit.
 
         On another number of ranks, give the union of all old ranks' dicts: what was under way is merged into the outer
-        weights, from which the model goes on, and every rank gets the mean of the residuals. ``finish`` before saving
-        keeps the steps made since the last round, too.
+        weights, from which all continue, and every rank gets the mean of the residuals. Call ``finish`` before saving
+        to keep the steps made since the last round, too.
 
         Raises:
             ValueError: it was saved by another rank or under other settings, or does not fit the model; nothing has
@@ -291,9 +291,9 @@ class LocalSync:
         found.adopt()
 
     def close(self) -> None:
-        """Take the hooks out and give the process groups back. Idempotent; what is under way is waited for and dropped.
+        """Remove the hooks and give the process groups back. Idempotent. Waits for what is under way, and drops it.
 
-        In an exception it waits for nothing.
+        If called while an exception is handled, it does not wait.
         """
         for handle in self._handles:
             handle.remove()
@@ -322,17 +322,19 @@ class LocalSync:
 
 
 class Travel:
-    """Fragments on their way: those that leave together share a channel; as many as are under way at once, by turns.
+    """Sends, receives and merges fragments. Fragments sent together share a channel.
+
+    There are as many channels as rounds can be under way at once; they are used in turn.
 
     Args:
         services: of the handle.
         rounds: of this rank.
-        buffers: travel with the last fragment.
-        moments: likewise, when it is their turn.
+        buffers: sent with the last fragment.
+        moments: likewise, when they are due.
         detect_desync: whether ranks compare how many steps they have made, before they send.
 
     Attributes:
-        seconds: that training waited for it.
+        seconds: how long training has waited for fragments.
         times: of steps and rounds.
         layers: of exchanges, by fragment.
     """
@@ -361,12 +363,12 @@ class Travel:
         self.seconds, self.layers = 0.0, CalendarTimes(services)
 
     def compare(self) -> None:
-        """Raise ``ValueError`` on all ranks unless all have made as many steps, if that is to be compared."""
+        """Raise ``ValueError`` on all ranks unless all have made as many steps; only under ``detect_desync``."""
         if self._agree_on is not None:
             self._agree_on({"optimizer steps": self._rounds.count, "period": self._rounds.period})
 
     def leave(self, fragments: Sequence[Fragment]) -> None:
-        """Let the programs of fragments run; where a calendar wants their times, one fragment after the other."""
+        """Send the fragments that are due; to measure a calendar, one after the other, waiting for each."""
         if fragments:
             self.compare()
         if not (self._rounds.calendar and self._rounds.waited):
@@ -376,11 +378,11 @@ class Travel:
             began = time.perf_counter()
             self.send([fragment])
             self.merge(fragment)
-            if not fragment.starting:  # before the codec begins an exchange says nothing of it
+            if not fragment.starting:  # before the codec begins, an exchange does not show its time
                 self.layers.exchanged(fragment.index, time.perf_counter() - began)
 
     def send(self, fragments: Sequence[Fragment], *, last: bool = False) -> None:
-        """Let the programs of fragments run, in one round of a channel; ``last``: as of ``Fragment.send``."""
+        """Start the programs of fragments, in one round of a channel; ``last``: see ``Fragment.send``."""
         if not fragments:
             return
         number, self._next = self._next, (self._next + 1) % len(self._channels)
@@ -401,7 +403,7 @@ class Travel:
             channel.ready(index, inline=False)
 
     def receive(self, fragment: Fragment) -> None:
-        """Wait for a fragment, if it has not come."""
+        """Wait for a fragment, if it has not arrived."""
         if not fragment.received:
             self.seconds += self._channels[self._under_way.pop(fragment.index)].wait()
             self._in_vain[fragment.index] = 0 if fragment.receive() else self._in_vain[fragment.index] + 1
@@ -413,27 +415,27 @@ class Travel:
                 )  # fmt: skip
 
     def merge(self, fragment: Fragment) -> None:
-        """Wait for it, and take it over."""
+        """Wait for a fragment, and merge it into the weights."""
         self.receive(fragment)
         self._rounds.merge(fragment)
         if fragment is self._rounds.fragments[-1]:
             self._averages.merge()
 
     def snapshot(self) -> list[Tensor]:
-        """Wait for all that is under way. Returns the buffers that came with it."""
+        """Wait for all that is under way. Return the buffers that came with it."""
         for fragment in self._rounds.travelling():
             self.receive(fragment)
         return self._averages.snapshot()
 
     def restore(self, buffers: Sequence[Tensor], *, merged: bool) -> None:
-        """Take over buffers from a snapshot; ``merged``: into the model, at once. What was measured is forgotten."""
+        """Take over buffers from a snapshot; ``merged``: put them into the model at once. Forgets measured times."""
         self.times, self.layers = self.times.anew(), self.layers.anew()
         self._averages.restore(buffers, self._buffers)
         if merged:
             self._averages.merge()
 
     def ledger(self) -> Ledger:
-        """What was sent."""
+        """Return the ledger of what was sent on all channels."""
         total = Ledger()
         for channel in self._channels:
             total.add(channel.ledger)

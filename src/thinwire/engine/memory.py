@@ -1,4 +1,4 @@
-"""What a bucket keeps from step to step, so that no step allocates it again."""
+"""A bucket's memory, kept from step to step so that no step allocates it again."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from thinwire.program import Bucket, PlanBucket, Slot
 
 
 class Memory:
-    """A bucket's slots, and for a method with ``cheap_pack`` one buffer, cut up.
+    """A bucket's slots and, for a method with ``cheap_pack``, one buffer with a view for each parameter.
 
     Attributes:
-        gradients: the cuts that become ``.grad``: with version counters of their own.
-        used: which of the parameters this rank had a gradient of, in the last step.
-        handed_over: whether all of them have ``gradients`` for their ``.grad`` already.
+        gradients: the views that become ``.grad``; they have their own version counters.
+        used: for which parameters this rank had a gradient in the last step.
+        handed_over: whether ``.grad`` of all of them is already a view in ``gradients``.
         made: the bucket, once there was a step.
     """
 
     def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, cheap_pack: bool, ranks: int = 1) -> None:
-        """``ranks``: the buffer has room for zeros up to a multiple of that many elements."""
+        """``ranks``: the buffer is padded with zeros to a multiple of this number of elements."""
         self.parameters, self.kept = parameters, entry.kept
         self.slots = [Slot(n, p.shape, None, p.dtype, p.device, p) for n, p in zip(entry.names, parameters)]
         self.buffer: Tensor | None = None
@@ -38,9 +38,9 @@ class Memory:
             self.gradients = [view.data for view in self.views]
 
     def bucket(self, index: int, scale: Tensor | None) -> Bucket:
-        """A step's bucket of the gradients that are there now."""
+        """Return the bucket of this step, with the present gradients."""
         for slot, parameter in zip(self.slots, self.parameters):
-            grad = parameter.grad if parameter.requires_grad else None  # frozen since: what is left there is not ours
+            grad = parameter.grad if parameter.requires_grad else None  # frozen since: an old gradient does not count
             slot.value = grad.detach() if grad is not None and grad.requires_grad else grad
             slot.result = None
             if grad is not None and grad.is_cuda:  # the program runs on a side stream
@@ -58,16 +58,17 @@ class Memory:
         return self.made is not None and self.made.filled
 
     def hand_over(self, *, shown: bool) -> None:
-        """Let ``.grad`` be the bucket's memory from now on: what autograd allocated serves the gradients to come.
+        """Make ``.grad`` the bucket's memory from now on, so that autograd can reuse the memory that it allocated.
 
-        Kept to the end of backward, it would be given back to the system and faulted in again at every step (5 %).
+        If that were kept to the end of backward, it would be given back to the system, and each step would fault it in
+        again (5 %).
 
         Args:
-            shown: False: there is nothing to show for it yet, and ``.grad`` is None.
+            shown: False: the result is not there yet, and ``.grad`` is None.
         """
         self.handed_over = True
         for slot, parameter, grad in zip(self.slots, self.parameters, self.gradients):
-            if slot.value is None:  # unused here: gets its average at the end, if it is used elsewhere
+            if slot.value is None:  # unused here: gets its average at the end, if another rank uses it
                 self.handed_over = False
             else:
                 slot.value = slot.result
@@ -75,18 +76,18 @@ class Memory:
 
 
 def strides_of(parameter: Tensor) -> tuple[int, ...]:
-    """The strides that autograd gives a parameter's gradient: its own where they leave no gaps."""
+    """Return the strides that autograd gives a parameter's gradient: the parameter's, if these leave no gaps."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
 def delivered(parameter: Tensor, result: Tensor, value: Tensor | None, *, copy: bool) -> Tensor:
-    """An average as a tensor that can be ``.grad``: in the parameter's strides, with a version counter of its own.
+    """Return an average as a tensor that can be ``.grad``: with autograd's strides and its own version counter.
 
     Args:
-        parameter: whose.
+        parameter: the parameter.
         result: the average.
         value: the gradient that autograd left, which may be overwritten.
-        copy: the memory of ``result`` will be used again.
+        copy: whether the memory of ``result`` will be used again.
     """
     if not copy and result.stride() == strides_of(parameter):
         return result.data
@@ -95,7 +96,7 @@ def delivered(parameter: Tensor, result: Tensor, value: Tensor | None, *, copy: 
 
 
 def prime_allocator() -> None:
-    """Let glibc keep what a step frees: it learns from the largest block it has seen freed, and otherwise gives the
-    activations' memory back to the system after every step, to fault it in again (10 MB a step on a 10 M model).
+    """Make glibc keep memory that a step frees. glibc learns from the largest block that it has seen freed. Otherwise
+    it returns the activations' memory after every step, and faults it in again (10 MB a step on a 10 M model).
     """
     torch.empty(31 << 20, dtype=torch.uint8)

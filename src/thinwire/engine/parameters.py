@@ -1,4 +1,4 @@
-"""The parameters that a GradientSync manages: found, named, and checked against the optimizer."""
+"""Find and name the parameters that a GradientSync manages, and check them against the optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.program import Method
 
 @dataclass(frozen=True, eq=False)
 class Managed:
-    """One trainable parameter, as it was at ``attach``. ``dense``: kept out of the method's hands, in S-SGD buckets."""
+    """One trainable parameter, as it was at ``attach``. ``dense``: not compressed; it goes into S-SGD buckets."""
 
     index: int
     name: str
@@ -40,7 +40,7 @@ class Managed:
 
 
 def model_facts(model: nn.Module, managed: Iterable[Managed]) -> dict[str, Any]:
-    """What ranks must have alike of a model."""
+    """Return the facts about a model that must be equal on all ranks."""
     kinds = {m.name: m.description for m in managed}
     return {
         "parameters": kinds,
@@ -54,11 +54,11 @@ DenseRule = str | Callable[[str, nn.Parameter], bool]
 
 
 def managed_parameters(model: nn.Module, method: Method, keep_dense: DenseRule) -> list[Managed]:
-    """All trainable parameters in order of registration; shared ones once.
+    """Return all trainable parameters in order of registration; shared ones once.
 
     Raises:
-        ValueError: there is none, or ``keep_dense`` is not understood.
-        TypeError: a complex parameter, one that is cut over ranks, or an embedding with sparse gradients.
+        ValueError: there is none, or ``keep_dense`` has no known value.
+        TypeError: a complex parameter, one that is sharded over ranks, or an embedding with sparse gradients.
     """
     if not (callable(keep_dense) or keep_dense in ("auto", "none")):
         raise ValueError(f'keep_dense={keep_dense!r} must be "auto", "none" or a function (name, parameter) -> bool')

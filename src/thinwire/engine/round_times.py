@@ -1,4 +1,4 @@
-"""How long steps and exchanges take: what the period and the codec of local steps follow from."""
+"""Measure steps and exchanges, to choose the period and the codec of local steps."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from thinwire.planner.choose.rank import ms
 from thinwire.planner.choose.worth import period_worth, shipped
 from thinwire.planner.periods import best_period, mean_step, up_to
 
-_MEASURED = 3  # periods with each codec, of which the first opens connections and does not count
-_LAST = 1000  # steps whose times are kept
-_THINNER = 0.9  # of the time to a loss, for a codec that sends less to be taken
+_MEASURED = 3  # periods with each codec; the first opens connections and does not count
+_LAST = 1000  # number of steps whose times are kept
+_THINNER = 0.9  # a codec that sends less is taken if it needs less than this share of the time to a loss
 
 
 class _Exchange(NamedTuple):
-    """One that was waited for: seconds, and those of the processor that this rank took for it."""
+    """An exchange that training waited for: its seconds, and the CPU seconds that this rank spent on it."""
 
     seconds: float
     compute: float
 
 
 class RoundTimes:
-    """How long steps take, and exchanges that are waited for: what "auto" goes by, for a period and for a delay.
+    """Times of steps and of exchanges that training waits for: from these "auto" chooses a period and a delay.
 
     Args:
         services: of the handle.
         elements: of the model.
-        beside: what an exchange computes takes nothing from the steps that go on.
+        beside: whether the exchange's computation takes no time from the steps that run meanwhile.
 
     Attributes:
         said: what was measured, in words.
@@ -49,17 +49,17 @@ class RoundTimes:
         self._rounds: list[_Exchange] = []
 
     def anew(self) -> RoundTimes:
-        """Of the same model and ranks, with nothing measured."""
+        """Return a new instance for the same model and ranks, with nothing measured."""
         return RoundTimes(self._services, self._elements, beside=self._beside)
 
     def stepped(self) -> None:
-        """An optimizer step has ended."""
+        """Record that an optimizer step has ended."""
         self._entered = time.perf_counter(), time.process_time()
         if self._left is not None:
             self._steps.append(self._entered[0] - self._left)
 
     def exchanged(self) -> None:
-        """What was due after it has been exchanged."""
+        """Record that what was due after the step has been exchanged."""
         self._left, computed = time.perf_counter(), time.process_time()
         seconds, compute = self._exchange
         began, computing = self._entered
@@ -67,16 +67,16 @@ class RoundTimes:
 
     @property
     def step(self) -> float:
-        """Seconds of a step in which nothing is exchanged, as most of them have it."""
+        """Median seconds of a step, not counting exchanges."""
         return statistics.median(self._steps)
 
     def period(self, settings: Local, *, starting: bool = False) -> tuple[tuple[int, int] | None, int]:
-        """A period has ended: what is measured of it; after enough of them what all ranks take from now on.
+        """Record the end of a period; after enough periods, choose what all ranks use from now on.
 
-        ``starting``: the codec has not begun, so the exchange says nothing of it.
+        ``starting``: the codec has not begun, so the exchange does not count.
 
         Returns:
-            The period and the delay, or None: more is to be measured; and which codec is next.
+            The period and the delay, or None if more is to be measured; and the index of the codec to use next.
         """
         exchange, self._exchange = self._exchange, _Exchange(0.0, 0.0)
         if starting:
@@ -85,7 +85,7 @@ class RoundTimes:
         codecs = settings.codecs
         if len(self._rounds) < _MEASURED * len(codecs):
             return None, len(self._rounds) // _MEASURED
-        # Who comes last waits for nobody: its exchange is the exchange. The slowest rank's steps are everybody's.
+        # The last rank to arrive waits for nobody, so the shortest exchange counts; of steps, the slowest rank's.
         exchanges = [min(self._rounds[_MEASURED * code :][1:_MEASURED]) for code in range(len(codecs))]
         steps, *columns = times_of_all(self._services, settings, [self.step, *(x for one in exchanges for x in one)])
         step, exchanges = max(steps), [_Exchange(*map(min, pair)) for pair in zip(columns[::2], columns[1::2])]
@@ -111,7 +111,7 @@ class RoundTimes:
 
 
 def times_of_all(services: Services, settings: Local, own: Sequence[float]) -> list[tuple[float, ...]]:
-    """Each of these times, of every rank; inside machines of the first, as the others only receive."""
+    """Return, for each time, the values of all ranks; with ``inside``, of each machine's first rank, which sends."""
     form, everyone = f"<{len(own)}d", settings.inside is None
     rows = enumerate(services.gather(struct.pack(form, *own)))
     first = [row for rank, row in rows if everyone or services.topology.local_rank(rank) == 0]

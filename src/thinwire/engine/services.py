@@ -1,4 +1,4 @@
-"""What packages that work with a GradientSync need of it: its ranks, their agreement, programs on other tensors."""
+"""What other packages need from a GradientSync: its ranks, agreement, and programs on other tensors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class Services:
-    """Of one GradientSync.
+    """The services of one GradientSync.
 
     Args:
-        model: that is attached.
+        model: the attached model.
         optimizers: of its parameters.
         device: of its gradients.
         session: of its exchange.
         source: of its gradients; None: nothing is exchanged.
-        controller: of its plans; None likewise.
+        controller: of its plans; None: likewise.
 
     Attributes:
         session, source, controller: as above.
-        companions: what is saved and loaded with the GradientSync, by name.
+        companions: objects that are saved and loaded with the GradientSync, by name.
         handles: removed when it is closed.
     """
 
@@ -55,7 +55,7 @@ class Services:
 
     @property
     def method(self) -> Method:
-        """The one that runs."""
+        """The method that runs."""
         return self.session.method
 
     @property
@@ -64,7 +64,7 @@ class Services:
 
     @property
     def topology(self) -> Topology:
-        """Which rank sits on which machine."""
+        """Which rank is on which machine."""
         return self.session.topology
 
     @property
@@ -84,20 +84,20 @@ class Services:
     def run(self, program: Program, *, lane: str = "control") -> Any:
         """Run a program on tensors that are not parameters, now, in the calling thread, on lanes of its own.
 
-        All ranks must call it at the same point with programs that issue the same ops. Returns the program's value.
+        All ranks must call it at the same point with programs that issue the same ops. Return the program's value.
         """
         comm = self.session.comm
         return run_alone(program) if comm is None else comm.run(program, lane)
 
     def channel(self, purpose: str, depth: Mapping[Scope, int], topology: Topology | None = None) -> Channel:
-        """A way to run programs on tensors that are not parameters while training goes on.
+        """Return a channel, which runs programs on tensors that are not parameters while training continues.
 
         All ranks must call it at the same point. See :class:`~thinwire.engine.channel.Channel`.
 
         Args:
-            purpose: keeps its lanes apart from others'.
-            depth: exchanges that one program issues within each scope, at most.
-            topology: groups the ranks otherwise than the machines do.
+            purpose: keeps its lanes apart from other channels'.
+            depth: the largest number of exchanges that one program issues within each scope.
+            topology: groups the ranks, if differently from the machines.
         """
         comm = self.session.comm if isinstance(self.session.comm, Communicator) else None
         made = Channel(comm, topology or self.topology, purpose, depth, self.session)
@@ -105,7 +105,7 @@ class Services:
         return made
 
     def probe(self, *, largest_bytes: int, seconds: float) -> Costs:
-        """What exchanges cost on this network, measured on all ranks at once, or as the plan's pilot measured it.
+        """Return what exchanges cost on this network: as the plan's pilot measured it, or measured now on all ranks.
 
         All ranks must call it.
         """
@@ -121,9 +121,9 @@ class Services:
         return found.costs
 
     def expect(self, names: Iterable[str]) -> None:
-        """Say which parameters the next exchanged backward can give gradients to, at most. For one step; local.
+        """Name the only parameters that can get gradients in the next exchanged backward. For one step; local.
 
-        A bucket then starts when those of its parameters have arrived, and needs not wait for the end of backward where
+        A bucket then starts once these of its parameters have gradients. It need not wait for the end of backward if
         some are unused. A gradient of another parameter is an error.
 
         Raises:
@@ -133,27 +133,27 @@ class Services:
             self.source.expect(names)
 
     def bind(self, optimizers: Iterable[torch.optim.Optimizer], sync: Any, scaler: Any) -> None:
-        """Tell optimizers that want to know (``attached(sync, scaler)``) whom they work with, until the end."""
+        """Tell optimizers that have ``attached(sync, scaler)`` which handle they work with, until it is closed."""
         for optimizer in optimizers:
             if callable(meet := getattr(optimizer, "attached", None)):
                 self.handles.append(meet(sync, scaler))
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Every rank's message, in rank order."""
+        """Return every rank's message, in rank order."""
         comm = self.session.comm
         return [message] if comm is None else comm.gather(message)
 
     def agree(self, flag: bool) -> bool:
-        """Whether any rank raises the flag; equal on all ranks."""
+        """Return whether any rank raises the flag; equal on all ranks."""
         return any(row[0] for row in self.gather(bytes([flag])))
 
     def agree_on(self, facts: dict[str, Any]) -> None:
-        """Raise ``ValueError`` on all ranks, naming the difference, unless all bring the same facts (plain data)."""
+        """Raise ``ValueError`` on all ranks, naming the difference, unless all have the same facts (plain data)."""
         if self.session.comm is not None:
             self.session.comm.agree(facts)
 
     def close(self) -> None:
-        """End what others have begun."""
+        """Remove the handles, and close the companions and channels."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()

@@ -1,11 +1,11 @@
-"""One step after another of an exchange: what ``attach``, DDP's hook and FSDP2's replicas have in common.
+"""The steps of an exchange: what ``attach``, DDP's hook and FSDP2's replicas have in common.
 
 No hooks and no autograd: a source of gradients says when a bucket is ready, and puts its average where it belongs.
 
-begin     what the last step left is settled; the loss scale and the method of this step are known
-run       the source's own: the executor runs the buckets' programs
-finish    all programs have ended, or one sentence says which failed, and who was late
-commit    what the programs have staged is in force, or pending until an optimizer has used the gradients
+begin     settle what the last step left; find out the loss scale and the method of this step
+run       done by the source: the executor runs the buckets' programs
+finish    all programs have ended, or one sentence says which failed, and which ranks were late
+commit    what the programs have staged takes effect, or is pending until an optimizer has used the gradients
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INTERRUPTED = "an earlier backward ended with an exception in the middle of the 
 
 @dataclass
 class Counters:
-    """What is added up over steps; see :class:`~thinwire.engine.stats.Stats`."""
+    """Totals over steps; see :class:`~thinwire.engine.stats.Stats`."""
 
     rejected: int = 0
     dense_bytes: float = 0.0
@@ -40,30 +40,30 @@ class Counters:
     deferred_seconds: float = 0.0
 
     def sent(self, nbytes: int, ranks: int) -> None:
-        """That many bytes of gradients were averaged: what S-SGD would have sent for them."""
+        """Count gradients of that many bytes as averaged, at what S-SGD would have sent for them."""
         self.dense_bytes += 2 * (ranks - 1) * nbytes / ranks
 
 
 class Session:
-    """Of one handle that a user holds.
+    """The session of one handle that a user holds.
 
     Args:
-        method: that runs.
-        comm: of the ranks; None: there is nothing to exchange, or not yet.
+        method: the method that runs.
+        comm: of the ranks; None: nothing is exchanged, or not yet.
         state: of the method.
         scaler: the GradScaler in use; None: found at its first ``scaler.step(optimizer)``.
         names: of the parameters, by ``id``.
-        start: steps that are exact before the method begins; None: as it says itself.
-        named: whose state is saved, where another one stands in for it: on a single rank, or while "auto" measures.
-        expected: an optimizer was named, so its steps will come.
+        start: number of exact steps before the method begins; None: as the method says.
+        named: the method whose state is saved, if another one runs in its place: on one rank, or while "auto" measures.
+        expected: whether an optimizer was named, so that its steps will come.
         before_step: called with each optimizer that is about to step; None: ``find_scaler``.
 
     Attributes:
-        dense: the method of what is not compressed.
+        dense: the method for parameters that are not compressed.
         first: the method of the steps before it begins.
-        starting: it has not begun: ``first`` runs in its stead.
-        running: a step is under way.
-        broken: why there can be no other step.
+        starting: whether the method has not begun, so that ``first`` runs in its place.
+        running: whether a step is under way.
+        broken: why no further step is possible; None: it is possible.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Session:
         self.watch = StepWatch(state, names, expected=expected, before=before_step or self.find_scaler)
 
     def run_as(self, method: Method, start: int | None) -> None:
-        """Run a method from the next step on; ``start``: as above."""
+        """Run a method from the next step on; ``start``: see the class."""
         self.method, self.first = method, start_method(method, self.state.topology, start)
         self.state.start = method.start_steps if start is None else start
 
     @property
     def topology(self) -> Topology:
-        """Which rank sits where."""
+        """Which rank is on which machine."""
         return self.state.topology
 
     @property
@@ -103,17 +103,17 @@ class Session:
         return self.state.rank
 
     def facts(self) -> dict[str, Any]:
-        """What ranks must have alike."""
+        """Return the facts that must be equal on all ranks."""
         options = {key: str(value) for key, value in self.method.options().items()}
         start = {"start_compression_step": self.state.start, "starts as": self.first.name}
         return {"method": self.method.name, "options": options} | start
 
     def method_of(self, dense: bool) -> Method:
-        """The one that runs in this step, for what is ``dense`` or not."""
+        """Return the method that runs in this step for parameters that are ``dense`` or not."""
         return self.dense if dense else self.first if self.starting else self.method
 
     def find_scaler(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step: a GradScaler that nobody has named may be calling it."""
+        """Look for a GradScaler that nobody has named, when an optimizer is about to step: it may be the caller."""
         if self.loss_scale.scaler is not None or self.comm is None or not self.method.has_residual:
             return
         if owned(optimizer, self.watch.names()):
@@ -127,7 +127,7 @@ class Session:
             raise RuntimeError(f"the exchange is unusable after an earlier failure: {self.broken}")
 
     def begin(self) -> None:
-        """A backward has begun whose gradients are exchanged."""
+        """Begin a step, when a backward has begun whose gradients are exchanged."""
         if self.running and self.broken is None:
             self.broken = INTERRUPTED
         self.check_usable()
@@ -143,7 +143,7 @@ class Session:
         """Wait for all programs.
 
         Raises:
-            RuntimeError: one has failed; there will be no other step.
+            RuntimeError: a program has failed; no further step is possible.
         """
         assert self.comm is not None
         started = time.perf_counter()
@@ -153,10 +153,10 @@ class Session:
             self.fail(failure)
 
     def commit(self, *, used: bool = True) -> None:
-        """Keep what the programs have staged, if every verdict holds.
+        """Keep what the programs have staged, if everything was finite.
 
         Args:
-            used: whether an optimizer's step is to be awaited; False: the gradients count as used.
+            used: whether to wait for an optimizer's step; False: the gradients count as used.
         """
         assert self.comm is not None
         hold = used and self.watch.hold
@@ -168,24 +168,24 @@ class Session:
         self.running = False
 
     def abandon(self) -> None:
-        """The backward has died, and with it the gradients: forget what its programs have staged."""
+        """Drop what the programs have staged: the backward ended early, and its gradients are lost."""
         self.running = False
         self.state.drop_step()
 
     def give_up(self, text: str) -> None:
-        """There will be no other step."""
+        """End the exchange for good, with the reason."""
         self.broken = text
         self.abandon()
 
     def fail(self, text: str) -> NoReturn:
-        """The same, and raise ``RuntimeError``."""
+        """End the exchange for good, and raise ``RuntimeError``."""
         self.give_up(text)
         raise RuntimeError(text)
 
     # --- afterwards ----------------------------------------------------------------------------------------------
 
     def stats(self, note: str, buckets: Sequence[BucketStats] = (), *, rebuilt: bool = False) -> Stats:
-        """The counters so far."""
+        """Return the counters so far."""
         ledger, counters = Ledger() if self.comm is None else self.comm.ledger, self.counters
         return Stats(
             method=self.method.name,
@@ -206,14 +206,14 @@ class Session:
         )
 
     def leave(self, error: BaseException | None) -> None:
-        """Tell the others, if they come to ask, that this rank closes in the middle of a step, or after an error."""
+        """Leave word for other ranks that this rank closes in the middle of a step, or after an error."""
         if self.running and self.broken is None:
             self.broken = "it was closed in the middle of an exchange"
         if isinstance(self.comm, Communicator) and (self.running or error is not None):
             self.comm.leave(f"has left at step {self.state.step}" + (f" with {in_words(error)}" if error else ""))
 
     def close(self) -> None:
-        """Give the process groups back and watch optimizers no longer. Idempotent."""
+        """Give the process groups back and stop watching optimizers. Idempotent."""
         if self.comm is not None:
             self.comm.close(broken=self.broken is not None)
         self.watch.close()

@@ -18,8 +18,8 @@ class AttachSettings:
     """The options of ``attach`` that are not the method's.
 
     Attributes:
-        note: what a single rank does without.
-        named: the method in whose stead S-SGD runs on a single rank, and whose state is kept; None: the one that runs.
+        note: what is not done because there is only one rank.
+        named: the method in whose place S-SGD runs on a single rank, and whose state is kept; None: the one that runs.
     """
 
     start_compression_step: int | None = None
@@ -42,10 +42,10 @@ class AttachSettings:
 
 
 def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any) -> dict[str, Any]:
-    """A named method's options with ``bucket_cap_mb`` as its ``fusion``.
+    """Return a named method's options with ``bucket_cap_mb`` as its ``fusion``.
 
     Raises:
-        ValueError: it is no size, the options have a ``fusion`` too, or the method is not one to be given options.
+        ValueError: it is no size, the options have a ``fusion`` too, or the method cannot be given options.
     """
     cap = bucket_cap_mb
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0:
@@ -60,10 +60,10 @@ def capped(method: Method | str, options: Mapping[str, Any], bucket_cap_mb: Any)
 
 
 def checked_timeout(timeout: Any) -> timedelta | None:
-    """A limit in seconds, or a timedelta, as the latter; None stays None.
+    """Return a limit, in seconds or as a timedelta, as a timedelta; None stays None.
 
     Raises:
-        ValueError: it is no limit.
+        ValueError: it is not a valid limit.
     """
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
@@ -79,7 +79,7 @@ def checked_timeout(timeout: Any) -> timedelta | None:
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raise ``TypeError`` unless this is a GradScaler, or like one, or None."""
+    """Raise ``TypeError`` unless this is a GradScaler, something with its interface, or None."""
     if scaler is not None and not (callable(getattr(scaler, "scale", None)) and hasattr(scaler, "is_enabled")):
         raise TypeError(f"scaler={scaler!r} must be a torch.amp.GradScaler or None")
 

@@ -1,6 +1,6 @@
-"""The gradients of an attached model: hooks on its parameters say when buckets are ready, and when backward has ended.
+"""The gradients of an attached model: hooks on its parameters tell when buckets are ready and when backward has ended.
 
-hooks -> GradientSource -> Buckets -> executor      a gradient arrives; its bucket's program runs while backward goes on
+hooks -> GradientSource -> Buckets -> executor     a gradient arrives; its bucket's program runs while backward runs
          GradientSource -> Session.finish -> Schedule.deliver -> Session.commit                    the end of backward
 """
 
@@ -30,19 +30,19 @@ from thinwire.engine.settings import AttachSettings
 
 
 class GradientSource:
-    """Of one attached model.
+    """The gradient source of one attached model.
 
     Args:
-        model: the root.
+        model: the root module.
         buckets: of its plan.
         schedule: delivers averages.
         controller: chooses plans.
         settings: of ``attach``.
-        handle: what ``attach`` has returned, which lives as long as the hooks.
+        handle: what ``attach`` has returned; the hooks keep it alive.
 
     Attributes:
         enabled: whether the next backward is exchanged; False inside ``no_sync``.
-        expected: what the next backward can reach, by index; None: anything.
+        expected: indices of the parameters that the next backward can reach; None: all.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GradientSource:
 
         timed = model if pilot is not None else None
 
-        def read(module: nn.Module, args: Any) -> None:  # one hook, since each costs more than its work
+        def read(module: nn.Module, args: Any) -> None:  # one hook, because a hook costs more than its work
             compiling = torch.compiler.is_compiling()  # the model was compiled after ``attach``
             (untraced if compiling else before)(module)
             self._forward_began(compiling, module is timed)
@@ -93,18 +93,18 @@ class GradientSource:
     # --- hooks ---------------------------------------------------------------------------------------------------
 
     def _forward_began(self, compiling: bool, timed: bool) -> None:
-        if (compiling and not timed) or not self.enabled:  # no break in the graph for each module
+        if (compiling and not timed) or not self.enabled:  # avoid a graph break in each module
             return
         running = self._buckets.session.running
         if not self._end.outside():
-            self._end.note()  # a forward re-run inside backward belongs to the outer pass
+            self._end.note()  # a forward that is rerun inside backward belongs to the outer pass
         elif running:
             self._buckets.session.fail(INTERRUPTED)
         if timed and not running and (pilot := self._controller.pilot) is not None:
             pilot.timings.forward()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer of the process is about to step."""
+        """Check an optimizer that is about to step; called for any optimizer of the process."""
         session, parameters = self._buckets.session, self._buckets.parameters
         if not self._late.check(optimizer, parameters.names):
             return
@@ -124,10 +124,10 @@ class GradientSource:
             self._schedule.accumulate(index, grad)
             return
         buckets = self._buckets
-        self._end.note()  # first, so that it is known of a pass that dies in ``begin``
+        self._end.note()  # first, so that a pass that raises in ``begin`` is noted too
         if not buckets.session.running:
             self.begin()
-            if not self.enabled:  # it has failed already
+            if not self.enabled:  # the exchange has already failed
                 return
         step, name = buckets.step, buckets.parameters.managed[index].name
         assert step is not None
@@ -164,13 +164,13 @@ class GradientSource:
     # --- one step ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The first gradient of a backward is there."""
+        """Begin a step, at the first gradient of a backward."""
         buckets, session = self._buckets, self._buckets.session
         session.check_usable()
         self._check_dtypes()
         if (decision := self._controller.before_step()) is not None:
             self.follow(decision)
-        self._schedule.begin()  # it may refuse
+        self._schedule.begin()  # may raise
         step = buckets.begin(self.expected, time.perf_counter())
         assert session.comm is not None
         names = [entry.names for entry in step.entries]
@@ -182,14 +182,14 @@ class GradientSource:
                 self._failed(error)
                 return
         for index, left in enumerate(step.left):
-            if not left:  # nothing of it is expected: what earlier passes left there is all
+            if not left:  # no gradient is expected: the bucket has only what earlier passes accumulated
                 buckets.ready(index)
 
     def finish(self, *, observed: bool = True) -> None:
-        """End of backward: launch what is left, wait, deliver, commit.
+        """End the backward: launch the buckets that are left, wait, deliver, commit.
 
         Args:
-            observed: False: the order in which gradients came says nothing.
+            observed: False: do not use the order in which gradients arrived.
         """
         session = self._buckets.session
         if not session.running:
@@ -203,11 +203,11 @@ class GradientSource:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        if self._buckets.session.broken is None:  # after whatever it was, the other ranks may be elsewhere
+        if self._buckets.session.broken is None:  # whatever the error, the other ranks may have gone on
             self._buckets.session.give_up(str(error) or type(error).__name__)
 
     def _failed(self, error: RuntimeError) -> None:
-        """There will be no other step. Raises the error, unless somebody else is to be told."""
+        """End the exchange for good. Raise the error, or hand it to ``on_failure``."""
         self._give_up(error)
         if self._settings.on_failure is None:
             raise error
@@ -235,11 +235,11 @@ class GradientSource:
         if (decision := self._controller.after_step(step if observed else None, backward_seconds)) is not None:
             self.follow(decision)
         if self._settings.on_failure is not None:
-            # Who has had everything says so last: if all have said it, all will keep the step.
+            # A rank sends this once it has received everything: if all have sent it, all will keep the step.
             comm.gather_tensor(torch.ones(1, device=comm.device))
 
     def follow(self, decision: Decision) -> None:
-        """Take over a decision of the controller, between two steps, on all ranks alike."""
+        """Carry out a decision of the controller, between two steps, on all ranks alike."""
         buckets, method, asked = self._buckets, decision.method, self._settings.start_compression_step
         if method is not None:
             buckets.session.run_as(method, asked)
@@ -256,7 +256,7 @@ class GradientSource:
                 )
 
     def close(self) -> None:
-        """Take the hooks out."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

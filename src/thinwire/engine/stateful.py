@@ -1,4 +1,4 @@
-"""What belongs to a training besides model and optimizer, and is saved, loaded and ended with the GradientSync."""
+"""Protocol for objects that are saved, loaded and closed with the GradientSync, besides model and optimizer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 
 class Stateful(Protocol):
-    """Something with a state of its own, in plain values and tensors, that belongs to the training."""
+    """Something with state of its own, in plain values and tensors, that belongs to the training."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state on this rank; what differs between ranks is under keys that no other rank has."""
+        """Return its state on this rank. Values that differ between ranks have keys that no other rank uses."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it over; on another number of ranks, the union of all ranks' keys."""
+        """Take over a state; on another number of ranks, the union of all ranks' keys."""
 
     def close(self) -> None:
-        """The GradientSync is being closed."""
+        """Close it: the GradientSync is being closed."""

@@ -1,4 +1,4 @@
-"""What a GradientSync has done, as data."""
+"""Statistics of a GradientSync, as plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BucketStats:
     """One bucket of the plan in force.
 
     Attributes:
-        names: its parameters. elements: their number of elements. dense: runs S-SGD whatever the method.
+        names: its parameters. elements: their number of elements. dense: whether it runs S-SGD whatever the method.
         bytes_per_step: bytes this rank sends for it in this phase, by the ring formulas.
     """
 
@@ -27,16 +27,16 @@ class Stats:
     """Counters since ``attach``; bytes are one rank's share of a ring.
 
     Attributes:
-        method: what runs. note: why that is not what was asked for, if so. world_size: ranks. rank: this one.
+        method: what runs. note: why it is not what was asked for, if so. world_size: ranks. rank: this one.
         steps: synchronised backwards. rejected_steps: those with a non-finite value, whose state was not kept.
         dropped_steps: those whose gradients no optimizer used, of methods with residuals; their state was not kept.
         bytes_sent: on the wire by this rank. dense_bytes: what S-SGD in the gradients' dtype would have sent.
-        exposed_seconds: time that backward, and with a decoupled method the forward, waited for communication.
-        deferred_seconds: the forward's share of it. rebuilt: whether the plan follows arrival order.
+        exposed_seconds: time that backward and, with a decoupled method, the forward waited for communication.
+        deferred_seconds: the forward's share of it. rebuilt: whether the plan follows the order of arrival.
         collectives, bytes_by_kind: by kind of op. buckets: the plan in force.
-        settled: whether the plan in force is the one that measured times led to, or none was to be measured.
-        why: the reasons for it, where it was measured.
-        lost_residual_norm: of what will not be paid, where replicas come and go; None: who left has not said.
+        settled: whether the plan in force is the result of the measurements, or nothing was to be measured.
+        why: the reasons for the plan, if it was measured.
+        lost_residual_norm: norm of residuals lost with replicas that left; None: a replica that left did not report it.
     """
 
     method: str

@@ -39,8 +39,8 @@ from thinwire.program import Method, Plan, State, Topology
 class GradientSync:
     """Averages a model's gradients over ranks while backward runs. Made by :func:`thinwire.attach`.
 
-    After ``backward()`` has returned, ``.grad`` holds the average; with a decoupled method, parameters are up to date
-    when the next forward needs them.
+    After ``backward()`` has returned, ``.grad`` holds the average; with a decoupled method, parameters are updated when
+    the next forward needs them.
 
     Attributes:
         services: what optimizers, K-FAC and other packages use of it.
@@ -87,7 +87,7 @@ class GradientSync:
         remember(model, self)
 
     def _start(self, model: nn.Module, comm: Communicator | Alone, plan: Plan) -> None:
-        """All that ranks agree on, and rank 0's weights."""
+        """Agree with the other ranks on everything, and take over rank 0's weights."""
         session, settings, managed = self._session, self._settings, self._buckets.parameters.managed
         if settings.detect_desync:
             comm.watch_order()
@@ -128,10 +128,10 @@ class GradientSync:
             source.enabled = before
 
     def synchronize(self) -> None:
-        """Do all that is still to be done. All ranks must call it after passes that were all ``no_sync``.
+        """Do everything that is still to be done. All ranks must call it after passes that were all ``no_sync``.
 
-        What these have accumulated is reduced. With a decoupled method, updates that wait for the next forward are
-        made, before parameters are read by other means than a forward or ``state_dict``: that part is local.
+        It reduces what these passes have accumulated. With a decoupled method, it makes the updates that wait for the
+        next forward: call it before reading parameters other than by a forward or ``state_dict``. That part is local.
         """
         schedule, source = self._schedule, self._source
         if schedule is None or source is None:
@@ -140,7 +140,7 @@ class GradientSync:
         if self._buckets.pauses and not schedule.accumulated:
             return
         if source.enabled and not self._session.running and self.services.agree(schedule.accumulated):
-            # What is there is not averaged.
+            # The gradients there are not averaged yet.
             self._session.state.commit(schedule.untouched())
             source.begin()
             source.finish(observed=False)
@@ -169,15 +169,15 @@ class GradientSync:
         return () if self._schedule is None else tuple(managed[i].name for i in self._schedule.pending)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the averaged gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_``. Returns the norm.
+        """Clip the averaged gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_``. Return the norm.
 
-        After ``scaler.unscale_``, before ``optimizer.step()``. With a decoupled method all ranks must call it.
+        Call it after ``scaler.unscale_`` and before ``optimizer.step()``; with a decoupled method, on all ranks.
         """
         schedule = self._schedule or Coupled(self._buckets, find_unused=False)
         return schedule.clip(max_norm, check_norm_type(norm_type), error_if_nonfinite)
 
     def stats(self) -> Stats:
-        """Counters since ``attach``, and what was decided."""
+        """Return counters since ``attach``, and what was decided."""
         note, controller = self._settings.note, self._controller
         if controller is None:
             return self._session.stats(note)
@@ -185,16 +185,19 @@ class GradientSync:
         return dataclasses.replace(found, settled=controller.settled, why=controller.why)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, but pending updates."""
+        """Return this rank's state, flat; residuals are under ``residual/<rank>/<name>``. Makes pending updates first.
+
+        Not a collective.
+        """
         if self._schedule is not None:
             self._schedule.complete()
         return persistence.to_state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
+        """Take over a ``state_dict``: bit for bit at the same world size; with the mean of the residuals at another.
 
-        A single rank sends everything, so it pays out no residual: it keeps it, and ``state_dict`` hands it on
-        until there are several ranks again. What is still kept when training ends has not reached the model.
+        A single rank sends everything, so its residual is not used: it is kept, and ``state_dict`` hands it on until
+        there are several ranks again. What is still kept when training ends has not reached the model.
 
         Raises:
             ValueError: it does not fit the model or the method, or lacks what this rank needs; nothing has changed.
@@ -205,7 +208,7 @@ class GradientSync:
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[Recorder]:
-        """Record the steps inside as Chrome-trace JSON (Perfetto opens it), on the lanes of ``thinwire plan --trace``.
+        """Record the steps inside as Chrome-trace JSON (for Perfetto), on the lanes of ``thinwire plan --trace``.
 
         Example::
 
@@ -229,7 +232,7 @@ class GradientSync:
             write_trace(path, recorder.events, self._session.rank, f"measured, {self._session.method.name}")
 
     def close(self) -> None:
-        """Take the hooks out, end the communicator thread, give the process groups back. Idempotent, local."""
+        """Remove the hooks, stop the communicator thread, give the process groups back. Idempotent, local."""
         session = self._session
         session.leave(sys.exc_info()[1])
         try:

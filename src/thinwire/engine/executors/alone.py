@@ -1,4 +1,4 @@
-"""World size 1: every op at once, nothing is sent."""
+"""The executor for one rank: each op returns at once, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from thinwire.program.ops import AllGather, NextForward, Op, Program
 
 
 def result_alone(op: Op) -> Tensor | None:
-    """What an op returns in a group of one."""
+    """Return what an op returns in a group of one."""
     if isinstance(op, NextForward):
         return None
     return op.tensor.unsqueeze(0) if isinstance(op, AllGather) else op.tensor
 
 
 def run_alone(program: Program) -> Any:
-    """Run a program to its end. Returns its value."""
+    """Run a program to its end. Return its value."""
     return drive(program, result_alone)
 
 
@@ -46,7 +46,7 @@ class AloneExecutor:
 
     @torch.no_grad()
     def ready(self, bucket: int, last: bool = False, inline: bool = False) -> bool:
-        """The bucket's gradients are complete."""
+        """Run the program of a bucket whose gradients are complete."""
         assert self._make is not None
         found = drive(self._make(bucket), result_alone, pause=self._pause)
         if isinstance(found, Paused):
@@ -60,12 +60,12 @@ class AloneExecutor:
             run_alone(self.paused[bucket].program)
 
     def finish(self) -> Failure | None:
-        """All has been run."""
+        """Return None: everything has run."""
         return None
 
     def wait(self, bucket: int) -> Failure | None:
-        """All has been run."""
+        """Return None: everything has run."""
         return None
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""What both executors share: lanes and ledger in one, and what is kept of a failure."""
+"""What both executors share: issuing ops on lanes with a ledger, and the record of a failure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from thinwire.collectives.transport import Pending, issue
 from thinwire.program.ops import Collective, Program, Scope
 
 MakeProgram = Callable[[int], Program]
-"""Bucket index -> its program; called where the program will run, once the bucket's gradients are there."""
+"""Bucket index -> its program; called in the thread that runs it, once the bucket's gradients are there."""
 
 
 @dataclass
 class Failure:
-    """What went wrong, and where."""
+    """An error, and the bucket and op where it happened."""
 
     error: BaseException
     bucket: int | None
@@ -24,7 +24,7 @@ class Failure:
 
 
 class OpIssuer:
-    """Lanes and ledger together: issues ops and notes them."""
+    """Issues ops on their lanes and records them in the ledger."""
 
     def __init__(self, lanes: Lanes, ledger: Ledger, note: Callable[[Collective, Scope, int, int], None]) -> None:
         self.lanes, self.ledger, self._note = lanes, ledger, note

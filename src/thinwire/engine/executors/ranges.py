@@ -1,8 +1,8 @@
 """Ranges ``thinwire::<phase>::<bucket>`` in traces of ``torch.profiler``; without a profiler they cost one look-up.
 
 Phases are the kinds of ops (``AllReduce``, ``AllGather``, ...), from their issue to their completion, and ``segment``:
-a stretch of a method's own computation. (A profiler sees the thread that started it alone, unless it is told
-``profile_all_threads``.)
+a stretch of a method's own computation. (A profiler sees only the thread that started it, unless
+``profile_all_threads`` is set.)
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _nothing = nullcontext()
 
 
 def profiling() -> bool:
-    """Whether a profiler runs in this process."""
+    """Return whether a profiler runs in this process."""
     return bool(profiler._is_profiler_enabled)
 
 
 def span(phase: str, bucket: int | None) -> AbstractContextManager[Any]:
-    """The range of what the calling thread does inside, for a bucket."""
+    """Return the range of what the calling thread does inside, for a bucket."""
     return profiler.record_function(NAME.format(phase, bucket)) if profiling() else _nothing
 
 
 def exchange(kind: str, bucket: int) -> Callable[[], None] | None:
-    """Open the range of an exchange; returns what ends it, to be called from any thread. None: no profiler runs."""
+    """Open the range of an exchange; return a function that ends it, from any thread. None: no profiler runs."""
     if not profiling():
         return None
     over: torch.futures.Future[None] = torch.futures.Future()

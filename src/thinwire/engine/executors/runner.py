@@ -1,11 +1,11 @@
-"""In which order programs advance and ops are issued: the heart of the engine, free of threads and networks.
+"""The order in which programs advance and ops are issued: the core of the engine, without threads or networks.
 
-Order is fixed by the plan, never by completion. The k-th collective that bucket b yields within a scope goes to lane
-(scope, k), and only when every earlier bucket has issued its own k-th there, or has ended with fewer. So every rank
-puts the same sequence on every process group, whatever arrives first.
+The order is fixed by the plan, never by completion. The k-th collective that bucket b yields within a scope goes to
+lane (scope, k), and only when every earlier bucket has issued its own k-th there, or has ended with fewer. So every
+rank puts the same sequence on every process group, whatever arrives first.
 
-On the decoupled schedule a program's ``NextForward`` is its end for this runner; what is left is taken up by a second
-one, in an order of its own.
+On the decoupled schedule a program ends at its ``NextForward`` as far as this runner is concerned; a second runner
+continues the rest, in an order of its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Runner:
     Args:
         size: number of buckets.
         issue: starts an op on its lane.
-        pause: programs end here at their ``NextForward`` and are kept in ``paused``; False: they go on at once.
-        ended: told each bucket whose program has ended.
+        pause: keep programs in ``paused`` at their ``NextForward``; False: they continue at once.
+        ended: called with each bucket whose program has ended.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Runner:
 
     @classmethod
     def resume(cls, paused: Sequence[Paused], issue: Issue, ended: Callable[[int], None] | None = None) -> Runner:
-        """A runner of what is left of some programs, in this order; they are ready to advance."""
+        """Return a runner that continues paused programs, in this order; they are ready to advance."""
         runner = cls(len(paused), issue, ended=ended)
         for place, waiting in enumerate(paused):
             runner._round[place] = dict(waiting.rounds)
@@ -55,7 +55,7 @@ class Runner:
         return runner
 
     def grow(self, size: int) -> None:
-        """There are at least ``size`` buckets (where their number is not known in advance)."""
+        """Make room for at least ``size`` buckets (if their number is not known in advance)."""
         for _ in range(size - len(self._ended)):
             self._programs.append(None)
             self._ended.append(False)
@@ -63,12 +63,12 @@ class Runner:
             self.left += 1
 
     def start(self, bucket: int, program: Program) -> None:
-        """The bucket's gradients are there."""
+        """Start the program of a bucket whose gradients are there."""
         self._programs[bucket] = program
         self._push(bucket, None)
 
     def completed(self, bucket: int, result: Any) -> None:
-        """The op that the bucket waited for is done."""
+        """Continue a bucket's program with the result of the op that it waited for."""
         self._push(bucket, result)
 
     def _push(self, bucket: int, value: Any) -> None:
@@ -117,7 +117,7 @@ class Runner:
             self._tell(bucket)
 
     def _flush(self, lane: tuple[Scope, int]) -> None:
-        """Issue what the plan's order allows on one lane."""
+        """Issue the ops that the plan's order allows on one lane."""
         scope, round_ = lane
         front, held = self._front.get(lane, 0), self._held[lane]
         while front < len(self._ended):

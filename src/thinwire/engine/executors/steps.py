@@ -13,20 +13,20 @@ from thinwire.engine.executors.threads import ThreadExecutor
 
 Executor = ThreadExecutor | StreamExecutor | AloneExecutor
 Names = Sequence[Sequence[str]]
-"""Of a step's buckets, the names of what is inside."""
+"""For each bucket of a step, the names of what it contains."""
 
 
 def executor_for(backend: str, issuer: OpIssuer, device: torch.device) -> Executor:
-    """Who runs programs on tensors of this device, which ``backend`` carries: threads, or side streams for NCCL."""
+    """Return the executor for tensors of this device under a backend: side streams for NCCL, else a thread."""
     return StreamExecutor(issuer, device) if backend == "nccl" else ThreadExecutor(issuer)
 
 
 class ProgramSteps:
-    """One step after another.
+    """Runs one step after another.
 
     Args:
         executor: runs the programs.
-        in_words: a failure at a step, whose buckets have these names, as a sentence.
+        in_words: turns a failure into a sentence, given the step's number and the names in its buckets.
     """
 
     def __init__(self, executor: Executor, in_words: Callable[[Failure, int, Names], str]) -> None:
@@ -45,11 +45,11 @@ class ProgramSteps:
         self.executor.begin(None, make, failed)
 
     def finish(self) -> str | None:
-        """Wait for the step's programs. Returns a sentence if one failed."""
+        """Wait for the step's programs. Return a sentence if one failed."""
         return self._sentence(self.executor.finish())
 
     def wait(self, bucket: int) -> str | None:
-        """Wait for the rest of a paused program that has been resumed. Returns a sentence if one failed."""
+        """Wait for the rest of a paused program that was resumed. Return a sentence if one failed."""
         return self._sentence(self.executor.wait(bucket))
 
     def _sentence(self, failure: Failure | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The executor for NCCL: the host issues programs whole, on side streams by turns, and never blocks."""
+"""The executor for NCCL: the host issues programs whole, alternating between side streams, and never blocks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from thinwire.program.plan import SIDE_STREAMS
 
 
 def read_here(x: Tensor) -> None:
-    """Say that the current stream reads memory that another one made, which may be let go before it has.
+    """Tell the allocator that the current stream reads memory of another stream, which may be freed before the read.
 
-    The allocator then gives it away only when this stream is past what has been issued so far.
+    The allocator then reuses the memory only when this stream has finished all that was issued so far.
     """
     if x.is_cuda:
         x.record_stream(torch.cuda.current_stream(x.device))
 
 
 def _segments(program: Program, bucket: int) -> Any:
-    """The program, each of its segments a range for profilers."""
+    """Return the program; under a profiler, each of its segments is a range."""
     return _Segments(program, bucket) if ranges.profiling() else program
 
 
@@ -42,7 +42,7 @@ class _Segments:
 
 
 class StreamExecutor:
-    """The host issues each program whole, in plan order, on side streams by turns, and never blocks (NCCL)."""
+    """The host issues each program whole, in plan order, alternating between side streams, and never blocks (NCCL)."""
 
     watch: ExchangeWatch | None = None  # not used: the host does not know when an exchange ends
 
@@ -62,9 +62,9 @@ class StreamExecutor:
     def begin(
         self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
     ) -> None:
-        """Open a step. What failed is known to the host when ``ready`` returns, so nobody is called.
+        """Open a step. When ``ready`` returns, the host knows what failed, so ``failed`` is never called.
 
-        ``pause``: at their ``NextForward`` programs are put aside, for ``resume``.
+        ``pause``: put programs aside at their ``NextForward``, for ``resume``.
         """
         if self._streams and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -77,14 +77,15 @@ class StreamExecutor:
         self._next, self._make, self.failure = 0, make, None
 
     def arrived(self, bucket: int) -> None:
-        """One of the bucket's gradients is complete in the current stream's order."""
+        """Note that one of the bucket's gradients is complete, in the current stream's order."""
         if self._streams:
             self._arrived.setdefault(bucket, {})[self._current()] = None
 
     def ready(self, bucket: int, last: bool = False, inline: bool = False) -> bool:
-        """All are there, those of which nobody was told in the current stream's order: run whose turn has come.
+        """Run all programs whose turn has come, now that this bucket's gradients are complete.
 
-        Returns whether this one's had.
+        Gradients not reported by ``arrived`` count as made on the current stream. Returns whether this bucket's
+        program has run.
         """
         events = []
         if self._streams:
@@ -103,7 +104,7 @@ class StreamExecutor:
     def resume(self, order: Sequence[int], inline: Sequence[int]) -> None:
         """Run the rest of these buckets' programs, in this order."""
         self._over = {}
-        # What has read the shards since, and where their memory goes, is on the current stream.
+        # Reads of the shards since then, and of the memory that will be overwritten, are on the current stream.
         since = [self._current().record_event()] if self._streams else []
         for bucket in order:
             if self.failure is not None:
@@ -113,7 +114,7 @@ class StreamExecutor:
                 self._over[bucket] = self._side(bucket).record_event()
 
     def wait(self, bucket: int) -> Failure | None:
-        """Order the current stream after the rest of the bucket's program."""
+        """Make the current stream wait for the rest of the bucket's program."""
         if bucket in self._over:
             self._current().wait_event(self._over[bucket])
         return self.failure
@@ -123,7 +124,7 @@ class StreamExecutor:
         return torch.cuda.current_stream(self._device)
 
     def _side(self, bucket: int) -> Any:
-        """The stream of a bucket's program."""
+        """Return the stream of a bucket's program."""
         return self._streams[bucket % SIDE_STREAMS] if self._streams else None
 
     def _run(self, bucket: int, events: Sequence[Any], program: Program | None = None) -> None:
@@ -154,10 +155,10 @@ class StreamExecutor:
             self.failure = Failure(error, bucket, where)
 
     def finish(self) -> Failure | None:
-        """Order the current stream after everything that was issued."""
+        """Make the current stream wait for everything that was issued."""
         for side in self._streams:
             self._current().wait_stream(side)
         return self.failure
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

@@ -1,8 +1,9 @@
-"""The executor for Gloo: a communicator thread advances the programs while autograd goes on in the main thread.
+"""The executor for Gloo: a communicator thread advances the programs while autograd continues in the main thread.
 
-*Light* programs, a copy and one exchange, do without the thread: whoever finds the bucket ready starts them, and who
-waits for the end of the step completes them. Each hand-over would cost more than the copy. Where every core has a rank,
-all programs of one exchange are run so: a thread alongside backward would only take turns with it on one core.
+*Light* programs, which consist of a copy and one exchange, do without the thread: the thread that finds the bucket
+ready starts them, and the thread that waits for the end of the step completes them. Handing one over would cost more
+than the copy. If every core has a rank, all programs with one exchange run this way: a communicator thread would only
+compete with backward for the core.
 
 On the decoupled schedule a step has two halves: ``begin`` to ``finish``, then ``resume``, and ``wait`` for each bucket.
 """
@@ -31,9 +32,9 @@ from thinwire.program.ops import Collective, Scope
 
 @dataclass(eq=False)
 class _Step:
-    """A step under way. ``more``: further buckets may come. ``where``: what the last advance was about.
+    """A step under way. ``more``: further buckets may come. ``where``: what it was last doing, for error messages.
 
-    Of a second half, ``order`` says which bucket its runner's k-th is, and ``over`` which have ended.
+    In a second half, ``order`` gives the bucket of each place in the runner, and ``over`` an event for its end.
     """
 
     make: MakeProgram
@@ -41,14 +42,14 @@ class _Step:
     more: bool
     runner: Runner
     inline: set[int] = field(default_factory=set)
-    to_complete: queue.SimpleQueue[_Event | None] = field(default_factory=queue.SimpleQueue)  # by finish(); None: over
+    to_complete: queue.SimpleQueue[_Event | None] = field(default_factory=queue.SimpleQueue)  # for finish(); None: end
     bucket: int | None = None
     where: str = "start"
     order: Sequence[int] | None = None
     over: dict[int, threading.Event] = field(default_factory=dict)
 
     def number(self, place: int | None) -> int | None:
-        """The plan's number of the runner's bucket."""
+        """Return the plan's number of a bucket that is at this place in the runner."""
         return place if self.order is None or place is None else self.order[place]
 
 
@@ -67,20 +68,20 @@ _nothing = nullcontext()
 
 
 def _no_grad() -> AbstractContextManager[Any]:
-    """As ``torch.no_grad()``; hooks of backward, where most programs begin, run without gradients as it is."""
+    """Return ``torch.no_grad()`` if needed; most programs begin in hooks of backward, where grad mode is off."""
     return torch.no_grad() if torch.is_grad_enabled() else _nothing
 
 
 class ThreadExecutor:
-    """Runs each step's programs under one lock, in the communicator thread or, if inline, in the caller's."""
+    """Runs each step's programs under one lock: in the communicator thread or, if inline, in the caller's."""
 
     def __init__(self, issuer: OpIssuer) -> None:
         self._issuer = issuer
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # over the current step and its runner
+        self._lock = threading.Lock()  # guards the current step and its runner
         self._step: _Step | None = None  # under way
-        self._begun: _Step | None = None  # under way or over
-        self._second: _Step | None = None  # the same of a second half
+        self._begun: _Step | None = None  # under way or ended
+        self._second: _Step | None = None  # likewise, a second half
         self.failure: Failure | None = None
         self.recorder: Recorder | None = None
         self.watch: ExchangeWatch | None = None
@@ -90,9 +91,9 @@ class ThreadExecutor:
     def begin(
         self, size: int | None, make: MakeProgram, failed: Callable[[], None] | None = None, *, pause: bool = False
     ) -> None:
-        """Open a step of ``size`` buckets; None: until one is ready as the last. ``failed`` is called by the thread.
+        """Open a step of ``size`` buckets; None: until a bucket is ready as the last. The thread calls ``failed``.
 
-        ``pause``: at their ``NextForward`` programs are put aside, for ``resume``.
+        ``pause``: put programs aside at their ``NextForward``, for ``resume``.
         """
         with self._lock:
             self.failure = None
@@ -101,13 +102,13 @@ class ThreadExecutor:
             self._step = self._begun = step
 
     def ready(self, bucket: int, last: bool = False, inline: bool = False) -> bool:
-        """The bucket's gradients are complete.
+        """Start the program of a bucket whose gradients are complete.
 
-        ``inline``: its program has one exchange, and is to be run by who calls this and ``finish``. Returns whether the
-        program has begun, here.
+        ``inline``: its program has one exchange, and should run in the thread that calls this and ``finish``. Returns
+        whether the program has begun in this thread.
         """
         step = self._step
-        if step is None:  # it has failed; finish() says so
+        if step is None:  # the step has failed; finish() reports it
             return False
         event = _Event(step, bucket, None, last)
         if inline and self._lock.acquire(blocking=False):
@@ -122,14 +123,14 @@ class ThreadExecutor:
         return False
 
     def finish(self) -> Failure | None:
-        """Block until all programs of the step have ended, or one failed."""
+        """Wait until all programs of the step have ended, or one failed."""
         step = self._begun
         assert step is not None
         self._complete(step)
         return self.failure
 
     def _complete(self, step: _Step, place: int | None = None) -> None:
-        """Complete inline programs until the step is over, or until one of its buckets is."""
+        """Complete inline programs until the step has ended, or the bucket at ``place`` has."""
         while (event := step.to_complete.get()) is not None:
             assert event.pending is not None
             error: BaseException | None = None
@@ -152,9 +153,9 @@ class ThreadExecutor:
         return self._begun.runner.paused
 
     def resume(self, order: Sequence[int], inline: Sequence[int]) -> None:
-        """Let the paused programs of these buckets go on, all at once; their next ops are issued in this order.
+        """Continue the paused programs of these buckets, all at once; their next ops are issued in this order.
 
-        Those that are ``inline`` send once more, and are completed by who waits for them.
+        Those that are ``inline`` send once more; the thread that waits for them completes them.
         """
         assert self._begun is not None
         with self._lock:
@@ -169,7 +170,7 @@ class ThreadExecutor:
                     self._advance([], alone=True)
 
     def wait(self, bucket: int) -> Failure | None:
-        """Block until a program of the second half has ended, or one failed."""
+        """Wait until a program of the second half has ended, or one failed."""
         step = self._second
         assert step is not None
         assert step.order is not None
@@ -190,7 +191,7 @@ class ThreadExecutor:
                     self._advance([event])
 
     def _advance(self, events: list[_Event], alone: bool = False) -> None:
-        """Take what has happened and advance programs until none can, the oldest bucket first; the lock is held.
+        """Process events and advance programs until none can advance, the oldest bucket first. Needs the lock.
 
         ``alone``: leave to the thread what happens meanwhile.
         """
@@ -200,7 +201,7 @@ class ThreadExecutor:
         try:
             while events or step.runner.has_work:
                 for event in events:
-                    if event.step is step:  # else a straggler of a failed step
+                    if event.step is step:  # else a late event of a failed step
                         self._take(step, event)
                 if step.runner.has_work:
                     self._pump(step)
@@ -213,7 +214,7 @@ class ThreadExecutor:
             step.to_complete.put(None)
 
     def _fail(self, step: _Step, error: BaseException, bucket: int | None, where: str) -> None:
-        if self._step is not step:  # it has failed before
+        if self._step is not step:  # it has already failed
             return
         self.failure = Failure(error, bucket, where)
         self._step = None
@@ -236,7 +237,7 @@ class ThreadExecutor:
             recorder.add("segment", "method", start, bucket)
 
     def _waiting(self) -> list[_Event]:
-        """What has happened meanwhile, without waiting; a request to stop stays in the queue."""
+        """Return the events that are queued, without waiting; a request to stop stays in the queue."""
         events: list[_Event] = []
         while self._events.qsize():
             try:
@@ -260,7 +261,7 @@ class ThreadExecutor:
         step.runner.start(event.bucket, step.make(event.bucket))
 
     def _issue(self, op: Collective, scope: Scope, round_: int, place: int) -> None:
-        step = self._step  # a runner that knew its step would be a cycle, left to the garbage collector
+        step = self._step  # if the runner knew its step, they would form a cycle, left to the garbage collector
         assert step is not None
         where = f"{type(op).__name__} on lane {scope.value}/{round_}"
         bucket = step.number(place)

@@ -1,4 +1,4 @@
-"""How long the exchanges of real steps take: what is known of a network before anybody has probed it."""
+"""How long the exchanges of real steps take: what is known of a network before it has been probed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Sequence
 
 _MOST = 4096
-_ENOUGH = 0.25  # of the bytes, so that exchanges that had to wait for the link speak for all
+_ENOUGH = 0.25  # share of the bytes above which exchanges that waited for the link stand for all
 
 
 class ExchangeWatch:
-    """The last exchanges over all ranks that this one has issued; threads may add at once."""
+    """The last exchanges over all ranks that this rank has issued. Several threads may add at once."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float, int]] = deque(maxlen=_MOST)  # done, issued, bytes sent
 
     def add(self, issued: float, sent: int) -> None:
-        """An exchange has completed that was issued at that moment, in ``time.perf_counter``'s seconds."""
+        """Record that an exchange has completed; ``issued``: when it was issued, in ``time.perf_counter``'s seconds."""
         self._seen.append((time.perf_counter(), issued, sent))
 
     def clear(self) -> None:
@@ -25,9 +25,9 @@ class ExchangeWatch:
         self._seen.clear()
 
     def totals(self) -> list[float]:
-        """Number, bytes sent and seconds: first of exchanges that found the link busy, then of all.
+        """Return number, bytes sent and seconds: first of exchanges that found the link busy, then of all.
 
-        One that had to wait is counted from the end of the one before.
+        The time of one that had to wait counts from the end of the one before.
         """
         queued, everything, before = [0.0] * 3, [0.0] * 3, 0.0
         for done, issued, sent in sorted(self._seen):
@@ -39,14 +39,14 @@ class ExchangeWatch:
 
 
 def typical(totals: Sequence[Sequence[float]], ranks: int) -> tuple[float, float] | None:
-    """Bytes and seconds of the mean exchange, as if it were an all-reduce; None: there was none.
+    """Return bytes and seconds of the mean exchange, as if it were an all-reduce; None: there was none.
 
-    Who is late finds the others' bytes waiting, and who is early waits for them. So exchanges count that were queued
-    behind others, if there are enough, and else the mean over all ranks.
+    A late rank finds the others' bytes waiting, and an early rank waits for them. So exchanges count that were queued
+    behind others, if there are enough of them, and else the mean over all ranks.
 
     Args:
         totals: of each rank, as :meth:`ExchangeWatch.totals` gives them.
-        ranks: that exchange.
+        ranks: the number of ranks that exchange.
     """
     count, sent, seconds, *rest = (sum(column) for column in zip(*totals))
     if sent < _ENOUGH * rest[1]:

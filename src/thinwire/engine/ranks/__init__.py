@@ -1,1 +1,1 @@
-"""The other ranks: groups, small exchanges, and who is late."""
+"""The other ranks: groups, small exchanges, and which rank is late."""

@@ -1,6 +1,6 @@
 """What all ranks must agree on before training: the same model, plan and method; then the same weights.
 
-Only bytes and tensors travel, never pickled objects.
+Only bytes and tensors are sent, never pickled objects.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from thinwire.link.memory import memory_of
 from thinwire.program import Scope
 
 _CHUNK_BYTES = 16 << 20
-_COMPARED_BYTES = 1 << 20  # less is sent sooner than it is compared
+_COMPARED_BYTES = 1 << 20  # sending less than this is faster than comparing it
 _DIGEST_BYTES = 16
 
 
 def gather_bytes(message: bytes, lane: Lane, device: torch.device) -> list[bytes]:
-    """Every rank's message, in rank order."""
+    """Return every rank's message, in rank order."""
     length = torch.tensor([len(message)], dtype=torch.int64, device=device)
     lengths = torch.empty(lane.size, dtype=torch.int64, device=device)
     all_gather_flat(lengths, length, group=lane.group)
@@ -40,14 +40,14 @@ def gather_bytes(message: bytes, lane: Lane, device: torch.device) -> list[bytes
 
 
 def deepest_of_all(depth: Mapping[Scope, int], gather: Callable[[bytes], list[bytes]]) -> dict[Scope, int]:
-    """The most exchanges within each scope that any rank's program has: a machine's first rank has more to do."""
+    """Return, for each scope, the most exchanges that any rank's program has; a machine's first rank has more."""
     rows = gather(bytes(depth.get(scope, 0) for scope in Scope))
     most = {scope: max(row[i] for row in rows) for i, scope in enumerate(Scope)}
     return {scope: count for scope, count in most.items() if count}
 
 
 def agree(facts: dict[str, Any], lane: Lane, device: torch.device) -> None:
-    """Raise ``ValueError`` on all ranks, naming the difference, unless all ranks bring the same facts."""
+    """Raise ``ValueError`` on all ranks, naming the difference, unless all ranks have the same facts."""
     text = json.dumps(facts, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
     digests = gather_bytes(digest, lane, device)
@@ -60,7 +60,7 @@ def agree(facts: dict[str, Any], lane: Lane, device: torch.device) -> None:
 
 
 def difference(ours: Any, theirs: Any, path: str = "") -> str:
-    """The first place where two plain structures differ, in words."""
+    """Return the first place where two plain structures differ, in words."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in [*ours, *(k for k in theirs if k not in ours)]:
             if key not in ours or key not in theirs:
@@ -82,9 +82,10 @@ def _short(value: Any) -> str:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], lane: Lane, source: int = 0) -> None:
-    """Overwrite the tensors with those of the source rank of the lane, in chunks of one dtype and device.
+    """Overwrite the tensors with those of the lane's source rank, in chunks of one dtype and device.
 
-    What all ranks have already, from the same seed or file, does not travel: on CPUs their digests are compared first.
+    Chunks that are equal on all ranks, from the same seed or file, are not sent: on CPUs their digests are compared
+    first.
     """
     chunks = list(_chunks(tensors))
     on_cpu = all(x.device.type == "cpu" for chunk in chunks for x in chunk)

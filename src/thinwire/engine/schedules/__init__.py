@@ -1,1 +1,1 @@
-"""When averages are delivered and updates made: at the end of backward, or as layers are needed."""
+"""When averages are delivered and updates made: at the end of backward, or when layers need them."""

@@ -1,7 +1,7 @@
-"""The norm of the averaged gradients, over the same parts in the same order on every schedule: equal bits.
+"""The norm of the averaged gradients, over the same parts in the same order on every schedule: bit for bit the same.
 
-A bucket, padded with zeros, is cut into as many parts as there are ranks. Powers of elements are added in fp64: per
-part, then over the buckets of one rank's parts, then over ranks.
+A bucket, padded with zeros, is cut into as many parts as there are ranks. Powers of elements are added in fp64: within
+each part, then over the buckets of one rank's parts, then over ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from thinwire.program.drive import Paused
 
 
 def check_norm_type(norm_type: float) -> float:
-    """Raise ``ValueError`` unless there is such a norm."""
+    """Return ``norm_type`` as a float. Raise ``ValueError`` unless it is above 0."""
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be above 0; float('inf') is the largest element")
@@ -27,7 +27,7 @@ def check_norm_type(norm_type: float) -> float:
 
 
 def power(x: Tensor, norm_type: float) -> Tensor:
-    """The norm of a 1-D tensor to the power of its type (the maximum for inf), fp64."""
+    """Return the norm of a 1-D tensor to the power of its type (the maximum for inf), in fp64."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=x.device)
     norm: Tensor = torch.linalg.vector_norm(x, norm_type, dtype=torch.float64)
@@ -35,12 +35,12 @@ def power(x: Tensor, norm_type: float) -> Tensor:
 
 
 def add(a: Tensor, b: Tensor, norm_type: float) -> Tensor:
-    """The power of two parts together."""
+    """Return the power of two parts together."""
     return torch.maximum(a, b) if math.isinf(norm_type) else a + b
 
 
 def total(powers: Tensor, norm_type: float, dtype: torch.dtype, error_if_nonfinite: bool) -> Tensor:
-    """The norm of all ranks' parts, 0-dim, from their powers ``[W]`` in rank order."""
+    """Return the norm of all ranks' parts, 0-dim, from their powers ``[W]`` in rank order."""
     found = powers[0]
     for other in powers[1:]:
         found = add(found, other, norm_type)
@@ -54,7 +54,7 @@ def total(powers: Tensor, norm_type: float, dtype: torch.dtype, error_if_nonfini
 
 
 def scaling(norm: Tensor, max_norm: float) -> Change:
-    """What clipping to a norm does to gradients, in place: torch's formula."""
+    """Return the in-place change by which clipping to a norm scales gradients, by torch's formula."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
     def change(gradients: list[Tensor]) -> None:
@@ -64,11 +64,11 @@ def scaling(norm: Tensor, max_norm: float) -> Change:
 
 
 def whole(buckets: Buckets, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Clip gradients that are there, whole, on every rank. Returns the norm, 0-dim.
+    """Clip gradients that every rank holds in full. Return the norm, 0-dim.
 
     Args:
         buckets: of the model.
-        max_norm, norm_type, error_if_nonfinite: as of ``torch.nn.utils.clip_grad_norm_``.
+        max_norm, norm_type, error_if_nonfinite: as for ``torch.nn.utils.clip_grad_norm_``.
     """
     state, by_name = buckets.session.state, buckets.parameters.by_name
     ranks, last = state.size, buckets.plan.buckets(max(0, state.turn - 1))
@@ -96,10 +96,10 @@ def whole(buckets: Buckets, max_norm: float, norm_type: float, error_if_nonfinit
 
 
 def delivered(paused: Paused, bucket: Bucket, rank: int, ranks: int, norm_type: float) -> Tensor:
-    """This rank's part of a scattered bucket, as it will be delivered but for scaler and clipping: a copy, 1-D.
+    """Return a copy of this rank's part of a scattered bucket, 1-D, as delivered except for scaler and clipping.
 
     Raises:
-        ValueError: a low-rank factor, whose norm is the gradient's for type 2 only.
+        ValueError: the part is a low-rank factor, whose norm equals the gradient's for type 2 only.
     """
     pause = paused.pause
     part: Tensor = paused.shard.to(bucket.dtype, copy=True)

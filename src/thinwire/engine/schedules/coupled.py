@@ -26,34 +26,34 @@ class DeliveredGrads:
         self.noted: dict[int, tuple[Tensor, int]] = {}
 
     def renew(self) -> None:
-        """Another step's averages are about to be delivered."""
+        """Forget the last step's averages, before another step's are delivered."""
         self.noted.clear()
 
     def note(self, index: int, grad: Tensor) -> None:
-        """A parameter's average, as it is now."""
+        """Note a parameter's average, as it is now."""
         self.noted[index] = grad, grad._version
 
     def forget(self, indices: Iterable[int]) -> None:
-        """An optimizer is about to use these: what is added from then on is the script's affair."""
+        """Stop watching averages that an optimizer is about to use; the script may add to them afterwards."""
         for index in indices:
             self.noted.pop(index, None)
 
     def holds(self, index: int, grad: Tensor | None) -> bool:
-        """Whether a ``.grad`` is still the tensor in which the average came."""
+        """Return whether a ``.grad`` is still the tensor in which the average was delivered."""
         return grad is not None and index in self.noted and self.noted[index][0] is grad
 
     def added_to(self, index: int, grad: Tensor | None) -> bool:
-        """Whether autograd just added to an average that nobody has touched since."""
+        """Return whether autograd just added to an average that nothing has changed since."""
         delivered, version = self.noted.get(index, (None, 0))
         return delivered is not None and grad is delivered and delivered._version == version + 1
 
 
 class Coupled(Schedule):
-    """Of one attached model.
+    """The usual schedule of one attached model.
 
     Args:
         buckets: of its plan.
-        find_unused: ask all ranks which parameters were used, whatever the method.
+        find_unused: whether to ask all ranks which parameters were used, whatever the method.
     """
 
     def __init__(self, buckets: Buckets, *, find_unused: bool) -> None:
@@ -63,7 +63,7 @@ class Coupled(Schedule):
         self._warned = False
 
     def begin(self) -> None:
-        """Nothing of the last step is left."""
+        """Start the step with nothing accumulated."""
         self.accumulated = False
 
     def check(self, index: int, grad: Tensor | None) -> None:
@@ -76,7 +76,7 @@ class Coupled(Schedule):
     def accumulate(self, index: int, grad: Tensor | None) -> None:
         self.accumulated = True
         if grad is not None and self._delivered.added_to(index, grad):
-            self._delivered.note(index, grad)  # as it is now: the next exchange would send the average again
+            self._delivered.note(index, grad)  # with its new version: exchanged again, it would send the average twice
 
     def used(self, indices: Sequence[int]) -> None:
         self._delivered.forget(indices)
@@ -86,7 +86,7 @@ class Coupled(Schedule):
         return {m.name for m in managed if self._delivered.holds(m.index, m.parameter.grad)}
 
     def deliver(self) -> None:
-        """Commit, and put the averages into ``.grad``, but of parameters that are frozen, or that no rank has used."""
+        """Commit, and put the averages into ``.grad``, except for parameters that are frozen or that no rank used."""
         buckets, parameters = self._buckets, self._buckets.parameters
         step = buckets.step
         assert step is not None
@@ -104,7 +104,7 @@ class Coupled(Schedule):
                 continue
             for place, (slot, parameter) in enumerate(zip(memory.slots, memory.parameters)):
                 result, value = slot.result, slot.value
-                slot.value = slot.result = None  # the gradients' memory is not ours to keep
+                slot.value = slot.result = None  # do not keep the gradients' memory alive
                 if not parameter.requires_grad:
                     continue
                 if not memory.used[place] and slot.name in unused:
@@ -121,14 +121,14 @@ class Coupled(Schedule):
         comm = self._session.comm
         assert comm is not None
         mine = bytes(m.parameter.grad is not None for m in self._buckets.parameters.managed)
-        if comm.device.type == "cuda":  # as many on all ranks: one exchange, of which the host reads once
+        if comm.device.type == "cuda":  # all ranks send the same size: one exchange, which the host reads once
             flags = upload(torch.tensor(list(mine), dtype=torch.uint8), comm.device)
             return [bool(x) for x in comm.gather_tensor(flags).amax(0).tolist()]
         everyone = comm.gather(mine)
         return [any(row[i] for row in everyone) for i in range(len(mine))]
 
     def _unused_by_sums(self) -> set[str]:
-        """Of the parameters that this rank has not used, those that none has, as far as their sums can tell."""
+        """Return the parameters that no rank used, as far as their sums show it."""
         asked: dict[str, Slot] = {}
         step = self._buckets.step
         assert step is not None

@@ -1,10 +1,10 @@
-"""The decoupled schedule: shards wait for ``step()``, updates for the layers that need them.
+"""The decoupled schedule: shards wait for ``step()``, and updates for the layers that need them.
 
 backward      reduce-scatters, then ``deliver``: the guard, and a ``DeferredGrad`` for each ``.grad``
-step()        hyper-parameters are frozen, all all-gathers issued in need order, every bucket is pending
+step()        saves the hyper-parameters, issues all all-gathers in the order of need; each bucket is pending
 forward       the first module that needs a bucket waits for it and updates its parameters, once
 
-All all-gathers are issued in ``step()``, so completing what is pending needs nothing of the other ranks but that they
+Because ``step()`` issues all all-gathers, completing what is pending needs nothing of the other ranks except that they
 have called ``step()`` too.
 """
 
@@ -36,14 +36,14 @@ logger = logging.getLogger("thinwire")
 
 
 class Decoupled(Schedule):
-    """Of one attached model.
+    """The decoupled schedule of one attached model.
 
     Args:
-        model: the root.
+        model: the root module.
         buckets: of its plan.
-        optimizers: that own its parameters.
+        optimizers: of its parameters.
         options: of the method.
-        find_unused: ask all ranks which parameters were used before ``step()``.
+        find_unused: whether to ask all ranks, before ``step()``, which parameters were used.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Decoupled(Schedule):
         managed = buckets.parameters.managed
         self._buckets, self._options, self._find_unused = buckets, options, find_unused
         self._forwards = ForwardOrder(model, managed, _early(model, managed, options))
-        self._whole = options.update_in_step is True  # all is updated in ``step()``
+        self._whole = options.update_in_step is True  # all parameters are updated in ``step()``
         self._see_compiled()
         self._forwards.learning = not self._whole
         self._grads = [DeferredGrad(m.parameter) for m in managed]
         self._shards: DeferredUpdates | None = None
         self._pending: dict[int, list[DeferredUpdate]] = {}
         self._poison = _Poison(managed) if options.poison_stale else None
-        self._stale: set[int] = set()  # what was pending when a gradient came
+        self._stale: set[int] = set()  # parameters that were pending when a gradient came
         self._handles: list[Any] = []
         self._install(model, optimizers)
 
@@ -91,7 +91,7 @@ class Decoupled(Schedule):
             keep(ParamGroupLock(optimizer))
 
     def _before_gradient(self, index: int, gradient: Tensor) -> None:
-        """A gradient is about to be accumulated: the forward phase is over."""
+        """Make pending updates when a gradient is about to be accumulated: the forward is over."""
         if self._pending:
             self._stale = {i for parts in self._pending.values() for part in parts for i in part.indices}
             self.complete()
@@ -171,7 +171,7 @@ class Decoupled(Schedule):
     # --- from backward to backward ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """What the last backward left is dropped, if nobody wants it."""
+        """Drop what the last backward left, if nothing has used it."""
         for m in self._buckets.parameters.managed:
             held = m.parameter.grad
             if isinstance(held, DeferredGrad):
@@ -182,7 +182,7 @@ class Decoupled(Schedule):
         self._shards, self.accumulated = None, False
 
     def deliver(self) -> None:
-        """All reduce-scatters have ended: ask for the verdict, put a ``DeferredGrad`` in each ``.grad``, commit."""
+        """Check that all is finite, put a ``DeferredGrad`` in each ``.grad``, and commit. All reduce-scatters ended."""
         session, shards = self._buckets.session, self._shards_of_step()
         self._shards, self.accumulated = shards, False
         started = time.perf_counter()
@@ -219,11 +219,11 @@ class Decoupled(Schedule):
         return DeferredUpdates(memories, comm.steps.executor.paused, inline, where, sums)
 
     def order(self) -> list[int] | None:
-        """The reverse of the order in which they are needed, known after the first forward; None: it was not learnt."""
+        """Return the reverse of the order of need, known after the first forward; None: it is not being learnt."""
         return self._forwards.order()[::-1] if self._forwards.learning else None
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip what lies in shards, by their norm over all ranks."""
+        """Clip the sharded gradients by their norm over all ranks."""
         shards, session = self._shards, self._buckets.session
         held = [m.parameter.grad for m in self._buckets.parameters.managed]
         deferred = [x for x in held if isinstance(x, DeferredGrad)]
@@ -263,7 +263,7 @@ class Decoupled(Schedule):
         return sorted(i for parts in self._pending.values() for part in parts for i in part.indices)
 
     def complete(self) -> None:
-        """Update whatever is pending. Local, but for the all-gathers that ``step()`` has issued."""
+        """Make all pending updates. Local, except for the all-gathers that ``step()`` has issued."""
         for bucket in sorted(self._pending, reverse=True):
             self._update(bucket)
 
@@ -284,7 +284,7 @@ class Decoupled(Schedule):
             self._settle()
 
     def _settle(self) -> None:
-        """All updates are made: keep what the programs' second halves have staged."""
+        """Keep what the programs' second halves have staged, once all updates are made."""
         assert self._shards is not None
         for bucket in self._shards.paused:
             self._receive(bucket)
@@ -306,7 +306,7 @@ class Decoupled(Schedule):
 
     @torch.no_grad()
     def _fill(self, indices: Sequence[int]) -> None:
-        """Put received gradients into ``.grad``, as the scaler and clipping want them."""
+        """Put received gradients into ``.grad``, changed as the scaler and clipping asked."""
         shards = self._shards
         assert shards is not None
         wanted: dict[tuple[int, ...], tuple[list[Any], list[Tensor]]] = {}
@@ -351,7 +351,7 @@ class Decoupled(Schedule):
 
 
 class _Poison:
-    """With ``poison_stale=True``: parameters hold NaN until they are updated, so that whoever reads them sees it."""
+    """With ``poison_stale=True``: keeps NaN in parameters until they are updated, so that a read too early shows."""
 
     def __init__(self, managed: Sequence[Managed]) -> None:
         self._managed = managed
@@ -377,7 +377,7 @@ def _refuse_second() -> NoReturn:
 
 
 def _early(model: nn.Module, managed: Iterable[Managed], options: Decoupling) -> set[int]:
-    """The parameters of the modules named in ``update_in_step``."""
+    """Return the parameters of the modules named in ``update_in_step``."""
     if isinstance(options.update_in_step, bool):
         return set()
     modules = dict(model.named_modules())
@@ -393,8 +393,8 @@ def _early(model: nn.Module, managed: Iterable[Managed], options: Decoupling) ->
 
 
 def _compiled(model: nn.Module) -> bool:
-    """Whether some module has been through ``torch.compile``, whose code does not call our hooks."""
+    """Return whether some module was compiled by ``torch.compile``, whose code does not call our hooks."""
     return any(
         getattr(m, "_compiled_call_impl", None) is not None or type(m).__name__ == "OptimizedModule"
-        for m in model.modules()  # as they are now: a layer may have been replaced by its compiled form
+        for m in model.modules()  # the present modules: a layer may have been replaced by its compiled form
     )

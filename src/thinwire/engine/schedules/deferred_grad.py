@@ -1,7 +1,7 @@
-"""What ``.grad`` is between ``backward()`` and ``step()`` on the decoupled schedule: a tensor that refuses to be read.
+"""What ``.grad`` is between ``backward()`` and ``step()`` on the decoupled schedule: a tensor that cannot be read.
 
-It has the right shape, dtype and device over a single element. A ``GradScaler`` works on it as on any gradient; all
-else raises, rather than act on numbers that are not there.
+It has the right shape, dtype and device, but stores a single element. A ``GradScaler`` works on it as on any gradient.
+Everything else raises an error, because the values are not there.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ _ZERO = {Tensor.zero_, torch._foreach_zero_}
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 
 Change = Callable[[list[Tensor]], None]
-"""What is to be done, in place, to gradients once they are there."""
+"""What to do in place to gradients once they are there."""
 
 
 class DeferredGrad(Tensor):
     """Stands for the gradient of one parameter.
 
     Attributes:
-        finite: tells whether all gradients of the step are, on all ranks: a 0-dim bool tensor; None: nobody looks.
+        finite: returns a 0-dim bool tensor: whether all gradients of the step are finite, on all ranks. None: not
+            checked.
         changes: what the scaler and clipping have asked for, in order.
-        zeroed: ``zero_grad(set_to_none=False)`` has passed.
+        zeroed: whether ``zero_grad(set_to_none=False)`` was called.
     """
 
     finite: Callable[[], Tensor] | None
@@ -51,14 +52,14 @@ class DeferredGrad(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> DeferredGrad:
-        """For one parameter."""
+        """Make one for a parameter."""
         one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         made: DeferredGrad = Tensor._make_subclass(cls, one.expand(parameter.shape))
         made.renew(None)
         return made
 
     def renew(self, finite: Callable[[], Tensor] | None) -> None:
-        """Stand for another step's gradient."""
+        """Reset it for another step's gradient."""
         self.finite, self.changes, self.zeroed = finite, [], False
 
     @classmethod
@@ -93,7 +94,7 @@ def _sort(given: Iterable[Tensor]) -> tuple[list[DeferredGrad], list[Tensor]]:
 
 
 def _unscale(given: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """What ``GradScaler.unscale_`` does to all gradients: the verdict is at hand, the multiplication waits."""
+    """Act as ``GradScaler.unscale_`` on gradients: report now whether all are finite, and defer the multiplication."""
     deferred, others = _sort(given)
     if others:
         _UNSCALE(others, found_inf, inverse_scale)

@@ -1,6 +1,6 @@
-"""Which parameters a module's forward reads, learnt from the order in which modules are called.
+"""Find out which parameters a module's forward reads, from the order in which modules are called.
 
-A module that is never called gives its parameters to the nearest one around it that is: ``MultiheadAttention`` reads
+The parameters of a module that is never called go to the nearest enclosing module that is: ``MultiheadAttention`` reads
 the weight of its ``out_proj`` without calling it. A shared parameter is read by all its owners.
 """
 
@@ -14,16 +14,16 @@ from thinwire.engine.parameters import Managed
 
 
 class ForwardOrder:
-    """Of one model.
+    """The forward order of one model.
 
     Args:
-        model: the root.
+        model: the root module.
         managed: its trainable parameters.
-        early: indices of parameters that are wanted before all others.
+        early: indices of parameters that are needed before all others.
 
     Attributes:
         index: of the parameters, by ``id``.
-        learning: the order is not known yet.
+        learning: whether the order is still unknown.
     """
 
     def __init__(self, model: nn.Module, managed: Sequence[Managed], early: Iterable[int] = ()) -> None:
@@ -40,7 +40,7 @@ class ForwardOrder:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """All that may read a parameter: those with some in or below them."""
+        """All modules that may read a parameter: those with a trainable one in or below them."""
         return [m for m in self._names if any(p.requires_grad for p in m.parameters())]
 
     def called(self, module: nn.Module) -> None:
@@ -49,11 +49,14 @@ class ForwardOrder:
             self._called.setdefault(module)
 
     def reads(self, module: nn.Module) -> tuple[int, ...]:
-        """Indices of the parameters that must be up to date when a module's forward begins."""
+        """Return indices of the parameters that must be up to date when a module's forward begins."""
         return self._reads.get(module, ())
 
     def order(self) -> list[int]:
-        """All parameters in the order in which they are needed; from now on the adopted ones count as read."""
+        """Return all parameters in the order in which they are needed, and stop learning.
+
+        From now on, parameters of modules that were never called count as read by the modules around them.
+        """
         self.learning = False
         by_name = {name: module for module, names in self._names.items() for name in names}
         adopted: dict[nn.Module, list[int]] = {}

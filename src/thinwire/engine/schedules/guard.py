@@ -1,4 +1,4 @@
-"""One small exchange at the end of a decoupled backward: is every rank's part finite, and who used what?"""
+"""One small exchange at the end of a decoupled backward: whether all ranks' parts are finite, and what each used."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from thinwire.methods.base import all_finite
 
 @dataclass(frozen=True)
 class GuardVerdict:
-    """Equal on all ranks.
+    """The result, equal on all ranks.
 
     Attributes:
-        finite: waits for the answer: a 0-dim bool tensor on the gradients' device.
-        used: per parameter, whether any rank did; None: nobody asked.
+        finite: waits for and returns the answer: a 0-dim bool tensor on the gradients' device.
+        used: for each parameter, whether any rank used it; None: not asked.
     """
 
     finite: Callable[[], Tensor]
@@ -33,12 +33,12 @@ def exchange(
 ) -> GuardVerdict:
     """Gather a flag, and one bit per parameter if ``used`` is given. All ranks call it.
 
-    Nobody waits for the flags but who asks for them: all-gathers need not begin after them.
+    Only a caller of ``finite`` waits for the flags: all-gathers may begin before they have arrived.
 
     Args:
         communicator: of the ranks.
-        shards: this rank's part of every bucket.
-        used: which parameters had a gradient here. Given, the host waits for the answer.
+        shards: this rank's part of each bucket.
+        used: which parameters had a gradient here. If given, the host waits for the answer.
     """
     flags = [all_finite(x) for x in shards]
     device = communicator.device

@@ -1,4 +1,4 @@
-"""What a schedule does between the end of one backward and the next."""
+"""The interface of schedules: what happens between the end of one backward and the next."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 
 class Schedule(abc.ABC):
-    """Of one attached model.
+    """The schedule of one attached model.
 
     Attributes:
-        accumulated: gradients of ``no_sync`` passes that have not been reduced.
-        watched: by index, averages that nobody has used yet; a gradient may not be added to them.
+        accumulated: whether there are gradients of ``no_sync`` passes that have not been reduced.
+        watched: averages that no optimizer has used yet, by index; no gradient may be added to them.
     """
 
     accumulated = False
@@ -21,37 +21,37 @@ class Schedule(abc.ABC):
 
     @property
     def readers(self) -> Sequence[nn.Module]:
-        """The modules whose forwards are to begin with ``before_forward``."""
+        """The modules whose forwards must begin with ``before_forward``."""
         return ()
 
     def before_forward(self, module: nn.Module) -> None:
-        """A module's forward begins: what it reads must be up to date."""
+        """Bring what a module reads up to date, at the start of its forward."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def begin(self) -> None:
-        """A backward begins whose gradients are exchanged."""
+        """Prepare for a backward whose gradients are exchanged."""
 
     @abc.abstractmethod
     def deliver(self) -> None:
-        """The programs have ended, or pause: put averages where the optimizer finds them, and commit the step."""
+        """Put averages where the optimizer finds them, and commit the step, when all programs have ended or pause."""
 
     @abc.abstractmethod
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip what was delivered by its global norm. Returns the norm."""
+        """Clip what was delivered by its global norm. Return the norm."""
 
     def check(self, index: int, grad: Tensor | None) -> None:  # noqa: B027
-        """Raise ``RuntimeError`` if a gradient was added to an average that nobody has used."""
+        """Raise ``RuntimeError`` if a gradient was added to an average that no optimizer has used."""
 
     def accumulate(self, index: int, grad: Tensor | None) -> None:
-        """A gradient came in a ``no_sync`` pass."""
+        """Note a gradient that came in a ``no_sync`` pass."""
         self.accumulated = True
 
     def used(self, indices: Sequence[int]) -> None:  # noqa: B027
-        """An optimizer is about to use these averages: what is added from then on is the script's affair."""
+        """Stop watching averages that an optimizer is about to use; the script may add to them afterwards."""
 
     def untouched(self) -> set[str]:
-        """Names of the parameters whose ``.grad`` is still the tensor in which the last average came."""
+        """Return names of parameters whose ``.grad`` is still the tensor in which the last average was delivered."""
         return set()
 
     @property
@@ -60,11 +60,11 @@ class Schedule(abc.ABC):
         return []
 
     def complete(self) -> None:  # noqa: B027
-        """Update whatever is pending. Local."""
+        """Make all pending updates. Local."""
 
     def order(self) -> list[int] | None:
-        """Parameters in the order in which buckets should be made, where that is not the order of arrival."""
+        """Return the order of parameters from which to make buckets, if it is not the order of arrival."""
         return None
 
     def close(self, *, broken: bool) -> None:  # noqa: B027
-        """Complete what is pending and take the hooks out."""
+        """Make all pending updates and remove the hooks."""

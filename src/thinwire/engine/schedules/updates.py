@@ -1,4 +1,4 @@
-"""What a decoupled step leaves for the next forward: shards of buckets, and who updates what of them."""
+"""What a decoupled step leaves for the next forward: shards of buckets, and which optimizer updates what."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from thinwire.program.drive import Paused
 
 @dataclass
 class DeferredUpdates:
-    """What one backward has left: this rank's part of every bucket.
+    """What one backward has left: this rank's part of each bucket.
 
     Attributes:
         memories: of the step's buckets.
         paused: their programs, by bucket.
-        inline: which of them only receive and copy.
-        where: per parameter its bucket, and its place there.
-        sums: per bucket, ``Method.sums`` of its method.
+        inline: the buckets whose programs only receive and copy.
+        where: for each parameter, its bucket and its place in it.
+        sums: for each bucket, ``Method.sums`` of its method.
     """
 
     memories: list[Memory]
@@ -39,7 +39,7 @@ class DeferredUpdates:
 
 @dataclass(eq=False)
 class DeferredUpdate:
-    """Of a pending bucket, what one optimizer updates: indices by the number of their group."""
+    """What one optimizer updates of a pending bucket: parameter indices by the number of their group."""
 
     frozen: OptimizerSnapshot
     groups: dict[int, list[int]]
