@@ -1,1 +1,1 @@
-"""Which plan is in force: made once, or from what is measured while training goes on."""
+"""Choose the plan: once, or from what is measured during training."""

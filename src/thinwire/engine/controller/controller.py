@@ -1,4 +1,4 @@
-"""Plans between steps: one from the first step's order of arrival, then those that a pilot's measurements lead to."""
+"""Change plans between steps: once to the first step's order of arrival, then as a pilot's measurements say."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from thinwire.engine.schedules.schedule import Schedule
 
 
 class Controller:
-    """Of one attached model.
+    """The controller of one attached model.
 
     Args:
-        buckets: whose plan it is.
-        schedule: which may know a better order than that of arrival.
-        pilot: measures; None: nobody does.
-        pinned: the first plan is the user's, and stays.
+        buckets: whose plan it chooses.
+        schedule: may know a better order than that of arrival.
+        pilot: measures; None: nothing is measured.
+        pinned: whether the first plan is the user's, and stays.
 
     Attributes:
-        rebuilt: the plan follows the first step.
+        rebuilt: whether the plan follows the first step.
         why: the pilot's reasons for the plan in force.
-        waiting: a decision that is to be followed before the next backward.
+        waiting: a decision to follow before the next backward.
     """
 
     def __init__(self, buckets: Buckets, schedule: Schedule, pilot: Pilot | None, *, pinned: bool) -> None:
@@ -35,14 +35,14 @@ class Controller:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan in force is the one that measured times led to, or none was to be measured."""
+        """Whether the plan in force is the one that measurements led to, or nothing was to be measured."""
         return self.rebuilt and self.waiting is None and (self.pilot is None or self.pilot.predicted is not None)
 
     def after_step(self, step: Step | None, backward_seconds: float) -> Decision | None:
-        """What is to be done before the next step. Called on all ranks alike; now and then it is a collective.
+        """Return what to do before the next step. All ranks call it alike; it is sometimes a collective.
 
         Args:
-            step: that has ended; None: its order of arrival says nothing.
+            step: the step that has ended; None: ignore its order of arrival.
             backward_seconds: from its first gradient to its last bucket.
         """
         if self.pilot is not None:
@@ -55,17 +55,17 @@ class Controller:
         decision = self.pilot.after_step(session.method, session.dense)
         if self.pilot.costs is not None:
             self._watch_no_more()
-        if decision is not None and self._buckets.pauses:  # the updates of this step are still to come
+        if decision is not None and self._buckets.pauses:  # this step's updates are not made yet
             self.waiting, decision = decision, None
         return decision
 
     def before_step(self) -> Decision | None:
-        """What was to wait until nothing is pending any more."""
+        """Return the decision that had to wait until no update is pending."""
         decision, self.waiting = self.waiting, None
         return decision
 
     def _rebuild(self, step: Step, seconds: float) -> Decision | None:
-        """Once: the plan in rank 0's order of arrival; decoupled: the reverse of the order in which layers need it."""
+        """Make the plan, once, in rank 0's order of arrival; decoupled: in reverse of the layers' order of need."""
         self.rebuilt = True
         buckets = self._buckets
         session, managed = buckets.session, buckets.parameters.managed

@@ -1,4 +1,4 @@
-"""Whether local steps would be sooner at a loss than what "auto" takes, which lets no workers train apart by itself."""
+"""Say whether local steps would reach a loss sooner than what "auto" chose; "auto" never chooses local steps itself."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def sooner_apart(
     seconds: float,
     steps: float,
 ) -> list[str]:
-    """A sentence with both figures, if ``"local"`` is sooner by a tenth with the most steps that it was seen to need.
+    """Return a sentence with both figures if ``"local"``, at the most steps it was seen to need, is sooner by a tenth.
 
     Args:
         measured: model, network and ranks.
         backend: "gloo" or "nccl".
         optimizer_seconds: of an update.
         worth_of: what a step of each method is worth.
-        taken: what was chosen, in words.
-        seconds, steps: of it: a step, and how many of them a loss takes over exact averaging's.
+        taken: the chosen method, in words.
+        seconds, steps: of the chosen method: time of a step, and steps to a loss relative to exact averaging.
     """
     profile, topology, costs = measured.profile, measured.topology, measured.costs
     where: dict[str, Any] = {"backend": backend, "shared_compute": not measured.side_stream}
     try:
         method = resolved(local_settings("local", {}).priced(), profile, topology, costs, worth=worth_of, **where)
         timeline = simulate(method, profile, topology, costs, optimizer_seconds=optimizer_seconds, **where)
-    except (LookupError, ValueError):  # something has no price here
+    except (LookupError, ValueError):  # something cannot be priced here
         return []
     worth = worth_of(method, profile.elements, topology.world_size)
     if not timeline.step_seconds * worth.high < (1 - LOSSY_GAIN) * seconds * steps:

@@ -1,9 +1,9 @@
-"""What exchanges and compute cost here: given, remembered from an earlier start, or measured between the first steps.
+"""Costs of exchanges and compute: given, remembered from an earlier start, or measured between the first steps.
 
 Exchanges are measured for half a step in all, in as many pieces as there are steps to be timed, so that no pause is as
-long as a step; a few of up to 64 KiB are, whatever they cost. Larger messages than there was time for are priced by
-those that the steps themselves have sent. Compute, of which lossy methods alone need all prices, is a piece of some
-tens of milliseconds for each curve. What is remembered costs five short all-reduces, of 10 ms at most.
+long as a step; a few of up to 64 KiB are measured at any cost. Messages too large for that time are priced by the
+exchanges of the steps themselves. Compute is measured for some tens of milliseconds per curve; only lossy methods need
+all curves. To check remembered costs takes five short all-reduces, of 10 ms at most.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from thinwire.planner.costs import Costs, assumed_compute
 if TYPE_CHECKING:
     from thinwire.measure.gradual import GradualProbe
 
-_SHARE = 0.5  # of a step
-TOLERANCE = 0.25  # of a short all-reduce; what is off by more is measured anew
+_SHARE = 0.5  # of a step's time, to measure exchanges
+TOLERANCE = 0.25  # of a short all-reduce; if it is off by more, everything is measured again
 _NOTHING = Costs({})
 _MEASURING = "measuring the network"
 
 
 class NetworkPrices:
-    """Of the ranks of one GradientSync. Every method but ``priced`` is a call of all of them, between two steps.
+    """The costs for one GradientSync's ranks. All ranks must make the calls, between two steps.
 
     Args:
         communicator: of the ranks.
-        costs: that the user gave; None: to be found out.
-        compute: names of the curves of compute that are wanted.
+        costs: given by the user; None: to be found out.
+        compute: names of the compute curves that are needed.
 
     Attributes:
         costs: None: not known yet.
-        why: where they come from, in words; empty where they were given.
-        measured, checked: exchanges timed for curves, and to see whether what is remembered still holds.
-        seconds: of measuring, on this rank, in which no training was done.
+        why: where they come from, in words; empty if they were given.
+        measured, checked: number of exchanges timed for curves, and to check whether remembered costs still hold.
+        seconds: spent on measuring, on this rank, without training.
     """
 
     def __init__(self, communicator: Communicator, costs: Costs | None, compute: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ class NetworkPrices:
         self._facts: dict[str, Any] = {}
 
     def begin(self, step_seconds: float, pieces: int) -> None:
-        """Look for what is remembered, and begin to measure what is missing, in so many pieces.
+        """Look for remembered costs, and begin to measure what is missing, in so many pieces.
 
         Args:
             step_seconds: of a step, on this rank.
@@ -79,7 +79,7 @@ class NetworkPrices:
         self.seconds += time.perf_counter() - began
 
     def advance(self) -> None:
-        """Measure a piece."""
+        """Measure one piece."""
         if self._probe is not None:
             began = time.perf_counter()
             with self._comm.meeting(_MEASURING):
@@ -87,7 +87,7 @@ class NetworkPrices:
             self.seconds += time.perf_counter() - began
 
     def finish(self) -> None:
-        """From what was measured to costs, which rank 0 remembers."""
+        """Turn measurements into costs, which rank 0 remembers."""
         probe = self._probe
         if probe is None:
             return
@@ -104,7 +104,7 @@ class NetworkPrices:
         self.why += f" in {1e3 * self.seconds:.0f} ms between steps" if self.measured else ""
 
     def _recall(self, machines: list[list[object]]) -> remembered.Remembered | None:
-        """What rank 0 remembers of these ranks' machines."""
+        """Return what rank 0 remembers of these ranks' machines."""
         who = self._comm.members
         self._facts = {
             "machines": machines,

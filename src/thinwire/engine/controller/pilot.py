@@ -1,6 +1,6 @@
-"""Plans while training goes on: measures first steps, plans, then watches whether the prediction holds.
+"""Make plans during training: measure the first steps, plan, then watch whether the prediction holds.
 
-Rank 0 decides and everybody takes over its decision, so that jitter on one rank cannot split the plans.
+Rank 0 decides, and all ranks follow its decision, so that jitter on one rank cannot lead to different plans.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ logger = logging.getLogger("thinwire")
 
 SETTLE_STEPS, PROFILE_STEPS, WATCH_STEPS = 2, 8, 100
 LOSSY_SETTLE_STEPS, LOSSY_PROFILE_STEPS = 1, 3
-"""Where lossy methods may be taken: these differ by more than noise, and a step before one may cost several of its."""
+"""If lossy methods are allowed: they differ by more than noise, and each exact step here may cost several of theirs."""
 
 TOLERANCE = 0.15
-_UNKNOWN_SECONDS = 0.1  # of a step whose forward was not seen
+_UNKNOWN_SECONDS = 0.1  # assumed for a step whose forward was not seen
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do next. ``method`` None: the one in force."""
+    """What all ranks do next. ``method`` None: keep the present one."""
 
     plan: Plan
     seconds: float
@@ -44,14 +44,14 @@ class Decision:
 
 
 class Pilot:
-    """Of one GradientSync.
+    """The pilot of one GradientSync.
 
     Args:
-        communicator: to agree.
-        manage: the managed parameters under a method.
-        auto: choose the method too.
+        communicator: for agreement.
+        manage: returns the managed parameters under a method.
+        auto: whether to choose the method too.
         worth: what a step of lossy methods is worth, by which ``auto`` may choose one; None: it may not.
-        adaptive: plan again where measured and predicted differ.
+        adaptive: whether to plan again if measured and predicted times differ.
         network: prices of exchanges and compute.
     """
 
@@ -77,7 +77,7 @@ class Pilot:
 
     @property
     def costs(self) -> Costs | None:
-        """None: not known yet."""
+        """The costs; None: not known yet."""
         return self.network.costs
 
     @property
@@ -85,7 +85,7 @@ class Pilot:
         return PROFILE_STEPS if self._worth is None else LOSSY_PROFILE_STEPS
 
     def after_step(self, method: Method, dense: Method) -> Decision | None:
-        """Called at the end of each synchronised backward on all ranks alike; now and then it is a collective."""
+        """Measure, and decide when it is time. All ranks call it after each synchronised backward; may communicate."""
         if self._left is None:
             return None
         if self._profiling:
@@ -100,7 +100,7 @@ class Pilot:
             self.network.begin(statistics.median(self.timings.intervals() or [_UNKNOWN_SECONDS]), self._profile_steps)
             self._restart(self._profile_steps, profiling=True)
             return None
-        if len(self.timings) == 0:  # accumulation only, or forwards that we did not see
+        if len(self.timings) == 0:  # accumulation only, or forwards that were not seen
             self._left = 1
             return None
         measurement = self.timings.agreed(self._manage(method), self._comm.control, self._comm.device)
@@ -160,5 +160,5 @@ class Pilot:
 
 
 def wanted(method: Method, pinned: Plan | None, adaptive: bool, auto: bool) -> bool:
-    """Whether there is anything to measure."""
+    """Return whether there is anything to measure."""
     return auto or adaptive or (pinned is None and needs_measurement(method))

@@ -1,4 +1,4 @@
-"""Plans for managed parameters: the planner's rule, applied to what the model holds."""
+"""Make plans for managed parameters by the planner's rules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_plan(
 
 
 def measured_plan(method: Method, managed: Sequence[Managed], backend: str, measured: Measured) -> Plan:
-    """The plan that measured times lead to, in their order of arrival."""
+    """Return the plan for measured times, in their order of arrival."""
     index = {m.name: m.index for m in managed}
     order = [index[tensor.name] for tensor in measured.profile.tensors]
     return make_plan(method, managed, order, (), backend, measured)
@@ -45,7 +45,7 @@ def price_plan(
     dense: Method | None,
     optimizer_seconds: float,
 ) -> Timeline:
-    """The step that is predicted under the plan that measured times lead to."""
+    """Return the predicted step under the plan for measured times."""
     return simulate(
         method,
         measured.profile,
@@ -62,7 +62,7 @@ def price_plan(
 def trace_plan(
     plan: Plan, method: Method, dense: Method, managed: Sequence[Managed], topology: Topology, rank: int
 ) -> list[list[list[TracedExchange]]]:
-    """The collectives of every bucket of every phase, found by running the programs on shapes alone."""
+    """Return the collectives of every bucket of every phase, found by running the programs on shapes alone."""
     by_name = {m.name: m for m in managed}
     result = []
     for phase, buckets in enumerate(plan.phases):

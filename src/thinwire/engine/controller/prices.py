@@ -1,4 +1,4 @@
-"""What a measured step would take under one plan or another; rank 0 asks, the others follow."""
+"""Predict what a measured step would take under different plans; runs on rank 0, and the other ranks follow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HIERARCHICAL: tuple[Named, ...] = (
     ("ssgd", {"collective": "auto"}),
     ("ssgd", {"collective": "auto", "fusion": "optimal"}),
 )
-_GAIN = 0.03  # by which another exact plan must be faster to be taken
+_GAIN = 0.03  # another exact plan must be faster by this share to be taken
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class PlanPrices:
     Attributes:
         backend: "gloo" or "nccl".
         topology: of the ranks.
-        manage: the managed parameters under a method.
-        dense: the program of dense buckets.
+        manage: returns the managed parameters under a method.
+        dense: the method of dense buckets.
         costs: of the network and of compute.
-        measurement: the step as it was.
-        side_stream: methods compute alongside backward, on a core or a stream of their own.
+        measurement: the measured step.
+        side_stream: whether methods compute alongside backward, on a core or a stream of their own.
         worth: what a step of lossy methods is worth; None: only exact ones are priced.
     """
 
@@ -65,7 +65,7 @@ class PlanPrices:
     worth: WorthOf | None
 
     def planned(self, method: Method) -> dict[str, Any]:
-        """The measured plan of a method; "auto" becomes "optimal"."""
+        """Return the measured plan of a method; "auto" becomes "optimal"."""
         rule = method
         if method.fusion == "auto" and not needs_measurement(method):
             rule = replace(method, fusion="optimal")  # type: ignore[type-var]
@@ -75,7 +75,7 @@ class PlanPrices:
         return {"method": "", "options": {}, "plan": plan.to_json(), "seconds": seconds, "why": [why]}
 
     def best(self) -> dict[str, Any]:
-        """The fastest exact plan; with ``worth`` the soonest at a loss of all, as ``planner.choose`` has it."""
+        """Return the fastest exact plan; with ``worth``, what is soonest at a loss, by ``planner.choose``'s rule."""
         lossy = self.worth is not None
         levels = self.topology.two_levels
         exact = [self._offer(*candidate) for candidate in (*EXACT_PLANS, *(HIERARCHICAL if levels else ()))]
@@ -113,7 +113,7 @@ class PlanPrices:
         return _Offer(name, method, self._price(method), worth, options)
 
     def fused(self, method: Method, limit: Any) -> Plan:
-        """The plan of a method at another fusion limit: MiB, or "auto"."""
+        """Return the plan of a method at another fusion limit: MiB, or "auto"."""
         other = replace(method, fusion=limit)  # type: ignore[type-var]
         return measured_plan(other, self.manage(method), self.backend, self._measured)
 

@@ -1,4 +1,4 @@
-"""The plan after the first step: in the order in which gradients arrive or layers are needed, and by the rate."""
+"""Make the plan after the first step: in the order of arrival or of need, with sizes that suit the network's rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.planner.plans import follows_network
 from thinwire.planner.sizes import gain_of_overlap
 from thinwire.program import Method, Plan
 
-_ONE_BUCKET_BYTES = 1 << 20  # not worth a cut
+_ONE_BUCKET_BYTES = 1 << 20  # not worth splitting
 
 
 def rebuild(
@@ -26,16 +26,16 @@ def rebuild(
     *,
     measured: bool,
 ) -> Plan:
-    """Make it; all ranks call this and get the same.
+    """Make the plan; all ranks call this and get the same.
 
     Args:
         method: whose plan it is.
         managed: the parameters.
         communicator: of the ranks.
-        order: of all parameters, by index; rank 0's counts.
-        unseen: those that had no gradient, likewise.
-        backward_seconds: from the first gradient to the last, in the first step; rank 0's count.
-        measured: another plan will follow from measured times, so the rate need not be known here.
+        order: all parameters, by index; rank 0's counts.
+        unseen: those that had no gradient; rank 0's likewise.
+        backward_seconds: from the first gradient to the last, in the first step; rank 0's likewise.
+        measured: another plan will follow from measured times, so the network's rate is not needed here.
     """
     rows = [order, [int(i in unseen) for i in order]]
     agreed = torch.tensor(rows, dtype=torch.int64, device=communicator.device)

@@ -1,7 +1,7 @@
-"""What was measured of a network, in a file of rank 0's, for the next start on the same machines.
+"""Remember what was measured of a network, in a file on rank 0, for the next start on the same machines.
 
-``$XDG_CACHE_HOME/thinwire/network-<digest>.json``, else below ``~/.cache``. What cannot be read or written is a line in
-the log, and as if nothing were remembered.
+``$XDG_CACHE_HOME/thinwire/network-<digest>.json``, else below ``~/.cache``. If it cannot be read or written,
+the log gets a line, and nothing is remembered.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from thinwire.planner.costs import Costs
 from thinwire.program.plan import UNREADABLE
 
 SWITCH = "THINWIRE_REMEMBER"
-"""The environment variable that says ``0`` where nothing is to be remembered; rank 0's counts."""
+"""The environment variable that turns this off if it is ``0``; rank 0's counts."""
 
 logger = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """Costs that were measured on a day."""
+    """Costs, and the day on which they were measured."""
 
     day: str
     costs: Costs
 
 
 def recall(network: dict[str, Any]) -> Remembered | None:
-    """What is known of a network that these facts describe."""
+    """Return what is remembered of the network that these facts describe."""
     path = _path(network)
     if path is None:
         return None
@@ -69,5 +69,5 @@ def _path(network: dict[str, Any]) -> Path | None:
     digest = hashlib.blake2b(json.dumps(network, sort_keys=True).encode(), digest_size=8).hexdigest()
     try:
         return user_cache() / f"network-{digest}.json"
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # there is no home directory
         return None

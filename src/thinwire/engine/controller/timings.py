@@ -1,4 +1,4 @@
-"""When gradients arrive and how long steps take, noted while training goes on and agreed over the ranks."""
+"""Record when gradients arrive and how long steps take, and agree on these times with the other ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from thinwire.planner.profiles import ModelProfile, TensorTime
 
 @dataclass
 class _Marks:
-    """One step: start of its forward, first gradient to last, end of its backward."""
+    """One step: start of its forward, gradients from first to last, end of its backward."""
 
     start: Any
     arrivals: dict[int, Any]
     end: Any = None
-    paused: float = 0.0  # seconds after it, of measuring
+    paused: float = 0.0  # seconds after the step that were spent on measuring
 
 
 @dataclass(frozen=True)
 class AgreedTimes:
-    """What the ranks agree on: of each figure the slowest rank's.
+    """The times that the ranks agree on: for each, the slowest rank's.
 
     Attributes:
         profile: forward up to the first gradient, then from gradient to gradient.
@@ -44,7 +44,7 @@ class AgreedTimes:
 
 
 class Timings:
-    """Marks of the last steps."""
+    """Records the times of the last steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.stopwatch = Stopwatch(device)
@@ -52,40 +52,40 @@ class Timings:
         self._open: _Marks | None = None
 
     def __len__(self) -> int:
-        """Whole steps noted so far."""
+        """Return the number of complete steps recorded so far."""
         return max(0, len(self._steps) - 1)
 
     def clear(self) -> None:
         self._steps, self._open = [], None
 
     def forward(self) -> None:
-        """The model's forward begins."""
+        """Record that the model's forward begins."""
         self._open = _Marks(self.stopwatch.mark(), {})
 
     def arrived(self, index: int) -> None:
-        """A gradient is complete."""
+        """Record that a gradient is complete."""
         if self._open is not None:
             self._open.arrivals[index] = self.stopwatch.mark()
 
     def ended(self) -> None:
-        """Backward and exchange have ended."""
+        """Record that backward and exchange have ended."""
         if self._open is not None and self._open.arrivals:
             self._open.end = self.stopwatch.mark()
             self._steps.append(self._open)
         self._open = None
 
     def pause(self, seconds: float) -> None:
-        """So long nothing of the training was done, after the step that has ended last."""
+        """Record that training paused for so long after the step that ended last."""
         if self._steps:
             self._steps[-1].paused += seconds
 
     def intervals(self) -> list[float]:
-        """Seconds from forward to forward, of the whole steps noted so far, on this rank."""
+        """Return seconds from forward to forward of the complete steps recorded so far, on this rank."""
         self.stopwatch.settle()
         return [self.stopwatch.between(a.start, b.start) - a.paused for a, b in pairwise(self._steps)]
 
     def agreed(self, managed: Sequence[Managed], lane: Lane, device: torch.device) -> AgreedTimes:
-        """The medians, of each the slowest rank's. All ranks call it."""
+        """Return the medians, for each the slowest rank's. All ranks call it."""
         mine = self._medians(len(managed))
         rows = [json.loads(raw) for raw in gather_bytes(json.dumps(mine).encode(), lane, device)]
         forward, outside, step, *offsets = (max(column) for column in zip(*rows))
@@ -100,7 +100,7 @@ class Timings:
         return AgreedTimes(profile, outside, step)
 
     def _medians(self, count: int) -> list[float]:
-        """Forward, outside, step, and per parameter the time after the first gradient; -1 where none came."""
+        """Return forward, outside, step, and per parameter the time after the first gradient; -1 if it had none."""
         self.stopwatch.settle()
         between, steps = self.stopwatch.between, self._steps
         first = [next(iter(s.arrivals.values())) for s in steps]

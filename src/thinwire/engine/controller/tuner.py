@@ -1,7 +1,7 @@
-"""``fusion="tune"``: plans around the planner's optimum, each in force for a few steps, and the fastest is kept.
+"""``fusion="tune"``: try plans around the planner's optimum, each for a few steps, and keep the fastest.
 
-A trial is ``DISCARDED`` step intervals and the median of the next ``MEASURED``, of the slowest rank. Rank 0 asks and
-tells the tuner; the choice goes to all ranks, which compare the hash of the plan before it is put in force.
+A trial consists of ``DISCARDED`` step intervals and the next ``MEASURED``, whose median on the slowest rank counts.
+Rank 0 runs the tuner. The choice goes to all ranks, which compare the plan's hash before they put it in force.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _STEPS = DISCARDED + MEASURED + 1  # an interval ends where the next forward beg
 
 
 class Tuner(Pilot):
-    """A pilot that goes on measuring when it has made its plan. Arguments as of :class:`Pilot`."""
+    """A pilot that continues to measure once it has made its plan. Arguments as for :class:`Pilot`."""
 
     _trying = False
-    _tuner: FusionTuner  # on rank 0, as what follows
-    _plans: dict[float, Plan]  # by limit in MiB
+    _tuner: FusionTuner  # on rank 0 only, like the next two
+    _plans: dict[float, Plan]  # by fusion limit in MiB
     trials = 0
 
     def after_step(self, method: Method, dense: Method) -> Decision | None:
-        """As of the pilot; then trial after trial."""
+        """Act as the pilot until it has made its plan; then run trial after trial."""
         if not self._trying:
             decision = super().after_step(method, dense)
             if decision is not None:
@@ -44,13 +44,13 @@ class Tuner(Pilot):
         if self._left:
             return None
         seconds = self._slowest()
-        if seconds is None:  # accumulation only, or forwards that we did not see
+        if seconds is None:  # accumulation only, or forwards that were not seen
             self._left = 1
             return None
         return self._take(seconds)
 
     def _decide(self, measurement: AgreedTimes, method: Method, dense: Method) -> Decision:
-        """The planner's optimum, where the search begins."""
+        """Return the planner's optimum, from which the search starts."""
         decision = super()._decide(measurement, method, dense)
         if self._comm.rank == 0:
             managed, prices = self._manage(method), self._prices(measurement, dense)
@@ -62,14 +62,14 @@ class Tuner(Pilot):
         return decision
 
     def _slowest(self) -> float | None:
-        """The trial's median step of the slowest rank; None: some rank has seen no step."""
+        """Return the trial's median step on the slowest rank; None: some rank has seen no step."""
         seen = self.timings.intervals()[DISCARDED:]
         mine = torch.tensor([statistics.median(seen) if seen else -1.0], dtype=torch.float64, device=self._comm.device)
         everyone = self._comm.gather_tensor(mine)
         return None if float(everyone.min()) <= 0 else float(everyone.max())
 
     def _take(self, seconds: float) -> Decision:
-        """Rank 0's next choice, on all ranks."""
+        """Report the trial to rank 0's tuner, and return its next choice, on all ranks."""
         text = json.dumps(self._tell(seconds)).encode() if self._comm.rank == 0 else b""
         chosen = json.loads(self._comm.gather(text)[0])
         plan = Plan.from_json(chosen["plan"])
@@ -115,7 +115,7 @@ class Tuner(Pilot):
 
 
 def _limit(plan: Plan, managed: Sequence[Managed]) -> float:
-    """MiB of gradient per bucket, of those that the method takes: the fusion limit that such a plan stands for."""
+    """Return the fusion limit that a plan stands for: MiB of gradients per bucket, over compressed buckets if any."""
     size = {m.name: m.parameter.numel() * m.parameter.element_size() for m in managed}
     buckets = [bucket for bucket in plan.phases[0] if not bucket.dense] or plan.phases[0]
     return max(1, sum(size[name] for bucket in buckets for name in bucket.names)) / len(buckets) / (1 << 20)

@@ -1,4 +1,4 @@
-"""One rank's means of communication for one GradientSync: group, lanes, ledger, executor, words on failure."""
+"""What one rank uses to communicate for one GradientSync: group, lanes, ledger, executor, words for failures."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Members:
-    """Who takes part in an exchange, and by what means.
+    """The ranks that take part in an exchange, and how they are connected.
 
     Attributes:
         group: the user's process group; None: the default one.
-        ranks: of its members, global.
-        rank: this one's place among them.
-        topology: which of them sit on which machine.
+        ranks: global ranks of its members.
+        rank: this rank's place among them.
+        topology: which of them are on which machine.
         backend: "gloo" or "nccl".
         device: of the gradients.
         timeout: of the collectives; None: torch's.
@@ -68,12 +68,12 @@ class Communicator:
         topology: of its ranks.
         device: of the gradients.
         timeout: of the collectives; None keeps torch's.
-        asks: after a failure, who is late.
+        asks: whether to find out, after a failure, which ranks are late.
 
     Attributes:
         control: the lane of small messages.
         ledger: of what gradients' programs have sent.
-        order: of the ops issued, with ``check_order``; None: nobody looks.
+        order: of the ops issued, for ``check_order``; None: not recorded.
         steps: of the gradients' programs.
     """
 
@@ -104,7 +104,7 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """This one's place in the group."""
+        """This rank's place in the group."""
         return self.members.rank
 
     @property
@@ -114,22 +114,22 @@ class Communicator:
 
     @property
     def device(self) -> torch.device:
-        """Of the gradients."""
+        """The device of the gradients."""
         return self.members.device
 
     def lanes_of(self, topology: Topology) -> Lanes:
-        """Lanes of these ranks, none yet; where NCCL carries them, few of its communicators."""
+        """Return lanes of these ranks, none opened yet; with NCCL, they use few communicators."""
         who = self.members
         card = who.device if who.backend == "nccl" else None
         return Lanes(who.ranks, topology, who.rank, who.timeout, card)
 
     def machine_group(self) -> dist.ProcessGroup:
-        """A process group of this machine's ranks, given back with the lanes. All ranks must ask."""
+        """Return a process group of this machine's ranks, given back with the lanes. All ranks must call it."""
         with self.meeting("connecting"):
             return self._lanes.get("inside", Scope.NODE, 0).group
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raise ``ValueError``, naming the difference, unless all ranks bring the same facts."""
+        """Raise ``ValueError``, naming the difference, unless all ranks have the same facts."""
         with self.meeting("agreeing on the plan"):
             agree(facts, self.control, self.device)
 
@@ -139,18 +139,18 @@ class Communicator:
             broadcast_tensors(tensors, self.control)
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Every rank's message, in rank order."""
+        """Return every rank's message, in rank order."""
         with self.meeting("gathering"):
             return gather_bytes(message, self.control, self.device)
 
     def side_stream(self) -> bool:
-        """Whether methods compute beside training, on a stream or a core; the first time all ranks must ask."""
+        """Return whether methods compute beside training, on a stream or a core. All ranks must make the first call."""
         if self._beside is None:
             self._beside = self.backend != "gloo" or spare_places(self.gather(place()), self.rank)
         return self._beside
 
     def gradual_probe(self) -> GradualProbe:
-        """Measures the network between steps, on the lanes of buckets; made and used under ``meeting``."""
+        """Return a probe that measures the network between steps, on the buckets' lanes; use it under ``meeting``."""
         from thinwire.measure.gradual import GradualProbe
 
         who = self.members
@@ -158,7 +158,7 @@ class Communicator:
         return GradualProbe(self._lanes, who.topology, who.rank, who.device, who.backend, mesh_only=mesh_only)
 
     def typical_exchange(self) -> tuple[float, float] | None:
-        """Bytes and seconds of an all-reduce, by the exchanges of steps that were watched; None: there was none.
+        """Return bytes and seconds of an all-reduce, from the watched exchanges of steps; None: there was none.
 
         All ranks must call it.
         """
@@ -168,11 +168,14 @@ class Communicator:
         return typical(rows.tolist(), len(rows))
 
     def gather_tensor(self, x: Tensor) -> Tensor:
-        """Every rank's 1-D tensor, of one length on all: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""
+        """Return every rank's 1-D tensor of equal length: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""
         return self.gather_later(x)()
 
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """The same; between CPUs with connections of our own, only who calls what is returned waits."""
+        """Begin ``gather_tensor``; return a function that finishes it.
+
+        Between CPUs with thinwire's own connections, only a caller of that function waits.
+        """
         with self.meeting("gathering"):
             if self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology):
                 lane = self._lanes.get("answers", Scope.WORLD, 0, mesh_only=True)
@@ -182,20 +185,23 @@ class Communicator:
         return lambda: everyone.view(self.control.size, -1)
 
     def broadcast_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """Rank 0's 1-D tensor, in place; who calls what is returned waits. All ranks must call it in the same order."""
+        """Begin to overwrite the 1-D tensor with rank 0's; return a function that waits for it.
+
+        All ranks must call this in the same order.
+        """
         mesh_only = self.device.type == "cpu" and "AllGather" in pairwise(self.members.topology)
         with self.meeting("sending the buffers"):
             lane = self._lanes.get("buffers", Scope.WORLD, 0, mesh_only=True) if mesh_only else self.control
             return self._told(issue(Broadcast(x), lane), "sending the buffers")
 
     def start(self) -> None:
-        """Start the executor; after everything at ``attach`` that can fail."""
+        """Start the executor. Call it at ``attach`` after everything that can fail."""
         self.steps = ProgramSteps(executor_for(self.backend, self._issuer, self.device), self.sentence)
 
     def open_lanes(self, programs: Iterable[Sequence[TracedExchange]]) -> None:
         """Make the process groups that a plan's programs need, in the same order on all ranks."""
         programs = list(programs)
-        paired: set[int] = set()  # rounds of the world in which ranks send to one another
+        paired: set[int] = set()  # rounds of scope WORLD in which ranks send to one another
         for steps in programs if self.backend != "nccl" else ():
             kinds = [step.kind for step in steps if step.scope is Scope.WORLD]
             paired.update(k for k, kind in enumerate(kinds) if kind in pairwise(self.members.topology))
@@ -203,7 +209,7 @@ class Communicator:
         if self.backend == "nccl":
             deepest = dict.fromkeys(deepest, 1)
         if self.members.topology.two_levels:
-            # A leader's program has more exchanges, but torch names groups by how many a rank has.
+            # A leader's program has more exchanges, but torch names groups by how many a rank has made.
             deepest = deepest_of_all(deepest, self.gather)
         with self.meeting("connecting"):
             for scope in sorted(deepest, key=lambda s: s.value):
@@ -213,7 +219,7 @@ class Communicator:
                     self._lanes.get("bucket", scope, round_, bidirectional=bidirectional, mesh_only=mesh_only)
 
     def lanes_for(self, purpose: str, depth: Mapping[Scope, int], topology: Topology) -> Lanes:
-        """Lanes for programs that issue so many exchanges within each scope. All ranks must call it."""
+        """Return lanes for programs that issue so many exchanges within each scope. All ranks must call it."""
         lanes = self.lanes_of(topology)
         try:
             with self.meeting("connecting"):
@@ -226,7 +232,7 @@ class Communicator:
         return lanes
 
     def sentence(self, failure: Failure, step: int, names: Names) -> str:
-        """A failure in words, with who was late; ``names``: of the step's buckets."""
+        """Return a failure in words, with the ranks that were late; ``names``: of the step's buckets."""
         bucket = "none"
         if failure.bucket is not None:
             inside = names[failure.bucket]
@@ -250,7 +256,7 @@ class Communicator:
 
     @contextmanager
     def meeting(self, doing: str) -> Iterator[None]:
-        """Exchanges outside of programs: what the network does to them is told in the same words."""
+        """Report errors of exchanges outside programs in the same words; ``doing``: what the exchange is for."""
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
@@ -275,7 +281,7 @@ class Communicator:
             self.order.note(op, scope, round_, bucket)
 
     def watch_order(self) -> None:
-        """From now on, let ``check_order`` compare the ops issued."""
+        """Record ops from now on, so that ``check_order`` can compare them."""
         self.order = OrderWatch(self.members.topology)
 
     def check_order(self, step: int) -> None:
@@ -284,11 +290,11 @@ class Communicator:
             self.order.check(self.gather, step)
 
     def leave(self, why: str) -> None:
-        """Tell the others, if they come to ask, that this rank goes on no more, and why."""
+        """Leave word for other ranks that this rank has stopped, and why."""
         self._late.leave(why)
 
     def close(self, *, broken: bool) -> None:
-        """End the executor and give the process groups back."""
+        """Stop the executor and give the process groups back."""
         if hasattr(self, "steps"):
             self.steps.executor.close()
         self._late.close()
@@ -296,7 +302,7 @@ class Communicator:
 
 
 class Alone:
-    """Stands for the :class:`Communicator` of a single rank, where there is no group."""
+    """Replaces the :class:`Communicator` on a single rank, where there is no group."""
 
     rank, backend = 0, "none"
 
@@ -306,54 +312,54 @@ class Alone:
         self.steps = ProgramSteps(AloneExecutor(), lambda failure, step, names: str(failure.error))
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def gather(self, message: bytes) -> list[bytes]:
         return [message]
 
     def side_stream(self) -> bool:
-        """Nothing is sent, so nothing is in training's way."""
+        """Return True: nothing is sent, so nothing gets in the way of training."""
         return True
 
     def gather_tensor(self, x: Tensor) -> Tensor:
-        """This rank's tensor: ``[k]`` -> ``[1, k]``."""
+        """Return this rank's tensor: ``[k]`` -> ``[1, k]``."""
         return x.view(1, -1)
 
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
         return lambda: x.view(1, -1)
 
     def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing."""
 
     def open_lanes(self, programs: Iterable[Sequence[TracedExchange]]) -> None:
-        """No lanes."""
+        """Do nothing: there are no lanes."""
 
     def run(self, program: Program, purpose: str) -> Any:
         """Run a program to its end."""
         return run_alone(program)
 
     def watch_order(self) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def check_order(self, step: int) -> None:
-        """The same."""
+        """Do nothing."""
 
     def close(self, *, broken: bool) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 def _cause(error: BaseException, who: str) -> tuple[str, str]:
-    """The kind of an error; and its text, with who was late."""
-    first = str(error).split("\n")[0].split(". ")[0]  # Gloo goes on with advice, and a greeting
+    """Return the kind of an error, and its text with the ranks that were late."""
+    first = str(error).split("\n")[0].split(". ")[0]  # Gloo appends advice, and a greeting
     text = re.sub(r"^\[[^\]]*\]\s*", "", first)[:200].rstrip(". ")
     return type(error).__name__, f"{text}. {who[0].upper()}{who[1:]}."
 
 
 def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """That of the user's group, where its backend says it."""
+    """Return the timeout of the user's group, if its backend tells it."""
     whole: Any = group if group is not None else dist.group.WORLD
     try:
         found = whole._get_backend(device).options._timeout
@@ -363,7 +369,7 @@ def _timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timede
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Which backend serves this device's tensors."""
+    """Return the backend that serves this device's tensors."""
     name = str(dist.get_backend(group))
     if ":" in name:  # "cpu:gloo,cuda:nccl"
         name = dict(part.split(":") for part in name.split(","))[device.type]
@@ -380,8 +386,8 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
 def _check_whole(group: dist.ProcessGroup | None) -> None:
     """Raise ``ValueError`` where torch would wait for ranks that do not come.
 
-    With a device bound to the default group, torch makes every other group by splitting its communicator: a call of all
-    its ranks (``distributed_c10d._new_process_group_helper``).
+    If a device is bound to the default group, torch makes every other group by splitting that group's communicator,
+    which all its ranks must call (``distributed_c10d._new_process_group_helper``).
     """
     whole: Any = dist.group.WORLD
     if group is None or getattr(whole, "bound_device_id", None) is None:

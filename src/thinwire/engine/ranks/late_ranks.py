@@ -1,7 +1,8 @@
-"""Who is late: after an error each rank leaves a note in the store; who left none within five seconds is named.
+"""Find out which ranks are late: after an error, each rank leaves a note in the store.
 
-A rank that leaves by itself, with an exception in the user's code say, leaves a note too, so that nobody takes it for
-dead. No store traffic in normal steps. Whoever holds the store may be frozen: nobody waits for it without a limit.
+A rank that leaves no note within five seconds is named. A rank that leaves by itself, for example with an exception in
+the user's code, leaves a note too, so that it is not taken for dead. In normal steps there is no traffic to the store.
+The process that holds the store may be frozen, so nothing waits for it without a limit.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _connected: tuple[int, weakref.ref[Any], Any] | None = None
 
 
 def _connection(seconds: float) -> Any:
-    """A connection to the store for notes alone, as an error handler must not share one with a thread that it blocks.
+    """Return a connection to the store that is used for notes only.
 
-    One for all, made once in a process: of new ones, one in 25 was seen to wait for 5 s.
+    An error handler must not share a connection with a thread that blocks it. There is one per process, made once: one
+    new connection in 25 was seen to wait for 5 s.
     """
     global _connected
     process, world = os.getpid(), dist.group.WORLD
@@ -45,27 +47,27 @@ def _connection(seconds: float) -> Any:
 def _tell_the_end() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for ranks in list(_open):
-        if ranks.process == os.getpid():  # a fork has ended, not the rank
+        if ranks.process == os.getpid():  # otherwise a fork has ended, not the rank
             ranks.leave("has ended its program" if error is None else f"has ended with {in_words(error)}")
 
 
 def in_words(error: BaseException) -> str:
-    """Kind and first line of an exception."""
+    """Return the kind and first line of an exception."""
     text = str(error).split("\n")[0][:120].rstrip(". ")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class NobodyAsks:
-    """Stands for :class:`LateRanks` where somebody else decides who goes on, and waits for no notes."""
+    """Replaces :class:`LateRanks` if the caller decides which ranks continue, so that no notes are needed."""
 
     def close(self) -> None:
-        """There are no notes."""
+        """Do nothing: there are no notes."""
 
     def leave(self, why: str) -> None:
-        """The same."""
+        """Do nothing."""
 
     def report(self, step: int, bucket: str, where: str) -> str:
-        """What is said instead of who is late."""
+        """Return what to say instead of which rank is late."""
         return "who goes on is decided anew"
 
 
@@ -76,7 +78,7 @@ class LateRanks:
         ranks: global ranks of the group.
         place: this rank's place in it.
         label: equal on all ranks, different for every GradientSync.
-        seconds: to wait for the store at first.
+        seconds: how long to wait for the store at first.
 
     Raises:
         RuntimeError: the store does not answer.
@@ -94,19 +96,19 @@ class LateRanks:
         _open.add(self)
 
     def close(self) -> None:
-        """There is nothing to report any more."""
+        """Stop reporting."""
         self._said = True
 
     def leave(self, why: str) -> None:
-        """Note for the others that this rank goes on no more, and why, unless it has left a note already."""
+        """Leave a note that this rank has stopped, and why, unless it has left a note already."""
         if not self._said:
             self._said = True
             key, note = f"{self._prefix}/{self._place}", json.dumps({"left": why})
-            with contextlib.suppress(RuntimeError, TimeoutError):  # newer Pythons start no thread while they end
+            with contextlib.suppress(RuntimeError, TimeoutError):  # newer Pythons start no thread while they exit
                 bounded(_LEAVING_SECONDS, lambda: self._store.set(key, note))
 
     def report(self, step: int, bucket: str, where: str) -> str:
-        """Leave this rank's note, wait for the others', and say in a sentence who is missing."""
+        """Leave this rank's note, wait for the others' notes, and say in a sentence which rank is missing."""
         self._said = True
         try:
             return bounded(WAIT_SECONDS + 2.0, lambda: self._report(step, bucket, where))

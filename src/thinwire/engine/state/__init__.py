@@ -1,1 +1,1 @@
-"""What a training remembers besides its weights: residuals, loss scale, checkpoints."""
+"""The state of a training besides its weights: residuals, loss scale, checkpoints."""

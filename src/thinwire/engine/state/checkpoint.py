@@ -1,12 +1,12 @@
 """Checkpoints that survive a kill, a full disk and another number of ranks.
 
-A checkpoint is a directory ``step-<n>``: ``model.pt`` (model, optimizer, step; from rank 0, equal on all),
-``rank-<r>.pt`` for every rank's residuals, and ``files.json`` with the checksums of these. Under local steps, where
-every rank has a model and an optimizer of its own, both are in its file too, and ``model.pt`` has the outer weights
-with rank 0's optimizer. It is written under another name, flushed to disk, and renamed when all ranks have finished, so
-what is called ``step-<n>`` is always whole. Files are read with ``weights_only=True``.
+A checkpoint is a directory ``step-<n>``. It contains ``model.pt`` (model, optimizer, step; from rank 0, equal on all),
+``rank-<r>.pt`` with each rank's residuals, and ``files.json`` with the checksums of these files. Under local steps each
+rank has its own model and optimizer: its file contains both, and ``model.pt`` contains the outer weights with rank 0's
+optimizer. A checkpoint is written under another name, flushed to disk, and renamed when all ranks have finished, so a
+directory called ``step-<n>`` is always complete. Files are read with ``weights_only=True``.
 
-What one rank meets, all ranks are told: they leave ``save`` and ``load`` together, with or without an exception.
+An error on one rank is reported to all ranks: they leave ``save`` and ``load`` together, with or without an exception.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from thinwire.engine.state.claim import hold
 from thinwire.engine.sync import GradientSync
 
 _MODEL, _SUMS = "model.pt", "files.json"
-_OWN = ("model", "optimizer")  # of a rank, under local steps
-_QUOTED = 3  # ranks, at most
+_OWN = ("model", "optimizer")  # each rank's own, under local steps
+_QUOTED = 3  # the most ranks to quote
 log = logging.getLogger("thinwire")
 
 
@@ -46,27 +46,27 @@ def save(
 ) -> Path:
     """Write a checkpoint. All ranks must call it, on a file system that they share.
 
-    From the first one on the directory is this job's, until ``sync.close()`` or the end of rank 0's process: another
-    job that saves there is refused.
+    From the first checkpoint on, the directory belongs to this job, until ``sync.close()`` or the end of rank 0's
+    process: another job that saves there is refused.
 
     Args:
-        checkpoint_dir: holds the checkpoints; made if needed.
+        checkpoint_dir: directory for the checkpoints; made if needed.
         step: the user's step; part of the name.
-        keep: how many to keep; older ones are removed, those of later steps left alone. 0: all.
+        keep: how many to keep; older ones are removed, and those of later steps are left alone. 0: all.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
         OSError: on all ranks, if one of them could not write, or another job writes there. Nothing is left of this
-            checkpoint, those before it are whole, and training can go on.
+            checkpoint, earlier ones are complete, and training can continue.
         ValueError: ``step`` or ``keep`` is not a whole number of at least 0.
     """
     _check_handle(sync)
     step, keep = _count("step", step), _count("keep", keep)
     directory = _directory(checkpoint_dir, keep)
     partial = directory.partial(step)
-    with _Together(sync, directory, step):  # nobody writes before the directory is there
+    with _Together(sync, directory, step):  # no rank writes before the directory exists
         if sync.services.rank == 0:
             _begin(directory, step, sync)
     sums: dict[str, str] = {}
@@ -99,24 +99,24 @@ def load(
     sync: GradientSync | LocalSync,
     step: int | None = None,
 ) -> int | None:
-    """Take over the newest whole checkpoint, or that of ``step``. All ranks must call it.
+    """Load the newest complete checkpoint, or that of ``step``. All ranks must call it.
 
-    With the number of ranks it was saved from, training goes on bit for bit; with another, every rank gets the mean of
-    the old residuals, which keeps the update still owed to the model. One rank keeps it without paying it, for when
-    there are several again: see ``GradientSync.load_state_dict``. Under local steps another number of ranks begins from
-    the outer weights, with rank 0's optimizer: see ``LocalSync.load_state_dict``.
+    On the number of ranks it was saved from, training continues bit for bit. On another number, every rank gets the
+    mean of the old residuals, which keeps the update still owed to the model. A single rank keeps it without applying
+    it, until there are several ranks again: see ``GradientSync.load_state_dict``. Under local steps, another number of
+    ranks starts from the outer weights, with rank 0's optimizer: see ``LocalSync.load_state_dict``.
 
-    If the newest is damaged (a file that is missing, cut off, or changed since), all ranks go back to the last one that
-    is whole, with a warning in the log ``thinwire`` that says what is wrong with it.
+    If the newest is damaged (a file is missing, truncated, or has changed since), all ranks go back to the last
+    complete one, and the log ``thinwire`` gets a warning that says what is wrong.
 
     Returns:
         The step it was saved at; None if there is none.
 
     Raises:
-        FileNotFoundError: ``step`` was asked for and is not there.
-        NotADirectoryError: ``checkpoint_dir`` is something else.
-        ValueError: it does not fit this model or method, or all are damaged; ``step``'s, if it was asked for. Model,
-            optimizer and ``sync`` are then as they were.
+        FileNotFoundError: ``step`` was given and has no checkpoint.
+        NotADirectoryError: ``checkpoint_dir`` is not a directory.
+        ValueError: it does not fit this model or method, or all are damaged (or that of ``step``, if given). Model,
+            optimizer and ``sync`` are then unchanged.
     """
     _check_handle(sync)
     if step is not None:
@@ -152,10 +152,10 @@ def load(
 
 
 def complete(checkpoint_dir: str | Path) -> list[Path]:
-    """The whole checkpoints in a directory, oldest first.
+    """Return the complete checkpoints in a directory, oldest first.
 
     Raises:
-        NotADirectoryError: it is something else.
+        NotADirectoryError: it is not a directory.
     """
     return list(_found(_directory(checkpoint_dir)).values())
 
@@ -184,11 +184,11 @@ def _found(directory: CheckpointDirectory) -> dict[int, Path]:
 
 
 class _Together:
-    """A part of ``save`` that all ranks end alike.
+    """A part of ``save`` that ends the same way on all ranks.
 
     Attributes:
-        mine: plain data for the others.
-        everyones: afterwards, by rank.
+        mine: plain data for the other ranks.
+        everyones: afterwards, the data of all ranks, in rank order.
     """
 
     def __init__(self, sync: GradientSync | LocalSync, directory: CheckpointDirectory, step: int) -> None:
@@ -211,12 +211,12 @@ class _Together:
 
 
 def _tell(sync: GradientSync | LocalSync, mine: Any) -> list[Any]:
-    """What every rank has to say, in plain data."""
+    """Exchange plain data; return every rank's."""
     return [json.loads(row) for row in sync.services.gather(json.dumps(mine).encode())]
 
 
 def _quoted(problems: Iterable[str]) -> str:
-    """Every rank's problem, with its number; "" if there is none."""
+    """Return every rank's problem, with its number; "" if there is none."""
     said = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
     more = [f"and {len(said) - _QUOTED} ranks more"] if len(said) > _QUOTED else []
     return "; ".join(said[:_QUOTED] + more)
@@ -243,7 +243,7 @@ def _rank_name(rank: int) -> str:
 
 
 def _begin(directory: CheckpointDirectory, step: int, sync: GradientSync | LocalSync) -> None:
-    """Make the directory this job's, and begin a checkpoint there."""
+    """Claim the directory for this job, and begin a checkpoint there."""
     _found(directory)
     directory.folder.mkdir(parents=True, exist_ok=True)
     if handle := hold(sync, directory.folder):
@@ -252,7 +252,7 @@ def _begin(directory: CheckpointDirectory, step: int, sync: GradientSync | Local
 
 
 def _agreed(root: Path, sync: GradientSync | LocalSync, step: int | None) -> list[Path]:
-    """The checkpoints that rank 0 sees, oldest first; of ``step``, if given."""
+    """Return the checkpoints that rank 0 sees, oldest first; only that of ``step``, if given."""
     problem, names = "", []
     try:
         names = [path.name for number, path in _found(_directory(root)).items() if step in (None, number)]
@@ -275,7 +275,7 @@ def _agreed(root: Path, sync: GradientSync | LocalSync, step: int | None) -> lis
 
 
 def _read(path: Path, sync: GradientSync | LocalSync) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's part, and the state for this rank: its own, or on another number of ranks that of all.
+    """Return the model's part, and the state for this rank: its own, or on another number of ranks that of all.
 
     Raises:
         OSError, ValueError: a file is missing, or damaged; the message names it.
@@ -287,7 +287,7 @@ def _read(path: Path, sync: GradientSync | LocalSync) -> tuple[dict[str, Any], d
     state = _checked(first, sums, ("version", "method", "options", "step", "world_size"))
     size = int(state["world_size"])
     if size == sync.services.topology.world_size:
-        mine = state if first == own else _checked(own, sums, ())  # the latter says that it is missing
+        mine = state if first == own else _checked(own, sums, ())  # the second raises: the file is missing
         return content | {key: mine[key] for key in _OWN if key in mine}, mine
     for rank in range(size):
         other = path / _rank_name(rank)
@@ -297,7 +297,7 @@ def _read(path: Path, sync: GradientSync | LocalSync) -> tuple[dict[str, Any], d
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """The checksums of the files, by name; none in a checkpoint of an earlier version."""
+    """Return the checksums of the files, by name; empty for a checkpoint of an earlier version."""
     file = path / _SUMS
     if not file.exists():
         return {}
@@ -325,7 +325,7 @@ def _take_over(
     sync: GradientSync | LocalSync,
     fitting: persistence.Fitting | local_persistence.LocalFitting,
 ) -> None:
-    """Into model, optimizer and sync, on all ranks; or nowhere, if it does not fit on one."""
+    """Load into model, optimizer and sync, on all ranks; or change nothing, if it does not fit on one of them."""
     problem = ""
     undo: list[Callable[[], Any]] = []
     try:

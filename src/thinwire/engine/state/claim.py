@@ -1,11 +1,11 @@
-"""One job at a time writes checkpoints in a directory: a second one is refused, and told who the first is.
+"""Let only one job at a time write checkpoints in a directory; a second job is refused, and told which job is first.
 
-Rank 0 holds a POSIX lock on the directory's ``.lock`` and has written there who it is. The kernel gives the lock back
-when the process ends, however it ends, and a server of NFS when the machine is gone (NFSv4: after its lease, 90 s by
-default). So a job that is started again, here or elsewhere, is not kept out by a dead one. Where the file system has no
-locks, the job that came last has the directory, and the one before is refused at its next checkpoint.
+Rank 0 holds a POSIX lock on the directory's ``.lock``, and has written there which job it is. The kernel releases the
+lock when the process ends in any way; an NFS server does so when the machine is gone (NFSv4: after its lease, 90 s by
+default). So a dead job does not keep out a job that is started again, here or elsewhere. If the file system has no
+locks, the job that came last gets the directory, and the one before is refused at its next checkpoint.
 
-POSIX locks belong to a process and are not inherited by ``fork``: workers of a DataLoader do not keep a dead job's.
+POSIX locks belong to a process and are not inherited by ``fork``: a DataLoader's workers do not keep a dead job's lock.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 _BUSY = (errno.EACCES, errno.EAGAIN)
-_MOST = 4096  # bytes of a note
+_MOST = 4096  # largest note, in bytes
 
 
 class Claim:
-    """This process's hold on a directory, for all GradientSyncs that save there."""
+    """This process's claim on a directory, for all GradientSyncs that save there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,10 +35,10 @@ class Claim:
         self._note: bytes | None = None
 
     def renew(self) -> None:
-        """Take the lock, or see that nobody else has it by now.
+        """Take the lock, or check that no other job has it by now.
 
         Raises:
-            OSError: another job has it; or it cannot be written.
+            OSError: another job has it, or the file cannot be written.
         """
         if self._file >= 0 and not self._same():
             self.close()
@@ -78,17 +78,17 @@ class Claim:
         )
 
     def close(self) -> None:
-        """Give the lock back, as the end of the process does."""
+        """Release the lock, as the end of the process does."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
-_held: dict[tuple[int, str], Claim] = {}  # by process, since a fork has none, and real path
+_held: dict[tuple[int, str], Claim] = {}  # by process ID, because a fork holds no locks, and by real path
 
 
 class Hold:
-    """A user's part in its process's claim: given back by ``remove``, or with the user."""
+    """One user's share of its process's claim; ``remove`` gives it back, and so does the end of the user."""
 
     def __init__(self, user: Any, key: tuple[int, str]) -> None:
         _held[key].users.add(id(user))
@@ -101,10 +101,10 @@ class Hold:
 
 
 def hold(user: Any, folder: Path) -> Hold | None:
-    """Make sure that this process alone writes in a folder, which is there, as long as the user lives.
+    """Claim an existing folder for this process, so that no other writes there as long as the user lives.
 
     Returns:
-        A handle to give it back with; None if the user has one already.
+        A handle with which to give it back; None if the user has one already.
 
     Raises:
         OSError: another job writes there.

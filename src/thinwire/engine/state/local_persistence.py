@@ -1,8 +1,8 @@
-"""The state of local steps as a flat dict, and back, also on another number of ranks.
+"""Convert the state of local steps to a flat dict and back, also on another number of ranks.
 
-The codec's memory is under the keys of :mod:`~thinwire.engine.state.persistence`. Beside it are ``outer``, equal on all
-ranks: outer weights and momenta, counters, means that have come; ``sent/<rank>``: the weights of what is under way; and
-``inside/<rank>``: the state of the method that averages gradients inside machines, if there is one.
+The codec's state is under the keys of :mod:`~thinwire.engine.state.persistence`. Besides, there are ``outer``, equal on
+all ranks: outer weights and momenta, counters, means that have arrived; ``sent/<rank>``: the weights of what is under
+way; and ``inside/<rank>``: the state of the method that averages gradients inside machines, if there is one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def to_state_dict(sync: LocalSync) -> dict[str, Any]:
-    """The state of this rank. Waits for what is under way."""
+    """Return the state of this rank. Waits for what is under way."""
     buffers = [] if sync._travel is None else sync._travel.snapshot()
     outer = sync._rounds.snapshot()
     codec: dict[str, Any] = {"step": outer["count"], "dropped": 0, "residual": {}, "offset": {}}
@@ -46,13 +46,13 @@ def to_state_dict(sync: LocalSync) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LocalFitting:
-    """A state that was found to fit: ``restore``, and then ``adopt``.
+    """A state that was checked and fits: call ``restore``, then ``adopt``.
 
     Attributes:
-        sync: that takes it over.
+        sync: the handle that takes it over.
         snapshot: of its rounds.
-        buffers: that came with what was under way.
-        again: it is another number of ranks', so that this rank begins again from the outer weights.
+        buffers: those that came with what was under way.
+        again: whether it is from another number of ranks, so that this rank starts again from the outer weights.
         inside: the state of the method inside machines, if there is one.
     """
 
@@ -63,7 +63,7 @@ class LocalFitting:
     inside: Fitting | None
 
     def restore(self) -> Callable[[], None]:
-        """Take it over. Returns what undoes it, but for the model's weights."""
+        """Take the state over. Return a function that undoes it, except for the model's weights."""
         sync = self.sync
         held = [] if sync._travel is None else sync._travel.snapshot()
         before = sync._rounds.snapshot()
@@ -93,7 +93,7 @@ class LocalFitting:
 
 
 def fitting(sync: LocalSync, state: Mapping[str, Any]) -> LocalFitting:
-    """What is to be taken over of a state. Changes nothing.
+    """Return what to take over of a state. Changes nothing.
 
     Raises:
         ValueError: it does not fit the model or the settings, or lacks what this rank needs.
@@ -149,7 +149,7 @@ def _check(fragment: Fragment, saved: Mapping[str, Any]) -> None:
 
 
 def _part(codec: Mapping[str, Any], fragment: Fragment, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What the codec remembers of one fragment's parameters."""
+    """Return the codec's state of one fragment's parameters."""
     names = fragment.parameters
     part: dict[str, Any] = {"step": saved["rounds"], "dropped": saved["dropped"]}
     for kind in ("residual", "offset"):

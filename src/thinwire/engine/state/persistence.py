@@ -1,9 +1,9 @@
-"""What a session remembers as a flat dict, and back, also on another number of ranks.
+"""Convert a session's state to a flat dict and back, also on another number of ranks.
 
-Keys: ``residual/<rank>/<name>`` and ``local/<rank>/<field>/<name>`` (ranks have different ones),
-``shared/<field>/<name>`` (equal on all ranks), and plain values. Residuals are in unscaled gradient units, so neither a
-bucket plan nor a loss scale is in them. ``attach``, local steps (whose residuals are of weights), the DDP hook and
-FSDP2's replicas each add what only they have.
+Keys: ``residual/<rank>/<name>`` and ``local/<rank>/<field>/<name>`` (different on each rank),
+``shared/<field>/<name>`` (equal on all ranks), and plain values. Residuals are in unscaled gradient units, so they
+depend neither on the bucket plan nor on the loss scale. ``attach``, local steps (whose residuals are of weights), the
+DDP hook and FSDP2's replicas each add what only they have.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ def to_flat(
     shapes: Mapping[str, Sequence[int]] | None,
     snapshot: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The state of this rank.
+    """Return the state of this rank.
 
     Args:
-        session: whose.
-        blanks: zeros for what it will remember: DCP fills only the keys that a state_dict shows it before.
-        shapes: of the parameters, in which slices are saved, with zeros around them; None: with their offsets.
-        snapshot: of what is remembered, where the session's own state is not all; None: of that.
+        session: whose state it is.
+        blanks: zeros for all state that will exist: DCP fills only keys that the state_dict passed to it already has.
+        shapes: shapes of the parameters: slices are then saved with zeros around them. None: slices are saved with
+            their offsets.
+        snapshot: the state, if the session's own is not all of it; None: the session's own.
     """
     state, method = session.state, session.named
     rank, snapshot = state.rank, state.snapshot() if snapshot is None else snapshot
@@ -80,12 +81,12 @@ def to_flat(
 
 
 def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None) -> dict[str, Any]:
-    """What this rank takes over of a state, for ``State.restore``. Changes nothing.
+    """Return what this rank takes over of a saved state, for ``State.restore``. Changes nothing.
 
     Args:
         session: of this rank.
-        saved: by one rank; on another number of ranks, the union of all ranks'.
-        shapes: of the parameters; None: they are not known yet.
+        saved: the state of one rank; on another number of ranks, the union of all ranks' states.
+        shapes: of the parameters; None: not known yet.
 
     Raises:
         ValueError: it does not fit the model or the method, or lacks what this rank needs.
@@ -130,10 +131,10 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
                 f"the state holds a residual of {name} of shape {list(value.shape)}, but the model's parameter has "
                 f"{list(shapes[name])}"
             )
-    if method is not session.method:  # another runs in its stead: kept, not used, and what is zero needs no memory
+    if method is not session.method:  # another method runs in its place: state is kept but not used; drop zeros
         mine = {name: value for name, value in mine.items() if value.any()}
         local = {field: {name: x for name, x in named.items() if x.any()} for field, named in local.items()}
-    # A blank one was never committed: no method's is all zeros.
+    # All-zero fields are blanks that were never committed: no method's field is all zeros.
     shared = {f: {n: x for n, x in named.items() if x.any()} for f, named in split(saved, "shared/").items()}
     options, before = json.loads(_options(method)), saved_options(saved["options"], method)
     if any(shared.values()) and any(options.get(k) != before.get(k) for k in {*options, *before} - {"fusion"}):
@@ -150,7 +151,7 @@ def from_flat(session: Session, saved: Mapping[str, Any], shapes: Mapping[str, S
 
 
 def on_device(snapshot: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """What ``from_flat`` gives, with its tensors there."""
+    """Return the result of ``from_flat`` with its tensors on a device."""
     moved = {"residual": {name: value.to(device) for name, value in snapshot["residual"].items()}}
     for kind in ("shared", "local"):
         moved[kind] = {f: {n: x.to(device) for n, x in named.items()} for f, named in snapshot[kind].items()}
@@ -158,7 +159,7 @@ def on_device(snapshot: Mapping[str, Any], device: torch.device) -> dict[str, An
 
 
 def owes(state: Mapping[str, Any]) -> bool:
-    """Whether there is anything in it that another method could not take over."""
+    """Return whether a state holds anything that another method could not take over."""
     return any(key.startswith(("residual/", "local/", "shared/")) for key in state)
 
 
@@ -170,11 +171,11 @@ _NOW = {
     "eager": "update_in_step",
     "check": "poison_stale",
 }
-"""What options are called that had another name when states of this version were first written."""
+"""Present names of options that had another name when states of this version were first written."""
 
 
 def saved_options(text: str, method: Method) -> dict[str, str]:
-    """The options in a state by the names that they have now; ``method`` is the attached one."""
+    """Return the options in a state by their present names; ``method`` is the attached one."""
     known = method.options()
     return {name if name in known else _NOW.get(name, name): value for name, value in json.loads(text).items()}
 
@@ -184,7 +185,7 @@ def _options(method: Method) -> str:
 
 
 def blank(method: Method, parameters: Iterable[tuple[str, Tensor]], topology: Topology, rank: int) -> dict[str, Tensor]:
-    """Zeros for all that a method will remember: DCP fills only the keys that a state_dict shows it before."""
+    """Return zeros for all state that a method will have: DCP fills only keys that the given state_dict has."""
     flat: dict[str, Tensor] = {}
     for name, x in parameters:
         found = memory(method, [(name, x.shape)], topology, rank=rank, dtype=x.dtype)
@@ -198,7 +199,7 @@ def blank(method: Method, parameters: Iterable[tuple[str, Tensor]], topology: To
 
 
 def _local_of(state: Mapping[str, Any], rank: int, same_size: bool) -> dict[str, dict[str, Tensor]]:
-    """The local fields for this rank, by field and name: its own, or on another number of ranks the mean."""
+    """Return the local fields for this rank, by field and name: its own, or on another number of ranks the mean."""
     everyone = split(state, "local/")
     if same_size:
         mine = everyone.get(str(rank), {})
@@ -209,7 +210,7 @@ def _local_of(state: Mapping[str, Any], rank: int, same_size: bool) -> dict[str,
 
 
 def split(state: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
-    """``prefix<first>/<name>`` keys as {first: {name: tensor}}."""
+    """Return ``prefix<first>/<name>`` keys as {first: {name: tensor}}."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         if key.startswith(prefix):
@@ -239,7 +240,7 @@ def _resharded(residuals: Mapping[str, Mapping[str, Tensor]], old_size: int, siz
 
 
 def reshard(residuals: Sequence[Tensor], old_size: int) -> Tensor:
-    """The mean over the old ranks of one parameter's residual: the update still owed to the model is kept exactly."""
+    """Return the mean over the old ranks of one parameter's residual. It keeps the update still owed exactly."""
     total = torch.zeros_like(residuals[0])
     for x in residuals:
         total += x
@@ -250,7 +251,7 @@ def reshard(residuals: Sequence[Tensor], old_size: int) -> Tensor:
 
 
 def to_state_dict(sync: GradientSync) -> dict[str, Any]:
-    """The state of this rank, with the plan in force and what belongs to the training besides it."""
+    """Return the state of this rank, with the plan in force and the companions' states."""
     flat = to_flat(sync._session, _blanks_of(sync), None) | {"plan": sync.plan.to_json()}
     for name, companion in sync.services.companions.items():
         flat |= {f"companion/{name}/{key}": value for key, value in companion.state_dict().items()}
@@ -258,7 +259,7 @@ def to_state_dict(sync: GradientSync) -> dict[str, Any]:
 
 
 def _blanks_of(sync: GradientSync) -> dict[str, Any]:
-    """Zeros for all that this rank will remember, or keep for when there are several."""
+    """Return zeros for all state that this rank will have, or keep for when there are several ranks."""
     session, parameters = sync._session, sync._buckets.parameters
     method, rank, topology = session.named, session.rank, session.topology
     managed, dense = parameters.managed, session.dense
@@ -269,7 +270,7 @@ def _blanks_of(sync: GradientSync) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     if not method.shards:
         flat |= blank(method, compressed, topology, rank)
-    elif method is not session.method:  # whole: there are no shards
+    elif method is not session.method:  # full size: there are no shards
         flat |= {f"residual/{rank}/{name}": torch.zeros_like(x, dtype=working_dtype(x.dtype)) for name, x in compressed}
     else:  # slices that follow from the plan in force
         for entry in sync.plan.buckets(session.state.step):
@@ -286,13 +287,13 @@ def _blanks_of(sync: GradientSync) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A state that was found to fit: ``restore``, and then ``adopt``.
+    """A state that was checked and fits: call ``restore``, then ``adopt``.
 
     Attributes:
-        sync: that takes it over.
+        sync: the handle that takes it over.
         snapshot: for ``State.restore``.
-        companions: what was saved of each; none of one that was not there.
-        plan: to be put in force, if any.
+        companions: saved state of each companion; a companion that was not saved is left out.
+        plan: the plan to put in force, if any.
     """
 
     sync: GradientSync
@@ -301,7 +302,9 @@ class Fitting:
     plan: Plan | None
 
     def restore(self) -> Callable[[], None]:
-        """Restore memory and companions. Returns what undoes it; if it raises, it is undone already."""
+        """Restore the session's and the companions' state. Return a function that undoes it. If it raises, nothing has
+        changed.
+        """
         state, companions_of = self.sync._session.state, self.sync.services.companions
         before, restored = state.snapshot(), state.restored
         companions = [(companions_of[name], saved) for name, saved in self.companions.items()]
@@ -325,20 +328,20 @@ class Fitting:
         return undo
 
     def adopt(self) -> None:
-        """Put the saved plan in force, if it is to be. All ranks must call it."""
+        """Put the saved plan in force, if there is one. All ranks must call it."""
         if self.plan is not None:
             self.sync.adopt_plan(self.plan)
 
 
 def from_state_dict(sync: GradientSync, state: Mapping[str, Any]) -> None:
-    """Restore; see ``GradientSync.load_state_dict``."""
+    """Restore a state; see ``GradientSync.load_state_dict``."""
     found = fitting(sync, state)
     found.restore()
     found.adopt()
 
 
 def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
-    """What is to be taken over of a state. Changes nothing.
+    """Return what to take over of a state. Changes nothing.
 
     Raises:
         ValueError: it does not fit the model or the method, or lacks what this rank needs.
@@ -361,7 +364,7 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
     before = saved_options(state["options"], session.named)
     same = state["method"] == session.named.name and before == json.loads(_options(session.named))
     stands_in, plan = session.named is not session.method, None
-    # What stands in on one rank plans for itself alone.
+    # A method that stands in on one rank makes plans for itself only.
     if sync._settings.pinned is None and same and state.get("plan") and stands_in == (int(state["world_size"]) == 1):
         plan = Plan.from_json(state["plan"])
         try:
@@ -372,6 +375,6 @@ def fitting(sync: GradientSync, state: Mapping[str, Any]) -> Fitting:
 
 
 def check_version(state: Mapping[str, Any]) -> None:
-    """Refuse what is no state of this version."""
+    """Raise ``ValueError`` unless this is a state of this version."""
     if state.get("version") != VERSION:
         raise ValueError(f"this is not a thinwire state of version {VERSION}; it says {state.get('version')!r}")

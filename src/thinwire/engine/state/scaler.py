@@ -1,4 +1,4 @@
-"""The one place that looks into a ``GradScaler``: the loss scale of a step, and whether gradients still carry it."""
+"""All code that looks into a ``GradScaler``: the loss scale of a step, and whether gradients still contain it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from thinwire.program import State
 logger = logging.getLogger("thinwire")
 
 warned = False
-_FRAMES = 16  # between a hook and the script, with a wrapper or two
+_FRAMES = 16  # the most frames between a hook and the script, with a wrapper or two
 
 
 class LossScale:
-    """The GradScaler of a training, and its scale in the step under way.
+    """The GradScaler of a training, and its scale in the current step.
 
     Attributes:
-        scaler: None: nobody has named one, and none was seen.
-        now: what is in this step's gradients, 0-dim; None: nothing.
+        scaler: None: none was named, and none was seen.
+        now: the scale in this step's gradients, 0-dim; None: there is none.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -33,16 +33,16 @@ class LossScale:
         self.now: Tensor | None = None
 
     def begin(self, device: torch.device) -> None:
-        """A step begins whose gradients are on this device."""
+        """Get the scale of a step whose gradients are on this device."""
         self.now = loss_scale(self.scaler, device)
 
     def find(self, state: State, device: torch.device) -> None:
-        """From a hook of an optimizer: take the scaler that has called it, if any; see ``found_scaler``."""
+        """Take the scaler that has called an optimizer's hook, if any; see ``found_scaler``."""
         self.scaler = found_scaler(state, device)
 
 
 def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
-    """The scale that is in the gradients of this step, a 0-dim fp32 tensor, nobody waits for it; None: there is none.
+    """Return the scale in this step's gradients, a 0-dim fp32 tensor, without waiting for it; None: there is none.
 
     Args:
         scaler: a ``torch.amp.GradScaler`` or None.
@@ -55,7 +55,7 @@ def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
 
 
 def found_scaler(state: State, device: torch.device) -> Any:
-    """From a hook of an optimizer: the ``GradScaler`` whose ``step(optimizer)`` has called it, or None.
+    """Return the ``GradScaler`` whose ``step(optimizer)`` has called the optimizer's hook that calls this, or None.
 
     Residuals that were kept with its scale in them are divided by it.
     """
@@ -68,10 +68,10 @@ def found_scaler(state: State, device: torch.device) -> Any:
 
 
 def _calling_scaler() -> Any:
-    """Nothing else tells which scaler belongs to an optimizer: no public call of torch, no loss that passes by here.
+    """Find the scaler that calls ``step`` by walking up the stack: torch has no public call that tells which it is.
 
-    Before Python 3.13 whoever reads a frame's ``f_locals`` leaves a copy of them there, which keeps a training loop's
-    outputs and models alive. So only methods called ``step`` are looked into.
+    Before Python 3.13, reading a frame's ``f_locals`` leaves a copy there, which keeps a training loop's outputs
+    and models alive. So only functions called ``step`` are looked into.
     """
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
@@ -84,10 +84,10 @@ def _calling_scaler() -> Any:
 
 
 def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the scaler has scaled a loss and has not unscaled this optimizer's gradients since.
+    """Return whether the scaler has scaled a loss and has not unscaled this optimizer's gradients since.
 
-    No public call of ``GradScaler`` says so. Where its private record of stages looks otherwise than known, the answer
-    is False, after one warning in the log.
+    No public call of ``GradScaler`` tells this. If its private record of stages has an unknown form, the result is
+    False, after one warning in the log.
 
     Args:
         scaler: a ``torch.amp.GradScaler`` or None.
@@ -99,7 +99,7 @@ def still_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
     try:
         if scaler._scale is None:  # made by the first scaled loss
             return False
-        # Ask without a default: the record is a defaultdict, and entries of its own making would mislead the scaler.
+        # Ask without inserting: the record is a defaultdict, and an entry made here would mislead the scaler.
         stage = scaler._per_optimizer_states.get(id(optimizer), {"stage": None})["stage"]
         return stage is None or str(stage.name) == "READY"
     except (AttributeError, KeyError, TypeError):
@@ -125,9 +125,9 @@ def refuse_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 class SkippedSteps:
-    """Tells of each call of ``step`` of any ``GradScaler`` that has kept its optimizer from stepping.
+    """Notifies of each call of any ``GradScaler``'s ``step`` that skipped its optimizer's step.
 
-    No hook of torch says so, so ``GradScaler.step`` is wrapped while somebody listens.
+    torch has no hook for this, so ``GradScaler.step`` is wrapped while there is a listener.
 
     Args:
         listener: a bound method, called after each such call with the optimizer.
@@ -158,7 +158,7 @@ class SkippedSteps:
             torch.amp.GradScaler.step = step  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Listen no longer. Idempotent."""
+        """Stop listening. Idempotent."""
         cls = SkippedSteps
         cls._listeners[:] = [x for x in cls._listeners if x is not self._mine]
         if not cls._listeners and cls._original is not None:

@@ -1,9 +1,9 @@
-"""When gradients have been used: every optimizer that owns some of a model's parameters is watched.
+"""Detect when gradients have been used, by watching every optimizer that owns some of a model's parameters.
 
-A method with residuals holds a part of each gradient back. If the gradient is used, that part stays in the residual;
-if it is dropped (``zero_grad`` without a step: a GAN's pass through the other network, a skipped batch, a probe of a
-line search), so is the part. So what a backward leaves is pending until an optimizer steps, and forgotten if another
-backward comes first.
+A method with residuals holds a part of each gradient back. If the gradient is used, that part stays in the residual. If
+the gradient is dropped (``zero_grad`` without a step: a GAN's pass through the other network, a skipped batch, a probe
+of a line search), the part is dropped too. So what a backward leaves is pending until an optimizer steps, and dropped
+if another backward comes first.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ _PATIENCE = 3
 
 
 class StepWatch:
-    """Of one model.
+    """The watch of one model.
 
     Args:
         state: of its method.
         names: of its parameters, by ``id``.
-        expected: an optimizer was named, so its steps will come; else gradients count as used until one is seen.
+        expected: whether an optimizer was named, so that its steps will come; if not, gradients count as used until an
+            optimizer is seen.
         before: called with each optimizer that is about to step.
 
     Attributes:
-        fresh: averages lie in ``.grad`` that no optimizer has used.
-        dropped: how many backwards were.
+        fresh: whether ``.grad`` holds averages that no optimizer has used.
+        dropped: how many backwards were dropped.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class StepWatch:
 
     @property
     def hold(self) -> bool:
-        """Whether a step is to be awaited before what a backward leaves is in force."""
+        """Whether what a backward leaves must wait for an optimizer's step to take effect."""
         return self._seen or (self._expected and self.dropped < _PATIENCE)
 
     def begin(self) -> None:
-        """A backward begins whose gradients will be exchanged."""
+        """Drop what is still pending, at the start of a backward whose gradients will be exchanged."""
         state = self._state
         again, self.fresh = self.fresh, False
-        self._used.clear()  # of a step that raised
+        self._used.clear()  # left by a step that raised
         if state.pending:
             state.drop_pending()
             self.dropped += 1
@@ -82,7 +83,7 @@ class StepWatch:
             )
 
     def delivered(self) -> None:
-        """The averages lie in ``.grad``."""
+        """Note that ``.grad`` holds new averages."""
         self.fresh = True
 
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +96,7 @@ class StepWatch:
         if not owned(optimizer, self.names()):
             return
         self._seen, self.fresh = True, False
-        if self._state.pending:  # a closure has made gradients meanwhile
+        if self._state.pending:  # a closure may have made gradients meanwhile
             self._state.commit(self._used | self._with_gradient(optimizer))
         self._used.clear()
 
@@ -111,12 +112,12 @@ class StepWatch:
 
 
 def owned(optimizer: torch.optim.Optimizer, names: Container[int]) -> bool:
-    """Whether an optimizer has some of the parameters with these ids."""
+    """Return whether an optimizer has some of the parameters with these ids."""
     return any(id(p) in names for group in optimizer.param_groups for p in group["params"])
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Any:
-    """A hook on all optimizers of the process, which does not keep the model alive."""
+    """Return a hook for all optimizers of the process that does not keep the model alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
