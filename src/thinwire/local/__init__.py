@@ -1,7 +1,7 @@
-"""Local steps: ranks train by themselves and average what has changed now and then.
+"""Local steps: ranks train independently, and average what has changed every few steps.
 
-``settings`` is what users choose, ``rounds`` what one rank does: plain arithmetic and a method's own program, so that
-the engine and the tests' lockstep run the same text.
+``settings`` is what users choose. ``rounds`` is what one rank does: plain arithmetic and a method's own program, so the
+engine and the tests' lockstep run the same code.
 """
 
 from thinwire.local.settings import QSR, Local, Nesterov

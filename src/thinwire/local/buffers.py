@@ -1,7 +1,7 @@
-"""What besides parameters is averaged at a round: buffers, and moments of the inner optimizer.
+"""What a round averages besides parameters: buffers, and moments of the inner optimizer.
 
-Of floating-point tensors (BatchNorm's statistics) the mean over the ranks where they are finite; rank 0's of the
-others, and with whole numbers what was counted while they travelled.
+Floating-point tensors (BatchNorm's statistics) become the mean over the ranks where they are finite. Other tensors
+become rank 0's; to integers, what this rank counted during the exchange is added.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from thinwire.program import AllReduce, Broadcast, Program, working_dtype
 
 
 class Averages:
-    """Of tensors that come along with a round."""
+    """The averages of tensors that are exchanged with a round."""
 
     def __init__(self) -> None:
         self._received = dict[torch.dtype, Tensor]()
-        self._counted = dict[torch.dtype, Tensor]()  # whole numbers, as they were sent
+        self._counted = dict[torch.dtype, Tensor]()  # signed integers, as they were sent
         self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
 
     def send(self, tensors: Iterable[Tensor]) -> Program:
-        """A round's program; the tensors, in an order that is equal on all ranks, may change while it runs."""
+        """Return a round's program. The tensors, in equal order on all ranks, may change while it runs."""
         self._aim(tensors)
         sent = {dtype: _flat(some) for dtype, some in self._by_dtype.items()}
         self._counted = {dtype: sent[dtype].clone() for dtype in self._whole_numbers()}
@@ -54,7 +54,7 @@ class Averages:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Take over what has come; a tensor that was finite on no rank, as a mask may be, stays each rank's own."""
+        """Take over what has arrived; a tensor that was finite on no rank, such as a mask, is left alone."""
         for dtype, received in self._received.items():
             some = self._by_dtype[dtype]
             if dtype in self._counted:
@@ -66,7 +66,7 @@ class Averages:
         self._counted.clear()
 
     def snapshot(self) -> list[Tensor]:
-        """What has come and is not merged, and what was sent of whole numbers, cloned."""
+        """Return clones of what has arrived and is not merged, and of the integers as they were sent."""
         return [x.clone() for x in (*self._received.values(), *self._counted.values())]
 
     def restore(self, saved: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
@@ -77,7 +77,7 @@ class Averages:
             {dtype: x.to(self._by_dtype[dtype][0].device, copy=True) for dtype, x in zip(dtypes, values)}
             for dtypes in (list(self._by_dtype), self._whole_numbers())
         )
-        self._received, self._counted = received, counted  # a file from before counts lacks the latter
+        self._received, self._counted = received, counted  # older files lack the second
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -89,7 +89,7 @@ class Moments:
 
     Args:
         every: rounds between two averages, by the state's name: ``{"exp_avg": 3, "exp_avg_sq": 6}``.
-        optimizers: whose it is.
+        optimizers: the inner optimizers.
         parameters: in an order that is equal on all ranks.
     """
 
@@ -100,11 +100,11 @@ class Moments:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of what is averaged, at most."""
+        """The dtypes of everything that may be averaged."""
         return {p.dtype for p in self._parameters} if self._every else set()
 
     def due(self, round_: int) -> list[Tensor]:
-        """What is averaged in the round of this number, from 1. Of a parameter without state, zeros that nobody keeps.
+        """Return what is averaged in the round of this number, from 1; zeros, to be ignored, for missing state.
 
         Raises:
             ValueError: no parameter has a state of one of the names.

@@ -1,4 +1,4 @@
-"""Rounds between machines whose ranks have equal weights: the first rank of each exchanges, and tells the others."""
+"""Rounds between machines whose ranks have equal weights: each machine's first rank exchanges, and sends the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.program.trace import TracedExchange
 
 
 def across(program: Program) -> Program:
-    """A program of all ranks, among one rank of every machine."""
+    """Turn a program of all ranks into one among one rank of each machine."""
     value = None
     while True:
         try:
@@ -26,7 +26,7 @@ def across(program: Program) -> Program:
 
 
 def by_first_ranks(program: Program, bucket: Bucket, *, first: bool) -> Program:
-    """A round of a bucket: the first rank of each machine runs the program, the others receive what it makes."""
+    """Run a bucket's round: each machine's first rank runs the program, and the others receive its result."""
     slots = bucket.slots
     if first:
         yield from across(program)
@@ -40,10 +40,10 @@ def by_first_ranks(program: Program, bucket: Bucket, *, first: bool) -> Program:
 
 
 def exchanges_of(program: Sequence[TracedExchange], name: str) -> list[TracedExchange]:
-    """What the first rank of a machine issues for a codec's exchanges.
+    """Return what a machine's first rank issues for a codec's exchanges.
 
     Raises:
-        ValueError: the codec has its own way inside machines.
+        ValueError: the codec itself exchanges inside machines.
     """
     if any(one.scope is NODE for one in program):
         raise ValueError(f"{name} exchanges inside machines itself: leave inside= out, or take another codec")

@@ -1,4 +1,4 @@
-"""Whether what a user names is local steps, for those who take a method and local steps in one place."""
+"""Recognise local steps by name, for callers that accept a method or local steps in one argument."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.program import Method
 
 
 def named_local(method: object, options: Mapping[str, Any]) -> Local | None:
-    """The settings of "local", "diloco" or Local(...), with their options; None: it is something else.
+    """Return the settings of "local", "diloco" or Local(...), with their options; None: it is something else.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -22,7 +22,7 @@ def named_local(method: object, options: Mapping[str, Any]) -> Local | None:
 
 
 def named_method(name: str, options: Mapping[str, Any]) -> Method:
-    """What the planner prices under a name: a method, or local steps.
+    """Return what the planner prices under a name: a method, or local steps.
 
     Raises:
         ValueError: a name or an option is unknown, or out of range.

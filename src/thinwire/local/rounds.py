@@ -3,13 +3,13 @@
 phi     the outer weights, equal on all ranks
 send    s = x;  change = phi - s, to which a codec adds its residual; its ``reduce`` gives the mean over ranks
 outer   phi <- phi - mean change, or what the outer optimizer makes of it
-merge   x <- phi + (x - s): steps that were made meanwhile stay. Or a share of x beside phi
+merge   x <- phi + (x - s): steps made in the meantime stay. Or a mixture of x and phi
 
-While s travels a rank undoes by itself some of what set it apart when it was sent, where the loss is steep. Taking out
-all of that then would swing it to the other side. So of rounds that are two steps and more under way only half is taken
-out, and the next round takes half of the rest: the mean over ranks is the same.
+While s is under way, a rank undoes by itself some of its deviation at sending, where the loss is steep. Removing all of
+the deviation would then swing it to the other side. So a round that is under way for two or more steps removes only
+half, and the next round half of the rest: the mean over ranks is the same.
 
-Without codec and outer optimizer the weights are exchanged themselves, as their mean needs no subtraction.
+Without codec and outer optimizer the weights themselves are exchanged, because their mean needs no subtraction.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from thinwire.program import Bucket, Program, Slot, State, Topology, working_dty
 from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 
 KEPT = 0.5
-"""Of what set a rank apart when it sent, in rounds of two steps and more. At a delay of 2 or 3 steps it hardly matters,
-at 7 it saves an eighth of the steps: ``benchmarks/late_rounds.py``."""
+"""Share of a rank's deviation at sending that is kept, in rounds of two or more steps. At a delay of 2 or 3 steps it
+hardly matters; at 7 it saves an eighth of the steps: ``benchmarks/late_rounds.py``."""
 
 
 class Rounds:
-    """Of one rank.
+    """The rounds of one rank.
 
-    After every optimizer step whoever drives it calls :meth:`stepped`, :meth:`merge` with each fragment of
-    :meth:`arriving`, and runs the programs of each of :meth:`leaving`.
+    After every optimizer step the caller calls :meth:`stepped`, calls :meth:`merge` with each fragment of
+    :meth:`arriving`, and runs the programs of each fragment of :meth:`leaving`.
 
     Args:
         settings: equal on all ranks.
         parameters: by name, in an order that is equal on all ranks.
-        dense: names of those whose change travels outside the codec.
-        rank: this one.
-        topology: of all.
-        first: of its machine, whose ranks have equal weights: ``rank`` and ``topology`` count machines then. None:
-            every rank is by itself.
-        start: rounds that are exact before the codec begins; None: as it says itself.
+        dense: names of those whose change is sent without the codec.
+        rank: this rank.
+        topology: of all ranks.
+        first: whether this is its machine's first rank; the machine's ranks have equal weights, and ``rank`` and
+            ``topology`` then count machines. None: every rank trains independently.
+        start: number of exact rounds before the codec begins; None: as the codec says.
 
     Attributes:
         count: optimizer steps so far.
-        begun: of them, those before the present period.
-        period: its steps.
-        measured: the period and the delay that follow from measured times; None: none yet.
-        code: which of the settings' codecs runs.
+        begun: how many of them came before the present period.
+        period: its number of steps.
+        measured: the period and the delay chosen from measured times; None: not chosen yet.
+        code: index of the settings' codec that runs.
         fragments: parts of the parameters.
-        calendar: those that leave after each step of a period; of strided ones, empty.
-        trial: whether it is only tried.
+        calendar: for each step of a period, the fragments that are sent after it; empty if they are strided.
+        trial: whether the calendar is only being tried.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Rounds:
         self.settings, self.count, self.begun = settings, 0, 0
         self.measured: tuple[int, int] | None = None
         self.code = 0
-        self.period = 0  # the first one begins with the first step
+        self.period = 0  # the first period begins with the first step
         named = list(parameters.items())
         sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
         self.trial = False
@@ -95,32 +95,32 @@ class Rounds:
         self.calendar = self._first_calendar()
 
     def _first_calendar(self) -> list[list[int]]:
-        """By the fragments' sizes, until their times are known; empty: they are strided."""
+        """Return a calendar made from the fragments' sizes, until times are known; empty: fragments are strided."""
         every = self.settings.sync_every
         if self.settings.schedule != "dream" or not isinstance(every, int):
             return []
         return calendar([sum(x.numel() for x in f.parameters.values()) for f in self.fragments], [0] * every)
 
     def most_travelling(self) -> int:
-        """How many sets of fragments that left together are on their way at a time, at most."""
+        """Return the largest number of rounds that can be under way at once."""
         period, count = self.settings.sync_every, len(self.fragments)
         if not isinstance(period, int) or (self.settings.warmup_steps and not self.calendar):
-            return count  # in a period that becomes shorter each may leave by itself
-        delay = steps_late(self.settings.fragment_sync_delay, period)  # "auto" may find any
+            return count  # in a period that becomes shorter, each fragment may be sent by itself
+        delay = steps_late(self.settings.fragment_sync_delay, period)  # "auto" may choose any
         if self.calendar:
-            return delay  # something may leave after every step, before which what is due is merged
+            return delay  # fragments may be sent after every step; those that are due are merged first
         window = delay + 1
         steps = {_offset(f.index, count, period) for f in self.fragments}
         return max(sum((at - step) % period < window for step in steps) for at in steps)
 
     def follow(self, exchanges: Sequence[int], window: int, *, again: bool, trial: bool = False) -> None:
-        """Another calendar, from the next period on: fragments stay as they are.
+        """Take another calendar from the next period on; fragments stay as they are.
 
         Args:
-            exchanges: time of each fragment's, equal on all ranks.
+            exchanges: time of each fragment's exchange, equal on all ranks.
             window: time of a step, in the same unit.
-            again: fragments leave more than once where there is time.
-            trial: it is tried.
+            again: whether fragments are sent more than once if there is time.
+            trial: whether the calendar is only being tried.
         """
         every = len(self.calendar)
         delay = self.settings.delay_in(every)
@@ -128,25 +128,25 @@ class Rounds:
         self.measured, self.trial = None if trial else (every, delay), trial
 
     def stepped(self, lr: float = 0.0) -> None:
-        """The optimizer has stepped, or was kept from it. ``lr``: its learning rate."""
+        """Count an optimizer step, made or skipped. ``lr``: the learning rate."""
         if self.ends:
             self.begun, self.period = self.count, self.settings.period_at(self.count, lr, self.measured)
-        elif isinstance(self.settings.sync_every, QSR):  # a rate that has risen ends a period that is too long for it
+        elif isinstance(self.settings.sync_every, QSR):  # a higher rate ends a period that is too long for it
             shorter = self.settings.period_at(self.count, lr, None)
             self.period = min(self.period, max(shorter, self.count - self.begun + 1))
         self.count += 1
 
     def arriving(self) -> list[Fragment]:
-        """What is to be merged now: its time has come, or it is to be sent again."""
+        """Return the fragments to merge now: those that are due, or are to be sent again."""
         return [f for f in self.travelling() if (f.due or 0) <= self.count or (self._leaves(f) and f.left < self.count)]
 
     def travelling(self) -> list[Fragment]:
-        """What was sent and is not merged."""
+        """Return the fragments that were sent and are not merged."""
         return [f for f in self.fragments if f.due is not None]
 
     @property
     def waited(self) -> bool:
-        """Whether exchanges are waited for, as their times are wanted."""
+        """Whether training waits for exchanges because their times are measured."""
         return self.settings.measures(self.measured) and not self.trial
 
     @property
@@ -155,29 +155,29 @@ class Rounds:
         return self.count - self.begun == self.period
 
     def leaving(self) -> list[Fragment]:
-        """What is to be sent now."""
+        """Return the fragments to send now."""
         return [f for f in self.fragments if self._leaves(f)]
 
     def _leaves(self, fragment: Fragment) -> bool:
         made, turns = self.count - self.begun, self._turns(fragment)
-        return made in turns or (made > turns[0] and fragment.left <= self.begun)  # the period has become shorter
+        return made in turns or (made > turns[0] and fragment.left <= self.begun)  # in a period that became shorter
 
     def _turns(self, fragment: Fragment) -> list[int]:
-        """After which of a period's steps, from 1, a fragment leaves."""
+        """Return the steps of a period, from 1, after which a fragment is sent."""
         if self.period == len(self.calendar):
             return [step for step, leaving in enumerate(self.calendar, 1) if fragment.index in leaving]
         return [_offset(fragment.index, len(self.fragments), self.period)]
 
     def send(self, fragment: Fragment, *, last: bool = False) -> list[Program]:
-        """As :meth:`Fragment.send`, after the optimizer step that was counted last."""
+        """Send a fragment after the step that was counted last; see :meth:`Fragment.send`."""
         delay = 0 if last or self.waited else self.settings.delay_in(self.period, self.measured)
         return fragment.send(self.count, delay, self.code, last=last)
 
     def merge(self, fragment: Fragment) -> None:
-        """Take over what has come, after the step that was counted last.
+        """Merge a fragment that has arrived, after the step that was counted last.
 
-        Of a rank that was not finite all fragments go on from the outer weights: one left as it is would spoil the
-        others in the next step.
+        If this rank's weights were not finite, all its fragments continue from the outer weights: one bad fragment
+        would spoil the others in the next step.
         """
         if not fragment.merge(self.count):
             for one in self.fragments:
@@ -185,13 +185,13 @@ class Rounds:
 
     @property
     def apart(self) -> bool:
-        """Whether this rank's weights are not the outer weights."""
+        """Whether this rank's weights differ from the outer weights."""
         pairs = (pair for f in self.fragments for pair in zip(f.parameters.values(), f.anchors))
         return any(not torch.equal(x.detach().to(anchor.dtype), anchor) for x, anchor in pairs)
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Put the outer weights into the model; afterwards it has its own again."""
+        """Put the outer weights into the model temporarily; afterwards it has its own again."""
         own = [(x, x.detach().clone()) for fragment in self.fragments for x in fragment.parameters.values()]
         with torch.no_grad():
             for fragment in self.fragments:
@@ -205,13 +205,13 @@ class Rounds:
                     x.copy_(value)
 
     def snapshot(self) -> dict[str, Any]:
-        """All that is remembered, cloned. What travels must have been received."""
+        """Return all state, cloned. What is under way must have been received."""
         clock = {"count": self.count, "begun": self.begun, "period": self.period}
         found = {"measured": self.measured, "code": self.code, "calendar": [list(leaving) for leaving in self.calendar]}
         return {**clock, **found, "fragments": [fragment.snapshot() for fragment in self.fragments]}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over a snapshot of the same settings and number of ranks; what was half measured is measured again."""
+        """Take over a snapshot of the same settings and number of ranks; a measurement cut short begins again."""
         self.count = int(saved["count"])
         self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
         self.code = 0 if self.settings.measures(self.measured) else saved["code"]
@@ -221,9 +221,9 @@ class Rounds:
             fragment.restore(one)
 
     def begin_again(self) -> None:
-        """Merge what has come, and go on from the outer weights: what is restored was another number of ranks'.
+        """Merge what has arrived, and continue from the outer weights: the snapshot is of another number of ranks.
 
-        What their times said is measured anew.
+        Times are measured again.
         """
         self.measured, self.code, self.calendar = None, 0, self._first_calendar()
         for fragment in self.travelling():
@@ -233,23 +233,23 @@ class Rounds:
 
 
 class Fragment:
-    """A part of the parameters that is exchanged at a time.
+    """A part of the parameters that is exchanged as a whole.
 
     Args:
         settings: of all fragments.
-        index: which it is.
+        index: its number.
         parameters: by name.
-        dense: names of those whose change travels outside the codec.
+        dense: names of those whose change is sent without the codec.
         state: of the codec; its steps are this fragment's rounds.
-        first, start: as of ``Rounds``.
+        first, start: as for ``Rounds``.
 
     Attributes:
         anchors: the outer weights, in the order of ``parameters``.
         momenta: of the outer optimizer, likewise.
         left: the optimizer step after which it was sent.
-        due: the one after which it is merged; None: it does not travel.
-        received: what travelled has come, and waits for its step.
-        rejected: rounds of which nothing was kept, as something was not finite.
+        due: the step after which it is merged; None: it is not under way.
+        received: whether it has arrived, and waits to be merged.
+        rejected: number of rounds that were dropped because something was not finite.
     """
 
     def __init__(
@@ -268,9 +268,9 @@ class Fragment:
         self.anchors = [x.detach().to(self._dtype(x.dtype), copy=True) for x in tensors]
         momentum = settings.outer is not None
         self.momenta = [torch.zeros_like(x) for x in self.anchors] if momentum else []
-        self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as they were sent, less what is kept
-        self._kept = 0.0  # of what set this rank apart then
-        self._mean: list[Tensor] | None = None  # has been received, and is to be merged; None: it was rejected
+        self._sent = [torch.zeros_like(x) for x in self.anchors]  # the weights as sent, less the share that is kept
+        self._kept = 0.0  # share of this rank's deviation at sending that is kept
+        self._mean: list[Tensor] | None = None  # received, and to be merged; None: it was rejected
         self._buckets = self._bucketed(dense)
         self.left = 0
         self.due: int | None = None
@@ -283,7 +283,7 @@ class Fragment:
         return dtype if self._settings.averages else working_dtype(dtype)
 
     def _bucketed(self, outside: Container[str]) -> list[tuple[bool, Bucket]]:
-        """One bucket for each dtype, and one more for what stays outside the codec; with the answer to which it is."""
+        """Return a bucket for each dtype, and more for what is sent without the codec; each with a flag for that."""
         slots: dict[tuple[bool, torch.dtype], list[Slot]] = {}
         for name, anchor in zip(self.parameters, self.anchors):
             dense = self._settings.codec is None or name in outside
@@ -292,11 +292,11 @@ class Fragment:
         return [(dense, Bucket(index, some)) for index, ((dense, _), some) in enumerate(slots.items())]
 
     def names(self) -> list[list[str]]:
-        """Of what the programs of a round carry, in their order."""
+        """Return the names of what each program of a round sends, in the programs' order."""
         return [[slot.name for slot in bucket.slots] for _, bucket in self._buckets]
 
     def traced(self) -> Iterator[list[TracedExchange]]:
-        """The exchanges of every program that a round may run."""
+        """Yield the exchanges of every program that a round may run."""
         topology, rank = self.state.topology, self.state.rank
         for dense, bucket in self._buckets:
             shapes = [(slot.name, slot.shape) for slot in bucket.slots]
@@ -309,10 +309,10 @@ class Fragment:
 
     @torch.no_grad()
     def send(self, count: int, delay: int, code: int = 0, *, last: bool = False) -> list[Program]:
-        """Begin a round after the optimizer step of this number: one program a bucket, which no longer read weights.
+        """Begin a round after the optimizer step of this number: one program per bucket; they no longer read weights.
 
-        What comes is merged ``delay`` steps later. ``code``: which of the settings' codecs. ``last``: an exact round,
-        with all that is owed and no outer optimizer, after which the weights are the outer weights.
+        What comes is merged ``delay`` steps later. ``code``: index of the settings' codec. ``last``: an exact round,
+        with all residuals and no outer optimizer, after which the weights are the outer weights.
         """
         self.left, self.due, self._mean = count, count + delay, None
         self.received, self._last = False, last
@@ -340,7 +340,7 @@ class Fragment:
 
     @torch.no_grad()
     def receive(self) -> bool:
-        """All programs of the round have ended. Returns whether what came is kept, which is equal on all ranks."""
+        """Take over the results when all programs have ended. Return whether they are kept; equal on all ranks."""
         means = {
             slot.name: slot.raw() if slot.result is None else slot.result for _, b in self._buckets for slot in b.slots
         }
@@ -357,19 +357,19 @@ class Fragment:
 
     @property
     def starting(self) -> bool:
-        """Whether its last round was exact, as the codec had not begun."""
+        """Whether its last round was exact because the codec had not begun."""
         return self.state.step <= self.state.start
 
     @property
     def sent_finite(self) -> bool:
-        """Whether the weights of this rank were finite as they were sent last."""
+        """Whether this rank's weights were finite when they were last sent."""
         return all(bool(all_finite(x)) for x in self._sent)
 
     @torch.no_grad()
     def merge(self, count: int) -> bool:
-        """The outer step on what was received, and its way into the weights, after the step of this number.
+        """Make the outer step with what was received, and merge it into the weights, after the step of this number.
 
-        Returns whether this rank may keep its own: False where it has sent what is not finite.
+        Returns whether this rank may keep its own weights: False if those that it sent were not finite.
         """
         self.due = None
         weights = [x.detach() for x in self.parameters.values()]
@@ -405,7 +405,7 @@ class Fragment:
 
     @torch.no_grad()
     def recover(self) -> None:
-        """Go on from the outer weights, if the weights are not finite; from those that come, if it travels."""
+        """Replace weights that are not finite by the outer weights; if under way, by those that will arrive."""
         if all(bool(all_finite(x.detach())) for x in self.parameters.values()):
             return
         self.return_to_outer_weights()
@@ -414,7 +414,7 @@ class Fragment:
             self._kept = 0.0
 
     def _share_kept(self, delay: int) -> float:
-        """Of what sets this rank apart; none where the ranks of a machine do not know its first one's residual."""
+        """Return the share of the deviation to keep; 0 if a machine's other ranks do not know the residual."""
         unknown = self._first is not None and self._settings.method.has_residual
         return 0.0 if delay < 2 or unknown or self._settings.fragment_update_alpha is not None else KEPT
 
@@ -425,7 +425,7 @@ class Fragment:
 
     def _outer_step(self, mean: Sequence[Tensor]) -> list[Tensor]:
         outer = self._settings.outer
-        if outer is None or self._last:  # the last one averages: momentum would go past it
+        if outer is None or self._last:  # the last round averages: momentum would overshoot
             return list(mean)
         momentum = outer.momentum_at(self.state.step - self.rejected - 1)
         torch._foreach_mul_(self.momenta, momentum)
@@ -435,7 +435,7 @@ class Fragment:
         return step
 
     def snapshot(self) -> dict[str, Any]:
-        """Cloned; what travels must have been received."""
+        """Return all state, cloned; what is under way must have been received."""
         return {
             "codec": self.state.snapshot(),
             "rejected": self.rejected,
@@ -455,7 +455,7 @@ class Fragment:
 
     @torch.no_grad()
     def return_to_outer_weights(self) -> None:
-        """Give up what this rank has learnt since its last round."""
+        """Drop what this rank has learned since its last round."""
         torch._foreach_copy_([x.detach() for x in self.parameters.values()], self.anchors)
 
     @torch.no_grad()
@@ -468,7 +468,7 @@ class Fragment:
             own.copy_(value)
         for own, value in zip(self._sent, saved["sent"]):
             own.copy_(value)
-        self._kept = saved.get("kept", 0.0)  # a file from before there was such a share
+        self._kept = saved.get("kept", 0.0)  # older files lack it
         mean = saved["mean"]
         self._mean = None if mean is None else [x.to(a.device, copy=True) for x, a in zip(mean, self.anchors)]
 
@@ -478,5 +478,5 @@ def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _offset(fragment: int, fragments: int, period: int) -> int:
-    """After which of a period's steps, from 1, a fragment leaves."""
+    """Return the step of a period, from 1, after which a fragment is sent."""
     return (fragment + 1) * period // fragments or period

@@ -1,4 +1,4 @@
-"""What users choose of local steps: how often, in what code, and what is made of the mean change."""
+"""The users' options of local steps: how often, with which codec, and how the mean change is applied."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Nesterov:
 
     Paper: Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models, arXiv 2311.08105.
 
-    A change that points the same way round after round is multiplied by ``lr / (1 - momentum)`` in the end, 7 with the
-    published values: a larger step than the inner optimizer's rate says. So short runs want a smaller momentum, or a
-    ramp.
+    A change that keeps its direction over many rounds is multiplied by ``lr / (1 - momentum)`` in the end: by 7 with
+    the published values, so the step is larger than the inner optimizer's learning rate alone would make it. So in
+    short runs use a smaller momentum, or a ramp.
 
     Args:
-        lr: times the mean change.
+        lr: factor for the mean change.
         momentum: of changes.
-        ramp_rounds: rounds of a fragment over which the momentum grows from 0 to its value; 0: it has it at once.
+        ramp_rounds: rounds of a fragment over which the momentum grows from 0 to its value; 0: no ramp.
     """
 
     lr: float = 0.7
@@ -50,7 +50,7 @@ class Nesterov:
         check_count("Nesterov: ramp_rounds", self.ramp_rounds)
 
     def momentum_at(self, round_: int) -> float:
-        """In the round of this number, from 0."""
+        """Return the momentum in the round of this number, from 0."""
         return self.momentum * min(1.0, round_ / self.ramp_rounds) if self.ramp_rounds else self.momentum
 
 
@@ -60,13 +60,13 @@ class QSR:
 
     Paper: Gu et al.: A Quadratic Synchronization Rule for Distributed Deep Learning, ICLR 2024, arXiv 2310.14423.
 
-    The rate is that of the optimizer's first group when a period begins, and must be equal on all ranks. Where it rises
-    afterwards, as in a warm-up from 0, the period ends as soon as it is too long for the new rate.
+    The learning rate is that of the optimizer's first group when a period begins, and must be equal on all ranks. If it
+    rises afterwards, as in a warm-up from 0, the period ends as soon as it is too long for the new rate.
 
     Args:
         alpha: the paper takes 0.0175 to 0.03 for SGD on ImageNet and AdamW on ViT; tune it.
-        least: steps of a period, at least.
-        most: at most; None: no bound.
+        least: the shortest period, in steps.
+        most: the longest period, in steps; None: no limit.
     """
 
     alpha: float
@@ -81,44 +81,44 @@ class QSR:
             check_count("QSR: most", self.most, least=self.least)
 
     def period(self, lr: float) -> int:
-        """Of the round that begins with this learning rate."""
+        """Return the steps of a period that begins at this learning rate."""
         most = 1 << 30 if self.most is None else self.most
         return min(most, max(self.least, math.floor((self.alpha / lr) ** 2))) if lr > 0 else most
 
 
 @dataclass(frozen=True)
 class Local:
-    """Local steps: every rank trains by itself, and all average their weights, or their changes, now and then.
+    """Local steps: each rank trains independently, and all average their weights, or their changes, every few steps.
 
     Args:
         sync_every: H, optimizer steps between two exchanges of a parameter. "auto": three rounds of 2 steps are
-            measured with each codec, then it is the H with the least time to a loss: mean step times the steps that
-            ``benchmarks/race.py`` has found such a period to need. Or a :class:`QSR`.
-        codec: the method that carries the mean change, with its residual; None: weights are averaged as they are.
-            ``attach`` takes "int8", "int4", "int2", "bf16", "fp16" or a method's name too, and on a command
-            line "none". "auto": 8 bits, or 2 where that is a tenth sooner at a loss; with ``sync_every="auto"``.
-        outer: what is made of the mean change; None: it is applied.
+            measured with each codec; then H is chosen for the least time to a loss: mean step times the number of steps
+            that ``benchmarks/race.py`` has found such a period to need. Or a :class:`QSR`.
+        codec: the method that sends the mean change, with its residual; None: weights are averaged as they are.
+            ``attach`` also takes "int8", "int4", "int2", "bf16", "fp16" or a method's name, and a command line also
+            "none". "auto": 8 bits, or 2 if these reach a loss a tenth sooner; needs ``sync_every="auto"``.
+        outer: the outer optimizer, which applies the mean change; None: the change is applied as it is.
         fragments: parts of the model that are exchanged at different steps, each once in ``sync_every``, so that less
             is sent at a time (Streaming DiLoCo, arXiv 2501.18512).
-        schedule: "strided": fragments leave at equal distances. "dream": each layer leaves once in ``sync_every``, in
-            such a step that the next ones hide the most, and again where a step has time left and does not become
-            longer by it (DreamDDP, arXiv 2502.11058). Three rounds are waited for and measured, and six tried;
-            fragments are whole modules, and follow from it.
-        fragment_sync_delay: optimizer steps that go on while a fragment travels. 0: the exchange is waited for. "full":
-            one less than the period. "auto": as many as hide the exchange, or fewer, whichever is sooner at a loss, by
-            the times of three rounds. "least": 0, or under "dream" 1.
-        fragment_update_alpha: share of its own weights that a rank keeps when a fragment comes back: 0 takes the outer
-            weights, which throws away the steps made meanwhile. None: those steps stay, and what set the rank apart
-            when it sent is taken out; half of it, where two steps and more were made meanwhile.
+        schedule: "strided": fragments are sent at equal distances. "dream": each layer is sent once in ``sync_every``,
+            after such a step that the next steps hide as much as they can, and again if a step has time left and does
+            not become longer (DreamDDP, arXiv 2502.11058). Training waits for and measures three rounds, and tries
+            six; fragments are whole modules, and are chosen automatically.
+        fragment_sync_delay: optimizer steps made while a fragment is under way. 0: training waits for the exchange.
+            "full": one less than the period. "auto": as many as hide the exchange, or fewer, whichever reaches a loss
+            sooner by the times of three rounds. "least": 0, or under "dream" 1.
+        fragment_update_alpha: share of its own weights that a rank keeps when a fragment is merged: 0 takes the outer
+            weights, which drops the steps made in the meantime. None: those steps stay, and the rank's deviation at
+            sending is removed; half of it, if two or more steps were made in the meantime.
         sync_every_max: the largest H that "auto" takes.
-        warmup_steps: at first, after each of which weights are averaged, as if H were 1.
-        moments: state of the inner optimizer that is averaged too, by its name every so many rounds:
-            ``{"exp_avg": 3, "exp_avg_sq": 6}`` (DES-LOC, arXiv 2505.22549). Only where the exchange is waited for.
-        inside: the method by which the ranks of a machine average gradients at every step; only machines are apart
-            then, and each counts once. None: every rank is by itself.
+        warmup_steps: number of first steps after each of which weights are averaged, as if H were 1.
+        moments: state of the inner optimizer that is averaged too, by name, every so many rounds:
+            ``{"exp_avg": 3, "exp_avg_sq": 6}`` (DES-LOC, arXiv 2505.22549). Only if training waits for the exchange.
+        inside: the method by which the ranks of a machine average gradients at every step; only machines then train
+            independently, and each counts once. None: every rank trains independently.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: an option is out of range.
     """
 
     sync_every: int | str | QSR = 8
@@ -181,7 +181,7 @@ class Local:
 
     @property
     def codecs(self) -> tuple[Method, ...]:
-        """The methods that a round may run, the one to begin with first; without a codec plain averaging."""
+        """The methods that a round may run; the first is used first. Without a codec: plain averaging."""
         if isinstance(self.codec, Method):
             return (self.codec,)
         return (SSGD(),) if self.codec is None else (Cast("int8"), Cast("int2"))
@@ -193,7 +193,7 @@ class Local:
 
     @property
     def averages(self) -> bool:
-        """Whether weights themselves are averaged: the mean change, applied as it is, without its rounding."""
+        """Whether weights themselves are averaged: like applying the mean change, but without its rounding."""
         return self.codec is None and self.outer is None
 
     def _check_dream(self) -> None:
@@ -221,11 +221,11 @@ class Local:
             )
 
     def measures(self, measured: tuple[int, int] | None) -> bool:
-        """Whether times are to be measured yet, which say which period, or which calendar, it will be."""
+        """Whether times are still to be measured, from which the period, delay or calendar is chosen."""
         return measured is None and ("auto" in (self.sync_every, self.fragment_sync_delay) or self.schedule == "dream")
 
     def period_at(self, count: int, lr: float, measured: tuple[int, int] | None) -> int:
-        """Steps of the period that begins after this many optimizer steps.
+        """Return the number of steps of the period that begins after this many optimizer steps.
 
         Args:
             count: optimizer steps so far.
@@ -239,10 +239,10 @@ class Local:
         return self.sync_every if isinstance(self.sync_every, int) else measured[0] if measured else 2
 
     def priced(self) -> Periodic:
-        """What the planner knows of it.
+        """Return what the planner needs to know.
 
         Raises:
-            ValueError: a period that follows the learning rate has no price.
+            ValueError: the period follows the learning rate, so it has no price.
         """
         from thinwire.planner.timeline.local_steps import Periodic
 
@@ -253,7 +253,7 @@ class Local:
         return Periodic(self.method, fixed, delay, self.sync_every_max, self.outer is not None, self.schedule)
 
     def delay_in(self, period: int, measured: tuple[int, int] | None = None) -> int:
-        """Optimizer steps that go on while a fragment of this period travels."""
+        """Return the number of optimizer steps made while a fragment of this period is under way."""
         delay = self.fragment_sync_delay
         if delay == "auto":
             delay = measured[1] if measured else 0
@@ -265,21 +265,21 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "local": {"sync_every": "auto", "codec": "auto", "fragment_sync_delay": "auto"},
     "diloco": {"sync_every": 64, "outer": Nesterov()},
 }
-"""What the names stand for; an option that a user names replaces that one alone.
+"""What the names stand for; an option that a user names replaces only its own default.
 
-With a named period changes travel in 8 bits, and rounds are waited for, unless a codec or a delay is named too.
+With a named period, changes are sent in 8 bits and training waits for rounds, unless a codec or a delay is named too.
 """
 CANDIDATES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("local", {}), ("local", {"codec": "int2"}), ("local", {"codec": "none"}), ("diloco", {}),
 )  # fmt: skip
-"""(name, options) of what ``thinwire plan`` prices when no method is named."""
+"""(name, options) of what ``thinwire plan`` prices if no method is named."""
 
 
 def local_settings(method: Local | str, options: Mapping[str, Any]) -> Local:
-    """The settings that a preset's name and its options stand for, or Local(...) itself.
+    """Return the settings that a preset's name and options stand for, or Local(...) itself.
 
     Raises:
-        ValueError: an unknown option or codec, or one out of its range.
+        ValueError: an option or codec is unknown or out of range.
     """
     if isinstance(method, Local):
         if options:

@@ -1,6 +1,6 @@
-"""The language: the ops, what a method is, and LocalWorld, which runs it for N ranks in one process.
+"""The language of programs: ops, methods, and LocalWorld, which runs a method for N ranks in one process.
 
-What does not live here: any real communication (collectives/, engine/), and any particular method (methods/).
+Not here: real communication (collectives/, engine/), and particular methods (methods/).
 """
 
 from thinwire.program.bucket import Bucket, Slot, working_dtype

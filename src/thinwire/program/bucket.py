@@ -1,9 +1,9 @@
 """One bucket of gradients as a program sees it.
 
-Two pairs of words. ``flat`` / ``write``: all gradients concatenated, in the dtype and the units that autograd left (a
-loss scale, if any, is still in them). ``gradient()`` / ``write_gradient``: fp32 (fp64 for fp64), the loss scale divided
-out on the way in and multiplied on the way out; methods with a residual use these, so that a residual never depends on
-the loss scale. The same pair exists per tensor on :class:`Slot`.
+There are two pairs of accessors. ``flat`` / ``write``: all gradients concatenated, in autograd's dtype and units (with
+the loss scale, if any). ``gradient()`` / ``write_gradient``: fp32 (fp64 for fp64); the loss scale is divided out when
+reading and multiplied in when writing. Methods with a residual use the second pair, so that a residual never depends on
+the loss scale. :class:`Slot` has the same pairs for one tensor.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which residuals, factors and sums are kept: fp32, or fp64 for fp64 gradients."""
+    """Return the dtype in which residuals, factors and sums are kept: fp32, or fp64 for fp64 gradients."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 LARGE = 1 << 12
-"""Elements from which a tensor deserves a call of its own."""
+"""Number of elements from which a tensor gets a call of its own."""
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -37,9 +37,9 @@ class Slot:
     Args:
         name: the parameter's name; residuals are kept under it.
         shape: its shape (logical, whatever the memory format).
-        value: the gradient; None where this rank did not use the parameter, which counts as zero.
-        dtype, device: of the gradient, needed where ``value`` is None.
-        weight: the parameter itself, for a method's weight decay; None where it is not at hand (LocalWorld).
+        value: the gradient; None if this rank did not use the parameter, which counts as zero.
+        dtype, device: of the gradient, needed if ``value`` is None.
+        weight: the parameter itself, for a method's weight decay; None if it is not available (LocalWorld).
     """
 
     __slots__ = ("device", "dtype", "name", "numel", "result", "scale", "shape", "value", "weight")
@@ -64,18 +64,18 @@ class Slot:
         self.result: Tensor | None = None
 
     def raw(self) -> Tensor:
-        """The gradient as autograd left it; where unused -0.0, so that a sum over ranks shows whether any used it."""
+        """Return autograd's gradient; -0.0 if unused, so that a sum over ranks shows whether any rank used it."""
         if self.value is None:
             return torch.full(self.shape, -0.0, dtype=self.dtype, device=self.device)
         return self.value
 
     def gradient(self) -> Tensor:
-        """The gradient in the working dtype, unscaled, contiguous. May share memory with ``.grad``: do not edit it."""
+        """Return the gradient, working dtype, unscaled, contiguous. May share memory with ``.grad``: do not edit."""
         x = self.raw().to(working_dtype(self.dtype)).contiguous()
         return x if self.scale is None else x / self.scale
 
     def matrix(self) -> Tensor:
-        """The gradient as a matrix ``[shape[0], numel / shape[0]]``."""
+        """Return the gradient as a matrix ``[shape[0], numel / shape[0]]``."""
         return self.gradient().reshape(self.shape[0], -1)
 
     def write(self, x: Tensor) -> None:
@@ -84,9 +84,9 @@ class Slot:
 
 
 def used_by_nobody(slots: Mapping[Key, Slot]) -> set[Key]:
-    """Of slots that this rank has not used and whose result is a sum, the keys of those that no rank has used.
+    """Return the keys of slots that no rank has used, among slots unused by this rank whose result is a sum.
 
-    Each rank brought -0.0 then, which changes no sum; or nothing was received. One host read for all.
+    If no rank used a slot, each sent -0.0, whose sum is -0.0, or nothing was received. One host read for all slots.
     """
     found = {key for key, slot in slots.items() if slot.result is None}
     sums = {key: slot.result for key, slot in slots.items() if slot.result is not None}
@@ -97,7 +97,7 @@ def used_by_nobody(slots: Mapping[Key, Slot]) -> set[Key]:
 
 
 def deliver(slots: Sequence[Slot], averages: Sequence[Tensor]) -> None:
-    """Put averages, in the units and order of the gradients, into the slots' results: one copy for all."""
+    """Put averages, in the units and order of the gradients, into the slots' results: one copy call for all."""
     for slot in slots:
         if slot.result is None:
             slot.result = (
@@ -107,7 +107,7 @@ def deliver(slots: Sequence[Slot], averages: Sequence[Tensor]) -> None:
     torch._foreach_copy_(results, [x.reshape(slot.shape) for slot, x in zip(slots, averages)])
     for slot, x in zip(slots, averages):
         if slot.value is None and slot.dtype != x.dtype and slot.numel and not x.is_meta:
-            nobody = x.signbit().all() & ~x.any()  # what rounds to -0.0 is not the -0.0 of nobody's
+            nobody = x.signbit().all() & ~x.any()  # a value that rounds to -0.0 must not look like unused
             slot.result.view(-1)[:1].add_(torch.where(nobody, -0.0, 0.0).to(slot.dtype))  # type: ignore[union-attr]
 
 
@@ -115,15 +115,15 @@ class Bucket:
     """The gradients that share one message.
 
     Args:
-        index: place in the plan.
+        index: its place in the plan.
         slots: one per parameter; all of one dtype and device.
-        scale: 0-dim tensor, the loss scale that is in the gradients; None for 1.
+        scale: the loss scale in the gradients, a 0-dim tensor; None for 1.
         buffer: memory for ``flat``, with at least ``numel`` elements; allocated when needed if None.
-        kept: elements that a sparse method sends, where the plan says so; 0: it does not.
-        views: ``buffer`` cut into the slots' shapes, where somebody has done so before.
+        kept: number of elements that a sparse method sends, if the plan says so; 0: it does not.
+        views: ``buffer`` split into the slots' shapes, if this has been done before.
 
     Attributes:
-        memo: what programs have made of the shapes alone, kept from step to step.
+        memo: what programs have derived from the shapes alone, kept from step to step.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Bucket:
         self.device = self.slots[0].device
         self._buffer = buffer
         self._views = views
-        self._firsts: list[Tensor] | None = None  # elements of ``flat``
+        self._firsts: list[Tensor] | None = None  # first element of each gradient in ``flat``
         self._flat: Tensor | None = None
         self.memo: dict[object, object] = {}
         if not self.dtype.is_floating_point:
@@ -176,7 +176,7 @@ class Bucket:
         return self._gather(None)
 
     def shares(self, ranks: int) -> Tensor:
-        """As ``flat``, divided by ``ranks`` on the way, in the same pass over memory: their sum is the average."""
+        """Like ``flat``, but divided by ``ranks`` in the same pass over memory: their sum is the average."""
         if self._flat is not None:
             raise RuntimeError(f"bucket {self.index}: shares() comes first, or not at all")
         return self.mark_used(self._gather(1.0 / ranks))
@@ -188,7 +188,7 @@ class Bucket:
         if buffer is None:
             buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         flat = buffer[: self.numel]
-        if self.device.type == "meta":  # shapes alone: arithmetic on meta tensors would import torch's compiler, 2 s
+        if self.device.type == "meta":  # shapes only: arithmetic on meta tensors would import torch's compiler, 2 s
             self._flat = flat
             return flat
         targets, sources = [], []
@@ -201,17 +201,17 @@ class Bucket:
             else:
                 targets.append(view)
                 sources.append(slot.value)
-        if targets:  # many small ones: one call, not one each
+        if targets:  # many small tensors: one call for all
             torch._foreach_copy_(targets, sources)
             if factor is not None:
                 torch._foreach_mul_(targets, factor)
-        self._flat = flat  # last: another thread may take it from here that gradients are no longer read
+        self._flat = flat  # set last: it tells another thread that gradients are no longer read
         return flat
 
     def mark_used(self, message: Tensor) -> Tensor:
-        """Let the first element of every gradient in a message, laid out as ``flat``, be another than -0.0.
+        """Make sure that the first element of each used gradient in a message, laid out as ``flat``, is not -0.0.
 
-        To be called last, as scaling and casts turn small numbers into -0.0.
+        Call it last, because scaling and casts turn small numbers into -0.0.
         """
         if message.device.type == "meta":
             return message
@@ -227,7 +227,7 @@ class Bucket:
         return message
 
     def padded(self, multiple: int) -> Tensor | None:
-        """``flat`` with zeros behind it up to a multiple of that many elements; None where the buffer has no room."""
+        """Return ``flat``, padded with zeros to a multiple of that many elements; None if the buffer has no room."""
         flat, size = self.flat, -(-self.numel // multiple) * multiple
         if size == self.numel:
             return flat
@@ -253,6 +253,6 @@ class Bucket:
         deliver(self.slots, self.split(x if self.scale is None else x * self.scale))
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Cut a 1-D tensor of ``numel`` elements into the slots' shapes (views)."""
+        """Split a 1-D tensor of ``numel`` elements into the slots' shapes (views)."""
         pieces = x.split([slot.numel for slot in self.slots])
         return [piece.view(slot.shape) for slot, piece in zip(self.slots, pieces)]

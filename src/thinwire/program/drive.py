@@ -1,4 +1,4 @@
-"""Runs one program in the calling thread: whoever has an answer to each of its ops."""
+"""Run one program in the calling thread, given a function that answers each of its ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.program.ops import NextForward, Op, Program, Scope
 
 @dataclass(frozen=True, eq=False)
 class Paused:
-    """A program at its ``NextForward``: ``shard`` is the last thing it received, ``rounds`` what it has issued."""
+    """A program at its ``NextForward``: ``shard`` is what it received last, ``rounds`` how many ops it has issued."""
 
     program: Program
     shard: Any
@@ -23,12 +23,12 @@ def drive(program: Program, answer: Callable[[Op], Any], *, pause: bool = False)
     """Run a program to its end, or with ``pause`` to its ``NextForward``.
 
     Args:
-        program: that has not begun, or is paused.
-        answer: what an op gives.
-        pause: stop there.
+        program: has not begun, or is paused.
+        answer: returns an op's result.
+        pause: stop at ``NextForward``.
 
     Returns:
-        The program's value; of one that was stopped, :class:`Paused`.
+        The program's value; :class:`Paused` if it was stopped.
     """
     value: Any = None
     while True:

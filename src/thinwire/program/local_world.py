@@ -1,4 +1,4 @@
-"""N ranks in one process: the oracle of the tests, and the way to try a method without a cluster."""
+"""N ranks in one process: the reference for tests, and a way to try a method without a cluster."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LocalWorld:
         self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
 
     def step(self, method: Method, gradients: Sequence[Gradients], *, lr: float | None = None) -> list[dict[str, Any]]:
-        """One synchronised backward.
+        """Run one synchronised backward.
 
         Args:
             method: the program to run.
@@ -60,11 +60,11 @@ class LocalWorld:
             lr: the learning rate, for methods that ask for it.
 
         Returns:
-            Per rank ``{name: Tensor}``: what it would find in ``.grad``.
+            For each rank ``{name: Tensor}``: what it would find in ``.grad``.
 
         Raises:
-            OrderError: the ranks' programs do not fit together.
-            ValueError: the gradients do not fit each other or the plan.
+            OrderError: the ranks' programs do not match.
+            ValueError: the gradients do not match each other or the plan.
         """
         if len(gradients) != self.size:
             raise ValueError(f"{self.size} ranks need {self.size} dicts of gradients, not {len(gradients)}")
@@ -97,14 +97,14 @@ class LocalWorld:
         return results
 
     def residuals(self) -> list[dict[str, Tensor]]:
-        """What every rank still owes, by name (clones); a slice with zeros around it."""
+        """Return each rank's residuals, by name (clones); a slice is filled up with zeros."""
         return [
             {name: state.extended(name, self._kinds[name][0]).clone() for name in state.residuals}
             for state in self.states
         ]
 
     def bytes_sent(self) -> list[int]:
-        """Bytes that every rank has put on the wire so far, by the ring formulas of ``volume.py``."""
+        """Return the bytes that each rank has sent so far, by the ring formulas of ``volume.py``."""
         return list(self._sent)
 
     def _learn_kinds(self, gradients: Sequence[Gradients]) -> None:

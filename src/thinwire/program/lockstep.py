@@ -25,11 +25,11 @@ from thinwire.program.volume import sent_bytes
 
 
 class OrderError(RuntimeError):
-    """The ranks wait for different things and none of them can go on."""
+    """The ranks wait for different ops, so that none can continue."""
 
 
 def run_lockstep(programs: Sequence[Program], topology: Topology, where: str = "") -> list[int]:
-    """Run one program per rank to its end. Returns the bytes that each rank sent.
+    """Run one program per rank to its end. Return the bytes that each rank sent.
 
     Raises:
         OrderError: no group instance has all its ranks at the same op; the message lists what each rank waits for.
@@ -76,7 +76,7 @@ def _signature(op: Collective) -> tuple[Any, ...]:
 
 
 def _find(waiting: Sequence[Collective | None], topology: Topology) -> list[int] | None:
-    """The ranks of some op that can complete now."""
+    """Return the ranks of an op that can complete now; None: there is none."""
     for rank, op in enumerate(waiting):
         if op is None:
             continue
@@ -102,7 +102,7 @@ def _find(waiting: Sequence[Collective | None], topology: Topology) -> list[int]
 
 
 def _ordered_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum in rank order, 16-bit floats in fp32, result in the input dtype."""
+    """Sum in rank order, 16-bit floats in fp32; the result has the input's dtype."""
     first = tensors[0]
     floating = first.dtype.is_floating_point
     total = first.to(working_dtype(first.dtype)).clone() if floating else first.clone()
@@ -116,7 +116,7 @@ def _complete(ops: Sequence[Collective], places: Sequence[int]) -> list[Tensor]:
     if isinstance(first, AllReduce):
         total = _ordered_sum(tensors)
         for x in tensors:
-            x.copy_(total.view_as(x))  # in place, as on a real wire
+            x.copy_(total.view_as(x))  # in place, as real all-reduces do
         return tensors
     if isinstance(first, ReduceScatter):
         if first.tensor.numel() % len(ops):

@@ -17,36 +17,36 @@ from thinwire.program.topology import Topology
 
 
 class Method(abc.ABC):
-    """What happens to one bucket of gradients, as straight-line code.
+    """A method: what happens to one bucket of gradients, as straight-line code.
 
-    A method is a frozen dataclass whose fields are its options. It keeps no state: whatever it remembers lives in the
+    A method is a frozen dataclass whose fields are its options. It keeps no state of its own: state is kept in the
     :class:`State` under the parameter's name.
 
-    What the rest of the library has to know of a method is declared here, so that nobody asks for its name. The last
-    five attributes are options of some methods, as fields of their dataclass; the others keep these defaults.
+    What the rest of the library must know about a method is declared here, so that no code depends on a method's name.
+    The last five attributes are options of some methods, as fields of their dataclass; other methods keep the defaults.
 
     Attributes:
         name: the registry name.
         phases: number of fusion plans; step % phases chooses (ACP has two).
         has_residual: whether something is held back for a later step.
         exact: whether the result is the plain average.
-        start_steps: steps with which a training begins by default before the method does, whose residuals and bases
-            say nothing yet (see ``methods/start.py``).
+        start_steps: default number of steps before the method begins, because its residuals and bases say nothing yet
+            (see ``methods/start.py``).
         cheap_pack: whether what comes before the first exchange costs no more than a copy.
-        shards: whether its residual is of a part of the bucket, a slice of each parameter (``State.stage_slice``).
-        single_rank_note: what a single rank, which runs S-SGD instead, has to do without; a clause for people.
-        loss: what becomes of the average where nothing is held back, in a word: "noisy", "rounded to 16 bits", ...
+        shards: whether its residual is of a part of the bucket: a slice of each parameter (``State.stage_slice``).
+        single_rank_note: what a single rank, which runs S-SGD instead, does without; a clause for people.
+        loss: in a word, how the average differs if nothing is held back: "noisy", "rounded to 16 bits", ...
         selects: whether its compute before the exchange is a selection, which a measured plan weighs against messages.
-        fusion_rule: the rule of measured plans by which its buckets are cut, whatever ``merge`` says; "": as that says.
-        bucket_unit: what ``fusion="auto"`` counts where nothing is measured: "gradient", MiB of it, or "payload".
-        candidates: options under which ``thinwire plan`` prices it when no method is named.
-        auto: its place among what ``attach("auto", lossy=True)`` prices, and the options there; None: it does not.
-        unfit: where it cannot be used and why: "fsdp2", what it needs; "federated" and "local", a clause.
-        merge: the fusion rule.
-        ordered: whether sums are made in rank order.
+        fusion_rule: rule by which measured plans make its buckets, whatever ``fusion`` says; "": as ``fusion`` says.
+        bucket_unit: what ``fusion="auto"`` counts without measurements: "gradient" (MiB of gradients) or "payload".
+        candidates: options under which ``thinwire plan`` prices it if no method is named.
+        auto: its place among what ``attach("auto", lossy=True)`` prices, with options; None: it is not among them.
+        unfit: where it cannot be used, and why: "fsdp2", what it needs; "federated" and "local", a clause.
+        fusion: the fusion rule.
+        deterministic: whether sums are made in rank order.
         collective: how sums go over nodes and ranks.
         decoupled: whether a part of the exchange is left to the next forward.
-        verify_every: steps between rounds in which all ranks compare what must be equal; 0: there are none.
+        verify_every: steps between rounds in which all ranks compare what must be equal; 0: no such rounds.
     """
 
     name: ClassVar[str] = ""
@@ -72,7 +72,7 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Exchange one bucket. It may not branch in Python on a tensor's values, only on shapes and ``state.step``."""
+        """Exchange one bucket. May branch in Python only on shapes and ``state.step``, never on a tensor's values."""
 
     @property
     def result(self) -> str:
@@ -80,36 +80,36 @@ class Method(abc.ABC):
         return "exact" if self.exact else "late" if self.has_residual else self.loss
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """Whether ``attach(keep_dense="auto")`` keeps a parameter in plain buckets; ``embedding``: it is of one."""
+        """Return whether ``keep_dense="auto"`` keeps a parameter uncompressed; ``embedding``: it is an embedding's."""
         return False
 
     def sums(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape arrives as the plain sum of what ranks bring, so that -0.0 stays -0.0."""
+        """Return whether a tensor of this shape arrives as the plain sum over ranks, so that -0.0 stays -0.0."""
         return False
 
     def dense_method(self) -> Method | None:
-        """The program of the parameters that stay dense; None: S-SGD."""
+        """Return the method for parameters that stay dense; None: S-SGD."""
         return None
 
     def plan_exchange(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Any) -> str:
-        """What a measured plan should note as a bucket's ``exchange``; "": nothing is left to the plan."""
+        """Return what a measured plan should note as a bucket's ``exchange``; "": nothing."""
         return ""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
-        """Raise ``ValueError`` if the method cannot serve this optimizer. Not asked on a single rank."""
+        """Raise ``ValueError`` if the method does not work with this optimizer. Not called on a single rank."""
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Elements on the wire for each tensor of these shapes, in fp32 units: what fusion thresholds are scaled by."""
+        """Return the elements sent for each of these shapes, in fp32 units; they scale the fusion thresholds."""
         return [math.prod(shape) for shape in shapes]
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Any
     ) -> list[float] | None:
-        """Seconds of each segment between yields (yields + 1 numbers) for the simulator; None: price it as free."""
+        """Return seconds of each segment between yields (yields + 1 numbers) for the simulator; None: free."""
         return None
 
     def options(self) -> Mapping[str, Any]:
-        """The options as plain data: compared over ranks at ``attach``, stored in checkpoints."""
+        """Return the options as plain data: compared over ranks at ``attach``, stored in checkpoints."""
         if not dataclasses.is_dataclass(self):
             return {}
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,8 +1,8 @@
-"""The words of the language: one dataclass per collective, and ``NextForward``.
+"""The ops: one dataclass per collective, and ``NextForward``.
 
-A program yields one of these and receives the result. An op *owns* its tensor: whoever runs the program may overwrite
-it (an all-reduce works in place), so a program that still needs the values sends a copy. Every rank of the group must
-yield the same kind with the same dtype and size, in the same order.
+A program yields an op and receives its result. An op *owns* its tensor: the code that runs the program may overwrite it
+(an all-reduce works in place), so a program that still needs the values sends a copy. Every rank of the group must
+yield the same kind of op with the same dtype and size, in the same order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 
 class Scope(enum.Enum):
-    """Which ranks take part: all, those of this machine, or one of every machine."""
+    """The ranks that take part: all, those of this machine, or one of each machine."""
 
     WORLD = "world"
     NODE = "node"
     CROSS = "cross"
 
-    __hash__ = object.__hash__  # members are compared by identity; enum's own is Python, and runs 300 times a step
+    __hash__ = object.__hash__  # members compare by identity; enum's own hash is in Python, and runs 300 times a step
 
 
 WORLD, NODE, CROSS = Scope.WORLD, Scope.NODE, Scope.CROSS
@@ -30,7 +30,7 @@ WORLD, NODE, CROSS = Scope.WORLD, Scope.NODE, Scope.CROSS
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """What all collectives share: the tensor this rank brings and the group it brings it to."""
+    """What all collectives share: this rank's tensor and the group."""
 
     tensor: Tensor
     group: Scope = WORLD
@@ -38,17 +38,17 @@ class Collective:
 
 @dataclass(frozen=True, eq=False)
 class AllReduce(Collective):
-    """Sum over the group. Result: the sum, same shape; may be the very tensor that was sent."""
+    """Sum over the group. Result: the sum, same shape; it may be the same tensor that was sent."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter(Collective):
-    """Sum over the group, of which this rank receives its own chunk: 1-D ``[W*k]`` -> ``[k]``."""
+    """Sum over the group; each rank receives its own chunk: 1-D ``[W*k]`` -> ``[k]``."""
 
 
 @dataclass(frozen=True, eq=False)
 class AllGather(Collective):
-    """Everybody's message in rank order: ``[*shape]`` -> ``[W, *shape]``; it may be put into ``out``, of that size."""
+    """All ranks' messages in rank order: ``[*shape]`` -> ``[W, *shape]``; may be written to ``out``, of that size."""
 
     out: Tensor | None = None
 
@@ -60,24 +60,24 @@ class AllToAll(Collective):
 
 @dataclass(frozen=True, eq=False)
 class Broadcast(Collective):
-    """The source's tensor to everybody. ``source`` counts within the group."""
+    """Send the source's tensor to all ranks. ``source`` is a rank within the group."""
 
     source: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange(Collective):
-    """Swap messages with one peer (a rank within the group). ``peer=None`` takes its turn and moves nothing."""
+    """Swap messages with one peer (a rank within the group). ``peer=None`` takes part and sends nothing."""
 
     peer: int | None = None
 
 
 @dataclass(frozen=True)
 class NextForward:
-    """The rest of this program may wait until the layers of its bucket are needed again.
+    """A pause: the rest of the program may wait until the layers of its bucket are needed again.
 
-    For norms of what has been scattered: its first ``sums`` elements (all ranks' together) are sums over the ranks, the
-    others averages; ``unscaled``: a loss scale is divided out already.
+    For norms of what was scattered: its first ``sums`` elements (over all ranks' parts) are sums over the ranks, the
+    others averages; ``unscaled``: a loss scale is already divided out.
     """
 
     sums: int = 0
@@ -87,4 +87,4 @@ class NextForward:
 Op = Collective | NextForward
 """What a program yields."""
 Program = Generator[Op, Any, Any]
-"""A program: it yields ops, receives what becomes of them, and may return a value."""
+"""A program: it yields ops, receives their results, and may return a value."""

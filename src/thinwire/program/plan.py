@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from thinwire.program.method import Method
 
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError)
-"""What reading back JSON can raise where the text holds something else, infinite numbers, or is nested too deeply."""
+"""What reading JSON can raise if the text holds something else, infinite numbers, or is nested too deeply."""
 
 SIDE_STREAMS = 2
-"""On a card, that many consecutive buckets have streams of their own: one's numbers are made while another's travel."""
+"""On CUDA, that many consecutive buckets have their own streams: one is compressed while another is sent."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class PlanBucket:
 
     Attributes:
         names: of its parameters.
-        dense: it runs plain S-SGD whatever the method.
-        kept: elements that a sparse method sends of it; 0: as the method's density says.
-        collective: how its sum goes over the nodes, for methods that have such an option; "": as theirs says.
-        exchange: how sparse messages are exchanged, likewise.
+        dense: whether it runs plain S-SGD whatever the method.
+        kept: number of elements that a sparse method sends of it; 0: as the method's density says.
+        collective: how its sum goes over the nodes, for methods with that option; "": as the method says.
+        exchange: how sparse messages are exchanged; "": likewise.
     """
 
     names: tuple[str, ...]
@@ -37,7 +37,7 @@ class PlanBucket:
     exchange: str = ""
 
     def applied(self, method: Method) -> Method:
-        """The method as this bucket runs it."""
+        """Return the method as this bucket runs it."""
         if not (self.collective or self.exchange):
             return method
         decided = {"collective": self.collective, "exchange": self.exchange}
@@ -60,15 +60,15 @@ class Plan:
 
     @classmethod
     def of(cls, *phases: Iterable[Iterable[str]], rule: str = "given") -> Plan:
-        """A plan from plain lists of names."""
+        """Make a plan from plain lists of names."""
         return cls(tuple(tuple(PlanBucket(tuple(names)) for names in phase) for phase in phases), rule)
 
     def buckets(self, step: int = 0) -> tuple[PlanBucket, ...]:
-        """The buckets in force at a step."""
+        """Return the buckets in force at a step."""
         return self.phases[step % len(self.phases)]
 
     def names(self) -> tuple[str, ...]:
-        """All parameter names, in launch order."""
+        """Return all parameter names, in launch order."""
         return tuple(name for bucket in self.phases[0] for name in bucket.names)
 
     def check(self, names: Iterable[str]) -> None:
@@ -84,7 +84,7 @@ class Plan:
                 )
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Return the plan as JSON text."""
         phases = [
             [
                 {

@@ -1,4 +1,4 @@
-"""Shapes of a few operations on meta tensors, which torch finds in Python: that imports its compiler, for a second."""
+"""Shapes of some operations on meta tensors; torch computes them in Python, importing its compiler (a second)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class ShapesAlone(TorchFunctionMode):
-    """Inside, these operations on meta tensors give uninitialised ones of the right shape; others are torch's own."""
+    """Inside, these operations on meta tensors return uninitialised tensors of the right shape; others are torch's."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,13 +1,13 @@
-"""What a method remembers between steps, by parameter name, in two phases.
+"""A method's state between steps, by parameter name, committed in two phases.
 
-A program *stages* its new state while the step is still running; when the last bucket has ended, whoever runs the
-programs accepts everything, if every verdict of the step holds, or nothing. So one overflow on one rank costs one step
-and never poisons a residual. What was accepted is in force at once, or *pending* until an optimizer has used the
-gradients: if they are dropped instead, so is what was held back of them. The price is a second copy of the residuals
-until then.
+A program *stages* its new state while the step is still running. When the last bucket has ended, the code that runs the
+programs accepts everything if every verdict of the step holds, and nothing otherwise. So one overflow on one rank costs
+one step and never damages a residual. Accepted state takes effect at once, or is *pending* until an optimizer has used
+the gradients: if they are dropped instead, what was held back from them is dropped too. The price is a second copy of
+the residuals until then.
 
-Three kinds of memory. *Residuals* and *local* fields (a momentum) are this rank's own: a restart on another number of
-ranks hands their mean to every rank. *Shared* fields (a factor) are equal on all ranks.
+There are three kinds of state. *Residuals* and *local* fields (a momentum) are this rank's own: a restart on another
+number of ranks gives their mean to every rank. *Shared* fields (a factor) are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from thinwire.program.topology import Topology
 Key = tuple[str, str]
 """(field, parameter's name)."""
 
-_UNUSED_STEPS = 16  # after which a bucket's memory is given back: plans and phases change
+_UNUSED_STEPS = 16  # steps after which unused memory of a bucket is freed: plans and phases change
 
 
 def extend(part: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    """A 1-D slice that begins at ``offset``, as a tensor of this shape with zeros around it."""
+    """Return a 1-D slice that begins at ``offset`` as a tensor of this shape, with zeros around it."""
     whole = part.new_zeros(torch.Size(shape).numel())
     whole[offset : offset + part.numel()] = part.reshape(-1)
     return whole.view(torch.Size(shape))
@@ -59,7 +59,7 @@ class _Changes:
         self.locals.update(other.locals)
 
     def pop(self, names: Container[str]) -> _Changes:
-        """Take out what is there of these parameters."""
+        """Remove and return what is there for these parameters."""
         return _Changes(
             {name: self.residuals.pop(name) for name in [*self.residuals] if name in names},
             {name: self.offsets.pop(name) for name in [*self.offsets] if name in names},
@@ -69,15 +69,15 @@ class _Changes:
 
 
 class State:
-    """One rank's memory.
+    """One rank's state.
 
     Attributes:
-        rank: this rank. size: number of ranks. topology: which rank sits where.
+        rank: this rank. size: number of ranks. topology: which rank is on which machine.
         step: synchronised backwards so far, accepted or not; known on the host, so programs may branch on it.
-        lr: the learning rate, where the caller knows it.
-        start: the first step at which the method runs; exact averages before.
-        dropped: steps of which nothing was kept, as no optimizer used their gradients.
-        restored: a snapshot was taken over.
+        lr: the learning rate, if the caller knows it.
+        start: the first step at which the method runs; before it, averages are exact.
+        dropped: steps whose state was dropped because no optimizer used their gradients.
+        restored: whether a snapshot was taken over.
     """
 
     def __init__(self, rank: int, topology: Topology) -> None:
@@ -88,9 +88,9 @@ class State:
         self.restored = False
         self.lr: float | None = None
         self.start = self.dropped = 0
-        self._committed = False  # something of the last step
+        self._committed = False  # whether something of the last step was
         self.residuals: dict[str, Tensor] = {}
-        self.offsets: dict[str, int] = {}  # of residuals that are slices of a parameter: where in it they begin
+        self.offsets: dict[str, int] = {}  # for residuals that are slices of a parameter: where they begin
         self.fields: dict[Key, Tensor] = {}
         self.locals: dict[Key, Tensor] = {}
         self._staged, self._pending = _Changes(), _Changes()
@@ -99,31 +99,31 @@ class State:
 
     @property
     def turn(self) -> int:
-        """Steps without the dropped ones: what alternates goes by it, or two kinds of steps would fall on one side."""
+        """Steps without dropped ones. Alternating methods use it, or drops could leave one kind of step out."""
         return self.step - self.dropped
 
     def residual(self, slot: Slot) -> Tensor:
-        """What this rank still owes for a parameter: fp32 (fp64 for fp64), its shape, unscaled; zeros at the start."""
+        """Return a parameter's residual: fp32 (fp64 for fp64), in its shape, unscaled; zeros at the start."""
         found = self.residuals.get(slot.name)
         if found is None:
             found = self.residuals[slot.name] = _zeros(slot)
         return found
 
     def local(self, field: str, slot: Slot) -> Tensor:
-        """This rank's own tensor of a parameter besides the residual: of the same kind, zeros at the start."""
+        """Return a parameter's local field: this rank's own, of the residual's kind, zeros at the start."""
         found = self.locals.get((field, slot.name))
         if found is None:
             found = self.locals[field, slot.name] = _zeros(slot)
         return found
 
     def shared(self, field: str, name: str) -> Tensor | None:
-        """A tensor equal on all ranks (a factor, a query) that was staged under ``field``, or None."""
+        """Return a tensor, equal on all ranks (a factor, a query), that was staged under ``field``, or None."""
         return self.fields.get((field, name))
 
     def spare(self, slots: Sequence[Slot], field: str | None = None, size: int | None = None) -> Tensor:
-        """Memory for the residual, or local field, that the slots will stage; not that in force.
+        """Return memory for the residual, or local field, that the slots will stage; never the one in force.
 
-        [``size``]; None: the elements of all of them.
+        ``size``: number of elements; None: those of all slots.
 
         On CPUs two buffers take turns: fresh memory costs more (page faults) than all the arithmetic of a step.
         """
@@ -158,20 +158,20 @@ class State:
             self._staged.locals[field, name] = value
 
     def slice_of(self, name: str) -> tuple[int, Tensor] | None:
-        """A residual that was staged as a slice, and where in the flattened parameter it begins; else all of it, 1-D.
+        """Return where a residual that was staged as a slice begins in the flattened parameter, and the slice, 1-D.
 
-        None: no residual.
+        A residual staged whole counts as a slice from 0. None: there is no residual.
         """
         found = self.residuals.get(name)
         return None if found is None else (self.offsets.get(name, 0), found.reshape(-1))
 
     def stage_slice(self, name: str, offset: int, residual: Tensor) -> None:
-        """As ``stage``, of the 1-D part of a parameter that begins at ``offset``: what this rank owes of it."""
+        """Stage the residual of the 1-D part of a parameter that begins at ``offset``."""
         self._staged.residuals[name] = residual
         self._staged.offsets[name] = offset
 
     def extended(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The residual of a parameter of this shape, zeros where it is a slice (a new tensor in that case)."""
+        """Return a parameter's residual in this shape; a slice is filled up with zeros (in a new tensor)."""
         found = self.residuals[name]
         return extend(found, self.offsets[name], shape) if name in self.offsets else found
 
@@ -180,15 +180,15 @@ class State:
         self._verdicts.append(flag)
 
     def accepted(self) -> Tensor | None:
-        """All verdicts of the step in one 0-dim tensor; None if no program gave one."""
+        """Return all verdicts of the step in one 0-dim tensor; None if no program gave one."""
         if not self._verdicts:
             return None
         return torch.stack([v.reshape(()) for v in self._verdicts]).all()
 
     def end_step(self, *, hold: bool = False) -> bool:
-        """Accept the staged state if every verdict holds, else drop it. Returns whether it was accepted (host read).
+        """Accept the staged state if every verdict holds, else drop it. Return whether it was accepted (host read).
 
-        ``hold``: what is accepted stays pending until ``commit``.
+        ``hold``: accepted state stays pending until ``commit``.
         """
         flag = self.accepted()
         accepted = flag is None or flag.device.type == "meta" or bool(flag)
@@ -198,7 +198,7 @@ class State:
         return accepted
 
     def settle(self) -> None:
-        """Commit what programs have staged since the step was counted: the second half of a decoupled one."""
+        """Commit what programs have staged since the step was counted: in the second half of a decoupled step."""
         step, flag = self.step, self.accepted()
         if flag is not None and flag.device.type == "cuda":
             self.end_step_on_device()
@@ -207,8 +207,8 @@ class State:
         self.step = step
 
     def end_step_on_device(self, *, hold: bool = False) -> None:
-        """As ``end_step`` without a host read (CUDA): the choice is a ``torch.where`` on the current stream."""
-        if self._recut():  # after a change of plan: old and new are different slices
+        """Do as ``end_step`` without a host read (CUDA): the choice is a ``torch.where`` on the current stream."""
+        if self._recut():  # after a change of plan: old and new slices differ
             self.end_step(hold=hold)
             return
         flag, staged = self.accepted(), self._staged
@@ -221,7 +221,7 @@ class State:
                 staged.locals[key] = torch.where(flag, new, torch.zeros_like(new) if old is None else old)
             for key, new in staged.fields.items():
                 old = self.fields.get(key)
-                # A field never committed before has no old value; the new one is finite by its kernel's contract.
+                # A field never committed before has no old value; the new one is finite, as its kernel guarantees.
                 staged.fields[key] = new if old is None else torch.where(flag, new, old)
         self._accept(hold)
         self._next_step()
@@ -251,13 +251,13 @@ class State:
         self._force(ready)
 
     def drop_pending(self) -> None:
-        """Forget what is pending: the gradients that it was held back from were dropped."""
+        """Drop what is pending, because the gradients that it was held back from were dropped."""
         if self._pending and not self._committed:
             self.dropped += 1
         self._pending.clear()
 
     def rescale(self, factor: float) -> None:
-        """Multiply all that is in gradient units, in force or pending: they were other units than was thought."""
+        """Multiply everything in gradient units, in force or pending, because it was kept in the wrong units."""
         for residuals in (self.residuals, self._pending.residuals):
             residuals.update({name: value * factor for name, value in residuals.items()})
         for local in (self.locals, self._pending.locals):
@@ -270,7 +270,7 @@ class State:
             del self._spare[key]
 
     def _recut(self) -> bool:
-        """Whether a staged slice is not the committed one's part of its parameter."""
+        """Return whether a staged slice covers another part of its parameter than the committed one."""
         return any(
             name in self.residuals
             and (self.offsets.get(name) != offset or self.residuals[name].shape != self._staged.residuals[name].shape)
@@ -278,12 +278,12 @@ class State:
         )
 
     def drop_step(self) -> None:
-        """Forget what was staged (after an error)."""
+        """Drop what was staged (after an error)."""
         self._staged.clear()
         self._verdicts.clear()
 
     def snapshot(self) -> dict[str, Any]:
-        """Committed state as plain data, cloned: step, residuals by name, shared and local fields by field and name."""
+        """Return committed state as plain data, cloned: step, residuals by name, fields by field and name."""
         residuals = {name: value.detach().clone() for name, value in self.residuals.items()}
         return {
             "step": self.step,
@@ -295,7 +295,7 @@ class State:
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take over a snapshot (tensors are cloned); one without local fields has none."""
+        """Take over a snapshot (tensors are cloned). A snapshot may lack local fields."""
         self.drop_step()
         self.drop_pending()
         self._spare.clear()

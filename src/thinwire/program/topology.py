@@ -1,4 +1,4 @@
-"""Which rank sits on which machine, and the groups that follow from it."""
+"""Which rank is on which machine, and the groups that follow from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.program.ops import Scope
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks and machines.
+    """The assignment of ranks to machines.
 
     Args:
         world_size: number of ranks.
@@ -45,7 +45,7 @@ class Topology:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Ranks of each machine."""
+        """Number of ranks on each machine."""
         assert isinstance(self.ranks_per_node, tuple)
         return self.ranks_per_node
 
@@ -65,15 +65,15 @@ class Topology:
         return len(set(self.layout)) == 1
 
     def node_of(self, rank: int) -> int:
-        """The machine of a rank."""
+        """Return the machine of a rank."""
         return next(i for i, end in enumerate(itertools.accumulate(self.layout)) if rank < end)
 
     def local_rank(self, rank: int) -> int:
-        """The rank's number within its machine."""
+        """Return the rank's number within its machine."""
         return rank - sum(self.layout[: self.node_of(rank)])
 
     def members(self, scope: Scope, rank: int) -> tuple[int, ...]:
-        """The ranks of the group instance of ``scope`` that ``rank`` belongs to, ascending."""
+        """Return the ranks of the group instance of ``scope`` that ``rank`` belongs to, ascending."""
         starts = list(itertools.accumulate(self.layout, initial=0))
         if scope is Scope.WORLD:
             return tuple(range(self.world_size))

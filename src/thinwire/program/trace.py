@@ -1,4 +1,4 @@
-"""Run a program on shapes alone: which collectives it issues, without data and without a network."""
+"""Run a program on shapes only, to find which collectives it issues, without data and without a network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TracedExchange:
 
 
 def steady_step(method: Method, phase: int) -> int:
-    """A step of this phase at which warm-ups and dense first steps are long over."""
+    """Return a step of this phase at which warm-ups and dense first steps are long over."""
     return (method.phases << 40) + phase
 
 
@@ -44,20 +44,20 @@ def trace(
     dtype: torch.dtype = torch.float32,
     kept: int = 0,
 ) -> list[TracedExchange]:
-    """The collectives that ``method`` issues for one bucket of (name, shape) pairs; ``kept``: see :class:`Bucket`."""
+    """Return the collectives that ``method`` issues for a bucket of (name, shape) pairs; ``kept``: of the bucket."""
     state = State(rank, topology)
     state.step = step
     return _run(method, shapes, state, dtype, kept)
 
 
 def with_rare_rounds(method: Method, programs: Sequence[Sequence[TracedExchange]]) -> list[list[TracedExchange]]:
-    """Programs, and the round that they end with now and then: low-rank methods compare bases (no trace sees it)."""
+    """Return the programs with the occasional last round in which low-rank methods compare bases (traces lack it)."""
     rare = [TracedExchange("AllGather", Scope.WORLD, 0, 0)] if method.verify_every else []
     return [[*one, *rare] for one in programs]
 
 
 def depths(programs: Iterable[Sequence[TracedExchange]]) -> Counter[Scope]:
-    """How many exchanges the deepest of these programs has within each scope."""
+    """Return how many exchanges the deepest of these programs has within each scope."""
     deepest: Counter[Scope] = Counter()
     for exchanges in programs:
         deepest |= Counter(x.scope for x in exchanges if x.scope is not None)
@@ -67,7 +67,7 @@ def depths(programs: Iterable[Sequence[TracedExchange]]) -> Counter[Scope]:
 def memory(
     method: Method, shapes: Sequence[tuple[str, Sequence[int]]], topology: Topology, *, rank: int, dtype: torch.dtype
 ) -> State:
-    """What ``method`` remembers of these parameters once it is under way: a state of meta tensors."""
+    """Return the state that ``method`` keeps of these parameters once it is under way, on meta tensors."""
     state = State(rank, topology)
     for phase in range(method.phases):
         state.step = steady_step(method, phase)
@@ -101,7 +101,7 @@ def _run(
 
 
 def result_like(op: Collective, members: int) -> Tensor:
-    """An uninitialised tensor of the shape that ``op`` returns."""
+    """Return an uninitialised tensor of the shape that ``op`` returns."""
     if isinstance(op, AllGather):
         return op.tensor.new_empty((members, *op.tensor.shape))
     if isinstance(op, ReduceScatter):

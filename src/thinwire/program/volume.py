@@ -1,4 +1,4 @@
-"""How many bytes one rank sends for an op: the formulas that the ledger, LocalWorld and the simulator share.
+"""Bytes that one rank sends for an op: the formulas that the ledger, LocalWorld and the simulator share.
 
 Ring algorithms: each rank sends 2(W-1)/W of an all-reduced buffer, (W-1)/W of a scattered one, and its gathered message
 W-1 times. A broadcast is counted as its mean over the ranks.
@@ -10,7 +10,7 @@ from thinwire.program.ops import AllGather, AllReduce, AllToAll, Broadcast, Coll
 
 
 def sent_bytes(op: Collective, members: int) -> int:
-    """Bytes that one rank puts on the wire for ``op`` in a group of ``members`` ranks (rounded to the nearest byte)."""
+    """Return the bytes that one rank sends for ``op`` in a group of ``members`` ranks (rounded to the nearest byte)."""
     size = op.tensor.numel() * op.tensor.element_size()
     others = members - 1
     if isinstance(op, AllReduce):

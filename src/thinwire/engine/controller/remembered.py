@@ -1,6 +1,6 @@
 """Remember what was measured of a network, in a file on rank 0, for the next start on the same machines.
 
-``$XDG_CACHE_HOME/thinwire/network-<digest>.json``, else below ``~/.cache``. If it cannot be read or written,
+The file: ``$XDG_CACHE_HOME/thinwire/network-<digest>.json``, else below ``~/.cache``. If it cannot be read or written,
 the log gets a line, and nothing is remembered.
 """
 

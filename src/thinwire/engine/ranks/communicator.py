@@ -168,7 +168,7 @@ class Communicator:
         return typical(rows.tolist(), len(rows))
 
     def gather_tensor(self, x: Tensor) -> Tensor:
-        """Return every rank's 1-D tensor of equal length: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""
+        """Return every rank's 1-D tensor, equal in size: ``[k]`` -> ``[W, k]``; one exchange, ordered on the device."""
         return self.gather_later(x)()
 
     def gather_later(self, x: Tensor) -> Callable[[], Tensor]:
