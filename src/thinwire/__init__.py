@@ -131,6 +131,6 @@ def __dir__() -> list[str]:
 
 
 def _methods() -> dict[str, str]:
-    """The classes of registered methods, which are names of this package: class -> name of the method."""
+    """Return the classes of registered methods, which are names of this package: class -> name of the method."""
     found: dict[str, str] = importlib.import_module("thinwire.methods.registry").public()
     return found

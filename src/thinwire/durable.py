@@ -1,4 +1,4 @@
-"""Files and directories that are whole or not there, whatever dies in the middle: flushed first, then renamed."""
+"""Files and directories that are complete or absent, even after a crash: flushed first, then renamed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("thinwire")
 
 
 class _Watched:
-    """A file as torch's writer sees it, which hides the ``OSError`` of a full disk behind words of its own."""
+    """A file for torch's writer, which hides the ``OSError`` of a full disk: this keeps the error, and a digest."""
 
     file: IO[bytes]
 
@@ -30,7 +30,7 @@ class _Watched:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Called by torch."""
+        """Write data; called by torch."""
         try:
             self.file.write(data)
         except OSError as error:
@@ -40,21 +40,21 @@ class _Watched:
         return len(data)
 
     def flush(self) -> None:
-        """Called by torch at the end."""
+        """Flush the file; called by torch at the end."""
         self.file.flush()
 
 
 def write_file(path: Path, content: Any, *, synced: bool = True) -> str:
-    """Store bytes and text as they are, tensors and plain values for ``read_file``.
+    """Write bytes and text as they are; write tensors and plain values for ``read_file``.
 
     Args:
-        synced: it is flushed to disk.
+        synced: whether to flush it to disk.
 
     Returns:
-        The digest of what ``read_file`` can read, as ``digest_of`` finds it; "" for bytes and text.
+        The digest of a file for ``read_file``, equal to its ``digest_of``; "" for bytes and text.
 
     Raises:
-        OSError: it could not be written, with its path.
+        OSError: it could not be written; the error has its path.
     """
     watched = _Watched()
     raw = content.encode() if isinstance(content, str) else content
@@ -77,7 +77,7 @@ def write_file(path: Path, content: Any, *, synced: bool = True) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """A checksum of a file's content."""
+    """Return a checksum of a file's content."""
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -86,7 +86,7 @@ def digest_of(path: Path) -> str:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read them back, on the CPU, without unpickling anything else.
+    """Read a file of ``write_file``, onto the CPU, without unpickling anything else.
 
     Raises:
         OSError: it cannot be read.
@@ -97,17 +97,17 @@ def read_file(path: Path) -> dict[str, Any]:
             content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as error:  # torch's reader raises whatever it stumbles over
+        except Exception as error:  # torch's reader can raise anything
             reason = type(error).__name__ if path.stat().st_size else "it is empty"
             raise ValueError(f"{path} is damaged, or was not written by thinwire ({reason})") from error
     return content
 
 
 def write_whole(path: Path, content: Any, *, synced: bool = True, shared: bool = False) -> None:
-    """As ``write_file``, under another name until it is whole; what was there before is replaced.
+    """Do as ``write_file``, under another name until it is complete; an existing file is replaced.
 
     Args:
-        shared: other processes may write this file at the same time; each does so under a name of its own.
+        shared: whether other processes may write this file at the same time; each then uses a name of its own.
     """
     partial = path.with_name(f"{_PARTIAL}{f'{os.getpid()}-' if shared else ''}{path.name}")
     try:
@@ -122,18 +122,18 @@ def write_whole(path: Path, content: Any, *, synced: bool = True, shared: bool =
 
 
 class CheckpointDirectory:
-    """Numbered checkpoints ``<name>-<number>`` in a directory, each whole or not there. For one writer at a time.
+    """Numbered checkpoints ``<name>-<number>`` in a directory, each complete or absent. For one writer at a time.
 
-    Each is a directory, or a file if there is a ``suffix``. It is written under another name, flushed and renamed. A
-    directory that has the name already goes only when the new one is there: between the two renames of that case it
-    has another name, under which ``found`` finds it.
+    Each is a directory, or a file if there is a ``suffix``. It is written under another name, flushed and renamed. An
+    existing directory of that name is removed only when the new one is there: between the two renames it has another
+    name, under which ``found`` finds it.
 
     Args:
         folder: of the checkpoints; ``begin`` makes it.
-        name: what is numbered.
+        name: prefix of the numbered names.
         keep: how many to keep when one is finished; older ones are removed, those of later numbers left alone. 0: all.
         suffix: of the files.
-        holds: a file that every checkpoint has: a directory without it is somebody else's.
+        holds: a file that every checkpoint has: a directory without it is not one of these checkpoints.
     """
 
     def __init__(self, folder: str | Path, name: str, keep: int = 0, *, suffix: str = "", holds: str = "") -> None:
@@ -141,17 +141,17 @@ class CheckpointDirectory:
         self._pattern = re.compile(rf"{re.escape(name)}-(\d+){re.escape(suffix)}")
 
     def path(self, number: int) -> Path:
-        """Of a whole checkpoint."""
+        """Return the path of a complete checkpoint."""
         return self.folder / f"{self._name}-{number:09d}{self._suffix}"
 
     def partial(self, number: int) -> Path:
-        """Of one that is being written."""
+        """Return the path of a checkpoint that is being written."""
         return self.folder / f"{_PARTIAL}{self.path(number).name}"
 
     def found(self) -> dict[int, Path]:
-        """The whole checkpoints by number, ascending.
+        """Return the complete checkpoints by number, ascending.
 
-        Where a kill fell between the renames, the one that was to be replaced stands for it.
+        If the process was killed between the renames, the one that was to be replaced is returned.
         """
         paths = {path.name: path for path in self.folder.iterdir()} if self.folder.is_dir() else {}
         numbers = {}
@@ -162,7 +162,7 @@ class CheckpointDirectory:
         return dict(sorted(numbers.items()))
 
     def begin(self, number: int) -> Path:
-        """Remove what killed writers left. Returns where to write: an empty directory, or the name of a file."""
+        """Remove what killed writers left. Return where to write: an empty directory, or the name of a file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
         partial = self.partial(number)
@@ -171,10 +171,10 @@ class CheckpointDirectory:
         return partial
 
     def finish(self, number: int, stays: int | None = None) -> Path:
-        """Give what was written its name, and remove those that are not to be kept.
+        """Rename what was written to its final name, and remove checkpoints that are not to be kept.
 
         Args:
-            stays: of the older ones keep that of this number, instead of the newest.
+            stays: number of the older checkpoint to keep, instead of the newest ones.
         """
         partial, final = self.partial(number), self.path(number)
         old = final.with_name(f"{_OLD}{final.name}")
@@ -190,7 +190,7 @@ class CheckpointDirectory:
             kept = list(found)[-self._keep :] if stays is None else [stays, number]
             for known in found.keys() - kept:
                 self._remove(found[known])
-        except OSError as error:  # the new one is there, which is what counts
+        except OSError as error:  # the new checkpoint is there, which is what counts
             log.warning("thinwire: an old checkpoint was not removed: %s", error)
         return final
 
@@ -200,7 +200,7 @@ class CheckpointDirectory:
 
     @contextmanager
     def write(self, number: int, stays: int | None = None) -> Iterator[Path]:
-        """``begin``, and at the end ``finish``; ``abort`` if it cannot be written."""
+        """Call ``begin``, and at the end ``finish``; ``abort`` if it cannot be written."""
         try:
             yield self.begin(number)
             self.finish(number, stays)
@@ -210,7 +210,7 @@ class CheckpointDirectory:
 
     def drop_after(self, number: int) -> None:
         """Remove the checkpoints of later numbers."""
-        self._sweep()  # else one that was replaced would stand for the one that goes
+        self._sweep()  # else a replaced checkpoint would reappear when its successor is removed
         for later, path in self.found().items():
             if later > number:
                 self._remove(path)
@@ -226,7 +226,7 @@ class CheckpointDirectory:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Remove a checkpoint, if it is there: what a kill leaves of it has no name that is read."""
+        """Remove a checkpoint, if it exists. What is left after a kill has a name that is never read."""
         if self._suffix:
             path.unlink(missing_ok=True)
         elif path.exists():
@@ -236,7 +236,7 @@ class CheckpointDirectory:
             shutil.rmtree(gone)
 
     def _discard(self, path: Path) -> None:
-        """Remove what nobody reads, if it is there and can be removed."""
+        """Remove what is never read, if it exists and can be removed."""
         if self._suffix:
             with suppress(OSError):
                 path.unlink()
@@ -245,12 +245,12 @@ class CheckpointDirectory:
 
 
 def user_cache() -> Path:
-    """thinwire's folder under XDG_CACHE_HOME, or ~/.cache. Raises ``RuntimeError`` for a user who has no home."""
+    """Return thinwire's folder under XDG_CACHE_HOME, or ~/.cache. Raise ``RuntimeError`` if the user has no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
 
 
 def flush(path: Path) -> None:
-    """Make a file's content, or what was made, renamed or removed in a directory, survive a loss of power."""
+    """Flush a file's content, or changes to a directory's entries, to disk, so that they survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""What a rank tells whoever started it: lines of JSON behind ``@@``, among all else that its libraries print."""
+"""Messages from a rank to the process that started it: lines of JSON after ``@@``, among its other output."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _LAST = 15  # lines
 
 
 def tell_event(event: dict[str, Any]) -> None:
-    """In one write, as other threads of this process print too."""
+    """Print an event in one write, because other threads of this process print too."""
     print(f"@@{json.dumps(event)}\n", end="", flush=True)
 
 
 def event_in(line: str) -> tuple[dict[str, Any] | None, str]:
-    """The event with which a line begins, or None; and what somebody else has printed into it."""
+    """Return the event with which a line begins, or None; and other output that got into the line."""
     if line.startswith("@@{"):
         try:
             event, end = json.JSONDecoder().raw_decode(line, 2)
             return event, line[end:]
-        except ValueError:  # it was cut in two
+        except ValueError:  # the line was cut in two
             pass
     return None, line
 
 
 class LastWords:
-    """Hears the lines of ranks: hands on their events, and keeps the last of what else they print, for an error.
+    """Receives the ranks' lines: passes on their events, and keeps the last other lines for an error message.
 
     Args:
-        on_event: (rank, event).
+        on_event: called with (rank, event).
     """
 
     def __init__(self, on_event: Callable[[int, dict[str, Any]], None]) -> None:
@@ -38,7 +38,7 @@ class LastWords:
         self._words = deque[str](maxlen=_LAST)
 
     def __call__(self, rank: int, line: str) -> None:
-        """One line of a rank."""
+        """Receive one line of a rank."""
         event, text = event_in(line)
         if event is not None:
             self._on_event(rank, event)
@@ -46,5 +46,5 @@ class LastWords:
             self._words.append(f"[{rank}] {text.rstrip()}")
 
     def after(self, what: str) -> str:
-        """What has happened, and under it the last lines."""
+        """Return what has happened, followed by the last lines."""
         return "\n".join([f"{what}; last words:", *self._words])

@@ -1,4 +1,4 @@
-"""Calls that may wait for ever, with a limit: those of a store whose host is frozen or cut off."""
+"""Put a limit on calls that may wait for ever, such as those to a store whose host is frozen or cut off."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's own for Gloo
 
 
 def seconds_of(timeout: timedelta | None) -> float:
-    """After how long a message fails; None: torch's limit."""
+    """Return the seconds after which a message fails; None: torch's limit."""
     return (timeout or _DEFAULT_TIMEOUT).total_seconds()
 
 
 def bounded(seconds: float, call: Callable[[], T]) -> T:
-    """What a call returns or raises, made in another thread.
+    """Return what a call returns, or raise what it raises; it runs in another thread.
 
     Raises:
-        TimeoutError: it took longer; the thread is left behind.
+        TimeoutError: it took longer; the thread is left running.
     """
     answers: list[T] = []
     errors: list[BaseException] = []

@@ -1,6 +1,6 @@
-"""Sums and gatherings over a mesh: messages to and from all other ranks at once, sums in rank order.
+"""All-reduce, reduce-scatter and all-gather over a mesh: messages to and from all ranks at once, sums in rank order.
 
-The tensors' memory is cut as bytes, not as tensors: with caches that backward has just filled, a call of torch's costs
+The tensors' memory is split as bytes, not as tensors: when backward has just filled the caches, a call of torch costs
 some 20 microseconds, and each op has 2 (W - 1) messages or twice that.
 """
 
@@ -21,10 +21,10 @@ from thinwire.link.memory import memory_of
 def all_reduce_by_mesh(x: Tensor, lane: Lane) -> CountdownWork:
     """Sum over the ranks, in place; a contiguous CPU tensor.
 
-    Each rank receives the others' parts of its own share, sums them in rank order and sends the sum to all: a ring's
-    bytes, ``2 (W - 1) / W`` of the tensor each way, in two turns where a ring takes ``2 (W - 1)``. The second turn has
-    streams of its own, since it begins when the sum is there, not in the order of the buckets. The same sums in the
-    same order as of a reduce-scatter and an all-gather.
+    Each rank receives the others' parts of its own share, sums them in rank order and sends the sum to all ranks. These
+    are a ring's bytes, ``2 (W - 1) / W`` of the tensor each way, but in two turns instead of ``2 (W - 1)``. The second
+    turn has its own streams, because it begins when the sum is there, not in the order of the buckets. The sums are the
+    same, in the same order, as those of a reduce-scatter and an all-gather.
     """
     mesh, peers, rank = _mesh(lane), lane.peers, lane.rank
     begins = [k * x.numel() // lane.size for k in range(lane.size + 1)]
@@ -49,10 +49,10 @@ def all_reduce_by_mesh(x: Tensor, lane: Lane) -> CountdownWork:
 
 
 def reduce_scatter_by_mesh(x: Tensor, lane: Lane) -> tuple[CountdownWork, Callable[[], Tensor]]:
-    """Sum over the ranks, of which each keeps its share; contiguous on the CPU, a multiple of W elements.
+    """Sum over the ranks; each keeps its share. Contiguous on the CPU, a multiple of W elements.
 
     Returns:
-        The work, and what makes the sum once it has ended.
+        The work, and a function that returns the sum once the work has ended.
     """
     mesh, peers, rank = _mesh(lane), lane.peers, lane.rank
     mine = x.view(lane.size, -1)[rank]
@@ -67,7 +67,7 @@ def reduce_scatter_by_mesh(x: Tensor, lane: Lane) -> tuple[CountdownWork, Callab
 
 
 def all_gather_by_mesh(x: Tensor, out: Tensor, lane: Lane) -> CountdownWork:
-    """``x`` of every rank into ``out``, in rank order; contiguous on the CPU, ``out`` W times as large."""
+    """Gather ``x`` of every rank into ``out``, in rank order; contiguous on the CPU, ``out`` W times as large."""
     mesh, peers, share = _mesh(lane), lane.peers, x.nbytes
     memory = memory_of(out)
     if out.data_ptr() + lane.rank * share != x.data_ptr():
@@ -87,7 +87,7 @@ def _mesh(lane: Lane) -> Mesh:
 
 
 def _room(mine: Tensor, lane: Lane) -> tuple[Tensor, dict[int, memoryview]]:
-    """Where the others' parts of this rank's share go, in rank order, and the same as memory, by rank."""
+    """Allocate room for the others' parts of this rank's share: in rank order, and as memory by rank."""
     others = [rank for rank in range(lane.size) if rank != lane.rank]
     theirs = mine.new_empty((len(others), mine.numel()))
     memory, wide = memory_of(theirs), mine.nbytes

@@ -11,9 +11,10 @@ class CountdownWork:
     """Ends when all its parts have, or with the first one's error.
 
     Args:
-        parts: how many messages.
-        last: called by whoever moves the last byte, before anybody is told of the end; its error is the work's.
-        failed: told of an error.
+        parts: number of messages.
+        last: called by the thread that moves the last byte, before anyone is told of the end; an error in it becomes
+            the work's error.
+        failed: called with an error.
     """
 
     def __init__(
@@ -21,13 +22,13 @@ class CountdownWork:
     ) -> None:
         self._left, self._last, self._failed = parts, last, failed
         self._lock, self._gate = threading.Lock(), threading.Lock()
-        self._gate.acquire()  # who waits, waits for it; far less to make than an Event
+        self._gate.acquire()  # waiting means acquiring it; much cheaper to make than an Event
         self._ended = False
         self._error: RuntimeError | None = None
         self._callbacks: list[Callable[[], None]] = []
 
     def part_ended(self) -> None:
-        """One more has arrived, or has been handed to the kernel."""
+        """Count one more message that has arrived, or has been handed to the kernel."""
         with self._lock:
             self._left -= 1
             if self._left or self._ended:
@@ -36,14 +37,14 @@ class CountdownWork:
         if self._last is not None:
             try:
                 self._last()
-            except Exception as caught:  # the loop's thread must outlive it, and who waits must hear of it
+            except Exception as caught:  # the loop's thread must survive it, and waiting threads must get it
                 error = (
                     caught if isinstance(caught, RuntimeError) else RuntimeError(f"{type(caught).__name__}: {caught}")
                 )
         self._end(error)
 
     def fail(self, error: RuntimeError) -> None:
-        """A part will never end."""
+        """End the work with an error: one part will never end."""
         self._end(error)
 
     def _end(self, error: RuntimeError | None) -> None:
@@ -60,14 +61,14 @@ class CountdownWork:
                 callback()
 
     def wait(self) -> None:
-        """Block until it has ended. Raises the error of the first part that failed."""
+        """Wait until the work has ended. Raise the error of the first part that failed."""
         with self._gate:
             pass
         if self._error is not None:
             raise self._error
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call back, from another thread or at once, when it has ended or failed."""
+        """Call back, from another thread or at once, when the work has ended or failed."""
         with self._lock:
             if not self._ended:
                 self._callbacks.append(callback)

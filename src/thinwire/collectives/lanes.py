@@ -1,8 +1,8 @@
 """Lanes: one process group for each (purpose, scope, round), so that order within a group is the plan's order.
 
-Groups are made where they are leased, in the same order on all ranks of the group, kept in a pool for the life of the
-process, and given back on ``close``: making a Gloo group opens a socket to every other rank, and its thread wakes 100
-times a second for nothing. So a lane whose mesh carries all that it sends has no group of its own.
+Groups are made when they are leased, in the same order on all ranks of the group. They are kept in a pool for the life
+of the process, and given back on ``close``. Making a Gloo group opens a socket to every other rank, and its thread
+wakes 100 times a second even if idle. So a lane whose mesh carries everything that it sends has no group of its own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from thinwire.program.topology import Topology
 _STORE_SECONDS = 2.0
 _pool: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
 meshes: dict[tuple[Any, ...], list[Mesh]] = {}
-unreachable: set[tuple[Any, ...]] = set()  # whose ranks found no way to one another: asked once, not per lane
+unreachable: set[tuple[Any, ...]] = set()  # ranks that cannot connect directly: tried once, not once per lane
 _pool_owner: weakref.ref[Any] | None = None
 
 
 def _fresh_pool() -> None:
-    """A pool belongs to one life of the default group; after ``destroy_process_group`` its groups are dead."""
+    """Empty the pool if the default group has changed: after ``destroy_process_group`` its groups are dead."""
     global _pool_owner
     world = dist.group.WORLD
     if _pool_owner is None or _pool_owner() is not world:
@@ -44,21 +44,21 @@ def _fresh_pool() -> None:
 
 @dataclass(frozen=True)
 class Lane:
-    """One process group and the place of this rank in it."""
+    """A process group, and this rank's place in it."""
 
     group: dist.ProcessGroup
-    """The lane's own, but where ``mesh_only``."""
+    """The lane's own group, unless ``mesh_only``."""
     ranks: tuple[int, ...]
     """Global ranks, ascending; an op's group ranks index this tuple."""
     rank: int
     """This rank's place in ``ranks``."""
     mesh: Mesh | None = None
-    """Connections of our own between all pairs of ranks, for messages from and to CPUs."""
+    """thinwire's own connections between all pairs of ranks, for messages from and to CPUs."""
     back: dist.ProcessGroup | None = None
-    """Where there is no mesh, a second group for messages from a higher rank to a lower one (``pairwise_work.py``)."""
+    """Without a mesh, a second group for messages from a higher rank to a lower one (``pairwise_work.py``)."""
 
     mesh_only: bool = False
-    """Whether the mesh carries everything: ``group`` is another lane's, which the mesh was made with."""
+    """Whether the mesh carries everything; ``group`` is then another lane's, with which the mesh was made."""
     disjoint: bool = True
     """Whether no two of its ranks share a link; see `disjoint_links`."""
 
@@ -68,12 +68,12 @@ class Lane:
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks' places, the next one first: nobody is everybody's first choice."""
+        """The other ranks' places, the next one first, so that each rank starts with a different peer."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 def disjoint_links(topology: Topology) -> bool:
-    """Whether messages between all pairs of ranks take no more of any link than a ring of them."""
+    """Return whether messages between all pairs of ranks put no more load on any link than a ring of them."""
     return topology.world_size == 2 or not topology.two_levels
 
 
@@ -85,8 +85,8 @@ class Lanes:
         topology: over ``len(ranks)`` ranks.
         rank: this rank's place in the group.
         timeout: of the collectives; None keeps torch's.
-        device: of NCCL's tensors. There one group serves all lanes over the same ranks: ops are issued by one thread in
-            the plan's order, each group costs memory on the card, and groups must not be used in different orders.
+        device: of NCCL's tensors. With NCCL, one group serves all lanes over the same ranks: one thread issues ops in
+            the plan's order, each group costs GPU memory, and groups must not be used in different orders.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Lanes:
     def get(
         self, purpose: str, scope: Scope, round_: int, *, bidirectional: bool = False, mesh_only: bool = False
     ) -> Lane:
-        """The lane of a round. The first request makes it: all ranks of the group must ask in the same order.
+        """Return the lane of a round. The first request makes it: all ranks of the group must ask in the same order.
 
-        ``bidirectional``: for messages between pairs of ranks, with a mesh, or else a group for each direction.
-        ``mesh_only``: with a mesh, which is to carry all ops (of CPU tensors), or else as with ``bidirectional``.
+        ``bidirectional``: for messages between pairs of ranks: with a mesh or, without one, a group for each direction.
+        ``mesh_only``: with a mesh that carries all ops (of CPU tensors) or, without one, as with ``bidirectional``.
         """
         key = (purpose, scope, round_)
         held = self._held.get(key)
@@ -158,12 +158,12 @@ class Lanes:
         else:
             made = bounded(
                 seconds_of(self._timeout)
-                + _STORE_SECONDS,  # within its own limit, unless who holds the store is frozen
+                + _STORE_SECONDS,  # it fails by its own limit, unless the process that holds the store is frozen
                 lambda: dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True),
             )
             assert isinstance(made, dist.ProcessGroup)
             group = made
-            if self._device is not None:  # NCCL connects at the first op, which must be one of all ranks
+            if self._device is not None:  # NCCL connects at the first op, in which all ranks must take part
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
         self._leases.append((key, group))
         self._first.setdefault(ranks, group)

@@ -1,4 +1,4 @@
-"""Counts collectives and bytes by kind, by the formulas of ``program/volume.py``."""
+"""Count collectives and bytes by kind, by the formulas of ``program/volume.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.program.volume import sent_bytes
 
 
 class Ledger:
-    """What this rank has issued.
+    """The collectives that this rank has issued.
 
     Attributes:
         issued: number of collectives by kind.
@@ -21,7 +21,7 @@ class Ledger:
         self.bytes: Counter[str] = Counter()
 
     def record(self, op: Collective, members: int) -> int:
-        """Note an op as issued. Returns the bytes that this rank sends for it."""
+        """Record an op as issued. Return the bytes that this rank sends for it."""
         size = sent_bytes(op, members)
         kind = type(op).__name__
         self.issued[kind] += 1
@@ -29,7 +29,7 @@ class Ledger:
         return size
 
     def add(self, other: Ledger) -> None:
-        """Count what another has."""
+        """Add another ledger's counts."""
         self.issued.update(other.issued)
         self.bytes.update(other.bytes)
 

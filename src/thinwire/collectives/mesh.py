@@ -1,8 +1,8 @@
-"""TCP connections of our own between all ranks of a lane, where Gloo's serve less well.
+"""thinwire's own TCP connections between all ranks of a lane, for messages that Gloo's connections carry less well.
 
-They are made with the lane's Gloo group, which tells every rank the others' addresses. If any two ranks cannot reach
-one another (a firewall, say), all of them keep to Gloo; so they do where Gloo was asked to encrypt, which these
-connections do not.
+They are made with the help of the lane's Gloo group, which tells every rank the others' addresses. If any two ranks
+cannot reach one another (because of a firewall, for example), all ranks use Gloo. They also do so if Gloo was asked to
+encrypt, because these connections do not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thinwire.collectives.stream import Stream
 
 logger = logging.getLogger(__name__)
 
-MOST_RANKS = 16  # beyond, all pairs are too many connections, and a ring's chunks no smaller than theirs
+MOST_RANKS = 16  # with more, all pairs are too many connections, and a ring's chunks are no smaller than theirs
 MEETING_SECONDS = 10.0
 _MOST_UNKNOWN = 128
 _CHANNELS = 2
@@ -41,26 +41,26 @@ class Mesh:
     """This rank's connections: two streams to every other rank, each with an order of its own.
 
     Args:
-        streams: per channel, by rank within the lane.
+        streams: for each channel, the streams by rank within the lane.
     """
 
     def __init__(self, streams: Sequence[dict[int, Stream]]) -> None:
         self.first, self.second = streams
 
     def close(self) -> None:
-        """Give them back. Messages that are under way fail, here and on the other side."""
+        """Close the connections. Messages under way fail, here and on the other side."""
         for stream in (*self.first.values(), *self.second.values()):
             stream.close()
 
 
 def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout: timedelta | None) -> Mesh | None:
-    """Connect all ranks of a Gloo group; a collective. None, on all of them, where that is not to be had.
+    """Connect all ranks of a Gloo group; a collective. Returns None, on all ranks, if that is not possible.
 
     Args:
         group: the lane's.
         ranks: global ranks, ascending.
         rank: this rank's place in ``ranks``.
-        timeout: without a byte, after which a message fails; None: torch's.
+        timeout: time without a byte after which a message fails; None: torch's.
     """
     if not hasattr(select, "epoll") or not 1 < len(ranks) <= MOST_RANKS or dist.get_backend(group) != "gloo":
         return None
@@ -87,12 +87,12 @@ def open_mesh(group: dist.ProcessGroup, ranks: Sequence[int], rank: int, timeout
 
 
 def gloo_encrypts() -> bool:
-    """Whether the user asked Gloo for TLS: then no plain byte must leave by a way of ours."""
+    """Return whether the user asked Gloo for TLS: then thinwire must not send unencrypted bytes itself."""
     return os.environ.get("GLOO_DEVICE_TRANSPORT", "").upper() == "TCP_TLS"
 
 
 def listen(backlog: int) -> socket.socket | None:
-    """A server on the interface that Gloo would take, as far as one can know."""
+    """Return a server on the interface that Gloo would probably use; None: that fails."""
     try:
         return socket.create_server((_address(), 0), backlog=backlog)
     except OSError:
@@ -100,24 +100,24 @@ def listen(backlog: int) -> socket.socket | None:
 
 
 def _address() -> str:
-    """Of the named interface, else what this machine's name leads to, else the loopback."""
-    import fcntl  # not on Windows, which does not come here
+    """Return the address of the named interface, else that of this machine's name, else the loopback."""
+    import fcntl  # not on Windows, where this is never called
 
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if named:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", named.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
-        with contextlib.suppress(OSError):  # a name that leads nowhere
+        with contextlib.suppress(OSError):  # the name cannot be resolved
             for *_, where in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_DGRAM):
-                with contextlib.suppress(OSError):  # of another machine
+                with contextlib.suppress(OSError):  # an address of another machine
                     probe.bind((str(where[0]), 0))
                     return str(where[0])
     return "127.0.0.1"
 
 
 def endpoint_of(server: socket.socket | None, token: bytes) -> bytes:
-    """Where this rank listens, and for which token; empty: nowhere."""
+    """Return where this rank listens, and its token; empty: it does not listen."""
     if server is None:
         return b""
     host, port = server.getsockname()[:2]
@@ -125,7 +125,7 @@ def endpoint_of(server: socket.socket | None, token: bytes) -> bytes:
 
 
 def exchange_endpoints(endpoint: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:
-    """Every rank's endpoint, in rank order."""
+    """Return every rank's endpoint, in rank order."""
     mine = torch.frombuffer(bytearray(endpoint.ljust(_ENDPOINT_BYTES, b"\0")), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group=group)
@@ -136,12 +136,13 @@ def exchange_endpoints(endpoint: bytes, group: dist.ProcessGroup, size: int) -> 
 def meet(
     server: socket.socket, token: bytes, endpoints: Sequence[bytes], rank: int
 ) -> dict[tuple[int, int], socket.socket] | None:
-    """Connect to every lower rank, be found by every higher one; None if somebody does not come.
+    """Connect to every lower rank, and accept every higher one; None if a rank does not come.
 
-    Hellos are read side by side, all within one time limit: who connects and says nothing holds nobody up.
+    Handshakes are read concurrently, all within one time limit, so a client that connects and sends nothing holds up
+    no other.
     """
     found: dict[tuple[int, int], socket.socket] = {}
-    unknown: dict[socket.socket, bytes] = {}  # what they have said so far, the oldest first
+    unknown: dict[socket.socket, bytes] = {}  # connections whose handshake is incomplete: bytes so far; oldest first
     deadline = time.monotonic() + MEETING_SECONDS
     try:
         for peer in range(rank):
@@ -156,7 +157,7 @@ def meet(
                 raise TimeoutError
             for ready in select.select([server, *unknown], [], [], left)[0]:
                 if ready is server:
-                    with contextlib.suppress(OSError):  # gone again
+                    with contextlib.suppress(OSError):  # it has gone again
                         unknown[server.accept()[0]] = b""
                     if len(unknown) > _MOST_UNKNOWN:
                         _forget(next(iter(unknown)), unknown)
@@ -183,7 +184,7 @@ def meet(
 
 
 def _more(connection: socket.socket, hello: bytes) -> bytes | None:
-    """What has been said with what is there now; None: it has ended."""
+    """Return the handshake so far, with the bytes available now; None: the connection has ended."""
     connection.setblocking(False)
     try:
         more = connection.recv(_HELLO.size - len(hello))

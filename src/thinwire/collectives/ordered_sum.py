@@ -1,4 +1,4 @@
-"""Sums in rank order: the same bits on all ranks, and under any cut into buckets."""
+"""Sums in rank order: the same bits on all ranks, and for any buckets."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Point-to-point messages: several sends and receives as one piece of work.
 
-They go over the lane's mesh. Without one, on Gloo, receives are posted before sends. The other way round, the note
-"ready to receive" queues behind this rank's own data and, where ranks are skewed, the two directions of the link take
+They go over the lane's mesh. Without one, on Gloo, receives are posted before sends. In the other order, the note
+"ready to receive" queues behind this rank's own data. If ranks are skewed, the two directions of the link then take
 turns: twice the time (8 MiB each way at 100 Mbit/s, 20 ms of skew: 1.42 s against 0.73 s). torch's
-``all_to_all_single`` has the same fault, so ours is made of these. For the same reason a lane without a mesh has a
-second group: with messages up one connection and down the other, the note for the next bucket does not queue behind the
-data of this one.
+``all_to_all_single`` has the same fault, so ours is made of these messages. For the same reason a lane without a mesh
+has a second group: if messages go up one connection and down the other, the note for the next bucket does not queue
+behind the data of this one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from thinwire.collectives.lanes import Lane
 
 
 class PairwiseWork:
-    """Works of Gloo's, without futures, each of which may be waited for only once.
+    """Several works of Gloo without futures, each of which may be waited for only once.
 
-    Who waits does so in its own thread; only who wants to be called back costs a short-lived one.
+    ``wait`` waits in the caller's thread; only ``then`` starts a short-lived thread.
     """
 
     def __init__(self, works: list[Any]) -> None:
@@ -37,7 +37,7 @@ class PairwiseWork:
         self._callbacks: list[Callable[[], None]] = []
 
     def _take(self) -> bool:
-        """Whether the works are the caller's to wait for; once."""
+        """Return, once, whether the caller is the one to wait for the works."""
         with self._lock:
             mine, self._taken = not self._taken, True
         return mine
@@ -55,7 +55,7 @@ class PairwiseWork:
                 callback()
 
     def wait(self) -> None:
-        """Block until all have ended. Raises the first one's error."""
+        """Wait until all have ended. Raise the first one's error."""
         if self._take():
             self._watch()
         self._ended.wait()
@@ -96,13 +96,13 @@ def send_and_receive(
 
 
 def all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> PairwiseWork | CountdownWork:
-    """Chunk r of ``x`` to rank r; the received chunks into ``out``, in rank order. Both ``[W, ...]``, contiguous."""
+    """Send chunk r of ``x`` to rank r; receive chunks into ``out``, in rank order. Both ``[W, ...]``, contiguous."""
     out[lane.rank].copy_(x[lane.rank])
     return _to_all(x, list(out), lane, tag)
 
 
 def parts_of_all(x: Tensor, lane: Lane, tag: int) -> tuple[PairwiseWork | CountdownWork, list[Tensor]]:
-    """As ``all_to_all``, without a copy of this rank's own chunk: what is to be received, in rank order."""
+    """Do as ``all_to_all``, without copying this rank's own chunk; return also the chunks, in rank order."""
     others = iter(x.new_empty((lane.size - 1, *x.shape[1:])))
     parts = [x[rank] if rank == lane.rank else next(others) for rank in range(lane.size)]
     return _to_all(x, parts, lane, tag), parts

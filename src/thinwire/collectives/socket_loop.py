@@ -20,25 +20,25 @@ _lock = threading.Lock()
 
 
 class SocketLoop:
-    """Watches sockets and calls their streams when data or room is there; see ``stream.py``."""
+    """Watches sockets and calls their streams when there is data, or room to send; see ``stream.py``."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self.streams: dict[int, Stream] = {}
-        self.gone: set[int] = set()  # since the last look: their numbers may be somebody else's already
+        self.gone: set[int] = set()  # file descriptors closed since the last poll, which may be in use again
         threading.Thread(target=self._loop, name="thinwire-sockets", daemon=True).start()
 
     def add(self, stream: Stream) -> None:
-        """A new stream, which waits for nothing yet."""
+        """Add a new stream, which waits for nothing yet."""
         self.streams[stream.number] = stream
         self._epoll.register(stream.number, 0)
 
     def watch(self, stream: Stream, events: int) -> None:
-        """What the stream waits for from now on, as epoll has it."""
+        """Set what the stream waits for from now on, as epoll's event mask."""
         self._epoll.modify(stream.number, events)
 
     def remove(self, stream: Stream) -> None:
-        """The stream is about to be closed."""
+        """Remove a stream that is about to be closed."""
         if self.streams.pop(stream.number, None) is not None:
             self.gone.add(stream.number)
             with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ class SocketLoop:
                         continue
                     try:
                         self._serve(stream, happened)
-                    except Exception as error:  # one stream's trouble is not the others'
+                    except Exception as error:  # an error of one stream must not affect the others
                         stream.fail(error)
                 if (now := time.monotonic()) - checked >= _CHECK_SECONDS:
                     checked = now
@@ -76,7 +76,7 @@ class SocketLoop:
 
 
 def socket_loop() -> SocketLoop:
-    """This process's; made when first asked for."""
+    """Return this process's loop; made at the first call."""
     global _process_loop
     with _lock:
         _process_loop = _process_loop or SocketLoop()
@@ -84,7 +84,7 @@ def socket_loop() -> SocketLoop:
 
 
 def _after_fork() -> None:
-    """A fork has no thread of its parent's, and must not end the watch over its parent's sockets, which they share."""
+    """Reset the loop in a forked child: it lacks the parent's thread, and must not unregister the shared sockets."""
     global _process_loop, _lock
     if _process_loop is not None:
         _process_loop.streams.clear()

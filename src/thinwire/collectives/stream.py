@@ -1,8 +1,8 @@
-"""One TCP connection between two ranks: messages one after another, each way, without a word about them.
+"""One TCP connection between two ranks: messages one after another, each way, without headers.
 
-Nothing travels but the tensors' bytes. Both sides post the same messages in the same order, so the n-th that one sends
-is the n-th that the other receives. What arrives before its receive is posted waits in the kernel: the wire goes on
-also while this process is not scheduled, which Gloo's handshake for every message does not let it.
+Only the tensors' bytes are sent. Both sides post the same messages in the same order, so the n-th message that one side
+sends is the n-th that the other receives. Bytes that arrive before their receive is posted wait in the kernel. So the
+transfer continues even while this process is not scheduled, whereas Gloo does a handshake for every message.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from thinwire.collectives.socket_loop import SocketLoop
 
 _CLOSED = "the other side has closed it"
-_WAKE_BYTES = 1 << 20  # a receiver is woken for that many bytes, or for the rest of a message; half as many cost 3 %
+_WAKE_BYTES = 1 << 20  # bytes, or the rest of a message, for which a receiver is woken; half as many cost 3 %
 
 
 @dataclass(eq=False)
 class _Way:
-    """One direction: what is left of messages, in their order; and when a byte last moved, or could have begun to."""
+    """One direction: what is left of its messages, in order; and when a byte last moved, or could first have moved."""
 
     waiting: deque[tuple[memoryview, CountdownWork]] = field(default_factory=deque)
     moved: float = 0.0
 
 
 class Stream:
-    """One end of a connection, shared by who posts messages and the loop that moves them.
+    """One end of a connection, shared by the threads that post messages and the loop that moves them.
 
     Args:
         connection: a connected TCP socket, owned from now on.
-        peer: how to call the other side in errors.
-        timeout: seconds without a byte after which a waiting message fails, and all after it.
-        loop: who watches over the socket.
+        peer: name of the other side, for errors.
+        timeout: seconds without a byte after which a waiting message fails, and all messages after it.
+        loop: watches the socket.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float, loop: SocketLoop) -> None:
@@ -59,18 +59,18 @@ class Stream:
         loop.add(self)
 
     def send(self, x: Tensor | memoryview, work: CountdownWork) -> None:
-        """Post a contiguous CPU tensor or :func:`memory_of` one; what the kernel takes at once is now on its way."""
+        """Post a contiguous CPU tensor, or its :func:`memory_of`; send at once what the kernel accepts."""
         if self._post(self._out, x, work):
             self.on_room()
 
     def receive(self, x: Tensor | memoryview, work: CountdownWork) -> None:
-        """Post the place for the next message: a contiguous CPU tensor of its size, or :func:`memory_of` one."""
+        """Post the place for the next message: a contiguous CPU tensor of its size, or its :func:`memory_of`."""
         if self._post(self._in, x, work):
             with self._lock:
                 self._ask()
 
     def _post(self, way: _Way, x: Tensor | memoryview, work: CountdownWork) -> bool:
-        """Whether the message is the only one that waits, so that somebody must see to it."""
+        """Return whether the message is the only one waiting, so that the caller must start it."""
         memory = x if isinstance(x, memoryview) else memory_of(x)
         if not memory:
             work.part_ended()
@@ -85,11 +85,11 @@ class Stream:
         return False
 
     def on_room(self) -> None:
-        """Send what the kernel takes."""
+        """Send what the kernel accepts."""
         self._move(self._out, self.socket.send)
 
     def on_data(self) -> None:
-        """Take in the next message, or what of it has arrived; the loop calls again if there is more."""
+        """Receive the next message, or the part that has arrived; the loop calls again if there is more."""
         self._listening = bool(self._in.waiting)
         self._move(self._in, self.socket.recv_into, most=1)
 
@@ -105,7 +105,7 @@ class Stream:
                     way.moved = time.monotonic()
                     if count < len(
                         left
-                    ):  # the kernel is full, or empty but for a small remainder: the loop calls again
+                    ):  # the kernel's buffer is full, or nearly empty: the loop calls again
                         way.waiting[0] = left[count:], work
                         break
                     way.waiting.popleft()
@@ -121,23 +121,23 @@ class Stream:
     def check(self, now: float) -> None:
         """Fail if a message has waited too long without a byte."""
         if self._in.waiting and now - self._in.moved > self._timeout / 2:
-            self.on_data()  # fewer bytes than the kernel wakes for
+            self.on_data()  # there may be fewer bytes than the kernel wakes for
         with self._lock:
             still = [now - way.moved for way in (self._in, self._out) if way.waiting]
             if still and max(still) > self._timeout:
                 self._fail(RuntimeError(f"timed out: {self._peer} moved no byte for {self._timeout:.0f} seconds"))
 
     def hung_up(self) -> None:
-        """The other side is gone. What has arrived before counts."""
+        """End the stream because the other side is gone. Bytes that arrived before count."""
         self._move(self._in, self.socket.recv_into)
         self._lost(ConnectionResetError(_CLOSED))
 
     def fail(self, error: Exception) -> None:
-        """Something went wrong while its bytes were moved."""
+        """End the stream because of an error while its bytes were moved."""
         self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
-        """Give the connection back; whoever still waits gets an error."""
+        """Close the connection; messages that still wait get an error."""
         self._fail(RuntimeError(f"the connection to {self._peer} is closed"))
 
     def _lost(self, error: OSError) -> None:
@@ -158,9 +158,9 @@ class Stream:
             work.fail(error)
 
     def _ask(self) -> None:
-        """Tell the loop and the kernel what this waits for; the lock is held.
+        """Tell the loop and the kernel what this waits for; the lock must be held.
 
-        It listens on after the last message: the next is likely to be posted before anything comes for it.
+        It keeps listening after the last message: the next one is likely to be posted before any byte of it arrives.
         """
         if self._error is not None:
             return

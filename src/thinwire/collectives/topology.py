@@ -1,4 +1,4 @@
-"""Which rank sits on which machine, from torchrun's variables."""
+"""Which rank is on which machine, from torchrun's variables."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from thinwire.program.topology import Topology
 
 
 def topology_of(world: int) -> Topology:
-    """LOCAL_WORLD_SIZE ranks on each machine where the group is the whole job; else every rank on one of its own.
+    """Return LOCAL_WORLD_SIZE ranks per machine if the group is the whole job; else a machine for every rank.
 
     Args:
-        world: ranks of the group.
+        world: number of ranks in the group.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     whole = dist.is_available() and dist.is_initialized() and world == dist.get_world_size()

@@ -1,9 +1,9 @@
-"""Issue one op on a lane: from the words of the language to torch.distributed, asynchronously.
+"""Issue one op on a lane: translate a program's ops to torch.distributed, asynchronously.
 
-On Gloo a reduce-scatter is an all-to-all and a sum in rank order: half the bytes of Gloo's own, which is a whole
-all-reduce and a slice. The all-to-all is made of messages between pairs (``pairwise_work.py``); few ranks also
-all-reduce and all-gather so: as many bytes as in Gloo's ring, in two turns or one, and no rank has to be
-awake to pass others' on.
+On Gloo a reduce-scatter is an all-to-all and a sum in rank order. This sends half the bytes of Gloo's own, which is a
+whole all-reduce and a slice. The all-to-all consists of messages between pairs (``pairwise_work.py``). Up to a certain
+number of ranks, all-reduces and all-gathers do so too: as many bytes as in Gloo's ring, in two turns or one, and no
+rank has to be awake to pass others' bytes on.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from thinwire.program.ops import (
     ReduceScatter,
 )
 
-# torch 2.13 gave it a shorter name and deprecates the old one, which is all that 2.9 has.
+# torch 2.13 gave these shorter names and deprecates the old ones, which are all that 2.9 has.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_SWAPPED_BYTES = 64 << 10  # below, a ring's turns cost nothing that counts
+_SWAPPED_BYTES = 64 << 10  # for smaller messages a ring's turns cost nothing that counts
 
 
 def pairwise(topology: Topology) -> tuple[str, ...]:
-    """Kinds of ops over all ranks that on Gloo are messages between pairs.
+    """Return the kinds of ops over all ranks that on Gloo consist of messages between pairs.
 
-    Sums and gatherings are where no two ranks share a link: of a ring, only two messages leave a machine.
+    All-reduces and all-gathers do if no two ranks share a link: of a ring, only two messages leave a machine.
     """
     kinds = ("ReduceScatter", "AllToAll", "Exchange")
     return (
@@ -60,12 +60,12 @@ class Pending:
     finish: Callable[[], Tensor]
 
     def block(self) -> None:
-        """Block until it has completed (Gloo) or order the current stream after it (NCCL). Raises the wire's error."""
+        """Wait until it has completed (Gloo), or make the current stream wait (NCCL). Raise errors of the network."""
         for work in self.works:
             work.wait()
 
     def wait(self) -> Tensor:
-        """``block``, and give the result; once, since a sum over the ranks may be made here."""
+        """Call ``block`` and return the result; call it once, because it may sum over the ranks."""
         self.block()
         return self.finish()
 
@@ -91,7 +91,7 @@ class Pending:
 
 
 def issue(op: Collective, lane: Lane, tag: int = 0) -> Pending:
-    """Start ``op``; ``tag`` tells the exchanges of one lane apart."""
+    """Start ``op``; ``tag`` distinguishes the exchanges of one lane."""
     x = op.tensor if op.tensor.is_contiguous() else op.tensor.contiguous()
     group, size = lane.group, lane.size
     if isinstance(op, AllReduce):
@@ -133,7 +133,7 @@ def _all_to_all(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Any:
 
 
 def _swaps(x: Tensor, lane: Lane) -> bool:
-    """Whether a sum or a gathering is made of messages; of CPU tensors only, which is what these are sent from."""
+    """Return whether an all-reduce or all-gather consists of messages between pairs, which need CPU tensors."""
     if lane.mesh_only:
         return True
     paired = (lane.mesh is not None and lane.disjoint) or (lane.back is not None and lane.size == 2)
@@ -141,13 +141,13 @@ def _swaps(x: Tensor, lane: Lane) -> bool:
 
 
 def _all_reduce_of_two(x: Tensor, lane: Lane, tag: int) -> Pending:
-    """Two ranks swap all they have: as many bytes as in a ring of two, in one turn, not two."""
+    """Let two ranks swap everything: as many bytes as in a ring of two, in one turn instead of two."""
     other = torch.empty_like(x)
     return Pending((send_and_receive({1 - lane.rank: x}, {1 - lane.rank: other}, lane, tag),), lambda: x.add_(other))
 
 
 def _all_gather_in_pairs(x: Tensor, out: Tensor, lane: Lane, tag: int) -> Pending:
-    """Each sends all others what it has; without the copies that Gloo makes on the way."""
+    """Let each rank send its tensor to all others, without the copies that Gloo would make."""
     if lane.mesh is not None:
         return Pending((all_gather_by_mesh(x, out, lane),), lambda: out)
     if out[lane.rank].data_ptr() != x.data_ptr():

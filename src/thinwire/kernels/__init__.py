@@ -1,4 +1,4 @@
 """Tensor maths without communication: selection, orthogonalisation, bit packing, seeded draws.
 
-What does not live here: anything that knows of ranks or buckets (program/, methods/).
+Not here: anything that depends on ranks or buckets (program/, methods/).
 """

@@ -1,4 +1,4 @@
-"""One bit per element: bit j of byte i belongs to element 8i + j, the last byte is padded with 0."""
+"""Pack one bit per element: bit j of byte i belongs to element 8i + j; the last byte is padded with 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 # Eight bools read as one int64 have element j in bit 8j; the product moves it to bit 56 + j, without carries.
 _GATHER = sum(1 << (56 - 7 * j) for j in range(8))
-_WIDE = {8: torch.float64, 16: torch.complex128}  # by bytes
+_WIDE = {8: torch.float64, 16: torch.complex128}  # by number of bytes
 _PIECE_BYTES = 1 << 13  # of packed bits: 64 Ki elements, which stay in a CPU's cache
 
 
@@ -36,16 +36,16 @@ def pack_signs(x: Tensor) -> Tensor:
 
 
 def add_values(out: Tensor, bits: Tensor, high: Tensor, low: Tensor, owner: Tensor | None = None) -> None:
-    """To ``out`` [n], for each row of ``bits`` [P, ceil(n / 8)], add ``high[row]`` where set, else ``low[row]``.
+    """Add to ``out`` [n], for each row of ``bits`` [P, ceil(n / 8)], ``high[row]`` where set, else ``low[row]``.
 
     One pass over ``out``; rows are added in order, so the result does not depend on the device.
 
     Args:
-        owner: int32 [ceil(n / 8)]: each byte's column of ``high`` and ``low``, which are [P, T] then.
+        owner: int32 [ceil(n / 8)]: each byte's column of ``high`` and ``low``, which then are [P, T].
     """
     if out.device.type == "meta":
         return
-    # Of every possible byte, the 8 values that it stands for.
+    # For every possible byte, the 8 values that it stands for.
     tables = torch.where(codes_of_bytes(1, out.device).bool(), high[..., None, None], low[..., None, None])
     tables, size = tables.view(len(bits), -1, 8), _piece(bits.device)
     for start in range(0, bits.shape[1], size):
@@ -57,14 +57,14 @@ def add_values(out: Tensor, bits: Tensor, high: Tensor, low: Tensor, owner: Tens
 
 
 def codes_of_bytes(bits: int, device: torch.device) -> Tensor:
-    """The codes of that many bits, low bits first, that every byte holds: [256, 8 / bits]."""
+    """Return the codes, of that many bits each, low bits first, that every byte holds: [256, 8 / bits]."""
     every, shifts = torch.arange(256, device=device), torch.arange(0, 8, bits, device=device)
     codes: Tensor = (every[:, None] >> shifts) & (2**bits - 1)
     return codes
 
 
 def look_up(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of a table, one after another. Short ones travel as one wide number: torch gathers those faster."""
+    """Return rows of a table, one after another. Short rows are gathered as one wide number, which is faster."""
     wide = _WIDE.get(table.shape[1] * table.element_size())
     if wide is not None:
         table, narrow = table.view(wide).view(-1), table.dtype

@@ -1,12 +1,12 @@
-"""Inverses and eigen-decompositions of Kronecker factors under damping, and what they do to a gradient.
+"""Inverses and eigen-decompositions of Kronecker factors under damping, and their application to a gradient.
 
-What fails is tried again by a ladder of *levels*, which ranks can agree on: 0, the plain factorisation; 1 to 3, ten, a
-hundred and a thousand times the damping; 4, fp64 on the CPU with the damping as asked for; ``FAILED``, nothing helped
-and the caller keeps what it had. CUDA's factorisations have failed or converged to nonsense on ill-conditioned input
-(pytorch issues 94772, 105359), hence the last step. Nothing here writes into a factor: damping goes into a copy.
+If a factorisation fails, it is tried again at the next *level*, on which ranks can agree: 0, the plain factorisation; 1
+to 3, ten, a hundred and a thousand times the damping; 4, fp64 on the CPU with the original damping; ``FAILED``, nothing
+helped and the caller keeps what it had. Level 4 exists because CUDA's factorisations have failed, or returned wrong
+results, on ill-conditioned input (pytorch issues 94772, 105359). No factor is overwritten: damping goes into a copy.
 
-Whether level 0 has done it is a tensor that ``first_inverse`` and ``first_eigen`` leave on the device, so that one read
-tells it of many factors.
+``first_inverse`` and ``first_eigen`` report whether level 0 succeeded as a tensor on the device, so one host read
+covers many factors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 _Found = TypeVar("_Found")
 
 ON_CPU, FAILED = 4, 5
-"""The level of fp64 on the CPU, and that of giving up."""
+"""The level of fp64 on the CPU, and the level that means giving up."""
 
 
 def first_inverse(factor: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Level 0 of ``damped_inverse``, and whether it has done it, 0-dim bool; ``damping`` may be 0-dim, fp64."""
+    """Do level 0 of ``damped_inverse``; return the inverse, and 0-dim bool success. ``damping`` may be 0-dim fp64."""
     damped = factor.clone()
     damped.diagonal().add_(damping)
     lower, info = torch.linalg.cholesky_ex(damped)
@@ -33,18 +33,18 @@ def first_inverse(factor: Tensor, damping: float | Tensor) -> tuple[Tensor, Tens
 
 
 def first_eigen(factor: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Level 0 of ``damped_eigen``, and whether it has done it, 0-dim bool.
+    """Do level 0 of ``damped_eigen``; return the result, and 0-dim bool success.
 
     Raises:
-        torch.linalg.LinAlgError: some back ends raise where others say so.
+        torch.linalg.LinAlgError: some back ends raise where others report failure.
     """
     finite = factor.isfinite().all()
-    values, vectors = torch.linalg.eigh(torch.where(finite, factor, 0.0))  # LAPACK would raise, or not come back
+    values, vectors = torch.linalg.eigh(torch.where(finite, factor, 0.0))  # on NaN, LAPACK may raise or never return
     return (vectors, values.clamp(min=0)), finite & values.isfinite().all() & vectors.isfinite().all()
 
 
 def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tensor, int]:
-    """``(factor + damping I)^-1`` by Cholesky.
+    """Return ``(factor + damping I)^-1`` by Cholesky.
 
     Args:
         factor: ``[d, d]``, symmetric, fp32 or fp64.
@@ -52,7 +52,7 @@ def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tens
         least: the level to begin at; from ``FAILED`` on nothing is tried.
 
     Returns:
-        The inverse ``[d, d]`` (zeros if all failed), and the level that did it.
+        The inverse ``[d, d]`` (zeros if all levels failed), and the level that succeeded.
     """
 
     def attempt(level: int) -> Tensor | None:
@@ -66,14 +66,14 @@ def damped_inverse(factor: Tensor, damping: float, least: int = 0) -> tuple[Tens
 
 
 def damped_eigen(factor: Tensor, least: int = 0) -> tuple[Tensor, Tensor, int]:
-    """Eigenvectors and eigenvalues, negative ones set to 0; the damping comes in when they are used.
+    """Return eigenvectors and eigenvalues, negative ones set to 0; damping is added when they are used.
 
     Args:
         factor: ``[d, d]``, symmetric, fp32 or fp64.
         least: the level to begin at.
 
     Returns:
-        Vectors ``[d, d]`` (columns), values ``[d]`` (zeros if all failed), and the level that did it.
+        Vectors ``[d, d]`` (columns), values ``[d]`` (zeros if all levels failed), and the level that succeeded.
     """
 
     def attempt(level: int) -> tuple[Tensor, Tensor] | None:
@@ -89,9 +89,9 @@ def damped_eigen(factor: Tensor, least: int = 0) -> tuple[Tensor, Tensor, int]:
 
 
 def pi_ratio(a: Tensor, g: Tensor) -> Tensor:
-    """``sqrt((tr A / d_A) / (tr G / d_G))``, 0-dim: how Martens and Grosse (2015, section 6.3) split the damping.
+    """Return ``sqrt((tr A / d_A) / (tr G / d_G))``, 0-dim: how Martens and Grosse (2015, section 6.3) split damping.
 
-    1 where a trace is 0.
+    It is 1 if a trace is 0.
     """
     mean_a, mean_g = a.diagonal().mean(), g.diagonal().mean()
     ratio = (mean_a / mean_g).sqrt()
@@ -99,17 +99,17 @@ def pi_ratio(a: Tensor, g: Tensor) -> Tensor:
 
 
 def precondition(gradient: Tensor, a_inverse: Tensor, g_inverse: Tensor) -> Tensor:
-    """``G^-1 gradient A^-1``: ``[d_G, d_A]`` -> the same."""
+    """Return ``G^-1 gradient A^-1``: ``[d_G, d_A]`` -> the same."""
     return g_inverse @ gradient @ a_inverse
 
 
 def precondition_eigen(gradient: Tensor, a: tuple[Tensor, Tensor], g: tuple[Tensor, Tensor], damping: float) -> Tensor:
-    """``(A kron G + damping I)^-1 vec(gradient)`` from both factors' eigenvectors and eigenvalues.
+    """Return ``(A kron G + damping I)^-1 vec(gradient)`` from both factors' eigenvectors and eigenvalues.
 
     Args:
         gradient: ``[d_G, d_A]``.
-        a, g: vectors and values of A and of G, as of ``damped_eigen``.
-        damping: of the product of eigenvalues, above 0.
+        a, g: vectors and values of A and of G, as returned by ``damped_eigen``.
+        damping: added to the products of eigenvalues, above 0.
     """
     (a_vectors, a_values), (g_vectors, g_values) = a, g
     rotated = (g_vectors.mT @ gradient @ a_vectors) / (torch.outer(g_values, a_values) + damping)
@@ -117,7 +117,7 @@ def precondition_eigen(gradient: Tensor, a: tuple[Tensor, Tensor], g: tuple[Tens
 
 
 def _climb(attempt: Callable[[int], _Found | None], levels: Iterable[int]) -> tuple[_Found | None, int]:
-    """The first level whose attempt succeeds."""
+    """Return the result and the level of the first attempt that succeeds."""
     for level in levels:
         try:
             found = attempt(level)

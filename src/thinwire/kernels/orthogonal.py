@@ -1,8 +1,8 @@
 """Orthonormal bases of tall, thin matrices.
 
 Loss of orthogonality max|QtQ - 1|, fp32, 1024 x 32: QR stays at 5e-7 up to condition 1e6; Cholesky-QR twice does so
-up to 1e4 and fails at 1e6; modified Gram-Schmidt is at 1e-3 and 0.07 there. Hence QR; ``cholesky2`` is kept for
-comparisons.
+up to 1e4, and fails at 1e6; modified Gram-Schmidt is at 1e-3 and 0.07 there. Hence QR is used; ``cholesky2`` is kept
+for comparisons.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as int64 has it
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as an int64
 
 
 def orthogonalise(x: Tensor, method: str = "qr") -> Tensor:
-    """Orthonormal columns that span the columns of ``x``.
+    """Return orthonormal columns that span the columns of ``x``.
 
-    Non-finite elements count as 0 (a step that has them is rejected anyway); zero columns get some orthonormal column.
+    Non-finite elements count as 0 (such a step is rejected anyway); zero columns become some orthonormal column.
 
     Args:
         x: ``[..., n, r]``, fp32 or fp64, r <= n.
-        method: "qr", or "cholesky2" (Cholesky-QR twice; QR where that loses orthogonality; reads the device).
+        method: "qr", or "cholesky2" (Cholesky-QR twice; QR if that loses orthogonality; reads the device).
 
     Raises:
         ValueError: fewer rows than columns, or an unknown method.
@@ -49,9 +49,9 @@ def orthogonalise(x: Tensor, method: str = "qr") -> Tensor:
 
 
 def orthogonalise_all(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """``orthogonalise`` for many matrices; those of one shape go in one batch. All row-major, alone or in company:
+    """Orthogonalise many matrices; those of one shape go in one batch. All results are row-major, batched or not.
 
-    products with another layout round otherwise, and bits would depend on who shares a bucket.
+    Products with another layout round differently, so bits would depend on which parameters share a bucket.
     """
     groups: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(matrices):
@@ -68,15 +68,15 @@ def orthogonalise_all(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def basis_hash(x: Tensor) -> int:
-    """Eight bytes that change with any bit of ``x``, as a signed integer that fits int64. Copies ``x`` to the host."""
+    """Return eight bytes that change with any bit of ``x``, as a signed int64-sized integer. Copies to the host."""
     data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """Eight bytes that change with any bit of ``x``, 0-dim int64 on its device: nobody waits. fp32 or fp64.
+    """Return eight bytes that change with any bit of ``x``, as 0-dim int64 on its device; does not wait. fp32 or 64.
 
-    The sum of the elements' bit patterns, each times an odd number that its place gives.
+    They are the sum of the elements' bit patterns, each times an odd number that depends on its place.
     """
     words = x.detach().contiguous().view(-1).view(torch.int32 if x.element_size() == 4 else torch.int64).to(torch.int64)
     place = torch.arange(words.numel(), device=x.device) * _GOLDEN
@@ -84,7 +84,7 @@ def fingerprint(x: Tensor) -> Tensor:
 
 
 def _cholesky_qr(x: Tensor) -> Tensor:
-    """One pass; NaN where the Gram matrix is not positive definite."""
+    """Do one pass of Cholesky-QR; NaN if the Gram matrix is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(x.mT @ x, upper=True)
     q = torch.linalg.solve_triangular(factor, x, upper=True, left=False)
     return torch.where((info == 0)[..., None, None], q, torch.nan)

@@ -1,4 +1,4 @@
-"""A sparse vector as one message: k values, padded to 4 bytes, then k int32 indices, all in one uint8 tensor."""
+"""Pack a sparse vector into one message: k values, padded to 4 bytes, then k int32 indices, in one uint8 tensor."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ _FP16_MAX = 65504.0
 
 
 def wire_dtype(wire: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the values on the wire: "fp32" keeps fp64 for fp64 gradients."""
+    """Return the dtype of values in a message: "fp32" keeps fp64 for fp64 gradients."""
     return dtype if wire == "fp32" and dtype == torch.float64 else WIRES[wire]
 
 
 def message_bytes(k: int, dtype: torch.dtype) -> int:
-    """Length of a message of k pairs."""
+    """Return the length of a message of k pairs."""
     return _value_bytes(k, dtype) + 4 * k
 
 
 def to_wire(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round values to the wire's dtype; finite values beyond fp16's range become its largest."""
+    """Round values to the message's dtype; finite values beyond fp16's range become its largest."""
     if dtype == torch.float16:
         values = torch.where(values.isfinite(), values.clamp(-_FP16_MAX, _FP16_MAX), values)
     return values.to(dtype)
 
 
 def pack(values: Tensor, indices: Tensor) -> Tensor:
-    """Values (in their wire dtype) and int64 indices below 2^31, ``[..., k]`` -> uint8 ``[..., message_bytes]``."""
+    """Pack values (already rounded) and int64 indices below 2^31, ``[..., k]`` -> uint8 ``[..., message_bytes]``."""
     body = values.contiguous().view(torch.uint8)
     gap = _value_bytes(values.shape[-1], values.dtype) - body.shape[-1]
     parts = [body, body.new_zeros(*body.shape[:-1], gap)] if gap else [body]
@@ -35,7 +35,7 @@ def pack(values: Tensor, indices: Tensor) -> Tensor:
 
 
 def unpack(message: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Messages ``[..., bytes]`` -> (values ``[..., k]`` in ``dtype``, indices ``[..., k]`` int64)."""
+    """Unpack messages ``[..., bytes]`` -> (values ``[..., k]`` in ``dtype``, indices ``[..., k]`` int64)."""
     cut = _value_bytes(k, dtype)
     lead = message.shape[:-1]
     values = message[..., : k * dtype.itemsize].reshape(-1).view(dtype)
@@ -44,14 +44,14 @@ def unpack(message: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def add_pairs(out: Tensor, values: Tensor, indices: Tensor) -> Tensor:
-    """Add ``[P, k]`` pairs into ``out`` ``[d]``, rank by rank, so that the bits do not depend on the device's order."""
+    """Add ``[P, k]`` pairs to ``out`` ``[d]``, rank by rank, so that bits do not depend on the device's order."""
     for v, i in zip(values.unbind(), indices.unbind()):
         out.index_add_(0, i, v.to(out.dtype))
     return out
 
 
 def by_index(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The pairs in ascending order of their indices."""
+    """Return the pairs in ascending order of their indices."""
     if indices.device.type == "meta":
         return values, indices
     indices, order = torch.sort(indices)
@@ -59,14 +59,14 @@ def by_index(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_pairs(mine: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest entries of the sum of two sparse vectors of k pairs each: gTop-k's operator.
+    """Return the k largest entries of the sum of two sparse vectors of k pairs each: gTop-k's operator.
 
     Args:
-        mine, other: (values, indices) in ascending order of indices, which are distinct in each. Swapped, they give
-            the same sums to the bit.
+        mine, other: (values, indices) in ascending order of indices, which are distinct in each. Swapping them gives
+            the same sums, bit for bit.
 
     Returns:
-        (values, indices, places): by :func:`largest_pairs`, in ascending order of indices; the place in ``mine`` of
+        (values, indices, places): chosen by :func:`largest`, in ascending order of indices; the place in ``mine`` of
         each index, -1 if it is not there.
     """
     k = mine[1].numel()
@@ -74,7 +74,7 @@ def merge_pairs(mine: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tu
         return mine[0].new_empty(k), mine[1].new_empty(k), mine[1].new_empty(k)
     indices, order = torch.sort(torch.cat([mine[1], other[1]]), stable=True)
     values = torch.cat([mine[0], other[0]])[order]
-    twin = torch.zeros_like(indices, dtype=torch.bool)  # the second of two equal indices, which is the other's
+    twin = torch.zeros_like(indices, dtype=torch.bool)  # the second of two equal indices, from ``other``
     torch.eq(indices[1:], indices[:-1], out=twin[1:])
     values[:-1] += torch.where(twin[1:], values[1:], 0)
     kept = largest(values, torch.where(twin, -1, indices), k)
@@ -82,9 +82,10 @@ def merge_pairs(mine: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tu
 
 
 def largest(values: Tensor, indices: Tensor, k: int) -> Tensor:
-    """Where each pair goes if the k largest by (magnitude, place) stay, in the order they have: 0 to k - 1, else k.
+    """Return where each pair goes if the k largest by (magnitude, place) stay in their order: 0 to k - 1, else k.
 
-    NaN is the largest, a pair of index -1 the smallest. Fixed shapes, no sort: equal input, equal output everywhere.
+    NaN counts as the largest, a pair with index -1 as the smallest. Fixed shapes and no sort: equal input gives equal
+    output everywhere.
     """
     size = torch.where(indices < 0, -1.0, torch.where(values.isnan(), torch.inf, values.abs()))
     limit = torch.topk(size, k, sorted=False).values.amin()
@@ -94,12 +95,12 @@ def largest(values: Tensor, indices: Tensor, k: int) -> Tensor:
 
 
 def take(x: Tensor, places: Tensor, k: int) -> Tensor:
-    """The k elements that :func:`largest` keeps."""
+    """Return the k elements that :func:`largest` keeps."""
     return x.new_empty(k + 1).scatter_(0, places, x)[:k]
 
 
 def contains(indices: Tensor, wanted: Tensor) -> Tensor:
-    """Whether each of ``wanted`` is among ``indices``, which are in ascending order."""
+    """Return whether each of ``wanted`` is among ``indices``, which are in ascending order."""
     if indices.device.type == "meta":
         return torch.empty(wanted.shape, dtype=torch.bool, device="meta")
     return indices[torch.searchsorted(indices, wanted).clamp_(max=indices.numel() - 1)] == wanted

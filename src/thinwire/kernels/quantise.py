@@ -1,12 +1,12 @@
 """Quantisers: a 1-D tensor as small integer codes and a few scales, and back.
 
-Block codec: s = 2^(bits - 1) - 1 levels on either side of 0 (bits 2, 4, 8: 1, 7, 127). Per block v of elements, with
-N = max|v| or |v|_2, a code is round(s v / N) + s, and stands for (code - s) N / s. Rounded to nearest even, or, given
-noise, to one of the two neighbours so that the mean over draws is v. The last block of a tensor may be shorter. A
-block that holds NaN or infinity has a scale that is not finite; its codes mean nothing.
+Block codec: s = 2^(bits - 1) - 1 levels on either side of 0 (bits 2, 4, 8: 1, 7, 127). For a block v of elements, with
+N = max|v| or |v|_2, a code is round(s v / N) + s, and stands for (code - s) N / s. Rounding is to nearest even or, with
+noise, to one of the two neighbours so that the mean over draws is v. The last block of a tensor may be shorter. A block
+with NaN or infinity has a scale that is not finite; its codes mean nothing.
 
-Means code, 2 or 4 bits: per block the unit is the root mean square, 2^bits bins of equal width lie around 0, and a code
-stands for the mean of what fell into its bin. The means travel with the codes.
+Means codec, 2 or 4 bits: a block's unit is its root mean square; 2^bits bins of equal width lie around 0; a code stands
+for the mean of what fell into its bin. The means are sent with the codes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from thinwire.kernels.bits import codes_of_bytes, look_up
 
 BITS = (2, 4, 8)
-_PIECE = 1 << 16  # elements, which stay in a CPU's cache
-_WIDE = {2: torch.int16, 4: torch.int32}  # that many codes of one byte each, read as one integer
-_STEP = 2.0**-16  # of the noise
-_WIDTHS = {2: 0.9957, 4: 0.3352}  # of bins, in standard deviations, with the least error of a Gaussian: Max, 1960
+_PIECE = 1 << 16  # number of elements that stay in a CPU's cache
+_WIDE = {2: torch.int16, 4: torch.int32}  # to read that many codes, of one byte each, as one integer
+_STEP = 2.0**-16  # step of the noise
+_WIDTHS = {2: 0.9957, 4: 0.3352}  # width of bins, in standard deviations, with least error for a Gaussian: Max, 1960
 
 
 def levels(bits: int) -> int:
-    """Levels on either side of zero.
+    """Return the number of levels on either side of zero.
 
     Example:
         >>> [levels(bits) for bits in BITS]
@@ -36,7 +36,7 @@ def levels(bits: int) -> int:
 
 
 def packed_bytes(n: int, bits: int) -> int:
-    """Bytes of ``n`` packed codes."""
+    """Return the number of bytes of ``n`` packed codes."""
     return -(-n * bits // 8)
 
 
@@ -63,7 +63,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, n: int, bits: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """The first ``n`` codes of ``packed``, as a new tensor of ``dtype``."""
+    """Return the first ``n`` codes of ``packed``, as a new tensor of ``dtype``."""
     per = 8 // bits
     out = torch.empty(packed.numel(), per, dtype=dtype, device=packed.device)
     for j in range(per):
@@ -72,15 +72,15 @@ def unpack_codes(packed: Tensor, n: int, bits: int, dtype: torch.dtype = torch.u
 
 
 def encode(a: Tensor, bits: int, block: int, norm: str = "max", noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a 1-D tensor.
+    """Return codes and scales of a 1-D tensor.
 
     Args:
         a: ``[n]``, fp32 or fp64; not edited.
         bits: 2, 4 or 8.
-        block: elements that share a scale; with fewer than 8 bits a multiple of 8.
+        block: number of elements that share a scale; with fewer than 8 bits a multiple of 8.
         norm: "max" or "l2".
         noise: int16 ``[n]``, uniform over all int16 (``seeding.noise``): round at random, without bias up to 2^-17 of
-            a level. None: to nearest even.
+            a level. None: round to nearest even.
 
     Returns:
         Packed codes, uint8 ``[ceil(n bits / 8)]``, and the scales N / s, ``[ceil(n / block)]`` in the dtype of ``a``.
@@ -105,15 +105,15 @@ def encode(a: Tensor, bits: int, block: int, norm: str = "max", noise: Tensor | 
 
 
 def encode_means(a: Tensor, bits: int, block: int, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and means of a 1-D tensor.
+    """Return codes, scales and means of a 1-D tensor.
 
-    The means have the least squared error that these bins allow, so what is decoded is never longer than ``a``.
+    The means have the least squared error that these bins allow, so the decoded vector is never longer than ``a``.
 
     Args:
         a: ``[n]``, fp32 or fp64; not edited.
         bits: 2 or 4.
-        block: elements that share a scale, a multiple of 8.
-        parts: how many equal parts of whole blocks have means of their own.
+        block: number of elements that share a scale, a multiple of 8.
+        parts: number of equal parts, of whole blocks, that have their own means.
 
     Returns:
         Packed codes, uint8 ``[n bits / 8]``; scales ``[n / block]``; means ``[parts, 2^bits]`` in units of the scales.
@@ -143,9 +143,9 @@ def encode_means(a: Tensor, bits: int, block: int, parts: int = 1) -> tuple[Tens
 
 
 def add_decoded(out: Tensor, codes: Tensor, scales: Tensor, bits: int, block: int, means: Tensor | None = None) -> None:
-    """To ``out`` [n] add what each row of codes [P, bytes] and scales [P, blocks] stands for, in order of the rows.
+    """Add to ``out`` [n] the decoded rows of codes [P, bytes] and scales [P, blocks], in order of the rows.
 
-    ``means``: of each row, and of each of its equal parts: ``[P, parts, 2^bits]``; None: the block codec.
+    ``means``: for each row, and each of its equal parts: ``[P, parts, 2^bits]``; None: the block codec.
     """
     if out.device.type == "meta":
         return
@@ -181,7 +181,7 @@ def add_decoded(out: Tensor, codes: Tensor, scales: Tensor, bits: int, block: in
 
 
 def magnitudes(tensors: Sequence[Tensor], clip: float | None) -> Tensor:
-    """max|a| of each tensor, but at most ``clip`` of its root mean squares; NaN or infinite if any element is."""
+    """Return max|a| of each tensor, at most ``clip`` times its root mean square; NaN or infinite if any element is."""
     if tensors[0].device.type == "meta":
         return tensors[0].new_empty(len(tensors))
     low, high = (torch.stack(ends) for ends in zip(*map(torch.aminmax, tensors)))
@@ -190,16 +190,16 @@ def magnitudes(tensors: Sequence[Tensor], clip: float | None) -> Tensor:
         return top
     factors = [clip / a.numel() ** 0.5 for a in tensors]
     limit = torch.stack(torch._foreach_mul(torch._foreach_norm([*tensors]), factors))
-    return torch.where(limit > 0, torch.minimum(top, limit), top)  # no limit where all squares vanish
+    return torch.where(limit > 0, torch.minimum(top, limit), top)  # no limit if all squares underflow to 0
 
 
 def ternary(a: Tensor, own: Tensor, shared: Tensor, noise: Tensor) -> Tensor:
-    """Clamp ``a`` to +-``own``, then int8 codes -1, 0, 1 whose mean over draws is a / ``shared``.
+    """Clamp ``a`` to +-``own``; return int8 codes -1, 0, 1 whose mean over draws is a / ``shared``.
 
     Args:
         a: ``[n]``; not edited.
-        own, shared: 0-dim; or ``[rows]``, of which ``a`` is a matrix.
-        noise: as of :func:`encode`.
+        own, shared: 0-dim; or ``[rows]``, if ``a`` is a matrix with that many rows.
+        noise: as for :func:`encode`.
     """
     codes = torch.empty(a.numel(), dtype=torch.int8, device=a.device)
     if a.device.type == "meta":
@@ -215,11 +215,11 @@ def ternary(a: Tensor, own: Tensor, shared: Tensor, noise: Tensor) -> Tensor:
 
 
 def _codes(x: Tensor, top: Tensor, s: int, noise: Tensor | None) -> Tensor:
-    """uint8 codes 0 .. 2 s of ``x`` within +-``top``; NaN is cast to something, its scale rejects the step."""
+    """Return uint8 codes 0 .. 2 s of ``x`` within +-``top``. NaN gets any code; its scale rejects the step."""
     x = x.div(top.masked_fill(top == 0, 1)).mul_(s)
     if noise is None:  # int8 is what torch casts to fastest
         return x.round_().clamp_(-s, s).to(torch.int8).view(torch.uint8).add_(s)
-    # The floor of x + u with u in (0, 1): the cast cuts, and x + s is not negative.
+    # The floor of x + u with u in (0, 1): the cast truncates, and x + s is not negative.
     x.view(-1)[: noise.numel()].add_(noise, alpha=_STEP)
     x.add_(s + 0.5 + _STEP / 2).clamp_(0, 2 * s)
     return x.to(torch.int16).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Random draws, equal on all ranks, devices and resumed runs: a seed is made from words, not from a counter."""
+"""Random draws, equal on all ranks, devices and resumed runs: seeds are derived from words, not from a counter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.kernels.upload import upload
 
 
 def seed_of(*words: object) -> int:
-    """The seed that belongs to some words: the first 8 bytes of ``blake2b("word:word:...")``, without the sign bit.
+    """Return the seed for some words: the first 8 bytes of ``blake2b("word:word:...")``, without the sign bit.
 
     Example:
         >>> seed_of(0, "layer.weight") == seed_of("0:layer.weight")
@@ -25,22 +25,22 @@ def seed_of(*words: object) -> int:
 
 
 def generator(*words: object) -> torch.Generator:
-    """A CPU generator seeded by words, for example ``generator(seed, name)``."""
+    """Return a CPU generator seeded by words, for example ``generator(seed, name)``."""
     return torch.Generator().manual_seed(seed_of(*words))
 
 
 def normal(rows: int, columns: int, *words: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A standard normal matrix, drawn on the CPU in fp32 whatever ``dtype`` and ``device``; on meta only its shape."""
+    """Return a standard normal matrix, drawn on the CPU in fp32 for any ``dtype`` and ``device``; on meta, no draw."""
     if device.type == "meta":
         return torch.empty(rows, columns, dtype=dtype, device=device)
     return upload(torch.randn(rows, columns, generator=generator(*words)), device).to(dtype)
 
 
 def noise(n: int, *words: object, device: torch.device) -> Tensor:
-    """``n`` int16 numbers, uniform over all of int16: what stochastic rounding adds. Drawn on ``device``: a card's
-    are others than a CPU's.
+    """Return ``n`` int16 numbers, uniform over all of int16, for stochastic rounding. Drawn on ``device``: CUDA and CPU
+    draw different numbers.
 
-    Four of them from one 64-bit draw, as draws are most of a quantiser's time on a CPU.
+    Four of them come from one 64-bit draw, because draws take most of a quantiser's time on a CPU.
     """
     if device.type == "meta":
         return torch.empty(n, dtype=torch.int16, device=device)
@@ -50,7 +50,7 @@ def noise(n: int, *words: object, device: torch.device) -> Tensor:
 
 
 def fill_noise(parts: Sequence[Tensor], words: Sequence[Sequence[object]]) -> None:
-    """Fill int16 tensors, of multiples of 4 elements, each with the ``noise`` of its words."""
+    """Fill int16 tensors, whose sizes are multiples of 4, each with the ``noise`` of its words."""
     device = parts[0].device
     draw = on_card(device) if device.type == "cuda" else torch.Generator(device)
     for part, said in zip(parts, words):
@@ -59,5 +59,5 @@ def fill_noise(parts: Sequence[Tensor], words: Sequence[Sequence[object]]) -> No
 
 @cache
 def on_card(device: torch.device) -> torch.Generator:
-    """One for all draws of a card: what is launched has taken its seed, so the next may be set."""
+    """Return one generator for all draws on a CUDA device: once launched, a draw has read its seed."""
     return torch.Generator(device)

@@ -1,4 +1,4 @@
-"""Symmetric matrices as one row of their upper triangle: half the bytes on a wire and in a checkpoint."""
+"""Symmetric matrices as one row of their upper triangle: half the bytes in a message or a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def packed_size(d: int) -> int:
-    """Elements of the upper triangle of a ``d x d`` matrix, the diagonal included."""
+    """Return the number of elements in the upper triangle of a ``d x d`` matrix, including the diagonal."""
     return d * (d + 1) // 2
 
 
 def side_of(size: int) -> int:
-    """The inverse of ``packed_size``.
+    """Return the ``d`` whose ``packed_size`` is ``size``.
 
     Raises:
         ValueError: no triangle has that many elements.
@@ -26,14 +26,14 @@ def side_of(size: int) -> int:
 
 
 def pack_upper(matrix: Tensor, *, tolerance: float | None = None) -> Tensor:
-    """The upper triangle row by row: ``[d, d]`` -> ``[d(d+1)/2]``, a new tensor.
+    """Return the upper triangle row by row: ``[d, d]`` -> ``[d(d+1)/2]``, a new tensor.
 
     Args:
-        matrix: symmetric; the lower triangle is not looked at unless a tolerance is given.
-        tolerance: the largest difference from the transpose, relative to the largest element, that is still symmetric.
+        matrix: symmetric; the lower triangle is not read unless a tolerance is given.
+        tolerance: the largest allowed difference from the transpose, relative to the largest element.
 
     Raises:
-        ValueError: not square, or not symmetric.
+        ValueError: the matrix is not square, or not symmetric.
     """
     d = matrix.shape[0]
     if matrix.shape != (d, d):
@@ -46,7 +46,7 @@ def pack_upper(matrix: Tensor, *, tolerance: float | None = None) -> Tensor:
 
 
 def unpack_upper(packed: Tensor, d: int | None = None) -> Tensor:
-    """The symmetric matrix of a packed triangle: ``[d(d+1)/2]`` -> ``[d, d]``, bit for bit what was packed.
+    """Return the symmetric matrix of a packed triangle: ``[d(d+1)/2]`` -> ``[d, d]``, bit for bit what was packed.
 
     Raises:
         ValueError: that many elements are no triangle, or not that of ``d``.

@@ -1,4 +1,4 @@
-"""From the host to a card without waiting for it."""
+"""Copy from the host to a CUDA device without waiting."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on ``device``; to a card in the order of the current stream, and nobody waits."""
+    """Return a copy of a host tensor on ``device``; to CUDA in the current stream's order, without waiting."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -1,4 +1,4 @@
 """One file per method, and the registry of their names. A method is a program plus its options, nothing more.
 
-What does not live here: tensor maths (kernels/), communication (collectives/, engine/), decisions (planner/).
+Not here: tensor maths (kernels/), communication (collectives/, engine/), decisions (planner/).
 """

@@ -1,16 +1,16 @@
-"""ACP-SGD: alternate compressed power iteration. One thin factor per step, one all-reduce, the shape of S-SGD.
+"""ACP-SGD: alternate compressed power iteration. One thin factor per step and one all-reduce, like S-SGD.
 
 Paper: Zhang, Shi, Li: Accelerating Distributed Deep Learning using Lossless (Alternate) Compression, ICDCS 2023,
 arXiv 2306.08881, section III.
 
 A = M + E, n x m, per tensor: P is n x r, Q is m x r. Even steps send A Q and apply mean(A) Q Qt; odd steps send At
-P and apply P Pt mean(A). A pair of steps is one power iteration. Elements sent per step: r n or r m, plus the dense
-rest.
+P and apply P Pt mean(A). A pair of steps is one power iteration. Elements sent per step: r n or r m, plus the tensors
+that stay dense.
 
 Differences from the paper: the first bases are seeded by parameter name; factors are orthogonalised at the end of a
 step instead of before the exchange; the error is the *local* one, A_w minus what rank w sent, as in the authors' code
-(its mean is the paper's, its norm does not grow); only tensors where it pays are compressed (``compress="matrices"``:
-all); rejected steps leave no trace.
+(its mean is the paper's error, and its norm does not grow); only tensors for which it pays are compressed
+(``compress="matrices"``: all); rejected steps leave the state unchanged.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class ACP(LowRank, Decoupling):
     Args:
         rank: columns of a factor.
         compress: "paying": matrices with rank < min(n, m) that shrink at least ``min_rate`` times; "matrices": all.
-        min_rate: least gain, in elements, for a tensor to be compressed.
+        min_rate: smallest compression, in elements, at which a tensor is compressed.
         error_feedback: keep what was not sent and add it to the next gradient; False is for ablations.
         seed: of the first bases.
-        verify_every: steps between checks that the bases are bitwise equal on all ranks (also at the second that is
-            compressed); 0: never.
+        verify_every: steps between checks that the bases are bitwise equal on all ranks (also in the second compressed
+            step); 0: never.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
         deterministic: sum in rank order: equal bits under any plan.
-        collective, decoupled, check_finite, update_in_step, poison_stale: as of :class:`~thinwire.methods.ssgd.SSGD`.
+        collective, decoupled, check_finite, update_in_step, poison_stale: as for :class:`~thinwire.methods.ssgd.SSGD`.
     """
 
     name: ClassVar[str] = "acp"
@@ -64,7 +64,7 @@ class ACP(LowRank, Decoupling):
         check_decoupling(self, residual=self.has_residual, collective=self.collective)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Elements sent per tensor: r n in phase 0, r m in phase 1, all of a dense tensor."""
+        """Return elements sent per tensor: r n in phase 0, r m in phase 1, all of a dense tensor."""
         sizes = super().payload(shapes, phase)
         for i, shape in enumerate(shapes):
             if rank := self.rank_of(shape):
@@ -74,7 +74,7 @@ class ACP(LowRank, Decoupling):
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Accumulate, project and peel, pack; the next basis and the product of the mean."""
+        """Accumulate, project and peel, pack; then the next basis and the product for the mean."""
         low, dense = self.matrices(shapes)
         prices = Prices(costs, topology.world_size, topology)
         if not low and self.decoupled:
@@ -83,9 +83,9 @@ class ACP(LowRank, Decoupling):
             return prices.average_flat(dense, deterministic=self.deterministic, watch=True, collective=self.collective)
         sent, before, after = dense, prices.passes(IN_PLACE, dense), prices.passes(IN_PLACE + COPY, dense)
         for n, m, r in low:
-            rows = m if phase % 2 else n  # of the factor that moves
+            rows = m if phase % 2 else n  # of the factor that is sent
             sent += rows * r
-            if self.error_feedback:  # an odd step reads A once more: its peel is not blocked
+            if self.error_feedback:  # an odd step reads A once more, because its peel is not blocked
                 peel = IN_PLACE + (READ if phase % 2 else 0.0)
                 before += prices.passes(ACCUMULATE, n * m) + prices.product(n, m, r, peel, products=2)
             else:
@@ -98,9 +98,9 @@ class ACP(LowRank, Decoupling):
         return prices.summed(before, after, sent, deterministic=self.deterministic, collective=self.collective)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-reduce of the moving factor; even steps move P, odd ones Q."""
+        """Do one all-reduce of a factor; even steps send P, odd steps Q."""
         low, dense = self.sort(bucket)
-        step, turn = state.step, state.turn  # before the rest waits: it may be counted meanwhile
+        step, turn = state.step, state.turn  # read now: the step may be counted before the rest of this runs
         if not low and self.decoupled:
             yield from average_decoupled(bucket, state, watch=True)
             return
@@ -132,7 +132,7 @@ class ACP(LowRank, Decoupling):
         yield from verify_bases(self, low, bases, state, step)
 
     def _project(self, slot: Slot, state: State, basis: Tensor, moving: str) -> Tensor:
-        """This rank's factor; stages A minus what it stands for. The residual is made in the memory of A."""
+        """Return this rank's factor; stage A minus what the factor stands for. The residual reuses A's memory."""
         if not self.error_feedback:
             project = project_left if moving == "p" else project_right
             return project(slot.matrix(), basis)

@@ -14,9 +14,9 @@ from thinwire.program import AllGather, Bucket, ReduceScatter, Slot, State, work
 
 
 def check_fusion(fusion: Any, *, sparse: bool = False) -> None:
-    """Raise ``ValueError`` unless ``fusion`` is of its vocabulary: a word, a number of MiB, a ``Merge``.
+    """Raise ``ValueError`` unless ``fusion`` is a known word, a number of MiB, or a ``Merge``.
 
-    ``sparse``: the method selects, so that of the two published rules OMGS's applies and not MG-WFBP's.
+    ``sparse``: the method selects entries, so the published rule that applies is OMGS, not MG-WFBP.
     """
     words = ("auto", "none", "single", "optimal", "omgs" if sparse else "mgwfbp", "tune")
     if isinstance(fusion, Merge):
@@ -49,9 +49,9 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 def all_reduce(
     x: Tensor, state: State, *, deterministic: bool, collective: str = "flat"
 ) -> Generator[Any, Tensor, Tensor]:
-    """Sum over the world; ``deterministic=True``: in rank order, by reduce-scatter and all-gather. Owns ``x``.
+    """Sum over the world. ``deterministic=True``: in rank order, by reduce-scatter and all-gather. Owns ``x``.
 
-    ``collective``: the sub-program of :mod:`~thinwire.methods.exchanges` otherwise.
+    ``collective``: otherwise, the sub-program of :mod:`~thinwire.methods.exchanges` to use.
     """
     if not deterministic:
         return (yield from all_reduce_by(collective, x, state))
@@ -62,7 +62,7 @@ def all_reduce(
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Whether every element is finite, as a 0-dim bool tensor; one pass, no temporary, no host read."""
+    """Return whether every element is finite, as a 0-dim bool tensor; one pass, no temporary, no host read."""
     if x.numel() == 0 or x.device.type == "meta":
         return torch.ones((), dtype=torch.bool, device=x.device)
     low, high = torch.aminmax(x)  # both are NaN if any element is
@@ -70,22 +70,22 @@ def all_finite(x: Tensor) -> Tensor:
 
 
 def split_message(messages: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Messages [P, bytes] of ``count`` scales and then codes: the scales [P, count], and the codes [P, bytes]."""
+    """Split messages [P, bytes] into ``count`` scales each, [P, count], and the codes after them, [P, bytes]."""
     head = count * dtype.itemsize
     return messages[:, :head].reshape(-1).view(dtype).view(-1, count), messages[:, head:]
 
 
 def poison(finite: Tensor, value: float, dtype: torch.dtype) -> Tensor:
-    """``value``, or NaN where the verdict does not hold, so that every scaler skips the step."""
+    """Return ``value``, or NaN if the verdict is False, so that every scaler skips the step."""
     if finite.device.type == "meta":
         return torch.empty((), dtype=dtype, device="meta")
     return torch.where(finite, value, torch.nan).to(dtype)
 
 
 def own_memory(slot: Slot) -> Tensor | None:
-    """The gradient's memory where a result can be made in place: no loss scale, working dtype, contiguous; else None.
+    """Return the gradient's memory if the result can be made in it (no loss scale, working dtype, contiguous), or None.
 
-    What is put there is delivered. Nothing may read the gradient afterwards.
+    Whatever is written there is delivered. Nothing may read the gradient afterwards.
     """
     target = slot.value if slot.result is None else slot.result
     if slot.scale is not None or target is None or target.dtype != working_dtype(slot.dtype):
@@ -99,9 +99,9 @@ def own_memory(slot: Slot) -> Tensor | None:
 def average_flat(
     bucket: Bucket, state: State, *, deterministic: bool, watch: bool = False, collective: str = "flat"
 ) -> Generator[Any, Tensor, None]:
-    """The program of S-SGD; ``watch=True``: with a verdict, for methods that hold a residual elsewhere.
+    """Run the program of S-SGD; ``watch=True``: with a verdict, for methods that keep residuals in other buckets.
 
-    Divides before the sum, as DDP does: no pass of its own, and 16 bits cannot overflow.
+    Divides before the sum, as DDP does: that costs no pass of its own, and 16 bits cannot overflow.
     """
     if bucket.numel == 0:
         return

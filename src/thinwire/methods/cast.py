@@ -1,16 +1,16 @@
-"""Cast: the average on a 16-bit wire, half the bytes of S-SGD, no state; or in 8, 4 or 2 bits.
+"""Cast: the average in 16 bits, half the bytes of S-SGD, no state; or in 8, 4 or 2 bits.
 
 Code that does the same: torch's ``fp16_compress_hook`` and ``bf16_compress_hook``.
 
 Differences from these hooks: the gradient is divided by the world size in fp32 before the cast, so that an fp16 sum
-cannot overflow where the mean does not. No residual: it works in the units it finds, and scaled fp16 gradients sit
-where fp16 is accurate.
+cannot overflow if the mean does not. No residual: it works in the units it finds, and scaled fp16 gradients are in the
+range where fp16 is accurate.
 
 ``Cast("int8")`` is 8-bit linear quantisation, and another program (``two_step.py``): blocks of A = M + E with the
 scale max|a| / 127, all-to-all of codes, sum in fp32, encoded again, all-gather. ``"int4"`` and ``"int2"`` are the same
-program with 16 and 4 bins around 0, whose means travel with the codes. Its traffic does not grow with the
-number of ranks, where torch's 8-bit hooks gather everybody's codes; and it keeps the error of both steps in a
-residual, where those drop it. Chunks follow the bucket, so that values depend on the plan; the state does not.
+program with 16 and 4 bins around 0, whose means are sent with the codes. Its traffic does not grow with the number of
+ranks, whereas torch's 8-bit hooks gather all ranks' codes. It keeps the error of both steps in a residual, which those
+hooks drop. Chunks follow the bucket, so values depend on the plan; the state does not.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Cast(Decoupling, Method):
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``, or "bf16" or "fp16"; ``torch.int8``, "int8", "int4", "int2".
-        block: elements that share a scale, below 16 bits.
+        block: number of elements that share a scale, below 16 bits.
         fusion: MiB, "none", "single", "optimal", "tune", a published rule, a ``Merge`` or "auto".
         deterministic: sum in rank order: equal bits under any plan; not below 16 bits.
-        collective, decoupled, check_finite, update_in_step, poison_stale: as of :class:`~thinwire.methods.ssgd.SSGD`.
+        collective, decoupled, check_finite, update_in_step, poison_stale: as for :class:`~thinwire.methods.ssgd.SSGD`.
     """
 
     name: ClassVar[str] = "cast"
@@ -91,25 +91,25 @@ class Cast(Decoupling, Method):
         check_decoupling(self, collective=self.collective)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Half an fp32 element per element; below 16 bits its bits, and the scales."""
+        """Return half an fp32 element per element; below 16 bits, the bits and the scales."""
         sizes = super().payload(shapes, phase)
         bits = _BITS.get(self.dtype)
         return two_step.payload(sizes, bits, self.block) if bits else [-(-size // 2) for size in sizes]
 
     def sums(self, shape: Sequence[int]) -> bool:
-        """In 16 bits."""
+        """Return whether it sends 16 bits."""
         return self.dtype not in _BITS
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Into the bucket, division and cast; the cast back."""
+        """Copy into the bucket, divide and cast; then cast back."""
         size, prices = elements(shapes), Prices(costs, topology.world_size, topology)
         if not size:
             return [0.0]
         if self.dtype in _BITS:
             return two_step.seconds(size, topology.world_size, _BITS[self.dtype], prices)
-        cast = 1.5  # one side has half the bytes
+        cast = 1.5  # the 16-bit side has half the bytes
         before, after = prices.passes(COPY + IN_PLACE + cast, size), prices.passes(cast, size)
         if self.decoupled:
             return prices.decoupled(before, after, size, itemsize=2)
@@ -118,7 +118,7 @@ class Cast(Decoupling, Method):
         )
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-reduce of 16-bit elements; below 16 bits an all-to-all and an all-gather."""
+        """Do one all-reduce of 16-bit elements; below 16 bits an all-to-all and an all-gather."""
         if bucket.numel == 0:
             return
         if bits := _BITS.get(self.dtype):

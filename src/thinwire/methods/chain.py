@@ -1,7 +1,7 @@
-"""Compositions of methods that are sound, as options of one method; of the others, why they are not.
+"""Combine methods into one method where that is sound; refuse other combinations with a reason.
 
-A chain is a mapping of data: no program runs inside another. What the first method sends is what the second changes,
-and the error of both has one residual.
+A chain only maps options: no program runs inside another. The second method changes what the first sends, and one
+residual holds the error of both.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _WIRES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def chain(*methods: Method | str) -> Method:
-    """One method that does what the given ones do, the first first.
+    """Return one method that does what the given methods do, in this order.
 
-    Sound are: a sparse method and ``Cast`` in 16 bits (the values travel in 16 bits, and their rounding error is fed
-    back); any method and ``SSGD`` or ``DeAR``, whose options (``deterministic``, ``decoupled``, ``fusion``) it takes
-    over.
+    These combinations are sound: a sparse method and ``Cast`` in 16 bits (the values are sent in 16 bits, and their
+    rounding error is fed back); any method and ``SSGD`` or ``DeAR``, whose options (``deterministic``, ``decoupled``,
+    ``fusion``) it takes over.
 
     Args:
         methods: names or instances, at least one.
 
     Raises:
-        ValueError: there is none, a name is unknown, or the composition is not sound; the message says why.
+        ValueError: there is none, a name is unknown, or the combination is not sound; the message says why.
 
     Example:
         >>> from thinwire.methods.topk import TopK
@@ -64,7 +64,7 @@ def _compose(first: Method, second: Method) -> Method:
 
 
 def _with_schedule(method: Method, plain: SSGD) -> Method:
-    """``method`` with the options of an SSGD that are not the default."""
+    """Return ``method`` with those options of an SSGD that differ from the defaults."""
     known = {field.name for field in fields(method)}  # type: ignore[arg-type]
     changes: dict[str, Any] = {}
     for option, default in SSGD().options().items():
@@ -82,7 +82,7 @@ def _with_schedule(method: Method, plain: SSGD) -> Method:
 
 
 def _with_wire(sparse: Method, cast: Cast) -> Method:
-    """The sparse method with 16-bit values."""
+    """Return the sparse method with 16-bit values."""
     wire = _WIRES[cast.dtype]  # type: ignore[index]
     if sparse.value_dtype not in ("fp32", wire):  # type: ignore[attr-defined]
         raise ValueError(f"{sparse!r} is cast to {wire} a second time: give one value_dtype")
@@ -110,7 +110,7 @@ def _majority(method: Method) -> bool:
     return isinstance(method, SignSGD) and method.vote == "majority"
 
 
-# The first that applies is the reason.
+# The first entry that applies gives the reason.
 _REFUSALS: tuple[tuple[Callable[[Method, Method], bool], str], ...] = (
     (
         lambda a, b: (_majority(a) and b.has_residual) or (_majority(b) and a.has_residual),

@@ -3,19 +3,20 @@
 Paper: Zhang et al.: Decoupling the All-Reduce Primitive for Accelerating Distributed Deep Learning (DeAR), ICDCS 2023,
 arXiv 2302.12445.
 
-An all-reduce is a reduce-scatter and an all-gather, at the same cost. A bucket's reduce-scatter runs while backward
-goes on, its all-gather while the *next* forward does; its parameters are updated just before the first layer that
-needs them. No byte is added. With forward f, backward b and exchange c seconds a step takes max(f, c/2) + max(b, c/2)
-instead of f + max(b, c), but for the first and the last bucket.
+An all-reduce is a reduce-scatter and an all-gather, at the same cost. A bucket's reduce-scatter runs during backward,
+and its all-gather during the *next* forward; its parameters are updated just before the first layer that needs them. No
+bytes are added. With forward f, backward b and exchange c seconds, a step takes max(f, c/2) + max(b, c/2) instead of
+f + max(b, c), apart from the first and the last bucket.
 
-Between ``backward()`` and ``step()`` the gradients are not there: clip with ``sync.clip_grad_norm_``. Between
-``step()`` and the next forward parameters are not all up to date: forward, ``state_dict``, evaluation and checkpoints
-see to that themselves; whatever else reads parameters (an average of weights, ``torch.save(model)``) calls
-``sync.synchronize()``.
+Between ``backward()`` and ``step()`` the gradients cannot be read: clip with ``sync.clip_grad_norm_``. Between
+``step()`` and the next forward some parameters are not up to date. Forward, ``state_dict``, evaluation and checkpoints
+take care of this themselves; anything else that reads parameters (an average of weights, ``torch.save(model)``) must
+call ``sync.synchronize()`` first.
 
-Differences from the paper and its public code: any ``torch.optim`` optimizer, with the hyper-parameters as they were at
+Differences from the paper and its public code: any ``torch.optim`` optimizer, with the hyper-parameters that it had at
 ``step()``; all all-gathers are issued in ``step()``, so that no rank waits for another's forward; modules called
-twice, never, or by turns; shared weights; accumulation, loss scaling and clipping; the last update is not lost.
+twice, never, or in changing order; shared weights; accumulation, loss scaling and clipping; the last update is not
+lost.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from thinwire.program import AllGather, Bucket, Method, NextForward, ReduceScatt
 
 @dataclass(frozen=True, kw_only=True)
 class Decoupling:
-    """What ``SSGD``, ``Cast`` and ``ACP`` share as decoupled methods; ``DeAR`` is ``SSGD`` under this option.
+    """The options that ``SSGD``, ``Cast`` and ``ACP`` share as decoupled methods; ``DeAR`` is a decoupled ``SSGD``.
 
     Args:
         decoupled: reduce-scatter during backward, all-gather during the next forward, in which parameters are updated.
-        check_finite: one small exchange at the end of backward, so that all ranks know of a non-finite gradient.
-            Between CPUs that share no link only a ``GradScaler`` and ``find_unused_parameters=True`` wait for it;
-            elsewhere False saves its latency where no ``GradScaler`` is in use.
+        check_finite: one small exchange at the end of backward, by which all ranks learn of a non-finite gradient.
+            Between CPUs that share no link, only a ``GradScaler`` and ``find_unused_parameters=True`` wait for it;
+            elsewhere, False saves its latency if no ``GradScaler`` is in use.
         update_in_step: names of modules whose parameters are updated in ``optimizer.step()``, because something reads
             them without calling the module; True: all, for optimizers that look at all gradients together.
         poison_stale: parameters hold NaN until they are updated, so that a read of an old value shows (debugging).
@@ -52,11 +53,11 @@ class Decoupling:
 
 
 def check_decoupling(method: Decoupling, *, residual: bool = False, collective: str = "flat") -> None:
-    """Raise ``ValueError`` unless the options fit each other; lists of names become tuples.
+    """Raise ``ValueError`` unless the options are compatible; lists of names become tuples.
 
     Args:
-        method: to be checked.
-        residual: it keeps error feedback.
+        method: the method to check.
+        residual: whether it keeps error feedback.
         collective: how it sums over the ranks.
     """
     check_flag("decoupled", method.decoupled)
@@ -77,12 +78,12 @@ def check_decoupling(method: Decoupling, *, residual: bool = False, collective: 
 
 
 def deferring(method: Method) -> Decoupling | None:
-    """The method's options if it is decoupled, else None."""
+    """Return the method if it is decoupled, else None."""
     return method if isinstance(method, Decoupling) and method.decoupled else None
 
 
 def schedule(method: Method) -> dict[str, Any]:
-    """The options of a decoupled method's schedule, for the dense method alongside it or in its stead; else nothing."""
+    """Return a decoupled method's schedule options, for the dense method beside it or in its place; else nothing."""
     options = deferring(method)
     return {} if options is None else {f.name: getattr(options, f.name) for f in fields(Decoupling)}
 
@@ -95,7 +96,7 @@ def decoupled_sum(
     Args:
         x: this rank's part.
         state: of the rank.
-        padded: the same with zeros behind it, 1-D, where there is memory for them: the sum is put there.
+        padded: the same, 1-D, padded with zeros, if there is memory for that: the sum is put there.
         sums, unscaled: see :class:`~thinwire.program.NextForward`.
     """
     size = x.numel()
@@ -108,7 +109,7 @@ def decoupled_sum(
 
 
 def average_decoupled(bucket: Bucket, state: State, *, watch: bool = False) -> Generator[Any, Tensor, None]:
-    """As ``base.average_flat``, on the decoupled schedule: equal to it in rank order, bit for bit."""
+    """Do as ``base.average_flat``, on the decoupled schedule; bit for bit equal to it in rank order."""
     if bucket.numel == 0:
         return
     x = bucket.shares(state.size)

@@ -1,20 +1,20 @@
-"""DGC: Top-k of the momentum-corrected gradient; the optimizer's momentum moves in front of the selection.
+"""DGC: Top-k of the momentum-corrected gradient; the optimizer's momentum is applied before the selection.
 
-Paper: Lin et al.: Deep gradient compression, ICLR 2018, arXiv 1712.01887. Exchange: all-gather of pairs, as Top-k.
+Paper: Lin et al.: Deep gradient compression, ICLR 2018, arXiv 1712.01887. Exchange: all-gather of pairs, as in Top-k.
 
 Per rank, with g the gradient, mu the momentum and V the residual:
 
     m <- mu m + g,  V <- V + m          (Nesterov: m <- mu (m + g), V <- V + m + g)
     sent: the k largest of V;  V = 0 there, and m = 0 (masking: old momentum is not sent twice)
 
-Dense buckets, and density 1: the average of g, then m on the average; nothing is masked. Weight decay, as torch's SGD
-has it, gets a momentum of its own after the exchange: it is equal on all ranks and need not be sent.
+Dense buckets, and density 1: the average of g, then m on the average; nothing is masked. Weight decay, in the form of
+torch's SGD, gets a momentum of its own after the exchange: it is equal on all ranks and need not be sent.
 
 So the optimizer must be SGD without momentum and weight decay, which ``attach`` checks.
 
 Differences from the paper: clipping is per bucket, to clip / sqrt(P) of its local norm; warm-up stages are counted in
-steps; V keeps the rounding error of a 16-bit wire; a rejected step leaves m and V bit for bit; a bucket that is sent
-whole is not masked.
+steps; V keeps the rounding error of 16-bit values; a rejected step leaves m and V unchanged, bit for bit; a bucket that
+is sent whole is not masked.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class DGC(Method):
     Args:
         density: share of the elements that is sent, in (0, 1].
         momentum: mu, in [0, 1).
-        nesterov: Nesterov's form.
-        weight_decay: as of ``torch.optim.SGD``; 0 in LocalWorld, which has no parameters.
-        clip: largest norm of the gradient, over all ranks; None: any.
+        nesterov: use Nesterov's form.
+        weight_decay: as in ``torch.optim.SGD``; 0 in LocalWorld, which has no parameters.
+        clip: largest norm of the gradient, over all ranks; None: no clipping.
         masking: forget the momentum of what is sent.
-        select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
-        warmup: a :class:`~thinwire.methods.feedback.Warmup`, as the published runs have it, or None.
-        value_dtype: of the values on the wire: "fp32", "bf16" or "fp16".
+        select: the selection algorithm, see :func:`thinwire.kernels.select.top_k`.
+        warmup: a :class:`~thinwire.methods.feedback.Warmup`, as in the published runs, or None.
+        value_dtype: of the values as sent: "fp32", "bf16" or "fp16".
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
@@ -104,15 +104,15 @@ class DGC(Method):
         check_fusion(self.fusion, sparse=True)
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """Vectors and embeddings stay dense: they are small, or sparse already."""
+        """Return True for vectors and embeddings: they are small, or sparse already."""
         return stays_dense(shape, embedding)
 
     def dense_method(self) -> Method:
-        """The same at density 1: momentum on the average."""
+        """Return the same method at density 1: momentum on the average."""
         return dataclasses.replace(self, density=1.0)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``ValueError`` unless it is SGD without momentum and weight decay; they belong to the method here."""
+        """Raise ``ValueError`` unless it is SGD without momentum and weight decay; these belong to the method here."""
         groups = optimizer.param_groups
         plain = isinstance(optimizer, torch.optim.SGD)
         if plain and not any(group["momentum"] or group["weight_decay"] for group in groups):
@@ -125,20 +125,20 @@ class DGC(Method):
         )
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """The message of each tensor in units of fp32 elements: 2 k for fp32 pairs."""
+        """Return each tensor's message in units of fp32 elements: 2 k for fp32 pairs."""
         sizes = super().payload(shapes, phase)
         if self.density == 1:
             return sizes
         return message_units((keep_count(size, self.density) for size in sizes), self.value_dtype)
 
     def kept(self, d: int, step: int) -> int:
-        """Entries sent for a bucket of ``d`` elements at a step."""
+        """Return the number of entries sent for a bucket of ``d`` elements at a step."""
         return keep_count(d, self.density if self.warmup is None else self.warmup.density(self.density, step))
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """As Top-k, and the momentum; with density 1 as S-SGD and the momentum. The density after the warm-up."""
+        """Do as Top-k, and the momentum; at density 1, as S-SGD and the momentum. For the density after the warm-up."""
         size, ranks = elements(shapes), topology.world_size
         if not size:
             return [0.0]
@@ -156,7 +156,7 @@ class DGC(Method):
         return [before, after + prices.passes(COPY, size) + decayed]
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-gather of pairs; one all-reduce at density 1."""
+        """Do one all-gather of pairs; at density 1, one all-reduce."""
         if bucket.numel == 0:
             return
         if self.density == 1:
@@ -165,7 +165,7 @@ class DGC(Method):
             yield from self.selected(bucket, state)
 
     def selected(self, bucket: Bucket, state: State) -> Program:
-        """The sparse program: momentum before the exchange, each rank its own."""
+        """Run the sparse program: each rank applies its own momentum before the exchange."""
         check_size(bucket)
         d = bucket.numel
         k = min(d, bucket.kept) or self.kept(d, state.step)
@@ -190,7 +190,7 @@ class DGC(Method):
         self._deliver(bucket, mean, state)
 
     def averaged(self, bucket: Bucket, state: State) -> Program:
-        """The dense program: momentum on the average, as a single worker's SGD."""
+        """Run the dense program: momentum on the average, as in a single worker's SGD."""
         g, factor = bucket.gradient(), self._factor(bucket, state)
         if factor is not None:
             g = g * factor
@@ -206,14 +206,14 @@ class DGC(Method):
         self._deliver(bucket, update.mul_(poison(finite, 1.0, m.dtype)), state)
 
     def _push(self, old: Tensor, g: Tensor, out: Tensor) -> None:
-        """The new momentum: mu m + g, or Nesterov's mu (m + g)."""
+        """Compute the new momentum: mu m + g, or Nesterov's mu (m + g)."""
         if self.nesterov:
             torch.add(old, g, out=out).mul_(self.momentum)
         else:
             torch.add(g, old, alpha=self.momentum, out=out)
 
     def _factor(self, bucket: Bucket, state: State) -> Tensor | None:
-        """What clipping multiplies this rank's gradients by; NaN or 0 times infinity where they are not finite."""
+        """Return clipping's factor for this rank's gradients; the product is NaN if they are not finite."""
         if self.clip is None or bucket.device.type == "meta":
             return None
         norm = torch.stack([torch.linalg.vector_norm(slot.gradient()) for slot in bucket.slots]).norm()

@@ -1,12 +1,12 @@
 """Three ways to sum over all ranks, as sub-programs: ``total = yield from torus(x, state)``.
 
 Papers: the three-phase all-reduce of Jia et al.: Highly scalable deep learning training system, arXiv 1807.11205; the
-2-D torus of Mikami et al., arXiv 1811.05233. M bytes, m nodes of n ranks that share one network card: the flat ring
-passes 2 (mn - 1) / mn M through each card, the torus 2 (m - 1) / m M, in n columns at once; three-phase the same, by
-one rank of each node.
+2-D torus of Mikami et al., arXiv 1811.05233. With M bytes and m nodes of n ranks that share one network card, the flat
+ring sends 2 (mn - 1) / mn M through each card. The torus sends 2 (m - 1) / m M, in n columns at once; three-phase sends
+the same, from one rank of each node.
 
 Differences from the papers: the language has no reduce-to-one, so phase one is an all-reduce, of which only the
-leader's copy is used; where there is one node, or one rank on each, all three are the flat all-reduce.
+leader's copy is used; with one node, or one rank on each node, all three are the flat all-reduce.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _THRESHOLD = "threshold:"
 
 
 def flat(x: Tensor, state: State) -> Exchange:
-    """The sum over the world. Owns ``x``, as the others do; any shape."""
+    """Sum over the world. Owns ``x``, as the others do; any shape."""
     return (yield AllReduce(x))
 
 
 def three_phase(x: Tensor, state: State) -> Exchange:
-    """Sum in the node, then over the nodes' first ranks, then to all of the node."""
+    """Sum in the node, then over the nodes' first ranks; then broadcast in the node."""
     if one_level(state.topology):
         return (yield from flat(x, state))
     x = yield AllReduce(x, NODE)
@@ -39,7 +39,7 @@ def three_phase(x: Tensor, state: State) -> Exchange:
 
 
 def torus(x: Tensor, state: State) -> Exchange:
-    """Scatter the node's sum over its ranks; each sums its part over the nodes; gather in the node.
+    """Reduce-scatter in the node; each rank sums its part over the nodes; all-gather in the node.
 
     Raises:
         ValueError: the nodes hold different numbers of ranks.
@@ -58,12 +58,12 @@ def torus(x: Tensor, state: State) -> Exchange:
 
 
 def one_level(topology: Topology) -> bool:
-    """Whether there is no hierarchy: one node, or one rank on each."""
+    """Return whether there is no hierarchy: one node, or one rank on each node."""
     return topology.nodes == 1 or max(topology.layout) == 1
 
 
 def padded(x: Tensor, ranks: int) -> Tensor:
-    """``x`` as 1-D, with zeros behind it up to a multiple of ``ranks``; a copy only where some are missing."""
+    """Return ``x`` as 1-D, padded with zeros to a multiple of ``ranks``; copied only if it must be padded."""
     x, missing = x.reshape(-1), -x.numel() % ranks
     return torch.cat([x, x.new_zeros(missing)]) if missing else x
 
@@ -78,7 +78,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, State], Exchange]] = {
 def check_collective(collective: Any, *, deterministic: bool = False) -> None:
     """Raise ``ValueError`` unless this is a sub-program's name, "auto" or "threshold:<MB>".
 
-    ``deterministic``: the sum is asked for in rank order, which a hierarchy does not keep.
+    ``deterministic``: whether the sum must be in rank order, which a hierarchy does not keep.
     """
     known = isinstance(collective, str) and (collective in COLLECTIVES or collective == "auto")
     if not known and not (isinstance(collective, str) and _limit_bytes(collective) is not None):
@@ -89,10 +89,10 @@ def check_collective(collective: Any, *, deterministic: bool = False) -> None:
 
 
 def collective_of(collective: str, size: int) -> str:
-    """The sub-program for a message of ``size`` elements.
+    """Return the sub-program for a message of ``size`` elements.
 
-    "threshold:<MB>" is the published rule: hierarchical up to this size (10^6 bytes, four for an element on any wire),
-    a flat ring above. "auto" is flat where no plan has decided.
+    "threshold:<MB>" is the published rule: hierarchical up to this size (10^6 bytes, at four per element whatever is
+    sent), a flat ring above. "auto" is flat if no plan has decided.
     """
     limit = _limit_bytes(collective)
     if limit is not None:
@@ -101,7 +101,7 @@ def collective_of(collective: str, size: int) -> str:
 
 
 def all_reduce_by(collective: str, x: Tensor, state: State) -> Exchange:
-    """Sum over the world by the named way. Owns ``x``."""
+    """Sum over the world by the named sub-program. Owns ``x``."""
     return (yield from COLLECTIVES[collective_of(collective, x.numel())](x, state))
 
 

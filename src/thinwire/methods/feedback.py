@@ -1,7 +1,7 @@
 """Error feedback: what a lossy method did not send is kept, in gradient units, and added to the next gradient.
 
-E <- A - (what *this rank* sent, decoded), A = M + E. Then mean A = G + mean E holds on every step (G: what is applied),
-so nothing is lost, only late. Residuals are kept per parameter name in fp32 without the loss scale.
+E <- A - (what *this rank* sent, decoded), A = M + E. Then mean A = G + mean E holds at every step (G: what is applied),
+so nothing is lost, only delayed. Residuals are kept per parameter name, in fp32, without the loss scale.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Warmup:
         check_count("stages", self.stages, 1)
 
     def density(self, rho: float, step: int) -> float:
-        """The density at a step.
+        """Return the density at a step.
 
         Example:
             >>> [round(Warmup(10).density(0.001, step), 4) for step in (0, 10, 20, 30, 40)]
@@ -45,9 +45,9 @@ class Warmup:
 
 
 def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
-    """A = M + E of one parameter in one pass: contiguous, of its shape, working dtype, unscaled.
+    """Return A = M + E of one parameter, in one pass: contiguous, in its shape, working dtype, unscaled.
 
-    The program may edit it and stage it as the next residual: it is not the memory of ``.grad`` nor of E.
+    The program may edit it and stage it as the next residual: it shares no memory with ``.grad`` or E.
     """
     residual = state.residual(slot)
     if out is None:
@@ -62,8 +62,8 @@ def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
 
 
 def accumulate_all(slots: Sequence[Slot], state: State, pieces: Sequence[Tensor]) -> None:
-    """A = M + E of some parameters, into memory of their shapes. One call for all; on a CPU large ones on their own,
-    in one pass instead of two."""
+    """Compute A = M + E of some parameters, into memory of their shapes. One call for all; on a CPU, large ones
+    separately, in one pass instead of two."""
     together = []
     for slot, piece in zip(slots, pieces):
         if slot.value is None or piece.device.type == "meta" or (piece.device.type == "cpu" and slot.numel >= LARGE):
@@ -80,7 +80,7 @@ def accumulate_all(slots: Sequence[Slot], state: State, pieces: Sequence[Tensor]
 
 
 def accumulate_flat(bucket: Bucket, state: State, size: int | None = None) -> Tensor:
-    """A = M + E of a whole bucket, 1-D; with zeros behind it up to ``size`` elements."""
+    """Return A = M + E of a whole bucket, 1-D, padded with zeros to ``size`` elements."""
     out = state.spare(bucket.slots, size=size)
     accumulate_all(bucket.slots, state, bucket.split(out[: bucket.numel]))
     if out.numel() > bucket.numel:
@@ -89,6 +89,6 @@ def accumulate_flat(bucket: Bucket, state: State, size: int | None = None) -> Te
 
 
 def stage_flat(bucket: Bucket, state: State, residual: Tensor) -> None:
-    """Stage the residuals of a whole bucket (1-D; the slots keep views of it)."""
+    """Stage the residuals of a whole bucket (1-D; the state keeps views of it)."""
     for slot, piece in zip(bucket.slots, bucket.split(residual)):
         state.stage(slot.name, residual=piece)

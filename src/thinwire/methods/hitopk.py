@@ -8,9 +8,9 @@ its *shard*. A = shard + E; the k = floor(density S) largest entries go to the s
 they are added. All-gather in the node. A rank sends 8 k bytes to each of m - 1 peers over its share of the network
 card, and twice (n - 1) / n of the dense bytes inside the node.
 
-Differences from the paper: E is in sum units and not divided by the number of ranks (equivalent); selection is exact by
-default; received pairs are added and never overwrite one another; the rounding error of a 16-bit wire stays in E; a
-rejected step leaves E bit for bit. With one node it is the plain average, with one rank on each the flat Top-k.
+Differences from the paper: E is in units of the sum, not divided by the number of ranks (equivalent); selection is
+exact by default; received pairs are added and never overwrite one another; the rounding error of 16-bit values stays in
+E; a rejected step leaves E unchanged, bit for bit. With one node it is the plain average, with one rank per node Top-k.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from thinwire.program import (
 
 @dataclass(frozen=True)
 class HiTopK(Method):
-    """Sum in the node, send the largest entries across.
+    """Sum in the node, and send the largest entries to other nodes.
 
     Args:
-        density: share of each shard that is sent across, in (0, 1].
-        select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
+        density: share of each shard that is sent to other nodes, in (0, 1].
+        select: the selection algorithm, see :func:`thinwire.kernels.select.top_k`.
         select_options: its options.
-        value_dtype: of the values across: "fp32", "bf16" or "fp16"; inside a node the gradient's own.
+        value_dtype: of the values between nodes: "fp32", "bf16" or "fp16"; inside a node, the gradient's own.
         fusion: MiB of dense gradient, "none", "single", a ``Merge`` or "auto".
     """
 
@@ -62,9 +62,9 @@ class HiTopK(Method):
     has_residual: ClassVar[bool] = True
     start_steps: ClassVar[int] = 2
     shards: ClassVar[bool] = True
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # it is for machines of several ranks
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # only useful if machines have several ranks
     unfit: ClassVar[Mapping[str, str]] = {"fsdp2": "machines"}
-    collective = "three_phase"  # of the buckets that stay dense, which are small
+    collective = "three_phase"  # for the buckets that stay dense, which are small
 
     density: float
     select: str = "exact"
@@ -80,17 +80,17 @@ class HiTopK(Method):
         top_k(torch.zeros(1), 1, self.select, **(self.select_options or {}))  # an unknown option raises here
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """As Top-k: vectors and embeddings stay dense."""
+        """Return True for vectors and embeddings, as Top-k does."""
         return stays_dense(shape, embedding)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """What a node sends of each tensor to another node, in units of fp32 elements."""
+        """Return what a node sends of each tensor to another node, in units of fp32 elements."""
         return message_units((keep_count(n, self.density) for n in super().payload(shapes, phase)), self.value_dtype)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Into the bucket; shard and residual, select, zero what is sent, pack; add the pairs of all nodes; deliver."""
+        """Copy into the bucket; shard and residual, select, zero what is sent, pack; add all nodes' pairs; deliver."""
         size, prices = elements(shapes), Prices(costs, topology.world_size)
         if not size:
             return [0.0]
@@ -99,7 +99,7 @@ class HiTopK(Method):
             return [prices.passes(COPY, size), prices.passes(FINITE, size)]
         shard = -(-size // ranks)
         kept = keep_count(shard, self.density)
-        gather, scatter, stream = LINE_PASSES, 2 * LINE_PASSES, 3.0  # of a pair, as Top-k's
+        gather, scatter, stream = LINE_PASSES, 2 * LINE_PASSES, 3.0  # per pair, as for Top-k
         first = prices.passes(COPY + (COPY if size % ranks else 0.0), size)
         second = prices.passes(READ + IN_PLACE + FINITE, shard) + prices.select(shard)
         second += prices.passes(gather + scatter + 6 * stream, kept)
@@ -108,7 +108,7 @@ class HiTopK(Method):
         return [first + second, third + fourth] if ranks == 1 else [first, second, third, fourth]
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Reduce-scatter in the node, all-gather of pairs across, all-gather in the node."""
+        """Reduce-scatter in the node, all-gather of pairs between nodes, all-gather in the node."""
         d = bucket.numel
         if d == 0:
             return
@@ -124,7 +124,7 @@ class HiTopK(Method):
                 f"bucket {bucket.index}: shards of {size} elements; indices are int32: use smaller buckets"
             )
         begin = state.topology.local_rank(state.rank) * size
-        half = bucket.dtype == torch.float16  # a node's sum must not overflow where the average does not
+        half = bucket.dtype == torch.float16  # a node's sum must not overflow if the average does not
         flat = with_debts(bucket, state, begin, begin + size)
         if ranks > 1:
             shard = yield ReduceScatter(padded(flat.div_(ranks) if half else flat, ranks), NODE)
@@ -139,7 +139,7 @@ class HiTopK(Method):
         values, index = top_k(a, k, self.select, draw, **(self.select_options or {}))
         sent = to_wire(torch.where(all_finite(a), values, torch.nan), wire_dtype(self.value_dtype, a.dtype))
         a[index] = values - sent.to(a.dtype)
-        if begin >= d:  # a shard of nothing but padding; each rank has some residual, so that none seems lost
+        if begin >= d:  # the shard is only padding; each rank stages some residual, so that none seems lost
             state.stage_slice(bucket.slots[0].name, 0, a[:0])
         for slot, position, inside, length in cuts(bucket, begin, begin + size):
             state.stage_slice(slot.name, inside, a[position : position + length])
@@ -153,12 +153,12 @@ class HiTopK(Method):
         whole = mean.to(bucket.dtype)
         if ranks > 1:
             whole = (yield AllGather(whole, NODE)).reshape(-1)
-        state.verdict(all_finite(whole))  # of all shards: only here does every rank see them
+        state.verdict(all_finite(whole))  # over all shards: only here does every rank see them
         bucket.write(whole[:d])
 
 
 def _grid(topology: Topology) -> tuple[int, int]:
-    """Nodes, and ranks on each.
+    """Return the number of nodes, and of ranks on each.
 
     Raises:
         ValueError: the nodes hold different numbers of ranks.
@@ -171,7 +171,7 @@ def _grid(topology: Topology) -> tuple[int, int]:
 
 
 def _unscaled(shard: Tensor, bucket: Bucket, factor: int) -> Tensor:
-    """The shard times ``factor`` in unscaled units and the working dtype, in its own memory where possible."""
+    """Return the shard times ``factor``, unscaled, in the working dtype; in its own memory if possible."""
     a = shard.to(working_dtype(bucket.dtype))
     if factor != 1:
         a.mul_(factor)

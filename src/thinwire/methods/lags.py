@@ -1,11 +1,11 @@
-"""LAGS-SGD: Top-k per layer, each layer as dense as the network can hide behind backward.
+"""LAGS-SGD: Top-k per layer; each layer is as dense as the network can hide behind backward.
 
 Paper: Shi et al.: Layer-wise adaptive gradient sparsification for distributed deep learning with convergence
-guarantees, arXiv 1911.08727. Kept counts come from ``planner.ratios.lags`` once times are measured, the same on all
-ranks; before that every layer sends one element in ``max_ratio``.
+guarantees, arXiv 1911.08727. The numbers of entries to keep come from ``planner.ratios.lags`` once times are measured,
+equal on all ranks; before that every layer sends one element in ``max_ratio``.
 
-Differences from the paper: the budget of a layer is what the clocks of the planner leave until the next gradient is
-ready; a layer whose all-reduce is hidden goes dense, without loss; counts are part of the plan.
+Differences from the paper: a layer's budget is the time until the next gradient is ready, by the planner's clocks; a
+layer whose all-reduce is hidden is sent dense, without loss; the numbers are part of the plan.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class LAGS(Method):
 
     Args:
         max_ratio: no layer is compressed more than this many times.
-        exposed_seconds: what the last layer's exchange may take after backward.
-        fusion: "none": layer by layer, which is the method.
-        value_dtype: of the values on the wire: "fp32", "bf16" or "fp16".
+        exposed_seconds: how long the last layer's exchange may take after backward.
+        fusion: "none": layer by layer, as the method requires.
+        value_dtype: of the values as sent: "fp32", "bf16" or "fp16".
         error_feedback: keep what was not sent; False is for ablations.
     """
 
@@ -61,21 +61,21 @@ class LAGS(Method):
             object.__setattr__(self, "has_residual", False)
 
     def least(self, size: int) -> int:
-        """Elements that a tensor of ``size`` sends at least: 0 of nothing, else one or more."""
+        """Return the least number of elements that a tensor of ``size`` sends: 0 if it is empty, else at least 1."""
         return -int(-size // self.max_ratio)
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """As Top-k: vectors and embeddings stay dense."""
+        """Return True for vectors and embeddings, as Top-k does."""
         return self._sparse.dense(name, shape, embedding)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """The message of each tensor at the highest compression, in units of fp32 elements."""
+        """Return each tensor's message at the highest compression, in units of fp32 elements."""
         return message_units(map(self.least, super().payload(shapes, phase)), self.value_dtype)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """As Top-k."""
+        """Do as Top-k."""
         return self._sparse.compute_seconds(shapes, phase, topology, costs)
 
     @property
@@ -83,7 +83,7 @@ class LAGS(Method):
         return TopK(1 / self.max_ratio, value_dtype=self.value_dtype, error_feedback=self.error_feedback)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-gather of pairs; one all-reduce where the plan keeps everything."""
+        """Do one all-gather of pairs; one all-reduce if the plan keeps everything."""
         if bucket.kept < bucket.numel or not bucket.numel:
             bucket.kept = bucket.kept or self.least(bucket.numel)
             yield from self._sparse.reduce(bucket, state)

@@ -1,7 +1,7 @@
 """What ACP-SGD and Power-SGD share: which tensors are compressed, seeded bases, packing, delivery.
 
-A gradient counts as the matrix n x m, n = shape[0], m = numel / n, in logical order. All else rides dense in the
-same message. Factors, residuals and orthogonalisation are fp32 (fp64 for fp64 gradients).
+A gradient counts as the matrix n x m, n = shape[0], m = numel / n, in logical order. Everything else is sent dense in
+the same message. Factors, residuals and orthogonalisation are fp32 (fp64 for fp64 gradients).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LowRank(Method):
     has_residual: ClassVar[bool] = True
     start_steps: ClassVar[int] = 2
     bucket_unit: ClassVar[str] = "payload"
-    factors: ClassVar[float] = 1.0  # of r (n + m) elements, the share that one step sends
+    factors: ClassVar[float] = 1.0  # share of r (n + m) elements that one step sends
 
     rank: int = 4
     compress: str = "paying"
@@ -54,7 +54,7 @@ class LowRank(Method):
             object.__setattr__(self, "has_residual", False)
 
     def rank_of(self, shape: Sequence[int]) -> int:
-        """The rank at which a tensor of this shape is compressed; 0: it stays dense."""
+        """Return the rank at which a tensor of this shape is compressed; 0: it stays dense."""
         size = math.prod(shape)
         if len(shape) < 2 or size == 0:
             return 0
@@ -66,24 +66,24 @@ class LowRank(Method):
         return self.rank if self.rank < min(n, m) and pays else 0
 
     def sums(self, shape: Sequence[int]) -> bool:
-        """Of what is not compressed."""
+        """Return whether a tensor of this shape is not compressed."""
         return not self.rank_of(shape)
 
     def sort(self, bucket: Bucket) -> tuple[list[Slot], list[Slot]]:
-        """The bucket's compressed slots and its dense ones."""
+        """Return the bucket's compressed slots, and its dense ones."""
         low = [slot for slot in bucket.slots if self.rank_of(slot.shape)]
         return low, [slot for slot in bucket.slots if not self.rank_of(slot.shape) and slot.numel]
 
     def matrices(self, shapes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, int]], int]:
-        """(n, m, rank) of the tensors that are compressed, and the elements of the others."""
+        """Return (n, m, rank) of the compressed tensors, and the number of elements of the others."""
         low = [shape for shape in shapes if self.rank_of(shape)]
         sizes = [(int(shape[0]), math.prod(shape) // int(shape[0]), self.rank_of(shape)) for shape in low]
         return sizes, elements(shapes) - elements(low)
 
     def basis(self, field: str, slot: Slot, state: State) -> Tensor:
-        """The orthonormal factor ``p`` [n, r] or ``q`` [m, r] of a parameter: committed, else drawn from the seed.
+        """Return the orthonormal factor ``p`` [n, r] or ``q`` [m, r] of a parameter: committed, else from the seed.
 
-        ``p`` has a start value too: after a rejected step 0 it is the first factor that is asked for.
+        ``p`` needs a start value too: after a rejected step 0 it is the first factor to be used.
         """
         rank, n = self.rank_of(slot.shape), slot.shape[0]
         rows = n if field == "p" else slot.numel // n
@@ -95,26 +95,26 @@ class LowRank(Method):
 
 
 def pack(factors: Sequence[Tensor], dense: Sequence[Slot] = (), ranks: int = 1) -> Tensor:
-    """One message, a copy: the factors, then the dense gradients over ``ranks`` (as ``average_flat`` sends them)."""
+    """Return one message, a copy: the factors, then the dense gradients over ``ranks`` (as ``average_flat`` sends)."""
     message = torch.cat([x.reshape(-1) for x in factors] + [slot.gradient().reshape(-1) for slot in dense])
     if dense:
         begin = sum(x.numel() for x in factors)
         message[begin:].mul_(1.0 / ranks)
         for slot in dense:
             if slot.value is not None:
-                message[begin : begin + 1].add_(0.0)  # not -0.0, which says that nobody used it
+                message[begin : begin + 1].add_(0.0)  # not -0.0, which means that no rank used it
             begin += slot.numel
     return message
 
 
 def unpack(total: Tensor, factors: Sequence[Tensor], dense: Sequence[Slot] = ()) -> tuple[list[Tensor], list[Tensor]]:
-    """The counterpart of ``pack``: views of the received message in the shapes of what was sent."""
+    """Split a message of ``pack``: views of the received message, in the shapes of what was sent."""
     pieces = torch.split(total, [x.numel() for x in factors] + [slot.numel for slot in dense])
     return [piece.view(x.shape) for piece, x in zip(pieces, factors)], list(pieces[len(factors) :])
 
 
 def write_product(slot: Slot, left: Tensor, right: Tensor) -> None:
-    """Deliver ``left @ right.mT``, [n, r] and [m, r]; in the gradient's own memory where units and dtype allow."""
+    """Deliver ``left @ right.mT``, [n, r] and [m, r]; in the gradient's own memory if units and dtype allow it."""
     target = own_memory(slot)
     if target is not None:
         rebuild(left, right, out=target.view(left.shape[0], right.shape[0]))
@@ -125,7 +125,7 @@ def write_product(slot: Slot, left: Tensor, right: Tensor) -> None:
 def verify_bases(
     method: LowRank, slots: Sequence[Slot], bases: Sequence[Tensor], state: State, step: int
 ) -> Generator[Any, Tensor, None]:
-    """Now and then, compare the bases over the ranks bit for bit: 8 bytes per tensor. A simulated step has none.
+    """Compare the bases over the ranks from time to time, bit for bit: 8 bytes per tensor. Not done in simulations.
 
     Raises:
         RuntimeError: they differ; names the tensors.

@@ -3,13 +3,13 @@
 Paper: Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, arXiv 1905.13727, algorithms 1 and 2.
 
 A = M + E, n x m. P = orthogonalised sum of A Q, then Q = sum of At P; applied: P Qt / W. Elements sent per step: r
-(n + m) plus the dense rest, which rides in the first message. ACP-SGD sends half of that in one exchange.
+(n + m) plus the dense tensors, which go into the first message. ACP-SGD sends half of that in one exchange.
 
 Differences from the paper: QR instead of Gram-Schmidt; the query that is carried over is orthogonalised (same
-space, better conditioned); seeded by parameter name; the error is the *local* one (A_w minus P Q_wt), as in
-the authors' later library (epfml/powersgd) and unlike torch's hook; a tall matrix
-(n > m) counts as its transpose, else what a rank owes outside the m-dimensional column space of the mean would
-never be sent; rejected steps leave no trace.
+space, better conditioned); bases are seeded by parameter name; the error is the *local* one (A_w minus P Q_wt), as in
+the authors' later library (epfml/powersgd) and unlike torch's hook; a tall matrix (n > m) counts as its transpose,
+because otherwise the part of a rank's residual outside the m-dimensional column space of the mean would never be sent;
+rejected steps leave the state unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PowerSGD(LowRank):
     auto: ClassVar[tuple[int, Mapping[str, Any]] | None] = (3, {"rank": 4})
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Elements sent per tensor: r (n + m), all of a dense tensor."""
+        """Return elements sent per tensor: r (n + m), all of a dense tensor."""
         return [
             rank * (int(shape[0]) + size // int(shape[0])) if (rank := self.rank_of(shape)) else size
             for shape, size in ((shape, math.prod(shape)) for shape in shapes)
@@ -49,7 +49,7 @@ class PowerSGD(LowRank):
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Accumulate, A Q, pack; a basis, At P, the residual, pack; the next query and P Qt."""
+        """Accumulate, A Q, pack; a basis, At P, the residual, pack; then the next query and P Qt."""
         low, dense = self.matrices(shapes)
         prices = Prices(costs, topology.world_size)
         if not low:
@@ -59,7 +59,7 @@ class PowerSGD(LowRank):
         after = prices.passes(FINITE + IN_PLACE + COPY, dense)
         first, second = dense, 0
         for n, m, r in low:
-            short, long = sorted((n, m))  # of a tall matrix the transpose counts
+            short, long = sorted((n, m))  # a tall matrix counts as its transpose
             first, second = first + short * r, second + long * r
             before += prices.passes(ACCUMULATE if feedback else 0.0, n * m) + prices.product(n, m, r, READ)
             between += prices.orthogonalise(short, r) + prices.product(n, m, r, READ)
@@ -71,7 +71,7 @@ class PowerSGD(LowRank):
         return head[:-1] + prices.summed(between, after, second, deterministic=self.deterministic)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """All-reduce A Q and the dense rest, then At P (tall matrices: transposed)."""
+        """All-reduce A Q and the dense tensors, then At P (tall matrices: transposed)."""
         low, dense = self.sort(bucket)
         if not low:
             yield from average_flat(bucket, state, deterministic=self.deterministic, watch=True)
@@ -103,5 +103,5 @@ class PowerSGD(LowRank):
         yield from verify_bases(self, low, queries, state, state.step)
 
     def _matrix(self, slot: Slot, state: State) -> Tensor:
-        """A as a matrix; with feedback a new tensor, in whose memory the residual is made."""
+        """Return A as a matrix; with feedback it is a new tensor, whose memory the residual reuses."""
         return accumulate(slot, state).view(slot.shape[0], -1) if self.error_feedback else slot.matrix()

@@ -1,8 +1,8 @@
-"""What a program's compute costs, in the curves of ``planner.costs``: helpers of ``Method.compute_seconds``.
+"""Price a program's compute by the curves of ``planner.costs``: helpers of ``Method.compute_seconds``.
 
-The unit is the *pass*: each element of a tensor read once or written once, as the program's text does it on fp32
-gradients without a loss scale. What a cache saves is in the measured rate, not in the count. Work on scalars, and on
-the first step alone, is left out.
+The unit is the *pass*: each element of a tensor is read once or written once, as in the program's code for fp32
+gradients without a loss scale. What a cache saves is in the measured rate, not in the count. Work on scalars, and work
+that only the first step does, is left out.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from thinwire.planner.costs import Costs
 from thinwire.program import Topology
 
 READ, WRITE, COPY, IN_PLACE = 1.0, 1.0, 2.0, 2.0
-ACCUMULATE = 3.0  # gradient and residual in, their sum out
+ACCUMULATE = 3.0  # read gradient and residual, write their sum
 FINITE = READ  # one aminmax
 LINE_PASSES = 16.0  # a scattered element moves a cache line of 64 bytes
-# By the text of kernels.quantise, where a byte is a quarter of an element.
+# Counted in the code of kernels.quantise, where a byte is a quarter of an element.
 ENCODE, TERNARY, DECODE = 16.0, 15.0, 7.0
-MEANS = 40.0  # of what falls into each bin: measured on a CPU, where torch.bincount takes most of it
-DRAW = 8.0  # a quarter of a 64-bit draw: as long as that many passes, on a CPU
+MEANS = 40.0  # means of each bin: measured on a CPU, where torch.bincount takes most of it
+DRAW = 8.0  # a quarter of a 64-bit draw takes as long as that many passes, on a CPU
 
 
 def elements(shapes: Iterable[Sequence[int]]) -> int:
-    """Elements of all tensors together."""
+    """Return the number of elements of all tensors together."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 class Prices:
-    """Seconds of the steps that programs are made of.
+    """Seconds of the operations that programs consist of.
 
     Args:
-        costs: with the curves "memory", "select", "multiply" and "orthogonalise", as far as they are asked for.
-        ranks: of the world.
-        topology: of these ranks, for sums that go by it.
+        costs: with those of the curves "memory", "select", "multiply" and "orthogonalise" that are used.
+        ranks: number of ranks in the world.
+        topology: of these ranks, for sums that depend on it.
     """
 
     def __init__(self, costs: Costs, ranks: int, topology: Topology | None = None) -> None:
         self._costs, self._ranks, self._topology = costs, ranks, topology
 
     def passes(self, count: float, size: float, itemsize: int = 4) -> float:
-        """That many passes over ``size`` elements."""
+        """Return seconds of that many passes over ``size`` elements."""
         moved = count * size * itemsize
         return self._costs.compute_seconds("memory", moved) if moved else 0.0
 
     def select(self, size: int) -> float:
-        """The largest of ``size`` elements, found."""
+        """Return seconds to find the largest of ``size`` elements."""
         return self._costs.compute_seconds("select", size)
 
     def product(self, n: int, m: int, rank: int, passes: float, products: int = 1) -> float:
-        """Products of an n x m matrix with a thin one: the slowest of memory, few columns, and FLOPs.
+        """Return seconds of products of an n x m matrix with a thin one: the slowest of memory, few columns, FLOPs.
 
         Args:
             n, m, rank: of the matrices.
@@ -63,7 +63,7 @@ class Prices:
         return max(self.passes(passes, n * m), few, self._costs.compute_seconds("multiply", flops))
 
     def orthogonalise(self, rows: int, rank: int) -> float:
-        """An orthonormal basis of rows x rank, by QR with the basis formed."""
+        """Return seconds for an orthonormal basis of rows x rank, by QR with the basis formed."""
         return self._costs.compute_seconds("orthogonalise", 4.0 * rows * rank**2)
 
     def summed(
@@ -76,7 +76,7 @@ class Prices:
         itemsize: int = 4,
         collective: str = "flat",
     ) -> list[float]:
-        """The segments around ``base.all_reduce`` of ``size`` elements, on the first rank of a node."""
+        """Return the segments around ``base.all_reduce`` of ``size`` elements, on the first rank of a node."""
         if not deterministic:
             way = collective_of(collective, size)
             if way == "flat" or self._topology is None or one_level(self._topology):
@@ -89,13 +89,13 @@ class Prices:
         return [before, 0.0, after]
 
     def decoupled(self, before: float, after: float, size: int, itemsize: int = 4) -> list[float]:
-        """The segments around ``decoupling.decoupled_sum``: what follows the pause waits for the next forward."""
+        """Return the segments around ``decoupling.decoupled_sum``: what follows the pause waits for a forward."""
         if size % self._ranks:  # the padded copy
             before += self.passes(COPY, size, itemsize)
         return [before, 0.0, 0.0, after]
 
     def average_decoupled(self, size: int, *, watch: bool = False) -> list[float]:
-        """The segments of ``decoupling.average_decoupled``: the sum is received where it is wanted."""
+        """Return the segments of ``decoupling.average_decoupled``: the sum is received where it is needed."""
         if not size:
             return [0.0]
         return [self.passes(COPY, size), 0.0, 0.0, self.passes(FINITE if watch else 0.0, size)]
@@ -103,7 +103,7 @@ class Prices:
     def average_flat(
         self, size: int, *, deterministic: bool, watch: bool = False, collective: str = "flat"
     ) -> list[float]:
-        """The segments of ``base.average_flat``: into the bucket and divided, sum."""
+        """Return the segments of ``base.average_flat``: copy into the bucket and divide, then sum."""
         if not size:
             return [0.0]
         elsewhere = deterministic or (

@@ -7,11 +7,11 @@ s = 2^(bits - 1) - 1 levels (bits 2, 4, 8: 1, 7, 127). Per block v with N = max|
 sign(v_i) l N / s, where l is one of the two integers around s |v_i| / N, at random so that the mean is v_i. Variance:
 the sum of (N / s)^2 f (1 - f), f = the fraction between the two levels; with "l2" at most min(d / s^2, sqrt(d) / s)
 |v|^2 for a block of d elements. Message: all scales, then all codes, each tensor in whole bytes: bits / 8 bytes per
-element, 4 per block and peer.
+element, and 4 per block and peer.
 
 Differences from the paper: codes have a fixed width, without Elias coding; N is the maximum by default, whose variance
-is 11 to 47 times smaller for normal blocks of 512 elements. No error feedback: what is rounded away is zero on
-average, and with few levels feedback of it would grow.
+is 11 to 47 times smaller for normal blocks of 512 elements. No error feedback: the rounding error is zero on average,
+and with few levels its feedback would grow.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class QSGD(Method):
 
     Args:
         bits: per element: 2, 4 or 8.
-        block: elements that share a scale, a multiple of 8; each tensor begins a block of its own.
+        block: number of elements that share a scale, a multiple of 8; each tensor begins a new block.
         norm: the scale of a block: "max", its largest magnitude, or "l2", its Euclidean norm, as in the paper.
-        seed: of the rounding. Draws depend on it, the parameter's name, the step and the rank alone.
+        seed: of the rounding. Draws depend only on the seed, the parameter's name, the step and the rank.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
@@ -66,13 +66,13 @@ class QSGD(Method):
         check_fusion(self.fusion)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Codes and scales of each tensor in units of fp32 elements, rounded up."""
+        """Return codes and scales of each tensor in units of fp32 elements, rounded up."""
         return [-(-size * self.bits // 32) + -(-size // self.block) for size in super().payload(shapes, phase)]
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Draw and encode; decode those of all ranks."""
+        """Draw and encode; then decode all ranks' codes."""
         size, prices = elements(shapes), Prices(costs, topology.world_size)
         if not size:
             return [0.0]
@@ -80,7 +80,7 @@ class QSGD(Method):
         return [prices.passes(DRAW + ENCODE, size), prices.passes(after, size)]
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-gather of scales and codes."""
+        """Do one all-gather of scales and codes."""
         rows = Rows.of(bucket, self.block)
         if not rows.slots:
             return
@@ -91,5 +91,5 @@ class QSGD(Method):
         finite = all_finite(scales)
         state.verdict(finite)
         codes = rows.spread(codes, packed_bytes(self.block, self.bits))
-        add_decoded(a.zero_(), codes, scales, self.bits, self.block)  # fresh memory costs more
+        add_decoded(a.zero_(), codes, scales, self.bits, self.block)  # reused: fresh memory costs more
         rows.write(a.div_(poison(finite, state.size, a.dtype)))

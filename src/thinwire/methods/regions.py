@@ -1,16 +1,17 @@
-"""Ok-Topk's exchange: every rank sums the entries of one region, then all gather the largest of these sums.
+"""Ok-Topk's exchange: every rank sums the entries of one region; then all gather the largest of these sums.
 
 A bucket of d elements is cut into blocks of ceil(d / (64 P)), assigned to the ranks in an order drawn from (d, P), so
-that no rank gets the hot layer alone. A box holds at most cap = ceil(capacity k / P) pairs for one rank, the largest
-first; what finds no room stays in the residual. Pads are (0, -1): with a real index they would pass for sent. A rank
-sends (P - 1) cap pairs to the regions and (P - 1) cap more in the all-gather: whatever P, less than 2 capacity k.
+that no rank gets all of a layer with large gradients. A box holds at most cap = ceil(capacity k / P) pairs for one
+rank, the largest first; pairs that do not fit stay in the residual. Padding is (0, -1): with a real index it would look
+like a sent entry. A rank sends (P - 1) cap pairs to the regions and (P - 1) cap more in the all-gather: for any P, less
+than 2 capacity k.
 
 Paper: Li, Hoefler: Near-optimal sparse allreduce for distributed deep learning, PPoPP 2022. Applied: the k largest sums
-of all regions, over P. E: all that is not among them, or found no room on the way.
+of all regions, over P. E: everything that is not among them, or did not fit on the way.
 
 Differences from the paper: messages have a fixed size (``capacity``), so that shapes, prices and buffers are known in
-advance; regions are blocks assigned at random, and not re-balanced from the data; selection is exact on every step
-where the paper reuses thresholds for 32 steps; any number of ranks.
+advance; regions are blocks assigned at random, and not re-balanced from the data; selection is exact at every step,
+whereas the paper reuses thresholds for 32 steps; any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ Pairs = tuple[Tensor, Tensor]
 
 
 def capacity_of(k: int, ranks: int, capacity: float) -> int:
-    """Pairs in a box."""
+    """Return the number of pairs in a box."""
     return min(k, math.ceil(capacity * k / ranks))
 
 
 @dataclass(frozen=True)
 class Regions:
-    """Who sums what. ``owner``, ``place``: of each block, its rank and its place in that rank's region.
+    """Which rank sums which blocks. ``owner``, ``place``: of each block, its rank and its place in that rank's region.
 
-    ``blocks``: of each region ``[P, most]``, ascending; those that are not there lie behind the last one.
+    ``blocks``: the blocks of each region ``[P, most]``, ascending, padded with a number behind the last block.
     """
 
     block: int
@@ -53,7 +54,7 @@ class Regions:
 
 @lru_cache(maxsize=256)
 def regions(d: int, ranks: int, device: torch.device) -> Regions:
-    """The regions of a bucket of d elements; equal on all ranks and in all runs."""
+    """Return the regions of a bucket of d elements; equal on all ranks and in all runs."""
     block = max(1, -(-d // (64 * ranks)))
     count = -(-d // block)
     owner = torch.randperm(count, generator=generator("regions", d, ranks)) % ranks
@@ -73,23 +74,23 @@ def by_region(
 
     Args:
         values, indices: ``[k]``.
-        d: elements of the bucket.
+        d: number of elements in the bucket.
         state: for rank and size.
         cap: see :func:`capacity_of`.
-        wire: dtype of the values in the boxes; sums travel in that of ``values``.
+        wire: dtype of the values in the boxes; sums are sent in the dtype of ``values``.
 
     Returns:
-        k pairs of the sum, equal on all ranks to the bit, with pads of index -1 where there are fewer; for each of this
+        k pairs of the sum, bit for bit equal on all ranks, padded with index -1 if there are fewer; for each of this
         rank's entries whether it is in that sum ``[k]``; the entries as sent ``[k]``.
     """
     k, ranks, sent = indices.numel(), state.size, to_wire(values, wire)
-    if indices.device.type == "meta":  # shapes alone
+    if indices.device.type == "meta":  # shapes only
         yield AllToAll(pack(sent[:cap], indices[:cap]).expand(ranks, -1))
         yield AllGather(pack(values[:cap], indices[:cap]))
         return (values, indices), indices < 0, sent
     table = regions(d, ranks, indices.device)
     box_values, box_indices, fits = _boxes(sent, indices, table.owner[indices // table.block], ranks, cap)
-    box_values = torch.where(all_finite(values), box_values, torch.nan)  # pads too: every region hears of it
+    box_values = torch.where(all_finite(values), box_values, torch.nan)  # padding too, so that every region sees NaN
     mail = yield AllToAll(pack(box_values, box_indices))
     best = _best(*unpack(mail, cap, wire), table, d, state.rank, values.dtype)
     everyone = yield AllGather(pack(*best))
@@ -100,7 +101,7 @@ def by_region(
 
 
 def _boxes(values: Tensor, indices: Tensor, owner: Tensor, ranks: int, cap: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values and indices ``[P, cap]`` for each region, and which of the entries found room ``[k]``."""
+    """Return values and indices ``[P, cap]`` for each region, and which of the entries fit ``[k]``."""
     order = torch.sort(values.abs(), descending=True, stable=True).indices
     order = order[torch.sort(owner[order], stable=True).indices]  # by region, the largest first
     region = owner[order]
@@ -108,7 +109,7 @@ def _boxes(values: Tensor, indices: Tensor, owner: Tensor, ranks: int, cap: int)
     counts.index_add_(0, region, torch.ones_like(region))
     place = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[region]
     room = place < cap
-    target = torch.where(room, region * cap + place, ranks * cap)  # who finds no room: to a place behind the boxes
+    target = torch.where(room, region * cap + place, ranks * cap)  # entries that do not fit: a place behind the boxes
     boxes = [
         x.new_full((ranks * cap + 1,), pad).scatter_(0, target, x[order]) for x, pad in ((values, 0), (indices, -1))
     ]
@@ -119,7 +120,7 @@ def _boxes(values: Tensor, indices: Tensor, owner: Tensor, ranks: int, cap: int)
 def _best(
     values: Tensor, indices: Tensor, table: Regions, d: int, rank: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The cap largest sums of this rank's region from its mail ``[P, cap]``, with indices of the bucket."""
+    """Return the cap largest sums of this rank's region from the received pairs ``[P, cap]``, with bucket indices."""
     cap, size = indices.shape[1], table.blocks.shape[1] * table.block
     block = indices.clamp(min=0) // table.block
     local = torch.where(indices < 0, max(size, cap), table.place[block] * table.block + indices % table.block)

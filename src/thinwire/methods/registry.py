@@ -1,7 +1,7 @@
 """The names of the methods, and one function that turns a name and options into a method.
 
-A name stands for a class, or for a class under options that a paper fixes (a :class:`Preset`). This table is all that
-the library knows of methods by name; the rest they declare themselves (:class:`~thinwire.program.Method`).
+A name stands for a class, or for a class under options that a paper fixes (a :class:`Preset`). Only this table refers
+to methods by name; everything else the methods declare themselves (:class:`~thinwire.program.Method`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Preset:
-    """A published method that is another one under certain options: a subclass, made of this row.
+    """A published method that is another method under certain options; a subclass is made from this row.
 
     Attributes:
         name: of the class.
-        home: of the class below it.
+        home: of its base class.
         does: its docstring's first line.
-        fixed: options that make it what it is.
+        fixed: options that define it.
         default: options with other defaults.
         declares: attributes of :class:`~thinwire.program.Method` that differ.
     """
@@ -88,50 +88,50 @@ METHODS: dict[str, str | Preset] = {
 
 
 def class_of(name: str) -> type[Method]:
-    """The class of a registered name."""
+    """Return the class of a registered name."""
     row = METHODS[name]
     return _subclass(row, name) if isinstance(row, Preset) else _load(row)
 
 
 def public() -> dict[str, str]:
-    """The registered names by the names of their classes, which are names of ``thinwire`` too."""
+    """Return the registered names by the names of their classes, which are also names in ``thinwire``."""
     return {row.name if isinstance(row, Preset) else row.partition(":")[2]: name for name, row in METHODS.items()}
 
 
 def classes() -> dict[str, type[Method]]:
-    """All registered classes by name: for what is asked of every method."""
+    """Return all registered classes by name."""
     return {name: class_of(name) for name in METHODS}
 
 
 def needed(cls: type[Method]) -> list[str]:
-    """The options that have to be given."""
+    """Return the options that must be given."""
     missing = dataclasses.MISSING
     return [name for name, field in _fields(cls).items() if field.default is field.default_factory is missing]
 
 
 def label_of(name: str, options: Mapping[str, Any]) -> str:
-    """As the command line writes them: "acp:rank=4"."""
+    """Return name and options as the command line writes them: "acp:rank=4"."""
     return ":".join((name, *(f"{option}={value}" for option, value in options.items())))
 
 
 def candidates() -> list[tuple[str, dict[str, Any]]]:
-    """(name, options) of what ``thinwire plan`` prices when no method is named, as the methods declare it."""
+    """Return (name, options) of what ``thinwire plan`` prices if no method is named, as the methods declare it."""
     found = [(name, cls, dict(options)) for name, cls in classes().items() for options in cls.candidates]
     return [(name, options) for name, cls, options in found if set(needed(cls)) <= set(options)]
 
 
 def lossy_candidates() -> list[tuple[str, dict[str, Any]]]:
-    """(name, options) of what ``attach("auto", lossy=True)`` prices, in the order in which it does."""
+    """Return (name, options) of what ``attach("auto", lossy=True)`` prices, in that order."""
     found = [(cls.auto[0], name, dict(cls.auto[1])) for name, cls in classes().items() if cls.auto is not None]
     return [(name, options) for _, name, options in sorted(found, key=lambda entry: entry[0])]
 
 
 def method(name: str, **options: Any) -> Method:
-    """The method of a name, for example ``method("acp", rank=8)``.
+    """Return the method of a name, for example ``method("acp", rank=8)``.
 
     Raises:
         ValueError: the name or an option is unknown, missing or out of range.
-        TypeError: ``decoupled=`` for a method that cannot be.
+        TypeError: ``decoupled=`` for a method that cannot be decoupled.
     """
     if not isinstance(name, str) or name.lower() not in METHODS:
         raise ValueError(_unknown("method", name, METHODS))
@@ -152,10 +152,10 @@ def method(name: str, **options: Any) -> Method:
 
 
 def resolve(method_or_name: Method | str, **options: Any) -> Method:
-    """A method as it is, or made from its name.
+    """Return a method as it is, or made from its name.
 
     Raises:
-        ValueError: as ``method``; or options along with an instance, which carries its own.
+        ValueError: as for ``method``; or options were given along with an instance, which has its own.
     """
     from thinwire.program import Method  # here, so that the table can be read without torch
 

@@ -1,7 +1,7 @@
-"""A bucket's tensors in one matrix, each from a row of its own on: one operation then works on all of them.
+"""Put a bucket's tensors into one matrix, each from a row of its own, so that one operation works on all of them.
 
-What belongs to a tensor (a scale, the bytes of its codes) begins again with it, so that no value depends on the plan.
-The last row of a tensor is filled up with zeros, which are not sent.
+What belongs to a tensor (a scale, the bytes of its codes) starts anew with each tensor, so no value depends on the
+plan. The last row of a tensor is padded with zeros, which are not sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from thinwire.program.bucket import deliver
 
 
 class Rows:
-    """Where each tensor of a bucket lies.
+    """The place of each tensor of a bucket in the matrix.
 
     Args:
         slots: the bucket's.
@@ -28,7 +28,7 @@ class Rows:
 
     Attributes:
         slots: those that have elements.
-        count: rows, of all of them.
+        count: total number of rows.
     """
 
     def __init__(self, slots: Sequence[Slot], width: int) -> None:
@@ -39,7 +39,7 @@ class Rows:
 
     @classmethod
     def of(cls, bucket: Bucket, width: int) -> Rows:
-        """Made once for a bucket."""
+        """Return the rows of a bucket; made once for each bucket and width."""
         if width not in bucket.memo:
             bucket.memo[width] = cls(bucket.slots, width)
         found = bucket.memo[width]
@@ -48,12 +48,12 @@ class Rows:
 
     @functools.cached_property
     def sizes(self) -> Tensor:
-        """Elements of each tensor, int64."""
+        """Number of elements of each tensor, int64."""
         return upload(torch.tensor([slot.numel for slot in self.slots]), self.slots[0].device)
 
     @functools.cached_property
     def owner(self) -> Tensor:
-        """The place in ``slots`` of the tensor that has a row, int32 [count]."""
+        """For each row, the place in ``slots`` of its tensor, int32 [count]."""
         device = self.slots[0].device
         if device.type == "meta":
             return torch.empty(self.count, dtype=torch.int32, device=device)
@@ -61,13 +61,13 @@ class Rows:
         return torch.repeat_interleave(rows, output_size=self.count)
 
     def cut(self, x: Tensor) -> list[Tensor]:
-        """Each tensor's own part of ``x`` [.., whole rows of elements or packed codes]: views."""
+        """Return each tensor's own part of ``x`` [.., whole rows of elements or packed codes]: views."""
         each = x.shape[-1] // self.count
         parts = x.split([rows * each for rows in self._rows], -1)
         return [part[..., : self._own(slot, each)] for slot, part in zip(self.slots, parts)]
 
     def spread(self, x: Tensor, each: int) -> Tensor:
-        """What ``cut`` leaves of rows of ``each`` bytes, concatenated, as whole rows again: [.., bytes]."""
+        """Undo ``cut`` for rows of ``each`` bytes: turn the concatenated parts into whole rows again, [.., bytes]."""
         own = [self._own(slot, each) for slot in self.slots]
         if sum(own) == self.count * each:
             return x
@@ -78,7 +78,7 @@ class Rows:
         return torch.cat(parts, -1)
 
     def gradients(self) -> Tensor:
-        """All gradients, [count * width], working dtype, unscaled: a new tensor."""
+        """Return all gradients, [count * width], working dtype, unscaled: a new tensor."""
         first = self.slots[0]
         x = torch.empty(self.count * self.width, dtype=working_dtype(first.dtype), device=first.device)
         if x.device.type == "meta":
@@ -88,7 +88,7 @@ class Rows:
         return x if first.scale is None else x.div_(first.scale)
 
     def accumulate(self, state: State) -> Tensor:
-        """A = M + E, as ``gradients``."""
+        """Return A = M + E in the layout of ``gradients``."""
         x = state.spare(self.slots, size=self.count * self.width)
         if x.device.type != "meta":
             self._clear(x)
@@ -96,12 +96,12 @@ class Rows:
         return x
 
     def stage(self, state: State, residual: Tensor) -> None:
-        """Stage the residuals; the slots keep views."""
+        """Stage the residuals; the state keeps views."""
         for slot, piece in zip(self.slots, self._shaped(residual)):
             state.stage(slot.name, residual=piece)
 
     def noise(self, seed: int, state: State) -> Tensor:
-        """int16 for each element, from the seed, its tensor's name, the step and the rank."""
+        """Return an int16 number for each element, drawn from the seed, its tensor's name, the step and the rank."""
         device = self.slots[0].device
         x = torch.empty(self.count * self.width, dtype=torch.int16, device=device)
         if device.type != "meta":
@@ -125,7 +125,7 @@ class Rows:
         return [part.view(slot.shape) for slot, part in zip(self.slots, self.cut(x))]
 
     def _clear(self, x: Tensor) -> None:
-        """Zeros where no element is."""
+        """Write zeros where there is no element."""
         gaps = [part[slot.numel :] for slot, part in zip(self.slots, self._whole(x)) if part.numel() > slot.numel]
         if gaps:
             torch._foreach_zero_(gaps)

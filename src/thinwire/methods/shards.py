@@ -1,8 +1,8 @@
-"""Residuals of a shard: each rank owes for one part of the bucket, kept as slices of the parameters in it.
+"""Residuals of a shard: each rank has residuals for one part of the bucket, kept as slices of its parameters.
 
-After another plan, or from a checkpoint of another number of ranks, a slice is not of this rank's shard any more. It
-is then added to this rank's gradient, and the node's sum takes it to the rank whose shard it is now: no exchange of its
-own, and nothing is lost. (A 16-bit gradient rounds it, once.)
+After a change of plan, or from a checkpoint of another number of ranks, a slice may no longer be in this rank's shard.
+Then it is added to this rank's gradient, and the node's sum takes it to the rank whose shard it is now. This needs no
+exchange of its own, and nothing is lost. (A 16-bit gradient rounds it, once.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from thinwire.program import Bucket, Slot, State
 
 
 def cuts(bucket: Bucket, begin: int, end: int) -> Iterator[tuple[Slot, int, int, int]]:
-    """What of [begin, end) of a bucket lies in which slot: (slot, place after ``begin``, place in the slot, length)."""
+    """Yield the parts of [begin, end) of a bucket by slot: (slot, place after ``begin``, place in the slot, length)."""
     start = 0
     for slot in bucket.slots:
         low, high = max(begin, start), min(end, start + slot.numel)
@@ -25,15 +25,15 @@ def cuts(bucket: Bucket, begin: int, end: int) -> Iterator[tuple[Slot, int, int,
 
 
 def in_place(state: State, slot: Slot, inside: int, length: int) -> Tensor | None:
-    """The committed residual, if it is of this very part of the slot."""
+    """Return the committed residual if it is of exactly this part of the slot."""
     found = state.slice_of(slot.name)
     return found[1] if found is not None and (found[0], found[1].numel()) == (inside, length) else None
 
 
 def with_debts(bucket: Bucket, state: State, begin: int, end: int) -> Tensor:
-    """``bucket.flat``, and what this rank owes of other parts than [begin, end): of an earlier plan, or a checkpoint.
+    """Return ``bucket.flat`` plus this rank's residuals outside [begin, end), from an older plan or a checkpoint.
 
-    The node's sum takes such a residual to the rank whose shard it is now; here nothing is left of it.
+    The node's sum takes such a residual to the rank whose shard it is now; none of it stays here.
     """
     flat, start = bucket.flat, 0
     mine = {slot.name: (inside, length) for slot, _, inside, length in cuts(bucket, begin, end)}

@@ -6,12 +6,12 @@ stochastic gradient descent, 2014 (``levels=2``); Bernstein et al.: signSGD, 201
 
 A = M + E, d elements. Sent: bit 1 where A >= 0, and s = |A|_1 / d; decoded +s or -s, so that results keep gradient
 units. ``levels=2``: two values, the mean of the elements >= 0 and of those below. ``vote="majority"``: the sign of
-the sum of signs, a tie is 0; units are then +-1 and the learning rate must be chosen again. Message: all scales,
+the sum of signs, where a tie is 0; units are then +-1 and the learning rate must be chosen again. Message: all scales,
 then all bits, each tensor in whole bytes: d / 8 bytes per tensor and peer.
 
-Differences from the papers: E does not contain the learning rate; scales are per tensor; a majority element that is
-zero takes bit (index + step + rank) mod 2, so that an element that is zero everywhere does not drift. Of 1-bit SGD: the
-two values are per tensor, not per column of a matrix; messages are gathered, not summed and quantised a second time by
+Differences from the papers: E does not contain the learning rate; scales are per tensor; an element that is zero takes
+bit (index + step + rank) mod 2 under "majority", so that an element that is zero everywhere does not drift. From 1-bit
+SGD: the two values are per tensor, not per column of a matrix; messages are gathered, not summed and quantised again by
 an owner.
 """
 
@@ -34,12 +34,12 @@ from thinwire.program import AllGather, Bucket, Method, Program, State, Topology
 
 @dataclass(frozen=True)
 class SignSGD(Method):
-    """Send signs.
+    """Send the sign of each element.
 
     Args:
         error_feedback: keep what was not sent and add it to the next gradient.
-        vote: "mean" of the ranks' decoded messages, or "majority" of their signs (without feedback only).
-        levels: 1 or 2 magnitudes per tensor ("mean" only).
+        vote: "mean" of the ranks' decoded messages, or "majority" of their signs (only without feedback).
+        levels: 1 or 2 magnitudes per tensor (2 only with "mean").
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
@@ -65,17 +65,17 @@ class SignSGD(Method):
             object.__setattr__(self, "has_residual", False)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Bits and scales of each tensor in units of fp32 elements, rounded up."""
+        """Return bits and scales of each tensor in units of fp32 elements, rounded up."""
         return [-(-size // 32) + self.levels if size else 0 for size in super().payload(shapes, phase)]
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Accumulate, encode, decode one's own bits; decode those of all ranks."""
+        """Accumulate, encode, decode this rank's bits; then decode all ranks' bits."""
         size, prices = elements(shapes), Prices(costs, topology.world_size)
         if not size:
             return [0.0]
-        # By the text of _encode, where a bool is a quarter of a pass.
+        # Counted in the code of _encode, where a bool is a quarter of a pass.
         encode = 18.1 if self.vote == "majority" else 3.6 if self.levels == 1 else 10.1
         row = 2 * IN_PLACE  # the table's values out and in, and the sum
         own = ACCUMULATE + row if self.error_feedback else 0.0
@@ -83,7 +83,7 @@ class SignSGD(Method):
         return [prices.passes(own + encode, size), prices.passes(deliver, size)]
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-gather of scales and bits."""
+        """Do one all-gather of scales and bits."""
         rows = Rows.of(bucket, 8)  # a byte of bits
         if not rows.slots:
             return
@@ -106,7 +106,7 @@ class SignSGD(Method):
         rows.write(total.div_(poison(finite, 1 if self.vote == "majority" else state.size, a.dtype)))
 
     def _encode(self, a: Tensor, rows: Rows, state: State) -> tuple[Tensor, Tensor]:
-        """The bits, and the two values that they stand for in each tensor, [2, T]; NaN or inf if any element is."""
+        """Return the bits, and each tensor's two decoded values, [2, T]; NaN or inf if any element is."""
         tensors = rows.cut(a)
         if self.vote == "majority":
             turn = 0b01010101 if (state.step + state.rank) % 2 else 0b10101010

@@ -1,4 +1,4 @@
-"""What the methods that send the largest entries share: options, the choice, the all-gather of pairs, delivery."""
+"""What methods that send the largest entries share: options, selection, the all-gather of pairs, delivery."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ def check_options(density: Any, select: Any, value_dtype: Any, warmup: Any) -> N
 
 
 def message_units(kept: Iterable[int], wire: str) -> list[int]:
-    """Messages of that many pairs each, in units of fp32 elements: 2 k on an fp32 wire."""
+    """Return the sizes of messages of that many pairs each, in units of fp32 elements: 2 k for fp32 values."""
     return [message_bytes(k, WIRES[wire]) // 4 for k in kept]
 
 
 def stays_dense(shape: Sequence[int], embedding: bool) -> bool:
-    """Vectors and embeddings: they are small, or sparse already."""
+    """Return True for vectors and embeddings: they are small, or sparse already."""
     return len(shape) < 2 or embedding
 
 
 def check_size(bucket: Bucket) -> None:
-    """Raise ``ValueError`` if an index does not fit its 32 bits."""
+    """Raise ``ValueError`` if an index does not fit into its 32 bits."""
     if bucket.numel > 2**31 - 1:
         raise ValueError(f"bucket {bucket.index} has {bucket.numel} elements; indices are int32: use smaller buckets")
 
 
 def choose(a: Tensor, k: int, select: str, bucket: Bucket, state: State) -> tuple[Tensor, Tensor]:
-    """The k entries to send of ``a`` ``[d]``: values, all NaN if any of ``a`` is not finite, and indices."""
+    """Return the k entries of ``a`` ``[d]`` to send: values, all NaN if any of ``a`` is not finite, and indices."""
     draw = None if select == "exact" or a.device.type == "meta" else generator("select", bucket.index, state.step)
     values, indices = top_k(a, k, select, draw)
-    finite = all_finite(values if select == "exact" else a)  # exact puts what is not finite first
+    finite = all_finite(values if select == "exact" else a)  # exact selection puts non-finite entries first
     return torch.where(finite, values, torch.nan), indices
 
 
 def all_gather_pairs(
     values: Tensor, indices: Tensor, wire: torch.dtype
 ) -> Generator[Any, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Send k pairs to everybody.
+    """Send k pairs to all ranks.
 
     Returns:
-        Values and indices of all ranks ``[P, k]``; of this rank's values what the wire rounded off ``[k]``.
+        Values and indices of all ranks ``[P, k]``; the rounding errors of this rank's values as sent ``[k]``.
     """
     sent = to_wire(values, wire)
     parts = yield AllGather(pack(sent, indices))
@@ -65,11 +65,11 @@ def all_gather_pairs(
 
 
 def deliver(bucket: Bucket, values: Tensor, indices: Tensor, finite: Tensor, ranks: int) -> None:
-    """Write the sum of pairs over ``ranks``, in the gradient's own memory where its dtype allows.
+    """Write the sum of pairs over ``ranks``, in the gradient's own memory if its dtype allows.
 
     Args:
-        values, indices: ``[rows, k]``, or ``[k]`` with pads of index -1.
-        finite: the verdict; where it fails everything becomes NaN.
+        values, indices: ``[rows, k]``, or ``[k]`` padded with index -1.
+        finite: the verdict; if it is False, everything becomes NaN.
     """
     dtype = working_dtype(bucket.dtype)
     direct = bucket.dtype == dtype

@@ -1,7 +1,7 @@
-"""What each sparse exchange costs: its messages, its compute in segments, and which one is cheapest.
+"""Price the sparse exchanges: their messages, their compute in segments, and which one is cheapest.
 
-P ranks, k pairs of 8 bytes, a seconds to start a message, b seconds a byte: the all-gather takes (P - 1)(a + 8 k b),
-the butterfly log2 P (a + 8 k b) where P is a power of two, the regions 2 (P - 1) a + (P - 1) 16 cap b.
+With P ranks, k pairs of 8 bytes, a seconds to start a message and b seconds per byte: the all-gather takes (P - 1)(a +
+8 k b), the butterfly log2 P (a + 8 k b) if P is a power of two, the regions 2 (P - 1) a + (P - 1) 16 cap b.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from thinwire.planner.costs import Costs
 from thinwire.program import Scope
 
 EXCHANGES = ("allgather", "gtopk", "oktopk")
-FEW_RANKS = 4  # up to here, without a measurement, the all-gather: little to gain, and no merges
+FEW_RANKS = 4  # up to here, without measurements, use the all-gather: little to gain otherwise, and no merges
 
 # Passes per pair; an index is two elements.
 _GATHER, _SCATTER, _STREAM = LINE_PASSES, 2 * LINE_PASSES, 3.0
-_SORT, _FIND, _MERGE = 100.0, 200.0, 350.0  # counted against the memory's rate, k = 10^4 to 10^5
+_SORT, _FIND, _MERGE = 100.0, 200.0, 350.0  # relative to the memory's rate, for k = 10^4 to 10^5
 
 
 def messages(exchange: str, k: int, ranks: int, wire: str, capacity: float) -> list[tuple[str, int]]:
-    """(operation, bytes of one rank's message) of each exchange in a row."""
+    """Return (operation, bytes of one rank's message) of each exchange, in order."""
     pairs = message_bytes(k, WIRES[wire])
     if exchange == "allgather":
         return [("AllGather", pairs)]
@@ -43,7 +43,7 @@ def messages(exchange: str, k: int, ranks: int, wire: str, capacity: float) -> l
 def segments(
     exchange: str, size: int, kept: int, ranks: int, prices: Prices, *, feedback: bool, capacity: float
 ) -> list[float]:
-    """Seconds between the yields of :meth:`thinwire.methods.topk.TopK.reduce`, on a rank that does most."""
+    """Return seconds between the yields of :meth:`thinwire.methods.topk.TopK.reduce`, on a rank with the most work."""
     before = prices.passes(ACCUMULATE if feedback else COPY, size) + prices.select(size)
     before += prices.passes(_GATHER + 6 * _STREAM, kept)
     after = prices.passes(COPY + WRITE, size)  # the bucket's memory and the zeros in it
@@ -72,21 +72,21 @@ def segments(
 
 
 def seconds(exchange: str, k: int, ranks: int, costs: Costs, wire: str, capacity: float) -> float:
-    """Of the exchanges alone."""
+    """Return seconds of the exchanges alone."""
     moved = messages(exchange, k, ranks, wire, capacity)
     return sum(costs.seconds(kind, Scope.WORLD, ranks, size) for kind, size in moved)
 
 
 def allowed(wire: str) -> tuple[str, ...]:
-    """Merged sums are only equal on both sides in fp32."""
+    """Return the exchanges allowed for a value dtype: merged sums are equal on both sides only in fp32."""
     return EXCHANGES if wire == "fp32" else tuple(e for e in EXCHANGES if e != "gtopk")
 
 
 @lru_cache(maxsize=4096)
 def assumed_cheapest(size: int, k: int, ranks: int, wire: str, capacity: float) -> str:
-    """The exchange where nothing was measured, from (size, k, ranks) alone: equal on all ranks.
+    """Return the exchange to use without measurements, from (size, k, ranks) alone, so equal on all ranks.
 
-    Up to four ranks the all-gather, else by the formulas on an assumed link of 1 Gbit/s and 50 us.
+    Up to four ranks it is the all-gather; else the cheapest by the formulas for an assumed link of 1 Gbit/s and 50 us.
     """
     if ranks <= FEW_RANKS:
         return "allgather"
@@ -95,7 +95,7 @@ def assumed_cheapest(size: int, k: int, ranks: int, wire: str, capacity: float) 
 
 
 def cheapest(size: int, k: int, ranks: int, costs: Costs, wire: str, capacity: float) -> str:
-    """The exchange whose messages and compute together take least by these costs."""
+    """Return the exchange whose messages and compute together take least time by these costs."""
     k, prices = k or keep_count(size, 1.0), Prices(costs, ranks)
 
     def total(exchange: str) -> float:

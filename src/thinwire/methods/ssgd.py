@@ -1,4 +1,4 @@
-"""S-SGD: the plain average, overlapped with backward. The baseline of everything else.
+"""S-SGD: the plain average, overlapped with backward. The baseline for everything else.
 
 Paper: wait-free backpropagation (Zhang et al., Poseidon, 2017) with tensor fusion (Shi et al., MG-WFBP, 1811.11141).
 
@@ -51,14 +51,14 @@ class SSGD(Decoupling, Method):
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Into the bucket, divided."""
+        """Copy into the bucket and divide."""
         prices = Prices(costs, topology.world_size, topology)
         if self.decoupled:
             return prices.average_decoupled(elements(shapes))
         return prices.average_flat(elements(shapes), deterministic=self.deterministic, collective=self.collective)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-reduce of the gradients over the world size; decoupled: in two halves."""
+        """Do one all-reduce of the gradients over the world size; decoupled: in two halves."""
         if self.decoupled:
             yield from average_decoupled(bucket, state)
         else:

@@ -1,4 +1,4 @@
-"""What runs in a method's stead in its first steps, when residuals and bases say little yet."""
+"""What runs in a method's place in its first steps, when residuals and bases carry little information."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class EightBits(Method):
-    """The average in 8 bits, without a residual: at most 1/254 of a block's largest is rounded off and lost, twice."""
+    """The average in 8 bits without a residual: loses, twice, at most 1/254 of a block's largest magnitude."""
 
     name: ClassVar[str] = "8-bit start"
     loss: ClassVar[str] = "rounded to 8 bits"
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """An all-to-all and an all-gather of codes."""
+        """Do an all-to-all and an all-gather of codes."""
         if bucket.numel:
             yield from two_step(bucket, state, 8, _BLOCK, feedback=False)
 
 
 def exact_method(method: Method) -> Method:
-    """Of what a method leaves dense, and of steps that have to be exact."""
+    """Return the exact method for parameters that a method leaves dense, and for steps that must be exact."""
     return method.dense_method() or SSGD(
         deterministic=method.deterministic, collective=method.collective, **schedule(method)
     )
 
 
 def start_method(method: Method, topology: Topology, asked: int | None) -> Method:
-    """Of the steps before a method begins.
+    """Return the method for the steps before a method begins.
 
-    8 bits where it begins late by itself and has residuals to make up for what it rounds itself; else exact.
+    It uses 8 bits if the method begins late by default and has residuals to make up for the rounding; else it is exact.
 
     Args:
-        method: that will run.
-        topology: of the ranks; between machines of several ranks sums go by way of the first of each.
-        asked: the number of exact steps that the user wants; None: as the method has it.
+        method: the method that will run.
+        topology: of the ranks; between machines of several ranks, sums go through each machine's first rank.
+        asked: the number of exact steps that the user wants; None: the method's default.
     """
     plain = method.dense_method() is None and not schedule(method) and not method.deterministic
     if asked is None and plain and method.has_residual and not topology.two_levels:
@@ -50,5 +50,5 @@ def start_method(method: Method, topology: Topology, asked: int | None) -> Metho
 
 
 def measuring_method(topology: Topology, asked: int | None) -> Method:
-    """Of the steps in which "auto" measures before it takes a lossy method, or an exact one. Arguments as above."""
+    """Return the method for the steps in which "auto" measures, with ``lossy=True``. Arguments: see above."""
     return SSGD() if asked or topology.two_levels else EightBits()

@@ -8,8 +8,8 @@ Per tensor: clamp g to +-clip sigma, s_w = max|g|, S = the largest s_w of the ra
 tensor and peer, then one byte per element in an all-reduce.
 
 Differences from the paper: codes are summed by an all-reduce of int8 instead of a server, hence at most 127 ranks;
-sigma is the root mean square of the tensor, its standard deviation about zero, so that a constant tensor or one of
-one element is not clamped to nothing. ``clip`` biases the result, as in the paper; None is unbiased.
+sigma is the root mean square of the tensor, its standard deviation about zero, so that a constant tensor, or one with a
+single element, is not clamped to nothing. ``clip`` biases the result, as in the paper; None is unbiased.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from thinwire.methods.rows import Rows
 from thinwire.planner.costs import Costs
 from thinwire.program import AllGather, AllReduce, Bucket, Method, Program, State, Topology
 
-_MOST_RANKS = 127  # whose sum an int8 holds
-_WIDTH = 512  # of a row
+_MOST_RANKS = 127  # the largest number whose sum fits into an int8
+_WIDTH = 512  # elements in a row
 
 
 @dataclass(frozen=True)
 class TernGrad(Method):
-    """Send a sign or nothing per element.
+    """Send a sign or zero for each element.
 
     Args:
-        clip: clamp each tensor to that many standard deviations (about zero) first; None: do not.
-        seed: of the draws, which depend on it, the parameter's name, the step and the rank alone.
+        clip: first clamp each tensor to that many standard deviations (about zero); None: do not.
+        seed: of the draws, which depend only on the seed, the parameter's name, the step and the rank.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
     """
 
@@ -57,13 +57,13 @@ class TernGrad(Method):
         check_fusion(self.fusion)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """A byte per element and a scale, in units of fp32 elements, rounded up."""
+        """Return a byte per element and a scale, in units of fp32 elements, rounded up."""
         return [-(-size // 4) + 1 if size else 0 for size in super().payload(shapes, phase)]
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Scales; draws and codes; their sum as floats."""
+        """Compute scales; draws and codes; then their sum as floats."""
         _check_ranks(topology.world_size)
         size, prices = elements(shapes), Prices(costs, topology.world_size)
         if not size:
@@ -73,7 +73,7 @@ class TernGrad(Method):
         return [prices.passes(scale, size), prices.passes(DRAW + TERNARY, size), prices.passes(after, size)]
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """The largest scales by all-gather, then one all-reduce of int8."""
+        """All-gather the scales, of which the largest counts; then do one all-reduce of int8."""
         _check_ranks(state.size)
         rows = Rows.of(bucket, _WIDTH)
         if not rows.slots:
@@ -91,7 +91,7 @@ class TernGrad(Method):
 
 
 def _largest(scales: Tensor) -> Tensor:
-    """[P, T] -> [T]; NaN stays."""
+    """Return the largest scales, [P, T] -> [T]; NaN stays NaN."""
     return scales.new_empty(scales.shape[1:]) if scales.device.type == "meta" else scales.amax(0)
 
 

@@ -1,14 +1,14 @@
-"""Top-k: send the k entries of largest magnitude of each bucket, keep the rest for later.
+"""Top-k: send the k entries of largest magnitude of each bucket, and keep the rest for later.
 
 Papers: Aji, Heafield: Sparse communication for distributed gradient descent, 2017; Stich et al.: Sparsified SGD
 with memory, 2018. Exchanges: all-gather of (value, index) pairs, 8 k bytes per rank and peer for fp32; pairwise merges
 (:mod:`~thinwire.methods.butterfly`); by region (:mod:`~thinwire.methods.regions`).
 
 A = M + E over the bucket (d elements); k = floor(density d), at least 1. Applied: 1/P times the sum over ranks of
-the chosen entries. E = A, minus the values as sent: 0 there on an fp32 wire, the rounding error on a 16-bit one.
+the chosen entries. E = A minus the values as sent: at sent entries 0 with fp32 values, the rounding error with 16 bits.
 
 Differences from the papers: top-k is taken per bucket; E is in gradient units (the learning rate stays in the
-optimizer), its rounding error is kept; a rejected step leaves E bit for bit.
+optimizer), and its rounding error is kept; a rejected step leaves E unchanged, bit for bit.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class TopK(Method):
 
     Args:
         density: share of the elements that is sent, in (0, 1].
-        exchange: "allgather", "gtopk", "oktopk", or "auto": the cheapest for each bucket, by measured costs where the
-            plan is made from them (``fusion="optimal"``, ``plan="adaptive"``), else by those of an assumed link.
-        select: the selection algorithm, as of :func:`thinwire.kernels.select.top_k`.
-        value_dtype: of the values on the wire: "fp32", "bf16" or "fp16"; "gtopk" needs "fp32".
+        exchange: "allgather", "gtopk", "oktopk", or "auto": the cheapest for each bucket, by measured costs if the plan
+            is made from them (``fusion="optimal"``, ``plan="adaptive"``), else by those of an assumed link.
+        select: the selection algorithm, see :func:`thinwire.kernels.select.top_k`.
+        value_dtype: of the values as sent: "fp32", "bf16" or "fp16"; "gtopk" needs "fp32".
         error_feedback: keep what was not sent; False is for ablations.
         warmup: a :class:`~thinwire.methods.feedback.Warmup`, or None.
         fusion: MiB of dense gradient, "none", "single", "optimal", a published rule, a ``Merge`` or "auto".
@@ -90,28 +90,28 @@ class TopK(Method):
             object.__setattr__(self, "has_residual", False)
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """Vectors and embeddings stay dense: they are small, or sparse already."""
+        """Return True for vectors and embeddings: they are small, or sparse already."""
         return stays_dense(shape, embedding)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """The message of each tensor in units of fp32 elements: 2 k for fp32 pairs; "oktopk": of all its boxes."""
+        """Return each tensor's message in units of fp32 elements: 2 k for fp32 pairs; "oktopk": all its boxes."""
         room = self.capacity if self.exchange == "oktopk" else 1.0
         kept = (keep_count(size, self.density) for size in super().payload(shapes, phase))
         return message_units((math.ceil(room * k) for k in kept), self.value_dtype)
 
     def kept(self, d: int, step: int) -> int:
-        """Entries sent for a bucket of ``d`` elements at a step."""
+        """Return the number of entries sent for a bucket of ``d`` elements at a step."""
         rho = self.density if self.warmup is None else self.warmup.density(self.density, step)
         return keep_count(d, rho)
 
     def exchange_of(self, d: int, k: int, ranks: int) -> str:
-        """The exchange of a bucket; "auto", where no plan has decided, follows from these numbers alone."""
+        """Return a bucket's exchange; "auto", if no plan has decided, follows from these numbers alone."""
         if self.exchange != "auto":
             return self.exchange
         return assumed_cheapest(d, k, ranks, self.value_dtype, self.capacity)
 
     def plan_exchange(self, shapes: Sequence[Sequence[int]], kept: int, topology: Topology, costs: Costs) -> str:
-        """For "auto": the cheapest exchange of a bucket by measured costs."""
+        """Return, for "auto", the cheapest exchange of a bucket by measured costs."""
         size = elements(shapes)
         if self.exchange != "auto" or not size or topology.world_size == 1:
             return ""
@@ -123,7 +123,7 @@ class TopK(Method):
     ) -> list[float]:
         """Accumulate, select, pack; merge or sum by region; zero what was sent, add and average the pairs.
 
-        The density is that after the warm-up.
+        For the density after the warm-up.
         """
         size, ranks = elements(shapes), topology.world_size
         if not size:
@@ -133,7 +133,7 @@ class TopK(Method):
         return segments(exchange, size, kept, ranks, prices, feedback=self.error_feedback, capacity=self.capacity)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Choose, exchange, keep what was not taken, deliver."""
+        """Select, exchange, keep what was not taken, deliver."""
         d, ranks = bucket.numel, state.size
         if d == 0:
             return

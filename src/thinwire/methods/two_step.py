@@ -1,8 +1,8 @@
-"""The two-step program of ``Cast("int8")``, "int4" and "int2": few bits on both halves of an all-reduce, no error lost.
+"""The two-step program of ``Cast("int8")``, "int4" and "int2": few bits in both halves of an all-reduce, no error lost.
 
-A = M + E over the bucket, in P chunks of which rank r owns the r-th. All-to-all of the encoded chunks; the owner adds
-what it received in rank order, encodes the sum and sends it to everybody. E = A minus what was sent, decoded; the
-owner adds the error of the second encoding to its chunk, so that nothing is lost with one residual per rank.
+A = M + E over the bucket, in P chunks; rank r owns the r-th. All-to-all of the encoded chunks. The owner adds what it
+received in rank order, encodes the sum and sends it to all ranks. E = A minus what was sent, decoded; the owner adds
+the error of the second encoding to its chunk, so one residual per rank is enough to lose nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from thinwire.program import AllGather, AllToAll, Bucket, Program, State
 
 @dataclass(frozen=True)
 class Code:
-    """How a rank's chunk of a bucket is written as a message: scales, then means, then codes.
+    """The format of a chunk of a bucket as a message: scales, then means, then codes.
 
     Attributes:
         bits: 8: linear, with a scale for each block. 4 and 2: bins, with a scale for each block, and for each message
-            the means of what fell into its bins.
-        blocks: of a chunk.
+            the mean of what fell into each bin.
+        blocks: number of blocks in a chunk.
         size: elements of a block, which share a scale.
     """
 
@@ -38,7 +38,7 @@ class Code:
 
     @classmethod
     def of(cls, bits: int, block: int, elements: int, ranks: int) -> Code:
-        """For a bucket: blocks of one size, of at most ``block``, a multiple of 8, so that the padding stays small."""
+        """Return a bucket's code: blocks of one size, at most ``block``, a multiple of 8, so that padding is small."""
         chunk = -(-elements // ranks)
         blocks = -(-chunk // block)
         size = -(-chunk // blocks)
@@ -46,11 +46,11 @@ class Code:
 
     @property
     def chunk(self) -> int:
-        """Elements of a message."""
+        """Number of elements in a message."""
         return self.blocks * self.size
 
     def encode(self, a: Tensor) -> Tensor:
-        """A message for each chunk of ``a``, ``[chunks, bytes]``. What they do not say is left in ``a``."""
+        """Return a message for each chunk of ``a``, ``[chunks, bytes]``. Leave the encoding error in ``a``."""
         means = None
         if self.bits == 8:
             codes, scales = encode(a, self.bits, self.size)
@@ -63,14 +63,14 @@ class Code:
         return torch.cat([head.view(torch.uint8), codes], dim=1)
 
     def decode(self, messages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What the messages say, chunk behind chunk; and whether all of it is finite."""
+        """Return the decoded messages, one chunk after another; and whether all of it is finite."""
         codes, scales, means = self._split(messages, dtype)
         out = torch.zeros(len(messages) * self.chunk, dtype=dtype, device=messages.device)
         self._add_chunks(out, codes, scales, means)
         return out, all_finite(scales)
 
     def decode_sum(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of what the messages say of one chunk, in their order."""
+        """Return the sum of decoded messages of one chunk, in their order."""
         codes, scales, means = self._split(messages, dtype)
         out = torch.zeros(self.chunk, dtype=dtype, device=messages.device)
         add_decoded(out, codes, scales, self.bits, self.size, None if means is None else means[:, None])
@@ -101,30 +101,30 @@ def two_step(bucket: Bucket, state: State, bits: int, block: int, *, feedback: b
 
 
 def _padded(bucket: Bucket, size: int) -> Tensor:
-    """The bucket's gradients, unscaled, with zeros behind them."""
+    """Return the bucket's gradients, unscaled, padded with zeros."""
     gradient = bucket.gradient()
     return torch.nn.functional.pad(gradient, (0, size - gradient.numel()))
 
 
 def scatter(a: Tensor, code: Code) -> Generator[Any, Tensor, Tensor]:
-    """The first step, half of an all-reduce: each rank receives the sum of its own chunk.
+    """Do the first step, half of an all-reduce: each rank receives the sum of its own chunk.
 
     Args:
-        a: fp32 or fp64, a chunk for each rank; what was not sent of it is left there.
-        code: of what is sent.
+        a: fp32 or fp64, a chunk for each rank; the encoding error is left there.
+        code: the format of the messages.
     """
     received = yield AllToAll(code.encode(a))
     return code.decode_sum(received, a.dtype)
 
 
 def payload(sizes: Sequence[int], bits: int, block: int) -> list[int]:
-    """The bits of each element and a scale per block, in units of fp32 elements, rounded up."""
+    """Return the bits of each element and a scale per block, in units of fp32 elements, rounded up."""
     return [-(-size * bits // 32) + -(-size // block) for size in sizes]
 
 
 def seconds(size: int, ranks: int, bits: int, prices: Prices) -> list[float]:
-    """Accumulate, encode, decode one's own; sum and encode a chunk; decode all."""
-    written = bits / 8  # codes of 8 bits are a quarter of a pass of fp32, written and read
+    """Accumulate, encode, decode this rank's codes; sum and encode a chunk; decode all."""
+    written = bits / 8  # codes of 8 bits, written and read, are a quarter of a pass of fp32 each
     means = 0.0 if bits == 8 else MEANS
     before = prices.passes(ACCUMULATE + ENCODE + means + DECODE + written, size)
     between = prices.passes(WRITE + DECODE * ranks + ENCODE + means + written / 2, size / ranks)

@@ -1,6 +1,6 @@
-"""Optimizers for large batches: LARS and LAMB, their layers' ratios shared out over ranks, and the recipe around them.
+"""Optimizers for large batches: LARS and LAMB, sharing their layers' ratios among ranks, and the recipe around them.
 
-What does not live here: how gradients are averaged (methods/, engine/), the data (data/), the model.
+Not here: how gradients are averaged (methods/, engine/), the data (data/), the model.
 """
 
 from thinwire.optim.lamb import LAMB

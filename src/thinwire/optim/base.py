@@ -38,10 +38,10 @@ class GroupTensors:
 
     Attributes:
         group: its options.
-        parameters: the model's. weights: what is updated: they, or their fp32 masters.
+        parameters: the model's. weights: what is updated: the parameters, or their fp32 masters.
         gradients: working dtype, not to be edited. states: one dict per parameter.
         adapted, skipped: indices into these lists.
-        updates: of LAMB, before their ratio. chosen: indices of those that have one.
+        updates: LAMB's, before their ratio. chosen: indices of those that have a ratio.
     """
 
     group: dict[str, Any]
@@ -55,26 +55,26 @@ class GroupTensors:
     chosen: list[int] = field(default_factory=list)
 
     def part(self, indices: Sequence[int]) -> GroupTensors:
-        """Some of its tensors, all of them adapted."""
+        """Return some of its tensors, all of them adapted."""
         if len(indices) == len(self.parameters):
             return self
         p, w, g = ([some[i] for i in indices] for some in (self.parameters, self.weights, self.gradients))
         return GroupTensors(self.group, p, w, g, [self.states[i] for i in indices], list(range(len(indices))), [])
 
     def held(self, name: str) -> list[Tensor]:
-        """A field of the state of each tensor; zeros where it is new."""
+        """Return a field of each tensor's state; zeros if it is new."""
         for weight, state in zip(self.weights, self.states):
             if name not in state:
                 state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         return [state[name] for state in self.states]
 
     def masters(self) -> list[int]:
-        """Indices of parameters that are a copy of their master."""
+        """Return indices of parameters that are a copy of their master."""
         return [i for i, (p, w) in enumerate(zip(self.parameters, self.weights)) if p is not w]
 
 
 class LayerWise(torch.optim.Optimizer, abc.ABC):
-    """An optimizer whose rate depends on norms of whole tensors."""
+    """An optimizer whose step sizes depend on norms of whole tensors."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], share: NormShardingOptions, scaler: Any) -> None:
         self._begin(share, scaler)
@@ -85,10 +85,10 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         self._share, self._scaler = share, scaler
         self._sharing: NormSharding | None = None
         self._told = False
-        self._versions: dict[Tensor, int] = {}  # of parameters with a master, when we last wrote them
+        self._versions: dict[Tensor, int] = {}  # versions of parameters with a master when they were last written here
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or what was unpickled, belongs to no scaler and to no ranks."""
+        """Restore a copied or unpickled optimizer; it belongs to no scaler and no ranks."""
         super().__setstate__(state)
         if "_share" not in self.__dict__:
             self._begin(NormShardingOptions(), None)
@@ -97,10 +97,10 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of ``torch.optim``; checked.
+        """Add and check a group, as in ``torch.optim``.
 
         Raises:
-            ValueError: an option out of range, parameters on several devices or of fp64 among others.
+            ValueError: an option is out of range, parameters are on several devices, or only some of them are fp64.
             TypeError: fp16, complex or integer parameters.
         """
         super().add_param_group(param_group)
@@ -122,25 +122,25 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
 
     @abc.abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` on an option of this optimizer that is out of range."""
+        """Raise ``ValueError`` if an option of this optimizer is out of range."""
 
     # --- a step ----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
-        """Per group, the layers whose ratios ``update`` needs; may be empty."""
+        """Return, for each group, the layers whose ratios ``update`` needs; may be empty."""
 
     @abc.abstractmethod
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
-        """Update the weights and state of one group. ``ratios``: of the layers that ``prepare`` gave."""
+        """Update the weights and state of one group. ``ratios``: of the layers that ``prepare`` returned."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Returns the closure's loss.
+        """Update all parameters that have a gradient. Return the closure's loss.
 
         With ``parallel`` all ranks must call it.
 
         Raises:
-            RuntimeError: the gradients still carry a loss scale, or are sparse.
+            RuntimeError: the gradients still contain a loss scale, or are sparse.
         """
         loss = None
         if closure is not None:
@@ -183,7 +183,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- masters ---------------------------------------------------------------------------------------------------
 
     def _weight(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
-        """The parameter, or its master: made when first needed, and renewed where somebody else wrote the parameter."""
+        """Return the parameter, or its master: made when first needed, renewed if other code wrote the parameter."""
         dtype = working_dtype(parameter.dtype)
         if parameter.dtype == dtype:
             return parameter
@@ -203,7 +203,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
                 self._versions[work.parameters[i]] = work.parameters[i]._version
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of ``torch.optim``, but state keeps its own dtype: fp32 for bf16 parameters too."""
+        """Load a state as ``torch.optim`` does, but keep the state's own dtype: fp32 for bf16 parameters too."""
         super().load_state_dict(state_dict)
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
         owners = [p for group in self.param_groups for p in group["params"]]
@@ -217,7 +217,7 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
     # --- ranks and scaler ------------------------------------------------------------------------------------------
 
     def attached(self, sync: GradientSync, scaler: Any) -> _Attached:
-        """``thinwire.attach`` calls it: the ranks to share norms with, and the scaler in use.
+        """Take the ranks to share norms with, and the scaler in use; called by ``thinwire.attach``.
 
         Returns:
             A handle whose ``remove`` undoes it.
@@ -233,14 +233,14 @@ class LayerWise(torch.optim.Optimizer, abc.ABC):
         return handle
 
     def stats(self) -> ParallelStats:
-        """How the norms are shared out, and why."""
+        """Return how the norms are shared among ranks, and why."""
         if self._sharing is not None:
             return self._sharing.stats()
         return ParallelStats(asked=self._share.parallel)
 
 
 class _Attached:
-    """Ends an optimizer's acquaintance with a GradientSync."""
+    """Detaches an optimizer from a GradientSync."""
 
     def __init__(self, optimizer: LayerWise, scaler: Any) -> None:
         self._optimizer, self._scaler = optimizer, scaler

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose every layer steps by a share of its own norm."""
+"""LAMB: Adam in which each layer's step is a share of its own norm."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class LAMB(LayerWise):
         u = m^ / (sqrt(v^) + eps) + weight_decay * w                      with m^, v^ corrected for their start at 0
         w <- w - lr * ratio * u;   ratio = |w| / |u|;   1 if |w| or |u| is 0
 
-    The ratio applies to tensors that decay. Tensors of at most one dimension do not (``skip="1d"``); ``adapt_all=True``
-    gives them a ratio all the same.
+    The ratio applies to tensors with weight decay. Tensors of at most one dimension have none (``skip="1d"``);
+    ``adapt_all=True`` gives them a ratio nevertheless.
 
-    The step is made of foreach calls, and the host waits for nothing. Parameters are fp32 (or fp64), or bf16 with an
-    fp32 master in the state. Every option but ``max_grad_norm``, ``parallel``, ``partition`` and ``scaler`` can differ
+    The step consists of foreach calls, and the host never waits. Parameters are fp32 (or fp64), or bf16 with an fp32
+    master in the state. Every option except ``max_grad_norm``, ``parallel``, ``partition`` and ``scaler`` can differ
     between groups.
 
     Args:
         params: parameters, named parameters or groups, as for ``torch.optim``.
-        lr: per step.
+        lr: learning rate.
         betas: of the two moments.
-        eps: added to the root of the second.
+        eps: added to the root of the second moment.
         weight_decay: decoupled from the moments.
-        max_grad_norm: the norm of all gradients together that a step may use; None: any.
+        max_grad_norm: largest norm of all gradients together that a step uses; None: no limit.
         adapt_all: ratios for tensors without decay, too ("nvlamb").
         skip: "1d", "all" (a group without decay) or None (all decay).
-        maximize: climb.
-        parallel: as of :class:`~thinwire.optim.LARS`; u is computed on every rank, norms are shared out.
-        partition: as of LARS.
-        scaler: as of LARS.
+        maximize: maximise instead of minimise.
+        parallel: as for :class:`~thinwire.optim.LARS`; u is computed on every rank, and norms are shared among ranks.
+        partition: as for LARS.
+        scaler: as for LARS.
 
     Raises:
-        ValueError: a number out of range, an unknown name.
+        ValueError: a number is out of range, or a name is unknown.
         TypeError: fp16 parameters.
 
     Differences from the paper: gradients are clipped by their global norm first, and tensors without decay are not
@@ -88,7 +88,7 @@ class LAMB(LayerWise):
         super().__init__(params, defaults, NormShardingOptions(parallel, partition), scaler)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` on an option out of range."""
+        """Raise ``ValueError`` if an option is out of range."""
         betas = group["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ValueError(f"betas={betas!r} must be two numbers")
@@ -101,7 +101,7 @@ class LAMB(LayerWise):
             raise ValueError("max_grad_norm is of all gradients together: give one, to LAMB itself and not to a group")
 
     def attached(self, sync: GradientSync, scaler: Any) -> Any:
-        """As of every optimizer here; clipping by the norm of all gradients needs them all at once."""
+        """Do as every optimizer here; but clipping by the norm of all gradients needs them all at once."""
         options = deferring(method := sync.services.method)
         limit = self.param_groups[0]["max_grad_norm"]
         if options is not None and options.update_in_step is not True and limit is not None:
@@ -113,7 +113,7 @@ class LAMB(LayerWise):
         return super().attached(sync, scaler)
 
     def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
-        """The moments and the updates u; ratios are of weights and u."""
+        """Compute the moments and the updates u; ratios are of weights and u."""
         shrink = _shrink(works)
         found = []
         for work in works:
@@ -126,7 +126,7 @@ class LAMB(LayerWise):
         return found
 
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
-        """``w`` of one group."""
+        """Update ``w`` of one group."""
         rate, chosen = work.group["lr"], set(work.chosen)
         if ratios is not None:
             rates = (ratios * -rate).unbind()
@@ -137,7 +137,7 @@ class LAMB(LayerWise):
 
 
 def _shrink(works: Sequence[GroupTensors]) -> Tensor | None:
-    """What gradients are divided by: ``max(1, |g_all| / max_grad_norm)``, 0-dim; None: nothing."""
+    """Return the divisor of the gradients: ``max(1, |g_all| / max_grad_norm)``, 0-dim; None: no clipping."""
     limit = works[0].group["max_grad_norm"] if works else None
     if limit is None:
         return None
@@ -146,7 +146,7 @@ def _shrink(works: Sequence[GroupTensors]) -> Tensor | None:
 
 
 def _update(work: GroupTensors, shrink: Tensor | None) -> list[Tensor]:
-    """Advance the moments of one group; returns u of each tensor."""
+    """Advance the moments of one group; return u of each tensor."""
     group, gradients = work.group, work.gradients
     first, second = work.held("exp_avg"), work.held("exp_avg_sq")
     if group["maximize"]:
@@ -158,11 +158,11 @@ def _update(work: GroupTensors, shrink: Tensor | None) -> list[Tensor]:
     torch._foreach_mul_(second, beta2)
     torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
     steps = []
-    for state in work.states:  # on the host, as torch.optim's
+    for state in work.states:  # on the host, as in torch.optim
         state["step"] = state.get("step", torch.zeros(())) + 1
         steps.append(float(state["step"]))
     below = list(torch._foreach_sqrt(second))
-    # u = m^ / (sqrt(v^) + eps) with both corrections in the denominator: a pass over memory less.
+    # u = m^ / (sqrt(v^) + eps) with both corrections in the denominator: saves a pass over memory.
     corrections = [1 - beta1**step for step in steps]
     torch._foreach_mul_(below, [c / (1 - beta2**step) ** 0.5 for c, step in zip(corrections, steps)])
     torch._foreach_add_(below, [c * group["eps"] for c in corrections])

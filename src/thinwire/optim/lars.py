@@ -1,4 +1,4 @@
-"""LARS: every layer steps by a share of its own norm."""
+"""LARS: each layer's step is a share of its own norm."""
 
 from __future__ import annotations
 
@@ -27,38 +27,40 @@ class LARS(LayerWise):
         ratio = eta * |w| / (|g| + beta * |w| + eps);   1 if |w| or |g| is 0
         v <- momentum * v + gamma * ratio * (g + beta * w);   w <- w - v
 
-    Tensors of at most one dimension (biases, scales and shifts of norms) are *skipped*: ratio 1 and no decay. So they
-    see all of gamma, which is 10 to 40 here; without norm layers in the net that diverges: ``skip_lr_scale=0.01`` then.
+    Tensors of at most one dimension (biases, scales and shifts of norms) are *skipped*: ratio 1 and no decay. So the
+    full gamma applies to them, which is 10 to 40 here. Without norm layers in the model that diverges: use
+    ``skip_lr_scale=0.01`` then.
 
-    The step is made of foreach calls, and the host waits for nothing. Parameters are fp32 (or fp64), or bf16 with an
-    fp32 master in the state. Every option but ``parallel``, ``partition`` and ``scaler`` can differ between groups.
+    The step consists of foreach calls, and the host never waits. Parameters are fp32 (or fp64), or bf16 with an fp32
+    master in the state. Every option except ``parallel``, ``partition`` and ``scaler`` can differ between groups.
 
     Args:
         params: parameters, named parameters or groups, as for ``torch.optim``.
-        lr: gamma, per step; typically raised over some epochs and then lowered (``optim.warmup_poly``).
+        lr: gamma; typically raised over some epochs and then lowered (``optim.warmup_poly``).
         momentum: of v; 0 keeps no state.
         weight_decay: beta.
         trust_coefficient: eta.
         eps: added to the denominator.
-        nesterov: go on along the new v once more.
+        nesterov: step along the new v once more.
         clamp: (lowest, highest) ratio.
-        decay_in_ratio: whether the denominator has the term of the decay.
-        momentum_holds: "update": v carries gamma, as in the paper; "scaled_gradient": gamma multiplies v at the end, as
+        decay_in_ratio: whether the denominator contains the decay term.
+        momentum_holds: "update": v contains gamma, as in the paper; "scaled_gradient": gamma multiplies v at the end,
+            as
             in NVIDIA's LARC. They differ when gamma changes.
         skip: "1d", "all" (a group that is not adapted) or None (nothing is skipped).
         skip_lr_scale: multiplies gamma for skipped tensors.
-        maximize: climb.
-        parallel: "node" or "world": the ranks of a machine, or all, share the norms out (:mod:`thinwire.optim.pto`);
+        maximize: maximise instead of minimise.
+        parallel: "node" or "world": the ranks of a machine, or all, share the norms (:mod:`thinwire.optim.pto`);
             "auto": measure whether that pays; None: each rank computes all. Needs ``thinwire.attach``.
         partition: "cost" (longest layers first, to the least loaded rank) or "contiguous" (as many layers for each).
-        scaler: the GradScaler in use, so that a step on scaled gradients is refused; ``attach(scaler=)`` tells it too.
+        scaler: the GradScaler in use, so that a step on scaled gradients is refused; ``attach(scaler=)`` sets it too.
 
     Raises:
-        ValueError: a number out of range, an unknown name.
+        ValueError: a number is out of range, or a name is unknown.
         TypeError: fp16 parameters.
 
-    Differences from the paper: tensors of one dimension are skipped (as the four-minute ImageNet training did, Jia et
-    al. 2018, arXiv 1807.11205); a ratio where a norm is 0; norms in one call rather than layer by layer.
+    Differences from the paper: tensors of one dimension are skipped (as in the four-minute ImageNet training, Jia et
+    al. 2018, arXiv 1807.11205); the ratio is defined if a norm is 0; norms in one call rather than layer by layer.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class LARS(LayerWise):
         self._warn_of_rates()
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` on an option out of range."""
+        """Raise ``ValueError`` if an option is out of range."""
         for name in ("trust_coefficient", "eps", "skip_lr_scale"):
             check_number(name, group[name])
         check_number("momentum", group["momentum"], below=1.0)
@@ -118,11 +120,11 @@ class LARS(LayerWise):
         check_choice("momentum_holds", group["momentum_holds"], HOLDS)
 
     def _warn_of_rates(self) -> None:
-        """Say so if biases are about to see a rate that only norm layers forgive."""
+        """Warn if biases are about to get a learning rate that only models with norm layers tolerate."""
         steep = [g for g in self.param_groups if g["lr"] * g["skip_lr_scale"] > 1]
         skipped = [p.detach() for g in steep for p in g["params"] if g["skip"] == "1d" and p.dim() <= 1 and p.numel()]
         if not skipped or any(p.device.type == "meta" or bool((p > 0).all()) for p in skipped):
-            return  # a norm's scale is positive: at the start 1
+            return  # a norm's scale is positive: 1 at the start
         logger.warning(
             "thinwire: LARS skips biases, so they see the whole learning rate %g, and the model seems to have no norm "
             "layers, without which that diverges: give skip_lr_scale=0.01",
@@ -130,7 +132,7 @@ class LARS(LayerWise):
         )
 
     def prepare(self, works: Sequence[GroupTensors]) -> list[Layers]:
-        """Ratios are of weights and gradients."""
+        """Return the layers; ratios are of weights and gradients."""
         found = []
         for work in works:
             group, part = work.group, work.part(work.adapted)
@@ -140,7 +142,7 @@ class LARS(LayerWise):
         return found
 
     def update(self, work: GroupTensors, ratios: Tensor | None) -> None:
-        """``v`` and ``w`` of one group."""
+        """Update ``v`` and ``w`` of one group."""
         group = work.group
         rate, sign = group["lr"], -1.0 if group["maximize"] else 1.0
         held = group["momentum_holds"] == "update"
@@ -156,17 +158,17 @@ class LARS(LayerWise):
 def _advance(
     work: GroupTensors, rates: Sequence[Tensor] | float, decay: Sequence[Tensor] | None, outside: float
 ) -> None:
-    """``v <- momentum * v + d; w <- w - outside * v`` with ``d = rates * g + decay * w``, per tensor.
+    """Compute ``v <- momentum * v + d; w <- w - outside * v`` with ``d = rates * g + decay * w``, per tensor.
 
     Args:
         work: tensors of one group.
-        rates: of each gradient, 0-dim tensors; or one number.
-        decay: of each weight, 0-dim tensors; None: no decay.
-        outside: what v is multiplied by.
+        rates: factor of each gradient, 0-dim tensors; or one number.
+        decay: factor of each weight, 0-dim tensors; None: no decay.
+        outside: factor of v.
     """
     weights, momentum = work.weights, work.group["momentum"]
     buffers = work.held("momentum_buffer") if momentum else []
-    if momentum and not work.group["nesterov"]:  # into v at once: one pass over memory less
+    if momentum and not work.group["nesterov"]:  # directly into v: saves a pass over memory
         torch._foreach_mul_(buffers, momentum)
         if isinstance(rates, (int, float)):
             torch._foreach_add_(buffers, work.gradients, alpha=rates)

@@ -1,11 +1,11 @@
-"""PTO, the parallel tensor operator: each rank computes some layers' ratios, and an all-gather gives all to everybody.
+"""PTO, the parallel tensor operator: each rank computes some layers' ratios, and an all-gather gives all to all ranks.
 
-After the exchange all ranks hold the same gradients and would compute the same norms. Shared out, each reads 1/G of the
-weights and gradients, for one exchange of as many numbers as there are layers.
+After the exchange all ranks have the same gradients, and would compute the same norms. If they share the work, each
+reads 1/G of the weights and gradients, for one exchange of as many numbers as there are layers.
 
-Differences from the paper (Shi et al. 2020, arXiv 2010.10458): layers are assigned by their size, not in chunks;
-nothing is shared out where measuring says that it does not pay, since norms in one call cost far less than the
-published norms layer by layer.
+Differences from the paper (Shi et al. 2020, arXiv 2010.10458): layers are assigned by their size, not in chunks; norms
+are not shared if measurements show that it does not pay, since norms in one call cost far less than the published norms
+layer by layer.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class ParallelStats:
-    """What ``optimizer.stats()`` gives.
+    """The result of ``optimizer.stats()``.
 
     Attributes:
         asked: the option ``parallel``. running: "off", "node", "world" or, for the first steps of "auto", "measuring".
-        why: in a sentence.
+        why: the reason, as a sentence.
         layers: how many have a ratio. ranks: how many share them.
         busiest: share of all elements that the busiest rank reads.
-        full_seconds: of all norms on one rank, of the slowest rank; None: not measured.
-        shared_seconds: the same, shared out over "node" or "world", with the exchange; predicted from measured parts.
+        full_seconds: time of all norms on one rank, the slowest; None: not measured.
+        shared_seconds: the same, shared over "node" or "world", with the exchange; predicted from measured parts.
     """
 
     asked: str | None = None
@@ -63,7 +63,7 @@ class ParallelStats:
 
 
 def split(sizes: Sequence[int], workers: int, partition: str = "cost") -> Placement:
-    """Layers to workers: longest first, or as many neighbours for each as for the next (the paper's chunks).
+    """Assign layers to workers: longest first, or equal numbers of neighbouring layers (the paper's chunks).
 
     Args:
         sizes: elements of each layer.
@@ -80,11 +80,11 @@ def split(sizes: Sequence[int], workers: int, partition: str = "cost") -> Placem
 
 
 def decide(full_seconds: float, shared_seconds: Mapping[str, float]) -> tuple[str, str]:
-    """Whether to share, and over what: ("off" | "node" | "world", why).
+    """Decide whether to share, and over what: ("off" | "node" | "world", why).
 
     Args:
-        full_seconds: of all norms, computed on every rank.
-        shared_seconds: by what they could be shared out over, with the exchange.
+        full_seconds: time of all norms, computed on every rank.
+        shared_seconds: for each scope over which they could be shared, the time with the exchange.
     """
     if not shared_seconds:
         return "off", "there is nobody to share with"
@@ -98,11 +98,11 @@ def decide(full_seconds: float, shared_seconds: Mapping[str, float]) -> tuple[st
 
 
 class TrustRatios:
-    """The program. Made once per list of layers; equal on all ranks of the group.
+    """The program that shares ratios. Made once per list of layers; equal on all ranks of the group.
 
     Args:
         placement: which member of the group computes which layer.
-        members: of the group.
+        members: number of ranks in the group.
         group: NODE or WORLD.
         device: of the ratios.
     """
@@ -118,11 +118,11 @@ class TrustRatios:
         self._index = torch.tensor(index, dtype=torch.int64, device=device)
 
     def reduce(self, blocks: Sequence[Layers], place: int) -> Program:
-        """One all-gather of as many numbers as the busiest member has layers. Returns the ratios of each block.
+        """Do one all-gather of as many numbers as the busiest member has layers. Return the ratios of each block.
 
         Args:
-            blocks: the layers, all of them, on every rank.
-            place: of this rank in the group.
+            blocks: all layers, on every rank.
+            place: this rank's place in the group.
         """
         found, start = [], 0
         for block in blocks:
@@ -140,7 +140,7 @@ class TrustRatios:
 
 @dataclass(frozen=True)
 class NormShardingOptions:
-    """The options of an optimizer: over whom, and how, norms are shared out."""
+    """The options of an optimizer about sharing norms: over which ranks, and how."""
 
     parallel: str | None = None
     partition: str = "cost"
@@ -150,7 +150,7 @@ class NormShardingOptions:
         check_choice("partition", self.partition, PARTITIONS)
 
     def among(self, sync: GradientSync) -> NormSharding | None:
-        """With the ranks of a GradientSync; None: nothing is to be shared.
+        """Return the sharing over the ranks of a GradientSync; None: norms are not shared.
 
         Raises:
             ValueError: gradients are delivered in parts, one bucket after the other.
@@ -169,7 +169,7 @@ class NormShardingOptions:
 
 
 class NormSharding:
-    """The norms of one optimizer, shared out over the ranks of one GradientSync."""
+    """The norms of one optimizer, shared over the ranks of one GradientSync."""
 
     def __init__(self, sync: GradientSync, share: NormShardingOptions) -> None:
         self._sync, self._share = sync, share
@@ -189,11 +189,11 @@ class NormSharding:
         self._programs: dict[tuple[str, tuple[int, ...]], TrustRatios] = {}
 
     def stats(self) -> ParallelStats:
-        """What runs, and why."""
+        """Return what runs, and why."""
         return self._stats
 
     def ratios(self, blocks: list[Layers]) -> list[Tensor]:
-        """The ratios of each block. All ranks must call it with the same layers."""
+        """Return the ratios of each block. All ranks must call it with the same layers."""
         if not blocks:
             return []
         running = self._stats.running
@@ -239,14 +239,14 @@ class NormSharding:
         return found
 
     def _choose(self, blocks: list[Layers], full: float) -> None:
-        """Time the exchanges, take the slowest rank's figures, decide on all ranks alike."""
+        """Time the exchanges, take the slowest rank's values, and decide alike on all ranks."""
         device, size = blocks[0].weights[0].device, sum(w.numel() for block in blocks for w in block.weights)
         mine = [full]
         for name, scope in self._scopes.items():
             program = self._program(name, blocks)
             message = torch.zeros(program.longest, dtype=blocks[0].weights[0].dtype, device=device)
             gather = lambda: self._sync.services.run(_gather(message.clone(), scope))  # noqa: B023, E731
-            # As many calls on every rank, whatever its clock says.
+            # The same number of calls on every rank, whatever its clock says.
             exchange = median_seconds(gather, device, seconds=0.0, least=5)
             mine.append(full * program.placement.makespan / max(1, size) + exchange)
         everyone: Tensor = self._sync.services.run(

@@ -1,4 +1,4 @@
-"""How far each layer may go: one function of norms for LARS, LAMB and whoever shares it out."""
+"""The layers' trust ratios: one function of norms for LARS, LAMB and the code that shares it among ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 _ROW = 1 << 12
-"""Elements that one running sum takes in: a single fp32 sum over millions of squares loses the sixth digit."""
+"""Elements per partial sum: a single fp32 sum over millions of squares loses the sixth digit."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``coefficient * |w| / (|x| + decay * |w| + eps)``, within ``clamp``; 1 where ``|w|`` or ``|x|`` is 0."""
+    """``coefficient * |w| / (|x| + decay * |w| + eps)``, within ``clamp``; 1 if ``|w|`` or ``|x|`` is 0."""
 
     coefficient: float = 1.0
     decay: float = 0.0
@@ -28,7 +28,7 @@ class Layers:
 
     Attributes:
         weights: one per layer, working dtype.
-        others: what their norms are compared with: gradients (LARS) or updates (LAMB), same shapes.
+        others: the tensors in the denominator: gradients (LARS) or updates (LAMB), same shapes.
         rule: of these layers.
     """
 
@@ -37,7 +37,7 @@ class Layers:
     rule: Rule = field(default_factory=Rule)
 
     def part(self, indices: Sequence[int]) -> Layers:
-        """Some of the layers."""
+        """Return some of the layers."""
         return Layers([self.weights[i] for i in indices], [self.others[i] for i in indices], self.rule)
 
     def __len__(self) -> int:
@@ -45,9 +45,9 @@ class Layers:
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each tensor, ``[len(tensors)]``, on their device; nobody waits for it.
+    """Return the 2-norm of each tensor, ``[len(tensors)]``, on their device, without waiting for it.
 
-    Correct to the last digits of fp32 for any size. A tensor's norm does not depend on its company.
+    Correct to the last digits of fp32 for any size. A tensor's norm does not depend on the other tensors.
     """
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(list(tensors)))
@@ -67,7 +67,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """All elements in one row, in whichever order they lie in memory."""
+    """Return all elements as 1-D, in the order in which they lie in memory."""
     if x.is_contiguous():
         return x.view(-1)
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
@@ -76,7 +76,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def trust_ratios(layers: Layers) -> Tensor:
-    """The ratio of each layer, ``[len(layers)]``, in their dtype. Zero norms are seen to on the device.
+    """Return the ratio of each layer, ``[len(layers)]``, in their dtype. Zero norms are handled on the device.
 
     Raises:
         ValueError: there is no layer.
@@ -93,5 +93,5 @@ def trust_ratios(layers: Layers) -> Tensor:
 
 
 def replicated(blocks: Sequence[Layers]) -> list[Tensor]:
-    """The ratios of several rules' layers, all computed here."""
+    """Return the ratios of several rules' layers, all computed on this rank."""
     return [trust_ratios(block) for block in blocks]

@@ -1,4 +1,4 @@
-"""What else a large batch needs: groups without decay, a rate that warms up and falls, blocks that begin as nothing."""
+"""What else large batches need: groups without decay, a learning-rate schedule, blocks that start as identity."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _NORM = re.compile(r"Norm(\d[dD])?$")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises, by the name of its class: BatchNorm2d, LayerNorm, LlamaRMSNorm, ..."""
+    """Return whether a module normalises, by its class name: BatchNorm2d, LayerNorm, LlamaRMSNorm, ..."""
     return _NORM.search(type(module).__name__) is not None
 
 
 def param_groups(
     model: nn.Module, weight_decay: float, *, lr: float | None = None, skip_lr_scale: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Two groups for any optimizer: weights, which decay and are adapted; biases and norms' parameters, which are not.
+    """Return two groups for any optimizer: weights, with decay and adapted; biases and norms' parameters, without.
 
     Args:
-        model: its trainable parameters; shared ones once.
+        model: its trainable parameters are grouped; shared ones once.
         weight_decay: of the weights.
         lr: of both groups; None: the optimizer's.
-        skip_lr_scale: multiplies the rate of biases and norms in :class:`~thinwire.optim.LARS`; others ignore it.
+        skip_lr_scale: factor of the learning rate of biases and norms in :class:`~thinwire.optim.LARS`; others ignore
+            it.
 
     Raises:
         ValueError: no trainable parameter, a negative number.
@@ -56,10 +57,10 @@ def param_groups(
 
 
 def scaled_lr(base_lr: float, batch: int, base_batch: int = 256) -> float:
-    """The linear scaling rule (Goyal et al. 2017, arXiv 1706.02677): ``base_lr * batch / base_batch``.
+    """Apply the linear scaling rule (Goyal et al. 2017, arXiv 1706.02677): ``base_lr * batch / base_batch``.
 
     Raises:
-        ValueError: a negative rate, a batch below 1.
+        ValueError: a rate is negative, or a batch below 1.
     """
     check_number("base_lr", base_lr)
     for name, value in (("batch", batch), ("base_batch", base_batch)):
@@ -85,7 +86,7 @@ class WarmupPoly(LRScheduler):
         super().__init__(optimizer)
 
     def rate(self, peak: float, step: int) -> float:
-        """The rate of a step, the first one being 0."""
+        """Return the rate of a step; the first step is 0."""
         if step < self.warmup_steps:
             return self.start + (peak - self.start) * (step + 1) / self.warmup_steps
         gone = (min(step, self.total_steps) - self.warmup_steps) / (self.total_steps - self.warmup_steps)
@@ -93,7 +94,7 @@ class WarmupPoly(LRScheduler):
         return self.end + (peak - self.end) * left
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of all groups at this step."""
+        """Return the rates of all groups at this step."""
         return [self.rate(float(peak), self.last_epoch) for peak in self.base_lrs]
 
 
@@ -106,20 +107,20 @@ def warmup_poly(
     start: float = 0.0,
     end: float = 0.0,
 ) -> WarmupPoly:
-    """A scheduler: linear up to each group's rate, then a polynomial down. Call its ``step()`` after each of yours.
+    """Return a scheduler: linear up to each group's rate, then a polynomial down. Call its ``step()`` after each step.
 
     Step t < w: ``start + (peak - start) * (t + 1) / w``; then ``end + (peak - end) * (1 - (t - w) / (T - w))**power``.
 
     Args:
-        optimizer: whose groups hold the peaks.
-        total_steps: T, from which on the rate is ``end``.
+        optimizer: its groups' rates are the peaks.
+        total_steps: T, the step from which on the rate is ``end``.
         warmup_steps: w.
         power: of the polynomial.
         start: rate before the first step.
-        end: rate after the last.
+        end: rate after the last step.
 
     Raises:
-        ValueError: no step is left after the warm-up, a negative number.
+        ValueError: no step is left after the warm-up, or a number is negative.
     """
     for name, value in (("power", power), ("start", start), ("end", end)):
         check_number(name, value)
@@ -132,13 +133,13 @@ def warmup_poly(
 
 
 def zero_last_norm(model: nn.Module, blocks: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:
-    """Set the scale of the last norm of each residual block to 0, so that the block begins as its shortcut.
+    """Set the scale of the last norm of each residual block to 0, so that the block starts as its shortcut.
 
-    The last norm is that of the block's own children, in order; in a shortcut's container it does not count, unless the
-    block holds all its layers in containers.
+    The last norm is the last one among the block's own children. A norm in a shortcut's container does not count,
+    unless the block holds all its layers in containers.
 
     Args:
-        model: whose blocks.
+        model: the model with the blocks.
         blocks: the class or classes of residual blocks.
 
     Returns:

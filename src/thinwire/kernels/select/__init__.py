@@ -1,6 +1,6 @@
 """Selection of the k entries of largest magnitude; every algorithm returns exactly min(k, d) distinct indices.
 
-What does not live here: what is done with the entries that are not chosen (methods/).
+Not here: what happens to the entries that are not chosen (methods/).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALGORITHMS: dict[str, Selector] = {
 
 
 def keep_count(d: int, rho: float) -> int:
-    """How many of ``d`` elements are kept at density ``rho``: at least 1, 0 only for d = 0.
+    """Return how many of ``d`` elements are kept at density ``rho``: at least 1, 0 only for d = 0.
 
     Example:
         >>> keep_count(1000, 0.01), keep_count(5, 0.001), keep_count(0, 0.5)
@@ -39,7 +39,7 @@ def keep_count(d: int, rho: float) -> int:
 
 
 def options_of(algorithm: str) -> tuple[str, ...]:
-    """The names of an algorithm's options."""
+    """Return the names of an algorithm's options."""
     parameters = signature(ALGORITHMS[algorithm]).parameters.values()
     return tuple(p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY)
 
@@ -47,15 +47,15 @@ def options_of(algorithm: str) -> tuple[str, ...]:
 def top_k(
     x: Tensor, k: int, algorithm: str = "exact", generator: torch.Generator | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The k entries of largest magnitude, in no particular order.
+    """Return the k entries of largest magnitude, in no particular order.
 
     Args:
         x: 1-D, any strides; 16-bit floats are compared as fp32. On meta: shapes only.
-        k: how many; more than there are means all.
-        algorithm: "exact"; "histogram": exact but for the choice among equals; "mstopk", "gaussian", "threshold":
+        k: how many; if there are fewer entries, all.
+        algorithm: "exact"; "histogram": exact except for the choice among equals; "mstopk", "gaussian", "threshold":
             approximate. On a GPU all run without a host read.
-        generator: for algorithms that draw (all but "exact"); None: torch's default generator of the CPU. A program
-            passes one that depends on seed, step and bucket alone.
+        generator: for algorithms that draw (all but "exact"); None: torch's default CPU generator. A program passes one
+            that depends only on seed, step and bucket.
         options: of the algorithm, see its function: "histogram": passes, window, engine; "mstopk": samplings, base,
             window; "gaussian": rounds, window; "threshold": sample, rounds.
 

@@ -1,7 +1,7 @@
-"""The band rule: from thresholds tried to exactly k entries.
+"""The band rule: choose exactly k entries from the thresholds that were tried.
 
-All entries of at least ``high`` are taken, the rest comes from the band [low, high): a *circular window* of random
-start over the band in index order, so that every entry of it is taken equally often. ``window="line"`` does not wrap,
+All entries of at least ``high`` are taken. The rest comes from the band [low, high): a *circular window* with a random
+start over the band in index order, so that each of its entries is taken equally often. ``window="line"`` does not wrap,
 as published with MSTopK (arXiv:2010.10458); it takes both ends of a tensor too rarely.
 """
 
@@ -18,12 +18,12 @@ WINDOWS = ("circular", "line")
 
 
 class Band:
-    """What is known of the k-th magnitude.
+    """The bounds on the k-th magnitude that are known so far.
 
     Attributes:
-        k: how many entries are wanted.
-        high: the lowest threshold tried that at most k entries reach; inf at first.
-        low: the highest threshold tried that more than k entries reach; 0 at first.
+        k: number of entries wanted.
+        high: the lowest tried threshold that at most k entries reach; inf at first.
+        low: the highest tried threshold that more than k entries reach; 0 at first.
     """
 
     def __init__(self, field: Magnitudes, k: int) -> None:
@@ -32,26 +32,26 @@ class Band:
         self.low: Number = field.number(0.0)
 
     def tried(self, threshold: Number, count: Number) -> None:
-        """Take note of a count."""
+        """Record the count at a threshold."""
         self.high = pick((count <= self.k) & (threshold < self.high), threshold, self.high)
         self.low = pick((count > self.k) & (threshold > self.low), threshold, self.low)
 
 
 def check_window(window: str) -> None:
-    """Refuse an unknown window."""
+    """Raise ``ValueError`` for an unknown window."""
     if window not in WINDOWS:
         raise ValueError(f'window={window!r} is unknown; write "circular" or "line"')
 
 
 def draw(generator: torch.Generator | None) -> Number:
-    """A number in [0, 1), in fp64 on the generator's device; None: torch's default generator of the CPU."""
+    """Return a number in [0, 1), in fp64 on the generator's device; None: torch's default CPU generator."""
     device = "cpu" if generator is None else generator.device
     u = torch.rand((), dtype=torch.float64, generator=generator, device=device)
     return float(u) if u.device.type == "cpu" else u
 
 
 def take(field: Magnitudes, band: Band, generator: torch.Generator | None, window: str = "circular") -> Tensor:
-    """Indices (int64) of exactly ``band.k`` entries, by the band rule; on a GPU without a host read."""
+    """Return indices (int64) of exactly ``band.k`` entries, by the band rule; on a GPU without a host read."""
     u = draw(generator)
     return _on_host(field, band, float(u), window) if field.host else _static(field, band, u, window)
 
@@ -65,7 +65,7 @@ def _on_host(field: Magnitudes, band: Band, u: float, window: str) -> Tensor:
         reach = field.indices(band.low)
         inside = reach[magnitude(field.x[reach]) < band.high] if sure.numel() else reach
         n = inside.numel()
-    else:  # all the others: no list of them is made
+    else:  # the band is all other entries: no list of them is made
         n = field.size - sure.numel()
     circular = window == "circular"
     start = min(int(n * u), n - 1) if circular else min(int((n - need + 1) * u), n - need)
@@ -74,8 +74,8 @@ def _on_host(field: Magnitudes, band: Band, u: float, window: str) -> Tensor:
 
 
 def _others(taken: Tensor, places: Tensor) -> Tensor:
-    """Where the others are: the indices at these places among all that are not ``taken`` (ascending)."""
-    before = taken - torch.arange(taken.numel())  # how many others lie before each
+    """Return the indices at these places among all that are not ``taken`` (ascending)."""
+    before = taken - torch.arange(taken.numel())  # how many other entries lie before each
     return places + torch.searchsorted(before, places, right=True)
 
 

@@ -1,7 +1,7 @@
-"""Exact selection: ``torch.topk`` of the magnitudes, on a CPU of the few that can be among the k largest.
+"""Exact selection: ``torch.topk`` of the magnitudes; on a CPU, only of those that can be among the k largest.
 
-CPU: a strided sample gives a threshold that a little more than k elements pass; one pass in cache-sized pieces finds
-them, and topk runs on those. If fewer than k pass, topk runs on everything, so the result is exact in any case.
+CPU: a strided sample gives a threshold that a little more than k elements pass. One pass in cache-sized pieces finds
+these elements, and topk runs on them. If fewer than k pass, topk runs on everything, so the result is always exact.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SAMPLES = 1 << 15
 
 
 def exact(x: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Indices of the k largest |x|; NaN counts as the largest. ``generator`` is not used."""
+    """Return indices of the k largest |x|; NaN counts as the largest. ``generator`` is not used."""
     if x.device.type == "cpu" and x.numel() >= _SMALL and 0 < k <= x.numel() // 8:
         found = at_least(x, _threshold(x, k), limit=x.numel() // 2)
         if found is not None and found.numel() >= k:
@@ -31,7 +31,7 @@ def _largest(x: Tensor, k: int) -> Tensor:
 
 
 def _threshold(x: Tensor, k: int) -> float:
-    """A magnitude that k elements reach, but for bad luck: four standard deviations below the sample's estimate."""
+    """Return a magnitude that k elements very likely reach: four standard deviations below the sample's estimate."""
     stride = (x.numel() // _SAMPLES) | 1  # odd: a power-of-two row length would sample few columns
     sample = magnitude(x[::stride])
     expected = k / x.numel() * sample.numel()

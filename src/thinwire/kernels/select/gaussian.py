@@ -3,8 +3,8 @@
 Paper: Shi, Chu, Cheung, See: Understanding Top-k sparsification in distributed deep learning, 2019 (arXiv:1911.08772),
 algorithm 1.
 
-Differences from the paper: exactly k entries, by the band rule; the moment is taken about zero, since |x| is compared;
-the count is taken again after every change; one more count gives the band its missing end.
+Differences from the paper: exactly k entries, by the band rule; the moment is taken about zero, because |x| is
+compared; entries are counted again after every change; one more count gives the band its missing end.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _DOWN, _UP = 0.5, 1.5
 def gaussian(
     x: Tensor, k: int, generator: torch.Generator | None = None, *, rounds: int = 3, window: str = "circular"
 ) -> Tensor:
-    """Indices of k entries.
+    """Return indices of k entries.
 
     Args:
         x: 1-D.
         k: 1..d.
         generator: for the window.
-        rounds: corrections of the threshold: halved where fewer than 2k/3 entries reach it, x1.5 above 4k/3.
+        rounds: corrections of the threshold: halved if fewer than 2k/3 entries reach it, x1.5 if more than 4k/3 do.
         window: see ``band``.
     """
     if rounds < 0:

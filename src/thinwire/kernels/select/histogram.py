@@ -1,10 +1,10 @@
-"""Radix selection: the k-th magnitude, digit by digit of its bit pattern.
+"""Radix selection: find the k-th magnitude digit by digit of its bit pattern.
 
-Read as an integer, the bit pattern of |x| (31 bits of fp32) is monotone in |x|. A histogram of the first 11 bits says
+Read as an integer, the bit pattern of |x| (31 bits of fp32) is monotone in |x|. A histogram of the first 11 bits shows
 in which digit the k-th magnitude lies; the next 10 and the last 10 bits refine it. Three passes give it exactly, two
-within 2^-13 of its size; then the band rule. Outliers do not matter, as they do to a bisection of values.
+within 2^-13 of its size; then the band rule applies. Outliers do not matter, whereas they do to a bisection of values.
 
-Nothing published is followed: this is what radix selection always does. fp64 has 63 bits and takes six passes.
+This follows no paper; it is the usual radix selection. fp64 has 63 bits and takes six passes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def histogram(
     window: str = "circular",
     engine: str = "auto",
 ) -> Tensor:
-    """Indices of k entries: exact but for the choice among equal magnitudes.
+    """Return indices of k entries: exact except for the choice among equal magnitudes.
 
     Args:
         x: 1-D.
         k: 1..d.
         generator: for the window.
-        passes: digits that are looked at; None: all.
+        passes: number of digits to look at; None: all.
         window: see ``band``.
-        engine: who counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton where it is installed.
+        engine: what counts the digits of fp32 on a GPU: "torch", "triton", or "auto": Triton if it is installed.
     """
     field = Magnitudes(x, k)
     digits = _DIGITS[field.dtype]
@@ -54,25 +54,25 @@ def histogram(
 
 
 def search(field: Magnitudes, digits: tuple[int, ...], engine: str = "auto") -> Band:
-    """The interval of bit patterns that holds the k-th magnitude."""
+    """Return the interval of bit patterns that holds the k-th magnitude."""
     shift = sum(_DIGITS[field.dtype])
     prefix = torch.zeros((), dtype=torch.int64, device=field.x.device)
     left = prefix + field.k  # the k-th magnitude is the left-th of those with this prefix
     for bits in digits:
         counts = _count(field, prefix, shift, bits, engine)
         shift -= bits
-        reach = counts.flip(0).cumsum(0).flip(0)  # entries of this digit or a higher one
+        reach = counts.flip(0).cumsum(0).flip(0)  # entries with this digit or a higher one
         digit = (reach >= left).sum() - 1
         left = left - (reach - counts).gather(0, digit.view(1)).squeeze(0)
         prefix = (prefix << bits) | digit
     band = Band(field, field.k)
     band.low, band.high = _edge(field, prefix, shift), _edge(field, prefix + 1, shift)
-    band.low = field.rounded(band.low)  # not above the largest finite number, as which Inf and NaN count
+    band.low = field.rounded(band.low)  # at most the largest finite number, as which Inf and NaN count
     return band
 
 
 def _edge(field: Magnitudes, prefix: Tensor, shift: int) -> Number:
-    """The smallest magnitude with this prefix; Inf at most."""
+    """Return the smallest magnitude with this prefix; Inf at most."""
     infinite = torch.full_like(prefix, _INFINITE[field.dtype])
     pattern = torch.minimum(torch.minimum(prefix, infinite >> shift) << shift, infinite)
     edge = pattern.to(_KEYS[field.dtype]).view(field.dtype)
@@ -80,12 +80,12 @@ def _edge(field: Magnitudes, prefix: Tensor, shift: int) -> Number:
 
 
 def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str) -> Tensor:
-    """How often each digit follows the prefix: int64 ``[2 ** bits]``."""
+    """Return how often each digit follows the prefix: int64 ``[2 ** bits]``."""
     keys = _KEYS[field.dtype]
     if not field.host:
         (a,) = field.pieces()
         if keys == torch.int32 and (engine == "triton" or (engine == "auto" and serves(a))):
-            from thinwire.kernels.triton import select  # late: optional
+            from thinwire.kernels.triton import select  # imported late because it is optional
 
             return select.digits(a.view(keys), prefix, shift, bits)
         return digits(a.view(keys), prefix, shift, bits)
@@ -102,13 +102,15 @@ def _count(field: Magnitudes, prefix: Tensor, shift: int, bits: int, engine: str
 
 
 def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
-    """Histogram of ``bits`` bits below bit ``shift`` of the keys whose upper bits are ``prefix``; no host read.
+    """Return a histogram of the ``bits`` bits below bit ``shift`` of the keys whose upper bits are ``prefix``.
+
+    It does without a host read.
 
     Args:
         keys: int32 or int64 ``[d]``, not negative.
         prefix: 0-dim.
-        shift: bits below the prefix.
-        bits: of the digit.
+        shift: number of bits below the prefix.
+        bits: number of bits in the digit.
 
     Returns:
         int64 ``[2 ** bits]``.

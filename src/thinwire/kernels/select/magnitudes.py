@@ -1,10 +1,10 @@
-"""The magnitudes |x| of a vector, asked for counts and for entries above a threshold: what every search stands on.
+"""The magnitudes |x| of a vector: count and find entries above a threshold. Every search builds on this.
 
-On a CPU a host read is cheap: answers are Python numbers, x is read in cache-sized pieces and never copied, and once
-few entries are left in question only those are read again. On other devices answers are 0-dim tensors, shapes do not
-depend on values, and the same text of a search runs without a host read (``pick`` chooses).
+On a CPU a host read is cheap: results are Python numbers, x is read in cache-sized pieces and never copied, and once
+only few entries are in question, only these are read again. On other devices results are 0-dim tensors, shapes do not
+depend on values, and the same code of a search runs without a host read (``pick`` chooses).
 
-Non-finite entries count as the largest finite number, so they are chosen before others and a caller sees them.
+Non-finite entries count as the largest finite number, so they are chosen before others and the caller sees them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Number = Any
 """A Python number (CPU) or a 0-dim tensor on the vector's device."""
 
 PIECE = 1 << 18
-FEW = 4  # entries in question are set apart once they are at most a quarter of all
+FEW = 4  # entries in question are kept separately once they are at most a quarter of all
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether tensor values may be read in Python."""
+    """Return whether tensor values may be read in Python."""
     return x.device.type == "cpu"
 
 
 def pick(condition: Number, yes: Number, no: Number) -> Number:
-    """``yes if condition else no``, also where the condition is a tensor."""
+    """Return ``yes if condition else no``, also if the condition is a tensor."""
     return torch.where(condition, yes, no) if isinstance(condition, Tensor) else yes if condition else no
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """|x|, 16-bit floats as fp32."""
+    """Return |x|, 16-bit floats as fp32."""
     return x.abs() if x.element_size() >= 4 else x.abs().float()
 
 
 def at_least(x: Tensor, threshold: float, limit: int | None = None) -> Tensor | None:
-    """Indices where not |x| < threshold (NaN passes), ascending; CPU. None: there are more than ``limit``."""
+    """Return indices where not |x| < threshold (NaN passes), ascending; CPU. None: there are more than ``limit``."""
     if threshold == math.inf:
         return torch.empty(0, dtype=torch.int64)
     hits, found = [], 0
@@ -58,7 +58,7 @@ class Magnitudes:
 
     Args:
         x: 1-D, not empty.
-        k: how many entries are looked for.
+        k: number of entries to look for.
     """
 
     def __init__(self, x: Tensor, k: int) -> None:
@@ -73,17 +73,17 @@ class Magnitudes:
             self._few_values = magnitude(x).nan_to_num(nan=self.largest, posinf=self.largest)
 
     def number(self, value: float) -> Number:
-        """A constant that ``pick`` may replace."""
+        """Return a constant that ``pick`` may replace."""
         return value if self.host else torch.full((), value, dtype=torch.float64, device=self.x.device)
 
     def rounded(self, t: Number) -> Number:
-        """A threshold as the comparison will see it: in the vector's dtype, not above its largest number."""
+        """Return a threshold as the comparison sees it: in the vector's dtype, at most its largest number."""
         if isinstance(t, Tensor):
             return t.clamp(max=self.largest).to(self.dtype).double()
         return float(torch.tensor(min(t, self.largest), dtype=self.dtype))
 
     def pieces(self, threshold: Number = 0.0) -> Iterator[Tensor]:
-        """The magnitudes, as far as entries of at least ``threshold`` are concerned; CPU: NaN and Inf as they are."""
+        """Yield magnitudes, at least those of entries that reach ``threshold``; CPU: NaN and Inf unchanged."""
         if not self.host:
             yield self._few_values
             return
@@ -91,7 +91,7 @@ class Magnitudes:
             yield magnitude(piece)
 
     def count(self, threshold: Number) -> Number:
-        """How many entries are at least the threshold (inf: none)."""
+        """Return how many entries are at least the threshold (inf: none)."""
         if not self.host:
             return (self._few_values >= threshold).sum()
         if threshold == math.inf:
@@ -102,7 +102,7 @@ class Magnitudes:
         return c
 
     def keep_from(self, threshold: Number) -> None:
-        """CPU: set apart the entries of at least the threshold, if they are few; elsewhere nothing."""
+        """CPU: keep the entries of at least the threshold separately, if they are few; other devices: do nothing."""
         if not self.host or threshold >= self._floor:
             return
         few = at_least(self.x, threshold, self.size // FEW)
@@ -110,13 +110,13 @@ class Magnitudes:
             self._few, self._few_values, self._floor = few, self.x[few], threshold
 
     def indices(self, threshold: float) -> Tensor:
-        """CPU: indices of the entries of at least the threshold, ascending."""
+        """CPU: return indices of the entries of at least the threshold, ascending."""
         found = at_least(self._few_values if threshold >= self._floor else self.x, threshold)
         assert found is not None  # no limit was set
         return self._few[found] if threshold >= self._floor and self._few is not None else found
 
     def mean_and_top(self) -> tuple[Number, Number]:
-        """Mean and maximum of the magnitudes."""
+        """Return mean and maximum of the magnitudes."""
         if not self.host:
             a = self._few_values
             return a.mean(dtype=torch.float64), a.max().double()
@@ -127,12 +127,12 @@ class Magnitudes:
         return total / self.size if math.isfinite(total) else self.largest, top
 
     def lowest(self) -> Number:
-        """The smallest magnitude."""
+        """Return the smallest magnitude."""
         found = torch.stack([a.nan_to_num(nan=self.largest, posinf=self.largest).amin() for a in self.pieces()])
         return float(found.amin()) if self.host else found.amin().double()
 
     def rms(self) -> Number:
-        """Root of the mean square; the largest number where it overflows."""
+        """Return the root mean square; the largest number if it overflows."""
         norms = [torch.linalg.vector_norm(a, dtype=torch.float64) for a in self.pieces()]
         rms = torch.linalg.vector_norm(torch.stack(norms)).nan_to_num(self.largest) / math.sqrt(self.size)
         return float(rms) if self.host else rms

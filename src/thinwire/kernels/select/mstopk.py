@@ -3,10 +3,10 @@
 Paper: Shi et al.: Towards scalable distributed training of deep learning on public cloud clusters, MLSys 2021
 (arXiv:2010.10458), algorithm 1: ``samplings`` counts, then the band rule.
 
-Differences from the paper: where fewer than k entries reach the mean (one huge entry, or a density above about 0.4),
-the search begins at 0: no threshold below the mean could be tried and most of the choice would be random. The window
-is circular. ``base="mean", window="line"`` is the rule as the paper prints it. The CUDA kernels that are public search
-from the least magnitude (``base="min"``) and need no such repair.
+Differences from the paper: if fewer than k entries reach the mean (one huge entry, or a density above about 0.4), the
+search begins at 0, because otherwise no threshold below the mean could be tried and most of the choice would be random.
+The window is circular. ``base="mean", window="line"`` is the rule as the paper prints it. The public CUDA kernels
+search from the smallest magnitude (``base="min"``) and need no such repair.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def mstopk(
     base: str = "auto",
     window: str = "circular",
 ) -> Tensor:
-    """Indices of k entries.
+    """Return indices of k entries.
 
     Args:
         x: 1-D.
         k: 1..d.
         generator: for the window.
-        samplings: counts at most; 30 resolve one outlier of 1e9 times the rest.
+        samplings: the most counts; 30 can resolve one outlier of 1e9 times the rest.
         base: where the search begins: "mean", "min" or "zero"; "auto": the mean, or zero if fewer than k reach it.
         window: see ``band``.
     """
@@ -49,7 +49,7 @@ def mstopk(
 
 
 def search(field: Magnitudes, samplings: int = 30, base: str = "auto") -> Band:
-    """The band around the k-th magnitude after that many counts."""
+    """Return the band around the k-th magnitude after that many counts."""
     k, band = field.k, Band(field, field.k)
     mean, top = field.mean_and_top()
     bottom: Number = field.number(0.0)

@@ -1,6 +1,6 @@
-"""Triton kernels for CUDA tensors, each the twin of a torch function that tests compare it with.
+"""Triton kernels for CUDA tensors; each has a torch function as twin, with which tests compare it.
 
-What does not live here: anything that works without Triton; its modules are imported late, by who asks for them.
+Not here: anything that works without Triton. The modules are imported late, by the code that uses them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 @cache
 def triton_installed() -> bool:
-    """Whether Triton can be imported."""
+    """Return whether Triton can be imported."""
     return find_spec("triton") is not None
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernels are to be taken for a tensor, where nobody has asked for them or against."""
+    """Return whether to use the kernels for a tensor if the user has not chosen."""
     return x.is_cuda and triton_installed()
 
 
 def require() -> None:
-    """Raise ``ImportError`` with one clear sentence where Triton is missing."""
+    """Raise ``ImportError`` with one clear sentence if Triton is missing."""
     if find_spec("triton") is None:
         raise ImportError('engine="triton" needs Triton, which is not installed: pip install triton, or engine="torch"')

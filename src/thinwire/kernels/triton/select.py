@@ -1,4 +1,4 @@
-"""The histogram of a radix selection in one pass over memory, where torch's scatter takes several.
+"""The histogram of a radix selection in one pass over memory, where torch's scatter needs several.
 
 Twin: ``kernels.select.histogram.digits``; equal bit for bit. No host read, no atomic that decides an order.
 """
@@ -30,14 +30,14 @@ def digits_kernel(  # type: ignore[no-untyped-def]
         at = first + turn * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         key = tl.load(keys + at, inside, 0)
-        match = inside & (((key >> (SHIFT - 1)) >> 1) == wanted)  # in two steps: 31 + 1 would be past the word
-        digit = tl.where(match, (key >> (SHIFT - BITS)) & (BINS - 1), BINS)  # a bin more for all others
+        match = inside & (((key >> (SHIFT - 1)) >> 1) == wanted)  # in two steps: a shift by 32 would exceed the word
+        digit = tl.where(match, (key >> (SHIFT - BITS)) & (BINS - 1), BINS)  # one more bin for all others
         found += tl.histogram(digit, 2 * BINS)
     tl.atomic_add(counts + bins, found.to(tl.int64), (bins < BINS) & (found > 0))
 
 
 def digits(keys: Tensor, prefix: Tensor, shift: int, bits: int) -> Tensor:
-    """Twin of ``kernels.select.histogram.digits`` for int32 keys, contiguous."""
+    """Count digits like ``kernels.select.histogram.digits``, for contiguous int32 keys."""
     counts = torch.zeros(1 << bits, dtype=torch.int64, device=keys.device)
     grid = (triton.cdiv(keys.numel(), BLOCK_ELEMENTS * BLOCK_TURNS),)
     with torch.cuda.device(keys.device) if keys.is_cuda else nullcontext():  # Triton launches on the current device
