@@ -105,7 +105,7 @@ class Stream:
                     way.moved = time.monotonic()
                     if count < len(
                         left
-                    ):  # the kernel's buffer is full, or nearly empty: the loop calls again
+                    ):  # the kernel's buffer is full, or holds only a small remainder: the loop will call again
                         way.waiting[0] = left[count:], work
                         break
                     way.waiting.popleft()

@@ -94,8 +94,7 @@ def attach(
         bucket_cap_mb: MiB of gradients in a bucket, as in DDP: the same as the ``fusion=`` of a named method.
         plan: a pinned fusion plan. None: the plan is made from sizes, then remade once from the order in which
             gradients arrive, or by the method's fusion rule from measured times. "adaptive": made from measured times,
-            and made again if steps take 15 % more
-            or less than predicted.
+            and made again if steps take 15 % more or less than predicted.
         process_group: None: the default group. Without any group, or with one rank, nothing is exchanged.
         topology: which rank is on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units; LARS and LAMB watch it too. None:

@@ -1,6 +1,6 @@
 """Run rounds of programs on tensors that are not parameters, while training goes on.
 
-``GradientSync.run`` blocks; a channel does not. The same runner and executors run its programs and the gradients'
+``Services.run`` blocks; a channel does not. The same runner and executors run its programs and the gradients'
 programs. A channel's programs run in the order of their numbers, on lanes of its own, so neither waits for the other's
 turn. A channel may have its own topology, to group the ranks differently from the machines.
 """

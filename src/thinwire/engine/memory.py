@@ -20,7 +20,7 @@ class Memory:
     """
 
     def __init__(self, entry: PlanBucket, parameters: list[nn.Parameter], *, cheap_pack: bool, ranks: int = 1) -> None:
-        """``ranks``: the buffer is padded with zeros to a multiple of this number of elements."""
+        """``ranks``: the buffer has room for padding to a multiple of this number of elements."""
         self.parameters, self.kept = parameters, entry.kept
         self.slots = [Slot(n, p.shape, None, p.dtype, p.device, p) for n, p in zip(entry.names, parameters)]
         self.buffer: Tensor | None = None

@@ -30,7 +30,7 @@ class Stats:
         method: what runs. note: why it is not what was asked for, if so. world_size: ranks. rank: this one.
         steps: synchronised backwards. rejected_steps: those with a non-finite value, whose state was not kept.
         dropped_steps: those whose gradients no optimizer used, of methods with residuals; their state was not kept.
-        bytes_sent: on the wire by this rank. dense_bytes: what S-SGD in the gradients' dtype would have sent.
+        bytes_sent: by this rank. dense_bytes: what S-SGD in the gradients' dtype would have sent.
         exposed_seconds: time that backward and, with a decoupled method, the forward waited for communication.
         deferred_seconds: the forward's share of it. rebuilt: whether the plan follows the order of arrival.
         collectives, bytes_by_kind: by kind of op. buckets: the plan in force.

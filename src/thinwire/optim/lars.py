@@ -45,8 +45,7 @@ class LARS(LayerWise):
         clamp: (lowest, highest) ratio.
         decay_in_ratio: whether the denominator contains the decay term.
         momentum_holds: "update": v contains gamma, as in the paper; "scaled_gradient": gamma multiplies v at the end,
-            as
-            in NVIDIA's LARC. They differ when gamma changes.
+            as in NVIDIA's LARC. They differ when gamma changes.
         skip: "1d", "all" (a group that is not adapted) or None (nothing is skipped).
         skip_lr_scale: multiplies gamma for skipped tensors.
         maximize: maximise instead of minimise.

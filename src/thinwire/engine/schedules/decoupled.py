@@ -219,7 +219,7 @@ class Decoupled(Schedule):
         return DeferredUpdates(memories, comm.steps.executor.paused, inline, where, sums)
 
     def order(self) -> list[int] | None:
-        """Return the reverse of the order of need, known after the first forward; None: it is not being learnt."""
+        """Return the reverse of the order of need, known after the first forward; None: it is not being learned."""
         return self._forwards.order()[::-1] if self._forwards.learning else None
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
