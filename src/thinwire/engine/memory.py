@@ -96,7 +96,9 @@ def delivered(parameter: Tensor, result: Tensor, value: Tensor | None, *, copy: 
 
 
 def prime_allocator() -> None:
-    """Make glibc keep memory that a step frees. glibc learns from the largest block that it has seen freed. Otherwise
-    it returns the activations' memory after every step, and faults it in again (10 MB a step on a 10 M model).
+    """Make glibc keep memory that a step frees.
+
+    glibc learns from the largest block that it has seen freed. Otherwise it returns the activations' memory to the
+    system after every step, and faults it in again (10 MB a step on a 10 M model).
     """
     torch.empty(31 << 20, dtype=torch.uint8)

@@ -62,8 +62,10 @@ def accumulate(slot: Slot, state: State, out: Tensor | None = None) -> Tensor:
 
 
 def accumulate_all(slots: Sequence[Slot], state: State, pieces: Sequence[Tensor]) -> None:
-    """Compute A = M + E of some parameters, into memory of their shapes. One call for all; on a CPU, large ones
-    separately, in one pass instead of two."""
+    """Compute A = M + E of some parameters, into memory of their shapes.
+
+    One call serves all; on a CPU, large ones are done separately, in one pass instead of two.
+    """
     together = []
     for slot, piece in zip(slots, pieces):
         if slot.value is None or piece.device.type == "meta" or (piece.device.type == "cpu" and slot.numel >= LARGE):

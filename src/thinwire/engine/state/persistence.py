@@ -302,8 +302,9 @@ class Fitting:
     plan: Plan | None
 
     def restore(self) -> Callable[[], None]:
-        """Restore the session's and the companions' state. Return a function that undoes it. If it raises, nothing has
-        changed.
+        """Restore the session's and the companions' state. Return a function that undoes it.
+
+        If this raises, nothing has changed.
         """
         state, companions_of = self.sync._session.state, self.sync.services.companions
         before, restored = state.snapshot(), state.restored
