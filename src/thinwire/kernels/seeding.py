@@ -1,4 +1,4 @@
-"""Random draws, equal on all ranks, devices and resumed runs: seeds are derived from words, not from a counter."""
+"""Random draws, equal on all ranks and in resumed runs: seeds are derived from words, not from a counter."""
 
 from __future__ import annotations
 
