@@ -1,5 +1,5 @@
-"""Asynchronous training lives here: a server that counts iteration numbers, leaders that sum, workers that do not wait
-for the slowest. What does not live here: the synchronous exchange (``engine``), virtual clocks (``planner``), sockets.
+"""Asynchronous training: a server that counts iteration numbers, leaders that sum, workers that do not wait for the
+slowest. Not here: the synchronous exchange (``engine``), virtual clocks (``planner``) and sockets (``link``).
 """
 
 from thinwire.parameter_server import presets

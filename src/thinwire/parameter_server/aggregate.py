@@ -1,4 +1,4 @@
-"""The local aggregator: sums of gradients per base version, so that one tensor on the wire carries exact weights."""
+"""Sum a node's gradients per base version, so that one tensor on the wire still carries exact weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from thinwire.parameter_server.staleness import UNBOUNDED, alpha, norm
 
 
 class Aggregator:
-    """Gradients that wait to be pulled. Tensors are only added and scaled; None stands for all of them.
+    """Gradients waiting to be pulled. Tensors are only added and scaled; without tensors, None stands for each.
 
     Args:
         alpha_rule, norm_rule: see :mod:`staleness`.
-        deterministic: keep every gradient, and add them in order of (worker, step) in fp64.
+        deterministic: keep every gradient and add them in fp64, in order of (worker, step).
     """
 
     def __init__(self, alpha_rule: str, norm_rule: str, deterministic: bool = False) -> None:
@@ -27,11 +27,11 @@ class Aggregator:
 
     @property
     def low(self) -> int:
-        """The oldest base."""
+        """The oldest base version."""
         return min((row.base for row in self._rows), default=UNBOUNDED)
 
     def add(self, row: Row, tensor: Any) -> None:
-        """Add one gradient; the tensor is the aggregator's from now on."""
+        """Add one gradient. The aggregator may change the tensor from now on."""
         self._rows.append(row)
         if self._deterministic:
             self._each.append((row, tensor))
@@ -40,10 +40,11 @@ class Aggregator:
             self._sums[row.base] = tensor if held is None else held.add_(tensor)
 
     def take(self, now: int) -> tuple[tuple[Row, ...], float, Any]:
-        """Empty it for an update of version ``now``.
+        """Return the sum for an update of version ``now``, and empty the aggregator.
 
         Returns:
-            What is in the sum; the divisor's share: sum over norm; the sum over alpha times gradient, or None.
+            The gradients in it; their share of the divisor (the sum of the norms); the sum of alpha times gradient, or
+            None.
         """
         rows = tuple(sorted(self._rows, key=lambda row: (row.worker, row.step)))
         weight = float(sum(norm(self._norm, self._alpha, now - row.base) for row in rows))
@@ -57,7 +58,10 @@ class Aggregator:
 
 
 def _total(parts: list[tuple[float, Any]], wide: bool) -> Any:
-    """The sum of scaled tensors, in order; in fp64 if ``wide``. A single tensor of scale 1 is passed on as it is."""
+    """Return the sum of scaled tensors in order, in fp64 if ``wide``.
+
+    A single tensor of scale 1 is returned as it is.
+    """
     if not parts:
         return None
     scale, first = parts[0]

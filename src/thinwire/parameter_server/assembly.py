@@ -1,4 +1,4 @@
-"""Messages whose tensor comes in pieces over other connections: whole again, and in order."""
+"""Reassemble messages whose tensor comes in pieces over other connections, and keep them in order."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class _Waiting:
 
 
 class Assembly:
-    """Holds a message back until all of its pieces have come, whichever comes first, and others behind it.
+    """Holds a message, and those behind it, until all of its pieces have come; pieces may come before the message.
 
-    Used at both ends: by the server for the sums of one member, by a leader for the weights. No threads, no clocks.
+    Used on both sides: by the server for one member's sums, by a leader for the weights. It has no threads and no
+    clock.
 
     Args:
-        pieces: k, how many a message has.
-        ordered: nothing overtakes (one channel). Else messages without pieces pass those that wait for theirs, as
-            control passes tensors on two channels.
+        pieces: k, the pieces of a message.
+        ordered: True: no message overtakes another (one channel). False: messages without pieces overtake those that
+            wait for pieces, as control messages overtake tensors on two channels.
 
     Attributes:
-        until: when the message that all wait for must be whole, in the seconds of ``now``; None: none waits.
+        until: when the first waiting message must be complete, on the clock of ``now`` (seconds); None: none waits.
     """
 
     def __init__(self, pieces: int, ordered: bool) -> None:
@@ -40,14 +41,14 @@ class Assembly:
     def message(
         self, message: Any, number: int | None, seconds: float, now: float
     ) -> list[tuple[Any, list[Any] | None]]:
-        """A message has come.
+        """Note a message that has come.
 
         Args:
-            number: of its pieces, higher than those before it; None: it has none.
-            seconds: that its pieces may take once nothing is before it.
+            number: of its pieces, higher than that of earlier messages; None: it has no pieces.
+            seconds: the time its pieces may take once no message is before it.
 
         Returns:
-            What may be delivered now, each with its pieces in order, or None.
+            The messages that can be delivered now, each with its pieces in order, or with None if it has none.
         """
         if number is None and not self._ordered:
             return [(message, None)]
@@ -57,10 +58,10 @@ class Assembly:
         return self._whole(now)
 
     def piece(self, number: int, index: int, piece: Any, now: float) -> list[tuple[Any, list[Any] | None]]:
-        """A piece has come, before its message or after it.
+        """Note a piece, which may come before its message; return what can be delivered, as :meth:`message` does.
 
         Raises:
-            ValueError: it was there already.
+            ValueError: this piece came before, its index is out of range, or too many messages are incomplete.
         """
         held = self._pieces.setdefault(number, {})
         if number <= self._newest or index in held or not 0 <= index < self._count or len(self._pieces) > _MOST_OPEN:
@@ -69,7 +70,7 @@ class Assembly:
         return self._whole(now)
 
     def overdue(self, now: float) -> bool:
-        """Whether pieces have not come in time."""
+        """Return whether pieces have not come in time."""
         return self.until is not None and now > self.until
 
     def _whole(self, now: float) -> list[tuple[Any, list[Any] | None]]:

@@ -1,4 +1,4 @@
-"""Buffers that training changes, such as running means of a batch norm: averaged with the weights, not trained."""
+"""Buffers that training changes, such as a batch norm's running means: averaged with the weights, not trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BufferLayout:
     """A model's saved float and integer buffers as one flat vector in fp64, floats first.
 
     Attributes:
-        names, shapes: in that order.
+        names, shapes: of the buffers, in the order of the vector.
         floats: how many of the elements are floats; the others are counts.
     """
 
@@ -26,7 +26,10 @@ class BufferLayout:
 
     @classmethod
     def of(cls, model: nn.Module) -> BufferLayout:
-        """Of a model; empty if it has none. Masks (bool) and what ``state_dict`` leaves out are constants, not here."""
+        """Return a model's layout, maybe empty.
+
+        Bool and complex buffers, and those not in ``state_dict``, are left out.
+        """
         saved = model.state_dict()
         found = [(n, b) for n, b in model.named_buffers() if n in saved and b.numel() and b.dtype != torch.bool]
         found = [(n, b) for n, b in found if not b.is_complex()]
@@ -36,11 +39,11 @@ class BufferLayout:
 
     @property
     def numel(self) -> int:
-        """B, elements of the flat vector."""
+        """B, the number of elements of the flat vector."""
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
     def flat(self, model: nn.Module) -> Tensor:
-        """A copy, ``[B]`` fp64."""
+        """Return a copy of the model's buffers, ``[B]`` fp64."""
         buffers = dict(model.named_buffers())
         return torch.cat([buffers[name].detach().reshape(-1).double() for name in self.names])
 
@@ -53,7 +56,7 @@ class BufferLayout:
             buffers[name].copy_(piece.view(shape))
 
     def read(self, message: Tensor) -> Tensor:
-        """What arrived as bytes, ``uint8 [8 B]``.
+        """View received bytes, ``uint8 [8 B]``, as a flat vector ``[B]``.
 
         Raises:
             ValueError: the length does not fit.
@@ -63,36 +66,36 @@ class BufferLayout:
         return message.view(torch.float64)
 
     def mean(self, rows: Sequence[Tensor]) -> Tensor:
-        """Of some workers: floats are averaged, of counts the largest is taken."""
+        """Combine the buffers of several workers: average the floats, take the largest count."""
         stacked = torch.stack(list(rows))
         return torch.cat([stacked[:, : self.floats].mean(0), stacked[:, self.floats :].amax(0)])
 
 
 class RunningBuffers:
-    """The server's buffers: a moving average of what nodes send, 0.9 of the old; the first is taken as it is.
+    """The server's buffers: a moving average (0.9 of the old value) of what nodes send; it starts with the first value.
 
     Args:
-        layout: of the model.
-        value: to go on from, ``[B]``.
+        layout: of the model's buffers.
+        value: the average to start from, ``[B]``.
     """
 
     def __init__(self, layout: BufferLayout, value: Tensor | None = None) -> None:
         self.layout, self.value = layout, value
 
     def add(self, x: Tensor) -> None:
-        """One node's. What is not finite is left out."""
+        """Add one node's buffers, ``[B]``. They are ignored if any value is not finite."""
         if not x.isfinite().all():
             return
         if self.value is None:
             self.value = x.clone()
             return
         cut = self.layout.floats
-        new = self.value.clone()  # who sends the old one must not see it change
+        new = self.value.clone()  # the old tensor may still be being sent, so it must not change
         new[:cut].mul_(_KEPT).add_(x[:cut], alpha=1 - _KEPT)
         torch.maximum(new[cut:], x[cut:], out=new[cut:])
         self.value = new
 
     def write(self, model: nn.Module) -> None:
-        """Copy them into a model; before the first ones have come, leave it alone."""
+        """Copy the average into a model; leave the model alone if no buffers have come yet."""
         if self.value is not None:
             self.layout.write(self.value, model)

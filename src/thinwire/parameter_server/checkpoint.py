@@ -1,6 +1,7 @@
-"""The server's checkpoint: weights, optimizer, version, data positions, counters. One file, whole or absent.
+"""The server's checkpoint: weights, optimizer, version, data positions, counters. One file, complete or absent.
 
-Of a model in shards each shard keeps its slice and its optimizer, the server all else; the shards write first.
+If the model is in shards, each shard saves its slice and its optimizer, and the server everything else; shards write
+first.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from thinwire.parameter_server.slices import slices
 
 @dataclass(frozen=True)
 class Saved:
-    """What a server needs to go on.
+    """What a server needs to continue.
 
     Attributes:
-        theta: weights, ``[D]``; a shard's: of its slice; of a server with shards: empty.
+        theta: weights, ``[D]``; in a shard's checkpoint: its slice; in the checkpoint of a server with shards: empty.
         optimizer: its ``state_dict``.
-        version: updates applied.
-        next_member: above every member number that was given out.
+        version: number of updates applied.
+        next_member: higher than every member number given out so far.
         positions: node -> next step of its workers' data.
         counters: the server's.
         layout: JSON of the model's layout.
-        buffers: moving averages of its buffers, ``[B]``, if there are any.
-        shards: k, 0 if the weights are whole; index: of the shard, -1 of the server.
-        run: number of the training, the same for the server and its shards.
+        buffers: moving averages of the model's buffers, ``[B]``, if it has any.
+        shards: k, 0 if the weights are not in shards; index: of the shard, -1 for the server.
+        run: number of this training, the same for the server and its shards.
     """
 
     theta: Tensor
@@ -49,10 +50,10 @@ class Saved:
 
 
 def prepare(directory: str | Path) -> None:
-    """Make the directory for checkpoints.
+    """Create the directory for checkpoints.
 
     Raises:
-        ValueError: there can be none.
+        ValueError: it cannot be created.
     """
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -61,26 +62,26 @@ def prepare(directory: str | Path) -> None:
 
 
 def save(directory: str | Path, saved: Saved, whole: int | None = None) -> Path:
-    """Write a checkpoint, whole or not at all. Of the older ones one stays.
+    """Write a complete checkpoint or none. One older checkpoint is kept.
 
     Args:
-        whole: the version that stays, for the other processes' checkpoints belong to it; None: the newest.
+        whole: version of the older one to keep, because other processes' checkpoints belong to it; None: the newest.
 
     Raises:
-        OSError: it could not be written; those that are there are as they were.
+        OSError: it could not be written; the existing checkpoints are unchanged.
     """
     kept = kept_in(directory, saved.index)
     try:
         with kept.write(saved.version, whole) as partial:
             write_file(partial, vars(saved))
     except OSError as error:
-        why = f"[Errno {error.errno}] {error.strerror}"  # its own text has the path of the partial file too
+        why = f"[Errno {error.errno}] {error.strerror}"  # the error's own text also names the partial file
         raise OSError(f"the checkpoint {kept.path(saved.version)} could not be written ({why})") from error
     return kept.path(saved.version)
 
 
 def load(directory: str | Path) -> Saved | None:
-    """The newest checkpoint; None if there is none.
+    """Return the newest checkpoint; None if there is none.
 
     Raises:
         ValueError: the file is not a server's checkpoint.
@@ -90,10 +91,10 @@ def load(directory: str | Path) -> Saved | None:
 
 
 def load_slice(directory: str | Path, version: int, index: int, shards: int, run: int) -> Saved:
-    """A shard's checkpoint of exactly this version. Newer ones, which the server has not seen whole, are removed.
+    """Return a shard's checkpoint of exactly this version; remove newer ones, which the server did not complete.
 
     Raises:
-        ValueError: it is not there, or of another shard or training.
+        ValueError: it is not there, or belongs to another shard or training.
     """
     kept = kept_in(directory, index)
     paths = kept.found()
@@ -116,12 +117,12 @@ def _read(path: Path) -> Saved:
         saved = Saved(**read_file(path))
         _check(saved)
         return saved
-    except Exception as error:  # torch's reader raises whatever it stumbles over
+    except Exception as error:  # torch.load can raise any exception
         raise ValueError(f"{path} is no checkpoint of a parameter server ({error}): remove it") from error
 
 
 def _check(saved: Saved) -> None:
-    """Raise ``ValueError`` unless all is of its kind and fits together."""
+    """Raise ``ValueError`` unless all values have the right types and match each other."""
     for name in ("version", "next_member", "shards", "index", "run"):
         check_count(name, getattr(saved, name), -1 if name == "index" else 0)
     for name in ("positions", "counters"):
@@ -129,7 +130,7 @@ def _check(saved: Saved) -> None:
         if not isinstance(found, dict) or not all(isinstance(value, int) for value in found.values()):
             raise ValueError(f"{name}={found!r} must be a dictionary of whole numbers")
     groups = saved.optimizer.get("param_groups") if isinstance(saved.optimizer, dict) else None
-    of_server = saved.shards > 0 and saved.index < 0  # the shards have the weights and the optimizer
+    of_server = saved.shards > 0 and saved.index < 0  # then the shards have the weights and the optimizer
     if not of_server and not (isinstance(groups, list) and isinstance(saved.optimizer.get("state"), dict)):
         raise ValueError("its optimizer has no state_dict")
     layout = Layout.from_json(saved.layout)
@@ -147,5 +148,5 @@ def _check_flat(name: str, x: object, numel: int, dtype: torch.dtype) -> None:
 
 
 def kept_in(directory: str | Path, index: int = -1) -> CheckpointDirectory:
-    """The checkpoints of the server, or of a shard."""
+    """Return the checkpoint directory of the server, or of shard ``index``."""
     return CheckpointDirectory(directory, "version" if index < 0 else f"shard-{index}-version", 2, suffix=".pt")

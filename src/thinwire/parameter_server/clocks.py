@@ -1,4 +1,4 @@
-"""Rounds of the nodes: how far ahead a node may run (SSP), and how many local steps a slower one does."""
+"""Rounds of the nodes: how far ahead a node may run (SSP), and how many local steps a slower node makes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from thinwire.parameter_server.table import Member
 
 
 def slowest(members: Iterable[Member]) -> int:
-    """Rounds of the slowest node: a round is one submission of each of its workers."""
+    """Return the rounds of the slowest node. One round is one submission from each of its workers."""
     return min((m.clock // m.workers for m in members), default=0)
 
 
 def allowed(settings: Settings, member: Member, members: Iterable[Member]) -> int:
-    """The last start that a member may make, in its own count, so that it is no more than ``clock_limit`` ahead."""
+    """Return the last start (in the member's own count) that keeps it no more than ``clock_limit`` rounds ahead."""
     if settings.clock_limit is None:
         return UNBOUNDED
     return (slowest(members) + settings.clock_limit + 1) * member.workers - 1 - member.offset
 
 
 def steps(settings: Settings, member: Member, members: Iterable[Member]) -> int:
-    """Batches of a member's next submission: fewer on slower nodes if local steps are balanced."""
+    """Return the number of batches in a member's next submission; balanced local steps give slower nodes fewer."""
     update = settings.local_update
     if not (isinstance(update, LocalSteps) and update.balance and member.step_us):
         return update.steps

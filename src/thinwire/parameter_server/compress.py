@@ -1,7 +1,7 @@
-"""Fewer bytes both ways: sparse or 8-bit sums up with error feedback, sparse or 8-bit differences down.
+"""Compression in both directions: sparse or 8-bit sums up with error feedback, sparse or 8-bit differences down.
 
-Down as in dual-way gradient sparsification (DGS, arXiv 1910.10929): the server knows what each leader holds and sends
-the largest part of the difference; what is left out stays in the next difference, so nothing is lost.
+Differences go down as in dual-way gradient sparsification (DGS, arXiv 1910.10929): the server knows what each leader
+holds and sends the largest part of the difference; the rest stays in the next difference, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ BLOCK = 256
 
 
 class Codec:
-    """A flat vector as fewer bytes, and back.
+    """Encode a flat vector in fewer bytes, and decode it.
 
     Args:
         kind: "topk" or "int8".
-        density: kept share of "topk".
+        density: share of the elements that "topk" keeps.
     """
 
     def __init__(self, kind: str, density: float) -> None:
         self.kind, self.density = kind, density
 
     def encode(self, x: Tensor) -> Tensor:
-        """``[D]`` -> ``uint8 [n]``."""
+        """Encode a vector: ``[D]`` -> ``uint8 [n]``."""
         if self.kind == "topk":
             values, indices = top_k(x, keep_count(x.numel(), self.density))
             return pack(values, indices)
@@ -37,16 +37,16 @@ class Codec:
         return torch.cat([scales.view(torch.uint8), codes])
 
     def size(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of an encoded vector."""
+        """Return the bytes of an encoded vector."""
         if self.kind == "topk":
             return message_bytes(keep_count(numel, self.density), dtype)
         return -(-numel // BLOCK) * dtype.itemsize + numel
 
     def decode(self, message: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """What :meth:`encode` kept, ``[D]``.
+        """Return what :meth:`encode` kept, ``[D]``, zeros elsewhere.
 
         Raises:
-            ValueError: the length does not fit.
+            ValueError: the length is wrong, or an index points outside of the model.
         """
         if message.numel() != self.size(numel, dtype):
             raise ValueError(f"{message.numel()} bytes arrived where {self.size(numel, dtype)} encode this model")
@@ -63,14 +63,14 @@ class Codec:
 
 
 class Feedback:
-    """The sending end of sums: what was not sent is added to the next one."""
+    """The sender's side of sums, with error feedback: what one message leaves out is added to the next sum."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> Tensor:
-        """The message of ``x`` plus the residual; what remains is the new residual."""
+        """Encode ``x`` plus the residual; what the message leaves out becomes the new residual."""
         total = x if self.residual is None else x + self.residual
         message = self.codec.encode(total)
         self.residual = total - self.codec.decode(message, total.numel(), total.dtype)
@@ -78,14 +78,14 @@ class Feedback:
 
 
 class Difference:
-    """Both ends of weights: ``held`` is what the leader has, equal on both sides bit for bit."""
+    """Either side of the weights; ``held`` is what the leader has, the same bits on both sides."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.held: Tensor | None = None
 
     def encode(self, theta: Tensor) -> tuple[Tensor, bool]:
-        """What to send, and whether it is a difference; the first weights go whole."""
+        """Return what to send, and whether it is a difference; the first weights are sent whole."""
         if self.held is None:
             self.held = theta.clone()
             return theta, False
@@ -94,13 +94,13 @@ class Difference:
         return message, True
 
     def receive(self, message: Tensor) -> Tensor:
-        """The leader's weights after a difference."""
+        """Add a received difference and return the leader's weights."""
         self._add(message)
         assert self.held is not None
         return self.held
 
     def start(self, theta: Tensor) -> None:
-        """The leader's weights after whole ones."""
+        """Take whole weights as what the leader holds."""
         self.held = theta
 
     def _add(self, message: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Messages over a pair: queues, the threads that empty them, and what is done when the other side has gone."""
+"""Messages over a pair: queues, the threads that empty them, and what happens when the other side is gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from thinwire.parameter_server.messages import (
 from thinwire.parameter_server.shard_messages import ShardMessage
 
 SLOWEST = 1e6 / 8
-"""Bytes per second that a link must carry: what takes longer counts as dead."""
+"""Bytes per second that a link must carry; a slower link counts as dead."""
 _MOST_ROWS = 1 << 16
 
 logger = logging.getLogger("thinwire")
@@ -36,18 +36,19 @@ Anything = Message | Local | ShardMessage
 
 
 class Connection:
-    """Sends messages in order and delivers what comes, each from threads of its own.
+    """Sends messages in order and delivers received ones, each from its own threads.
 
     Args:
         pair: the connection.
-        channels: 1: strict order. 2: messages without a tensor overtake those with one, both ways, never the reverse.
-        seconds: how long the other side may be silent, and a tensor may take beyond its bytes.
-        most_bytes: of a tensor that may come, see :func:`packing.most_bytes`; checked before there is room for it.
+        channels: 1: strict order. 2: messages without a tensor overtake those with one, in both directions, never the
+            reverse.
+        seconds: how long the other side may be silent, and how long a tensor may take beyond its bytes.
+        most_bytes: the largest tensor to accept, see :func:`packing.most_bytes`; checked before memory is allocated.
         deliver: called with every message; a tensor arrives as bytes, ``uint8 [n]``.
-        closed: called once, with the reason, when the connection has ended by itself.
+        closed: called once with the reason if the connection ends without a call of ``close``.
         announced: called with the seconds that a tensor on its way may take.
         compose: makes the report that ``report_due`` asks for, when the control channel is free.
-        silent: the other side may say nothing for any time; somebody else knows whether it lives.
+        silent: the other side may be silent for any length of time; another connection shows whether it lives.
     """
 
     def __init__(
@@ -69,24 +70,24 @@ class Connection:
         self._lock = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._control: list[Anything] = []
-        self._data: list[tuple[Anything, int]] = []  # message -> how many without a tensor were posted before it
+        self._data: list[tuple[Anything, int]] = []  # (message, how many without a tensor were posted before it)
         self._posted = self._sent = 0
         self._due = self._ending = self._over = False
         self._arriving: queue.SimpleQueue[tuple[Anything, int] | None] = queue.SimpleQueue()
 
     def start(self) -> Connection:
-        """Begin; nothing is delivered before."""
+        """Start the threads; nothing is delivered before."""
         loops = [self._send_control, self._receive]
         if self._channels == 2:
             loops += [self._send_data, self._receive_data]
         for loop in loops:
             thread = threading.Thread(target=self._guard, args=(loop,), name=f"thinwire{loop.__name__}", daemon=True)
             thread.start()
-            self._threads.append(thread)  # only now: another thread may be closing this connection and waiting for it
+            self._threads.append(thread)  # only now: another thread may be closing and joining this connection
         return self
 
     def join(self, seconds: float) -> None:
-        """Wait, at most so long, until the threads have ended."""
+        """Wait up to ``seconds`` until the threads have ended."""
         end = time.monotonic() + seconds
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -99,11 +100,11 @@ class Connection:
 
     @property
     def pair(self) -> Pair:
-        """The connection below, for its byte counts."""
+        """The underlying connection, for its byte counts."""
         return self._pair
 
     def post(self, message: Anything) -> None:
-        """Send in order. Never blocks."""
+        """Queue a message for sending, in order. Never blocks."""
         with self._lock:
             apart = self._channels == 2 and getattr(message, "tensor", None) is not None
             if apart:
@@ -114,19 +115,19 @@ class Connection:
             self._lock.notify_all()
 
     def report_due(self) -> None:
-        """Compose a report as soon as the control channel is free."""
+        """Ask for a report as soon as the control channel is free."""
         with self._lock:
             self._due = True
             self._lock.notify_all()
 
     def finish(self) -> None:
-        """Close when all that was posted is sent."""
+        """Close once everything posted has been sent."""
         with self._lock:
             self._ending = True
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Close now; ``closed`` is not called any more."""
+        """Close now; ``closed`` is not called afterwards."""
         with self._lock:
             self._over = True
             self._lock.notify_all()
@@ -174,7 +175,7 @@ class Connection:
     def _send_data(self) -> None:
         while True:
             with self._lock:
-                # WELCOME may be taken from its queue and not sent yet: weights before it are those of a stranger.
+                # WELCOME may have left its queue but not been sent yet: a leader takes no weights before it.
                 while not (self._over or (self._data and self._sent >= self._data[0][1])):
                     self._lock.wait()
                 if self._over:
@@ -226,5 +227,5 @@ class Connection:
         return received
 
     def allowance(self, size: int) -> float:
-        """Seconds that a tensor of that many bytes may take."""
+        """Return the seconds that a tensor of ``size`` bytes may take."""
         return self._seconds + size / SLOWEST

@@ -1,4 +1,4 @@
-"""Two processes with one node number: the one that is at work stays, the other is refused or waits for its end."""
+"""Two processes with one node number: the one at work stays, the other is refused or waits until the first has gone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from thinwire.parameter_server.messages import Hello
 
 
 class Contenders:
-    """Who has said HELLO with the number of a member of another process.
+    """Processes that said HELLO with the number of another process's member.
 
-    The member may be dead without the server knowing it, so it is asked for a sign of life. If it answers, the newcomer
-    is refused; if its lease ends first, the newcomer takes its place. An IN that was under way before the question
-    proves nothing, hence the number of the question.
+    That member may be dead without the server knowing it, so the server asks it for a sign of life. If it answers, the
+    newcomer is refused; if its lease ends first, the newcomer takes its place. Questions are numbered, because an IN
+    sent before the question proves nothing.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Contenders:
         self._asked = 0
 
     def wait(self, hello: Hello) -> Hello | None:
-        """A newcomer waits. Returns who waited before it and must not now."""
+        """Let a newcomer wait; return another process that waited for this number and is now to be refused, or None."""
         before = self._waiting.get(hello.node)
         self._asked += 1
         self._waiting[hello.node] = hello, self._asked
@@ -26,16 +26,16 @@ class Contenders:
         return other
 
     def question(self, node: int) -> int:
-        """The number that is asked of this node's member; 0: none."""
+        """Return the number of the question to ask this node's member; 0: nobody waits."""
         return self._waiting[node][1] if node in self._waiting else 0
 
     def answered(self, node: int, probe: int) -> Hello | None:
-        """A member answers: who is to be refused, if anybody."""
+        """Note a member's answer; return the HELLO to refuse, if any."""
         if not probe or node not in self._waiting or probe < self._waiting[node][1]:
             return None
         return self.leave(node)
 
     def leave(self, node: int) -> Hello | None:
-        """Who waits for this number waits no more."""
+        """Remove and return the process that waits for this number, if any."""
         hello, _ = self._waiting.pop(node, (None, 0))
         return hello

@@ -1,4 +1,4 @@
-"""The workers of a node, as its leader sees them: who is there, which weights each has, what each hands in."""
+"""The workers of a node as its leader sees them: which are connected, which weights each has, what each hands in."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from thinwire.parameter_server.settings import Settings
 
 
 class Crew:
-    """Connections to the workers of this machine, on its loopback interface; they may die and come again.
+    """Connections to the workers of this machine over its loopback interface; workers may die and come back.
 
     Args:
-        settings, layout: the server's, told to the workers.
-        workers: W.
-        port: 0 takes a free one.
-        trust: the node's; workers must show the same certificate, or know the same secret. None: neither.
+        settings, layout: the server's, sent to the workers.
+        workers: W, number of workers.
+        port: 0 chooses a free one.
+        trust: the node's; workers must show the same certificate, or prove that they know the same secret. None:
+            neither.
         lock: held in every call of ``came``, ``lost`` and ``result``.
-        came, lost: told the number of a worker.
-        result: told the number and what it handed in.
+        came, lost: called with the number of a worker.
+        result: called with the worker's number and what it handed in.
     """
 
     def __init__(
@@ -61,14 +62,14 @@ class Crew:
 
     @property
     def port(self) -> int:
-        """Where workers come."""
+        """The port that workers connect to."""
         return self._listener.port
 
     def open(self) -> None:
         self._listener.serve(self._enter, FRAME.size)
 
     def give(self, start: Start, theta: Tensor) -> None:
-        """Let a worker begin; the weights travel only if it has others."""
+        """Let a worker begin; the weights are sent only if it does not have them already."""
         connection = self._there.get(start.worker)
         if connection is None:
             return
@@ -77,16 +78,16 @@ class Crew:
         connection.post(Work(start.token, start.version, start.step, start.steps, theta if new else None))
 
     def buffers(self) -> Tensor | None:
-        """The mean of what workers last said of their buffers, ``[B]``."""
+        """Return the mean of the buffers that the workers last sent, ``[B]``; None if none did."""
         return self._buffer_layout.mean(list(self._buffers.values())) if self._buffers else None
 
     def ping(self) -> None:
-        """A sign of life to all."""
+        """Send a sign of life to all workers."""
         for connection in self._there.values():
             connection.post(Ping())
 
     def end(self, version: int, theta: Tensor | None, buffers: Tensor | None) -> None:
-        """Tell all, and who comes from now on, that it is over. Each closes its end when it has read this."""
+        """Tell all workers, also those that come later, that training is over; each then closes its connection."""
         first = (Buffers(0, buffers),) if buffers is not None else ()
         self._farewell = (*first, Stop(0, version, theta))
         for connection in self._there.values():
@@ -94,16 +95,16 @@ class Crew:
                 connection.post(message)
 
     def see_off(self, seconds: float) -> None:
-        """After the end: wait, at most so long, for workers that have not come yet.
+        """After the end: wait up to ``seconds`` for workers that have not connected yet.
 
-        One that found nobody would take its node for one that is still to start.
+        Such a worker, finding nobody, would think that its node has not started yet.
         """
         end = time.monotonic() + seconds
         while len(self._seen) < self._size and time.monotonic() < end:
             time.sleep(0.02)
 
     def close(self, seconds: float) -> None:
-        """Wait so long for them to leave, then close what is left."""
+        """Wait up to ``seconds`` for the workers to leave, then close the remaining connections."""
         end = time.monotonic() + seconds
         while self._there and time.monotonic() < end:
             time.sleep(0.01)
@@ -116,7 +117,7 @@ class Crew:
             connection.join(2.0)
 
     def refuse(self) -> None:
-        """Nobody is taken in any more."""
+        """Accept no more workers."""
         self._listener.close()
 
     # --- connections ----------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class Crew:
                 box[0].post(farewell)
             if not self._farewell:
                 self._came(number)
-        box[0].start()  # only now: what comes is delivered to who is there
+        box[0].start()  # start after registering: messages are delivered only to registered workers
 
     def _forget(self, number: int) -> None:
         del self._there[number]

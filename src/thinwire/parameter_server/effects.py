@@ -10,7 +10,7 @@ from thinwire.parameter_server.messages import Message, Row
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message; ``member`` says to whom (the server's effects), in order with all others of its channel."""
+    """Send a message, in order with all others of its channel; in the server's effects ``member`` is the receiver."""
 
     message: Message
     member: int = 0
@@ -18,12 +18,12 @@ class Send:
 
 @dataclass(frozen=True)
 class Report:
-    """An IN is due: compose it (``Leader.report``) at the moment when the control channel is free, not earlier."""
+    """An IN is due: compose it (``Leader.report``) when the control channel is free, not earlier."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A worker begins: ``steps`` batches, from ``step`` on, at the weights of ``version``."""
+    """Let a worker compute ``steps`` batches, from ``step`` on, with the weights of ``version``."""
 
     worker: int
     version: int
@@ -34,7 +34,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Join:
-    """Say HELLO (again): the membership has ended."""
+    """Say HELLO (again), because there is no membership (any more)."""
 
     reason: str
 
@@ -48,14 +48,14 @@ class Leave:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The server does not take this leader in: end, with this sentence."""
+    """The server refuses this leader: end with ``reason``."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Tell who asked to become a member, and is none, why not (``messages.REASONS``)."""
+    """Refuse a process that asked to become a member, and say why (``messages.REASONS``)."""
 
     node: int
     instance: int
@@ -64,14 +64,14 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A sum that an update takes.
+    """A sum that goes into an update.
 
     Attributes:
-        node, member: whose.
+        node, member: where it came from.
         rows: the gradients in it.
-        scale: factor of the tensor.
+        scale: factor for the tensor.
         weight: what it adds to the divisor.
-        tensor: the sum, None where all were dropped or the machines run without tensors.
+        tensor: the sum; None if all gradients were dropped, or if the state machines run without tensors.
     """
 
     node: int
@@ -84,7 +84,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Apply:
-    """Make an update of ``version``, then call ``applied``."""
+    """Make an update from ``version`` to the next, then call ``applied``."""
 
     version: int
     contributions: tuple[Contribution, ...]
@@ -92,14 +92,14 @@ class Apply:
 
 @dataclass(frozen=True)
 class Drop:
-    """A sum that has come is not used: whoever holds its tensor may let it go."""
+    """A received sum will not be used; its tensor may be freed."""
 
     tensor: Any
 
 
 @dataclass(frozen=True)
 class Forget:
-    """A member has gone: close its channel."""
+    """A member has gone: close its connection."""
 
     member: int
     reason: str
@@ -107,7 +107,7 @@ class Forget:
 
 @dataclass(frozen=True)
 class Log:
-    """Something worth a line."""
+    """An event for the log."""
 
     event: str
     facts: dict[str, Any] = field(default_factory=dict)

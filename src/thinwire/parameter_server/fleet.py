@@ -1,4 +1,4 @@
-"""Weights that shard processes keep, as the server's process uses them: pieces, updates of all at once, checkpoints."""
+"""Weights held by shard processes, as the server's process uses them: pieces, updates of all shards, checkpoints."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ from thinwire.parameter_server.status import ShardStatus
 
 
 class Fleet:
-    """A :class:`Keeper` whose weights are with k shard processes, the same slices of every vector.
+    """A :class:`Keeper` whose weights are held by k shard processes; every vector is cut into the same slices.
 
-    The server's process keeps the state machine and sends only frames. A sum has arrived when its header and all k
-    pieces are there; an update is made when all shards have made it.
+    The server's process keeps the state machine and sends only frames. A sum counts as arrived when its header and all
+    k pieces are there; an update is made when all shards have made it.
 
     Args:
         roster: the shards.
         layout: of the model.
         settings: of the run.
         machine: the server's state machine.
-        theta: weights to begin with, ``[D]``; None: each shard goes on from its checkpoint.
+        theta: initial weights, ``[D]``; None: each shard continues from its checkpoint.
         run: number of the training.
-        full: gradients of a whole round, for ``lr_scale``.
+        full: number of gradients of a whole round, for ``lr_scale``.
         ready: called with the shards' addresses when all are there.
-        failed: called with the reason when a checkpoint was not written.
+        failed: called with the reason when a checkpoint could not be written.
 
     Attributes:
-        saved_version: of the last checkpoint that all have written.
-        lost: a shard has gone.
+        saved_version: of the last checkpoint that all shards and the server have written.
+        lost: whether a shard has gone.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class Fleet:
         self.saved_version = None if theta is not None else machine.version
         self.lost = False
 
-    # --- what shards say ------------------------------------------------------------------------------------------
+    # --- messages from shards ---------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
         return self.roster.started
 
     def hear(self, event: Event, now: float) -> Iterable[Message]:
-        """See :class:`Keeper`: a shard has come ("enlist"), says something ("shard"), or has gone ("shard lost").
+        """See :class:`Keeper`: a shard has come ("enlist"), sends a message ("shard"), or has gone ("shard lost").
 
         Raises:
-            ShardLost: it had a part of the weights.
+            ShardLost: the shard held a part of the weights.
         """
         what, who, value = event
         if what == "shard":
@@ -115,7 +115,7 @@ class Fleet:
         return ()
 
     def _answer(self, index: int) -> Enlisted:
-        """What a shard begins with."""
+        """Return the first message to a shard."""
         tensor = None if self._theta is None else self._theta[self.pieces[index]]
         return Enlisted(self._machine.version, self._run, tensor)
 
@@ -161,12 +161,12 @@ class Fleet:
             return ()
         try:
             ready = assembly.piece(message.seq, post.index, None, now)
-        except ValueError:  # it sends pieces without end: no leader of ours
+        except ValueError:  # a leader of ours never sends a piece twice, or so many pieces
             return (Bye(message.member),)
         return self._named(message.member, ready, now)
 
     def _whole(self) -> Tensor | None:
-        """The weights, once all shards have shown what they were asked for."""
+        """Return the weights, or None until all shards have sent their slices."""
         parts = [self.roster.posts[index].slice for index in range(len(self.pieces))]
         return None if any(part is None for part in parts) else torch.cat([part for part in parts if part is not None])
 
@@ -183,7 +183,7 @@ class Fleet:
         return theta
 
     def _wait(self, until: Callable[[], bool], next_event: Callable[[], Event | None]) -> None:
-        """Listen to shards only, until something holds."""
+        """Handle messages from shards only, until ``until()`` is true."""
         end = time.monotonic() + self._seconds
         while not until():
             now = time.monotonic()
@@ -207,7 +207,7 @@ class Fleet:
         return message
 
     def heard(self, member: int, message: Message, now: float) -> Iterable[Message]:
-        """See :class:`Keeper`; a sum's tensor is then its name among the shards, (member, seq)."""
+        """See :class:`Keeper`; here the tensor of a sum becomes its name on the shards, (member, seq)."""
         assembly = self._assemblies.get(member)
         if assembly is None:
             return (message,)
@@ -221,7 +221,7 @@ class Fleet:
         return [m if pieces is None else replace(m, tensor=(member, m.seq)) for m, pieces in ready]
 
     def dress(self, member: int, message: Message) -> Message:
-        """See :class:`Keeper`; the shards send the pieces."""
+        """See :class:`Keeper`; the shards send the weights."""
         if isinstance(message, Weights) and not message.same:
             self.roster.post(Give(member, message.grant))
         elif isinstance(message, Stop):
@@ -233,7 +233,7 @@ class Fleet:
         self.roster.post(Admit(member, ticket))
 
     def forget(self, member: int) -> None:
-        """See :class:`Keeper`. What had arrived whole, and waits for an update, is kept for it."""
+        """See :class:`Keeper`. Sums that have arrived and wait for an update are kept for it."""
         if self._assemblies.pop(member, None) is None:
             return
         parts = [] if self._machine.finished else self._machine.arrived
@@ -273,16 +273,16 @@ class Fleet:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path, saved: checkpoints.Saved) -> None:
-        """See :class:`Keeper`: the shards write theirs, then the server its own, while training goes on.
+        """See :class:`Keeper`: the shards write their parts, then the server its own, while training continues.
 
-        While one is being written no other is begun: a shard keeps two, and the server's newest must be one of them.
+        Only one checkpoint is written at a time: a shard keeps two, and one of them must match the server's newest.
         """
         if self._saving is None and not self.lost:
             self._saving = directory, replace(saved, shards=len(self.pieces), run=self._run)
             self.roster.post(Save(saved.version, -1 if self.saved_version is None else self.saved_version))
 
     def _kept(self, post: Post, message: Kept) -> None:
-        """A shard has written its part, or could not; after the last one the server writes its own."""
+        """Note that a shard has written its part, or failed to; after the last one, write the server's own."""
         if self._saving is None or message.version != self._saving[1].version:
             return
         if message.failed:

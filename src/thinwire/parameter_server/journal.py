@@ -1,4 +1,4 @@
-"""The log of a run: one line of JSON per update, enough to make every update again, bit for bit."""
+"""The log of a run: one line of JSON per update, enough to repeat every update bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Update:
-    """One line: the update that made ``version`` + 1, at that many seconds."""
+    """One line: the update that made ``version`` + 1, and when (seconds)."""
 
     version: int
     at_seconds: float
@@ -41,7 +41,7 @@ class Update:
 
     @classmethod
     def of(cls, effect: Apply, at_seconds: float) -> Update:
-        """What an ``Apply`` does."""
+        """Return the update that an ``Apply`` makes."""
         parts = (Part(p.node, p.member, p.scale, p.weight, p.rows) for p in effect.contributions)
         return cls(effect.version, at_seconds, tuple(parts))
 
@@ -64,7 +64,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Journal:
-    """A run: its settings, what else is needed to make it again, and its updates."""
+    """A run: its settings, what else is needed to repeat it, and its updates."""
 
     settings: Settings
     facts: dict[str, Any]
@@ -72,10 +72,10 @@ class Journal:
 
     @classmethod
     def read(cls, path: str | Path) -> Journal:
-        """Read a file; a last line that a kill cut off is left out.
+        """Read a file; ignore a last line that is incomplete because the process was killed.
 
         Raises:
-            ValueError: it is no journal.
+            ValueError: it is not a journal.
         """
         try:
             lines = Path(path).read_text().splitlines()
@@ -97,11 +97,11 @@ class JournalWriter:
     """Appends updates to a file.
 
     Args:
-        path: if it is there, updates below ``version`` are kept: a restarted server goes on with it.
+        path: an existing file keeps its updates below ``version``, and a restarted server appends to it.
         facts: model, seeds and the like.
 
     Raises:
-        ValueError: the file cannot be written, or is there and is no journal.
+        ValueError: the file cannot be written, or exists and is not a journal.
     """
 
     def __init__(self, path: str | Path, settings: Settings, facts: dict[str, Any], version: int = 0) -> None:
@@ -111,7 +111,7 @@ class JournalWriter:
             kept = [update for update in Journal.read(path).updates if update.version < version]
         head = json.dumps({"settings": json.loads(settings.to_json()), "facts": facts})
         try:
-            if kept:  # a kill leaves the old beginning or the new one, whole
+            if kept:  # if killed here, the old file or the new one is there, complete
                 write_whole(self._path, "".join(f"{line}\n" for line in (head, *(update.to_json() for update in kept))))
             self._file = self._path.open("ab" if kept else "wb", buffering=0)
             self._whole = self._path.stat().st_size if kept else 0
@@ -121,10 +121,10 @@ class JournalWriter:
             raise ValueError(f"the journal {path} cannot be written: {error}") from error
 
     def write(self, update: Update) -> None:
-        """Append one, at once.
+        """Append one update immediately.
 
         Raises:
-            OSError: it could not be written. The file ends with the last one that could, and is closed.
+            OSError: it could not be written. The file is cut after the last complete update, and closed.
         """
         try:
             self._line(update.to_json())
@@ -154,20 +154,20 @@ def replay(
     full: int = 1,
     on_update: Callable[[int], None] = lambda version: None,
 ) -> Tensor:
-    """Make a run again. Equal bits if its settings say ``deterministic``, or it had one worker.
+    """Repeat a run. The bits are the same if its settings say ``deterministic``, or if it had one worker.
 
     Args:
-        parameters: the weights of version 0, ``[D]``.
+        parameters: the weights at version 0, ``[D]``.
         gradient: (flat parameters, node, worker, number of the batch) -> flat gradient.
-        outer: as in the run; full: nodes times workers, as in the run.
+        outer: as in the run; full: nodes times workers of the run.
         on_update: called with the version after each update.
 
     Returns:
-        The last weights.
+        The final weights.
 
     Raises:
-        ValueError: the run was compressed or balanced its local steps, which a journal does not hold; or updates are
-            missing.
+        ValueError: updates are missing; or the run was compressed or balanced its local steps, and the journal does not
+            hold what is needed to repeat that.
     """
     settings = journal.settings
     for place, update in enumerate(journal.updates):
@@ -205,7 +205,7 @@ def replay(
 
 
 def _again(part: Part, version: int, settings: Settings, compute: Callable[[Part, Row], Tensor]) -> Tensor | None:
-    """The tensor of one contribution."""
+    """Compute the tensor of one contribution again."""
     if settings.transfer == "push":
         return compute(part, part.rows[0]) if part.rows else None
     buffer = Aggregator(settings.alpha, settings.norm, settings.deterministic)
@@ -216,7 +216,7 @@ def _again(part: Part, version: int, settings: Settings, compute: Callable[[Part
 
 
 def _last_use(updates: Iterable[Update]) -> dict[int, int]:
-    """Base version -> the last update that takes a gradient of it."""
+    """Return, for each base version, the last update that uses a gradient of it."""
     uses: dict[int, int] = {}
     for update in updates:
         for part in update.parts:

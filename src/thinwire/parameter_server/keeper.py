@@ -1,4 +1,4 @@
-"""Who keeps the weights of a served model: the server itself, or (``fleet``) shard processes."""
+"""Where the weights of a served model are kept: in the server itself or, see ``fleet``, in shard processes."""
 
 from __future__ import annotations
 
@@ -17,67 +17,67 @@ from thinwire.parameter_server.packing import ServerEnd
 from thinwire.parameter_server.status import ShardStatus
 
 Done = Callable[["Tensor | None"], None]
-"""Called when an update is made, with the new weights if they were asked for."""
+"""Called when an update has been made, with the new weights if they were asked for."""
 
 Event = tuple[str, Any, Any]
-"""An entry of the server's queue: what, who, value."""
+"""An entry of the server's queue: (what, who, value)."""
 
 
 class Keeper(Protocol):
-    """What the server's process asks of who keeps the weights."""
+    """What the server's process needs from the object that keeps the weights."""
 
     def read(self, message: Grad) -> Grad:
-        """A sum as it came from a leader; called in the connection's thread. ``ValueError``: it does not fit."""
+        """Check and decode a sum from a leader; called in the connection's thread. ``ValueError``: it is not valid."""
 
     def heard(self, member: int, message: Message, now: float) -> Iterable[Message]:
-        """A member's message: what of it and of those before is whole."""
+        """Take a member's message; return the messages that are now complete, it or earlier ones."""
 
     def dress(self, member: int, message: Message) -> Message:
-        """A message to a member, with what it carries."""
+        """Return a message to a member with its tensor attached, if it carries one."""
 
     def admit(self, member: int, ticket: int) -> None:
-        """There is a new member."""
+        """Note a new member."""
 
     def forget(self, member: int) -> None:
-        """A member has gone."""
+        """Note that a member has gone."""
 
     def drop(self, tensor: object) -> None:
-        """A sum is not used."""
+        """Free a sum that will not be used."""
 
     def apply(self, effect: Apply, show: bool, done: Done) -> None:
-        """Make an update, at once or while others go on; then call ``done``, with the weights if ``show``."""
+        """Make an update, now or in the background; then call ``done``, with the weights if ``show``."""
 
     def save(self, directory: str | Path, saved: checkpoints.Saved) -> None:
         """Complete a checkpoint and write it. ``OSError``: it could not be written."""
 
     def tick(self, now: float) -> list[int]:
-        """To be called several times per lease. Returns the members whose sums have not come whole in time."""
+        """Return the members whose sums are overdue. Called several times per lease."""
 
     @property
     def ready(self) -> bool:
-        """Whether the weights are there, so that nodes may come and training may end."""
+        """Whether the weights are there, so that nodes may join and training may end."""
 
     def hear(self, event: Event, now: float) -> Iterable[Message]:
-        """An event of another kind than members make. Returns what the state machine is to be told."""
+        """Handle an event that does not come from a member; return messages for the state machine."""
 
     def last(self, next_event: Callable[[], Event | None]) -> Tensor:
-        """The weights, ``[D]``, at the end; waits for them."""
+        """Wait for the final weights and return them, ``[D]``."""
 
     def settle(self, next_event: Callable[[], Event | None]) -> None:
         """Wait until no checkpoint is being written."""
 
     def close(self, version: int | None) -> None:
-        """Training has ended at ``version``; None: another server may go on with it."""
+        """Note that training has ended at ``version``; None: another server may continue it."""
 
     def traffic(self, member: int) -> tuple[int, int]:
-        """Bytes from a member and to it, other than the server's own connection has carried."""
+        """Return the bytes from and to a member that did not go over the server's own connection."""
 
     @property
     def past(self) -> tuple[int, int]:
-        """The same of members who have gone."""
+        """The same bytes, summed over members that have gone."""
 
     def shards(self) -> tuple[ShardStatus, ...]:
-        """Of each shard."""
+        """Return the status of each shard."""
 
 
 class Whole:
@@ -85,8 +85,8 @@ class Whole:
 
     Args:
         master: the weights and their optimizer.
-        end: this end of the wire.
-        saved: a checkpoint to go on from.
+        end: the server's side of the compression.
+        saved: a checkpoint to continue from.
     """
 
     past = (0, 0)
@@ -104,7 +104,7 @@ class Whole:
         return message if message.tensor is None else replace(message, tensor=self._end.sum(message.tensor))
 
     def heard(self, member: int, message: Message, now: float) -> Iterable[Message]:
-        """Everything comes whole, and in order."""
+        """Return the message: all messages come complete and in order."""
         return (message,)
 
     def dress(self, member: int, message: Message) -> Message:
@@ -114,13 +114,13 @@ class Whole:
         return replace(message, tensor=self._snapshot) if isinstance(message, Stop) else message
 
     def admit(self, member: int, ticket: int) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def forget(self, member: int) -> None:
         self._end.forget(member)
 
     def drop(self, tensor: object) -> None:
-        """There is no other holder."""
+        """Do nothing: no other process holds the sum."""
 
     def apply(self, effect: Apply, show: bool, done: Done) -> None:
         if self.master.apply(effect.contributions):
@@ -132,24 +132,24 @@ class Whole:
         checkpoints.save(directory, replace(saved, theta=self.master.theta.detach(), optimizer=state))
 
     def tick(self, now: float) -> list[int]:
-        """A connection knows by itself what is late."""
+        """Return nothing: each connection notices by itself what is overdue."""
         return []
 
     def hear(self, event: Event, now: float) -> Iterable[Message]:
-        """There are no others."""
+        """Return nothing: there are no such events."""
         return ()
 
     def last(self, next_event: Callable[[], Event | None]) -> Tensor:
         return self.master.theta
 
     def settle(self, next_event: Callable[[], Event | None]) -> None:
-        """A checkpoint is written before ``save`` returns."""
+        """Return at once: ``save`` returns after writing."""
 
     def close(self, version: int | None) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def traffic(self, member: int) -> tuple[int, int]:
-        """There is only the server's connection."""
+        """Return zeros: there is only the server's own connection."""
         return 0, 0
 
     def shards(self) -> tuple[ShardStatus, ...]:

@@ -1,4 +1,4 @@
-"""A model's trainable parameters as one flat vector, and how to tell whether two models have the same."""
+"""A model's trainable parameters as one flat vector, and a check that two models have the same ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from thinwire.parameter_server.buffers import BufferLayout
 
 
 class LayoutMismatch(ValueError):
-    """A node's model is not the server's."""
+    """A node's model differs from the server's."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes in the order of ``named_parameters``, shared parameters once; one dtype. And the buffers."""
+    """Names and shapes in the order of ``named_parameters`` (shared ones once), their one dtype, and the buffers."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -28,10 +28,10 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module) -> Layout:
-        """The layout of a model.
+        """Return the layout of a model.
 
         Raises:
-            ValueError: no trainable parameter, or several dtypes.
+            ValueError: the model has no trainable parameter, several dtypes, or another than fp32 and fp64.
         """
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
@@ -47,16 +47,16 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """D, elements of the flat vector."""
+        """D, the number of elements of the flat vector."""
         return sum(torch.Size(shape).numel() for shape in self.shapes)
 
     @property
     def number(self) -> int:
-        """63 bits of a hash."""
+        """63 bits of a hash of the layout."""
         return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=8).digest(), "little") >> 1
 
     def check(self, server: Layout) -> None:
-        """Raise :class:`LayoutMismatch`, naming the first parameter that differs."""
+        """Raise :class:`LayoutMismatch` if the layouts differ, naming the first parameter that does."""
         mine, theirs = (list(zip(x.names, x.shapes)) for x in (self, server))
         for ours, other in zip(mine, theirs):
             if ours != other:
@@ -72,7 +72,7 @@ class Layout:
             raise LayoutMismatch("this node's model has other buffers than the server's: start all with the same model")
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps({**vars(self), "dtype": str(self.dtype), "buffers": vars(self.buffers)})
 
     @classmethod
@@ -80,7 +80,7 @@ class Layout:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: the text is no layout.
         """
         try:
             data = json.loads(text)
@@ -97,16 +97,16 @@ class Layout:
         return [p for p in model.parameters() if p.requires_grad]
 
     def flat(self, model: nn.Module) -> Tensor:
-        """A copy of the parameters, ``[D]``."""
+        """Return a copy of the parameters, ``[D]``."""
         return torch.cat([p.detach().reshape(-1) for p in self._parameters(model)])
 
     def gradient(self, model: nn.Module) -> Tensor:
-        """The gradients, ``[D]``; 0 where a parameter has none."""
+        """Return the gradients, ``[D]``; 0 where a parameter has none."""
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters(model)]
         return torch.cat([part.detach().reshape(-1) for part in parts])
 
     def read(self, message: Tensor) -> Tensor:
-        """What arrived as bytes, as a flat vector ``[D]``.
+        """View received bytes as a flat vector ``[D]``.
 
         Raises:
             ValueError: the length does not fit.

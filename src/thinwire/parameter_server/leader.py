@@ -31,19 +31,19 @@ from thinwire.parameter_server.staleness import UNBOUNDED
 class Leader:
     """One node's side of the protocol.
 
-    No thread, no clock and no socket: ``join``, ``on``, ``done``, ``lost``, ``returned`` and ``tick`` are told what
-    happened and at what time (seconds of any monotonic clock), and return what the driver has to do.
+    It has no thread, clock or socket: ``join``, ``on``, ``done``, ``lost``, ``returned`` and ``tick`` are told what
+    happened and when (seconds of any monotonic clock), and return what the driver has to do.
 
     Args:
         settings: the server's.
         node: number of the node.
-        workers: W; they are numbered from 0.
+        workers: W, the number of workers; they are numbered from 0.
         layout: hash of the parameters.
-        instance: of this process, any number that another process of the same node's number has not.
+        instance: a number for this process, different from that of any other process with the same node number.
 
     Attributes:
         version: of the weights it holds; -1 before the first.
-        counters: finished, dropped (not finite), stale (results from before a WELCOME).
+        counters: finished, dropped (not finite), stale (results that began before a WELCOME).
     """
 
     def __init__(self, settings: Settings, node: int, workers: int, *, layout: int = 0, instance: int = 0) -> None:
@@ -61,7 +61,7 @@ class Leader:
         self._forget()
 
     def _forget(self, next_step: int = 0) -> None:
-        """Everything of a membership."""
+        """Reset everything that belongs to a membership."""
         settings = self.settings
         self.version, self.grant, self.allowed, self.floor = -1, 0, UNBOUNDED, -UNBOUNDED
         self.seq = self.in_total = self.started = self.acked = self._probe = 0
@@ -74,15 +74,17 @@ class Leader:
         self.next_step = dict.fromkeys(range(self.workers), next_step)
         self._begun: dict[int, int] = {}
 
-    # --- what it may do -------------------------------------------------------------------------------------------
+    # --- what workers may do ----------------------------------------------------------------------------------------
 
     def is_open(self, worker: int) -> bool:
-        """Whether the worker may start, now or once it is idle, on the weights at hand."""
+        """Return whether the worker may start on the current weights, now or once it is idle."""
         fresh = self.version >= 0 and self.version >= self.floor
         return fresh and self.made[worker] < self.settings.starts_per_version and self.started <= self.allowed
 
     def low(self) -> int:
-        """A lower bound on the base of everything that is not yet buffered: running, or still to be started."""
+        """Return a lower bound on the base of every gradient not yet buffered: being computed, or still to be
+        started.
+        """
         bases = [*self.computing.values(), *(row.base for row, _ in self.round)]
         if any(self.is_open(worker) for worker in self.alive):
             bases.append(self.version)
@@ -91,12 +93,12 @@ class Leader:
     def _may_start(self, worker: int) -> bool:
         if not self.is_open(worker) or worker in self.running:
             return False
-        if self.settings.transfer == "push":  # what is pushed and not answered waits for the link: no more than W
+        if self.settings.transfer == "push":  # at most W pushed sums may wait for the link, unanswered
             return self.in_total - self.acked + len(self.computing) < self.workers
         return len(self.buffer) + len(self.computing) < max(self.settings.buffer, self.workers)
 
     def _start(self) -> list[Effect]:
-        """Start what may start."""
+        """Start all workers that may start."""
         out: list[Effect] = []
         if self.settings.local == "sync":
             idle = not (self.computing or self.round or self.running.keys() & self.alive)
@@ -115,10 +117,10 @@ class Leader:
                 out.append(Start(worker, self.version, step, self.steps, self._tokens))
         return out
 
-    # --- what happens in the node ---------------------------------------------------------------------------------
+    # --- events inside the node -------------------------------------------------------------------------------------
 
     def hello(self) -> Hello:
-        """How it introduces itself."""
+        """Return the message that introduces this leader to the server."""
         return Hello(self.node, self.workers, self.layout, instance=self.instance)
 
     def join(self, now: float) -> list[Effect]:
@@ -138,19 +140,19 @@ class Leader:
         finite: bool = True,
         seconds: float = 0.0,
     ) -> list[Effect]:
-        """A worker hands in what ``Start`` with this ``token`` asked for.
+        """Take what a worker hands in for the ``Start`` with this ``token``.
 
         Args:
-            tensor: flat, this leader's from now on.
-            finite: whether it may be used; if not it is dropped, and still counted.
-            seconds: of one step, for the balance of local steps.
+            tensor: flat; this leader may change it from now on.
+            finite: whether it may be used; if not, it is dropped but still counted.
+            seconds: of one step, for balancing the local steps.
         """
         if self.running.get(worker) != token:
             self.counters["stale"] += 1
             return []
         del self.running[worker]
         base = self.computing.pop(worker, None)
-        if base is None:  # begun before the last WELCOME
+        if base is None:  # it began before the last WELCOME
             self.counters["stale"] += 1
             return self._start()
         self.counters["finished"] += 1
@@ -176,7 +178,7 @@ class Leader:
         return [Report(), *self._start()]
 
     def _close_round(self) -> list[Effect]:
-        """In step: the round counts as one submission when nobody computes any more."""
+        """For ``local="sync"``: count the round as one submission once no worker is computing any more."""
         if self.computing:
             return []
         self.in_total += 1
@@ -186,11 +188,11 @@ class Leader:
         return [Report(), *self._start()]
 
     def lost(self, worker: int, now: float) -> list[Effect]:
-        """A worker has died. Without any the leader leaves."""
+        """Note that a worker has died. If it was the last one, the leader leaves."""
         self.alive.discard(worker)
         self.running.pop(worker, None)
         computed = self.computing.pop(worker, None) is not None
-        self.started -= computed  # or SSP would wait for it for ever
+        self.started -= computed  # or SSP would wait for it forever
         if not self.member:
             return []
         if not self.alive:
@@ -202,8 +204,10 @@ class Leader:
         return [Report(), *self._start()]
 
     def returned(self, worker: int, now: float) -> list[Effect]:
-        """A worker is there (again). If the server may think that nothing starts on these weights any more, it waits
-        for the next ones."""
+        """Note that a worker is there (again).
+
+        If the server may already assume that nothing more starts on these weights, the worker waits for the next ones.
+        """
         if self.low() == UNBOUNDED:
             self.made[worker] = self.settings.starts_per_version
         self.alive.add(worker)
@@ -216,7 +220,7 @@ class Leader:
     # --- messages -------------------------------------------------------------------------------------------------
 
     def report(self, now: float) -> IterationNumber:
-        """The IN of this instant. The driver sends it at once."""
+        """Compose the IN for this moment. The driver sends it at once."""
         self.seq += 1
         self._reported = now
         return IterationNumber(
@@ -229,7 +233,7 @@ class Leader:
         return Send(Grad(self.member, pull, self.seq, self.in_total, self.low(), self.grant, weight, rows, tensor))
 
     def on(self, message: Message, now: float) -> list[Effect]:
-        """A message of the server."""
+        """Handle a message from the server."""
         if isinstance(message, Welcome):
             self._heard, self._joining = now, False
             self.member = message.member
@@ -238,7 +242,7 @@ class Leader:
         if isinstance(message, Refused):
             return [] if self.member else [GiveUp(REASONS.get(message.reason, REASONS[TAKEN]).format(node=self.node))]
         if message.member != self.member or not self.member:  # type: ignore[union-attr]
-            return []  # of an earlier membership
+            return []  # it belongs to an earlier membership
         self._heard = now
         if isinstance(message, Weights):
             self.version, self.grant, self.allowed = message.version, message.grant, message.allowed
@@ -264,14 +268,14 @@ class Leader:
         self.floor = max(self.floor, next_version - self.settings.bound)
 
     def ended(self, reason: str, now: float) -> list[Effect]:
-        """The membership is over, by a broken connection or a silent server: stop starting, join again."""
+        """End the membership after a broken connection or a silent server: start nothing more, and join again."""
         self.member = 0
         self._heard, self._joining = now, True
         self._forget()
         return [Join(reason)]
 
     def tick(self, now: float) -> list[Effect]:
-        """To be called several times per lease."""
+        """Check the lease, and report when due. Called several times per lease."""
         lease = self.settings.lease_seconds
         if self.member and now - self._heard > lease:
             return self.ended(f"the server was silent for {lease:g} s", now)
@@ -280,5 +284,5 @@ class Leader:
         return []
 
     def expect(self, seconds: float, now: float) -> None:
-        """A long message is on its way: the server counts as heard until that many seconds from now."""
+        """Note that a long message is on its way: the server counts as heard for that many seconds from now."""
         self._heard = max(self._heard, now + seconds)

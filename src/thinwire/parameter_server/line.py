@@ -1,4 +1,4 @@
-"""A leader's way to the server: one connection, or with shards one more to each of them, which look like one."""
+"""A leader's connection to the server: one connection or, with shards, one more to each shard, used as one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _POLL_SECONDS = 1.0
 
 
 class Line:
-    """To a server that holds the weights whole. Sums and weights go in and out as flat tensors.
+    """The connection to a server that holds all weights. Sums and weights go in and out as flat tensors.
 
     Args:
         pair: the connection.
-        sums: packs what is posted.
-        most_bytes: of a tensor that may come.
+        sums: packs the sums that are posted.
+        most_bytes: size of the largest tensor to accept.
         deliver, closed, announced, compose: see :class:`Connection`.
     """
 
@@ -63,12 +63,12 @@ class Line:
         self.connections = [self.server]
 
     def start(self) -> None:
-        """Begin; nothing is delivered before."""
+        """Start the threads; nothing is delivered before."""
         for connection in self.connections:
             connection.start()
 
     def post(self, message: Anything) -> None:
-        """Send in order. Never blocks."""
+        """Queue a message for sending, in order. Never blocks."""
         if isinstance(message, Grad) and message.tensor is not None:
             (tensor,) = self._sums.pack(message.tensor)
             message = replace(message, tensor=tensor)
@@ -78,17 +78,17 @@ class Line:
         self.server.report_due()
 
     def finish(self) -> None:
-        """Close when all that was posted is sent."""
+        """Close once everything posted has been sent."""
         for connection in self.connections:
             connection.finish()
 
     def close(self) -> None:
-        """Close now; ``closed`` is not called any more."""
+        """Close now; ``closed`` is not called afterwards."""
         for connection in self.connections:
             connection.close()
 
     def join(self, seconds: float) -> None:
-        """Wait, at most so long, until the threads have ended."""
+        """Wait up to ``seconds`` until the threads have ended."""
         join_all(self.connections, seconds)
 
     @property
@@ -97,7 +97,7 @@ class Line:
         return all(connection.ended for connection in self.connections)
 
     def overdue(self, now: float) -> bool:
-        """Whether weights that were announced have not come in time; a single connection knows by itself."""
+        """Return whether announced weights are late; False here, because a single connection notices that by itself."""
         return False
 
     def _came(self, message: Anything) -> None:
@@ -107,10 +107,10 @@ class Line:
 
 
 class SlicedLine(Line):
-    """To a server and its shards: frames go to the server, and a piece of every sum to each shard.
+    """The connections to a server and its shards: frames go to the server, and one piece of every sum to each shard.
 
     Args:
-        pair: to the server. shards: to each shard, in order.
+        pair: to the server. shards: one pair to each shard, in order.
         lock: held in every call of ``deliver``.
     """
 
@@ -151,7 +151,7 @@ class SlicedLine(Line):
         self.connections += self.shards
 
     def post(self, message: Anything) -> None:
-        """Send in order; a sum's pieces on their own."""
+        """Queue a message for sending, in order; the pieces of a sum go to the shards."""
         if isinstance(message, Grad) and message.tensor is not None:
             for shard, piece in zip(self.shards, self._sums.pack(message.tensor)):
                 shard.post(Piece(message.member, message.seq, False, piece))
@@ -187,26 +187,26 @@ class SlicedLine(Line):
 
 
 class ShardsToCome(RuntimeError):
-    """The server waits for its shards."""
+    """The server is still waiting for its shards."""
 
 
 def shard_count(meeting: Meeting) -> int:
-    """How many shards a server has, or waits for."""
+    """Return how many shards a server has or waits for."""
     return int(json.loads(meeting.note("shards"))["count"])
 
 
 def reach(server: str, hello: Hello, badge: Badge, seconds: float) -> tuple[Pair, list[Pair]]:
-    """Say HELLO to a server, after a ticket was shown to each of its shards, if it has any.
+    """Say HELLO to a server; if it has shards, first show a ticket to each of them.
 
     Args:
         server: ``host:port``.
         badge: of the node.
-        seconds: that each connection may take.
+        seconds: the time each connection may take.
 
     Raises:
-        NotAdmitted: somebody does not let this node in.
-        PairError: somebody is not there.
-        ShardsToCome: try again later.
+        NotAdmitted: the server or a shard does not let this node in.
+        PairError: the server or a shard cannot be reached.
+        ShardsToCome: the server still waits for shards; try again later.
     """
     meeting = Meeting(server, badge, seconds)
     end = time.monotonic() + _POLL_SECONDS
@@ -233,7 +233,7 @@ def _show(host: str, port: int, ticket: int, index: int, badge: Badge, seconds: 
     try:
         pair = connect(host, port, encode(Ticket(ticket)), badge, seconds)
         try:
-            pair.receive_frame(FRAME.size, seconds)  # the shard knows the ticket now
+            pair.receive_frame(FRAME.size, seconds)  # the shard answers once it knows the ticket
         except PairError:
             pair.close()
             raise

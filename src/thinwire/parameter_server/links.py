@@ -1,4 +1,4 @@
-"""The server's connections to leaders: those who have said HELLO and wait, and those who are members."""
+"""The server's connections to leaders: to those that said HELLO and wait, and to members."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from thinwire.parameter_server.settings import Settings
 
 
 class Links:
-    """Who is connected. All but what ``tell`` is called with happens in the server's one thread.
+    """The open connections. Everything except the calls of ``tell`` happens in the server's one thread.
 
     Args:
         settings, layout: of the run.
-        keeper: reads sums, and is told of members.
+        keeper: reads sums, and is told when members come and go.
         tell: puts an event into the server's queue: what ("message", "buffers", "expect", "gone"), member, value.
     """
 
@@ -33,15 +33,15 @@ class Links:
         self.members: dict[int, Connection] = {}
         self._coming: dict[tuple[int, int], tuple[Pair, int]] = {}  # by node and instance, with the ticket
         self._old: list[Connection] = []
-        self._past = [0, 0]  # bytes of those who have gone
+        self._past = [0, 0]  # bytes of members that have gone
 
     def hold(self, pair: Pair, hello: Hello) -> None:
-        """Keep the connection of who has said HELLO, in place of an earlier one of the same process."""
+        """Keep the connection of a leader that said HELLO, replacing an earlier one of the same process."""
         self.turn_away(hello.node, hello.instance)
         self._coming[hello.node, hello.instance] = pair, hello.ticket
 
     def turn_away(self, node: int, instance: int, reason: int = 0) -> None:
-        """End the connection of who waits, with a word why."""
+        """Close the connection of a waiting leader, after sending the reason if there is one."""
         pair, _ = self._coming.pop((node, instance), (None, 0))
         if pair is None:
             return
@@ -51,7 +51,7 @@ class Links:
         pair.close()
 
     def open(self, member: int, node: int, instance: int) -> None:
-        """Who has waited is a member now."""
+        """Make a waiting leader a member."""
         pair, ticket = self._coming.pop((node, instance), (None, 0))
         if pair is None:
             return
@@ -68,7 +68,7 @@ class Links:
 
         self.members[member] = Connection(
             pair,
-            channels=1 if keeper.shards() else self._settings.channels,  # only frames: an Assembly knows what overtakes
+            channels=1 if keeper.shards() else self._settings.channels,  # only frames: an Assembly orders them
             seconds=self._settings.lease_seconds,
             most_bytes=most_bytes(self._settings, self._layout),
             deliver=deliver,
@@ -77,7 +77,7 @@ class Links:
         ).start()
 
     def forget(self, member: int) -> None:
-        """A member has gone."""
+        """Close the connection of a member that has gone."""
         connection = self.members.pop(member, None)
         self._keeper.forget(member)
         if connection is not None:
@@ -87,7 +87,7 @@ class Links:
             connection.close()
 
     def finish(self, seconds: float) -> None:
-        """Close all when what was posted is sent, at the latest after that many seconds."""
+        """Close all connections once what was posted is sent, after ``seconds`` at the latest."""
         for node, instance in list(self._coming):
             self.turn_away(node, instance)
         for connection in self.members.values():
@@ -95,7 +95,7 @@ class Links:
         join_all([*self.members.values(), *self._old], seconds, least=0.1)
 
     def traffic(self) -> dict[int, tuple[int, int]]:
-        """Member -> bytes from it and to it, over all of its connections."""
+        """Return, for each member, the bytes from it and to it over all of its connections."""
         rows = {}
         for number, connection in list(self.members.items()):
             up, down = self._keeper.traffic(number)
@@ -103,6 +103,6 @@ class Links:
         return rows
 
     def past(self) -> tuple[int, int]:
-        """The same of all who have gone."""
+        """Return the same two sums for all members that have gone."""
         up, down = self._keeper.past
         return self._past[0] + up, self._past[1] + down

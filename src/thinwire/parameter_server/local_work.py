@@ -1,4 +1,4 @@
-"""What a worker computes between two messages: a gradient, or local steps and their difference."""
+"""What a worker computes between two messages: a gradient, or several local steps and the resulting difference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Gradient = Callable[[Tensor, int], Tensor]
 def local_gradient(
     model: nn.Module, layout: Layout, take: Callable[[int], Any], loss: Loss, theta: Tensor, number: int
 ) -> tuple[Tensor, float, int]:
-    """The flat gradient ``[D]`` of the batch of a number at ``theta`` ``[D]``, the loss, and the samples."""
+    """Return the flat gradient ``[D]`` of batch ``number`` at ``theta`` ``[D]``, its loss, and its number of
+    samples.
+    """
     batch = take(number)
     layout.write(theta, model)
     for p in model.parameters():
@@ -31,13 +33,13 @@ def local_gradient(
 
 
 def samples_of(batch: Any) -> int:
-    """The length of the first tensor in a batch; 1 if there is none."""
+    """Return the length of the first tensor in a batch; 1 if there is none."""
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
     return next((len(part) for part in parts if isinstance(part, Tensor) and part.ndim), 1)
 
 
 class LocalWork:
-    """One worker's part. The inner optimizer and its state stay here.
+    """One worker's computation. The inner optimizer and its state stay here.
 
     Args:
         submit: what is handed in.
@@ -49,9 +51,10 @@ class LocalWork:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def submission(self, theta: Tensor, step: int, steps: int, gradient: Gradient) -> Tensor:
-        """Submission number ``step`` at the weights ``theta`` ``[D]``, which are not edited.
+        """Compute submission number ``step`` at the weights ``theta`` ``[D]``, which are not modified.
 
-        With local steps the batches are numbered from ``step * H`` on, and the result is theta - x after ``steps``.
+        With H local steps the batches are numbered from ``step * H`` on, and the result is theta - x after ``steps``
+        steps.
         """
         if not isinstance(self._submit, LocalSteps):
             return gradient(theta, step)

@@ -1,7 +1,7 @@
-"""The messages between workers, leaders and the server: frozen records, and their form on the wire.
+"""The messages between workers, leaders and the server: frozen records, and how they are sent.
 
-A record becomes a frame of sixteen 64-bit integers (128 bytes). A tensor and the rows that say what is in it follow the
-frame; nothing is pickled.
+A record becomes a frame of sixteen 64-bit integers (128 bytes). Its tensor, and the rows that describe what the tensor
+contains, follow the frame; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from thinwire.parameter_server.shard_messages import SHARD_KINDS, Dismiss, Shard
 
 PROTOCOL = 5
 MOST_WORKERS = 1 << 12
-"""Of a node."""
+"""The most workers of one node."""
 FRAME = struct.Struct("<16q")
 ROW_BYTES = 32
 _FLOATS = {"loss_sum", "weight", "loss", "seconds", "divisor", "factor"}
 _HASHES = {"layout", "outer"}
-_FINITE = {"weight", "divisor", "factor"}  # a loss may be anything
-_MOST = 1 << 62  # of any number
+_FINITE = {"weight", "divisor", "factor"}  # a loss may have any value
+_MOST = 1 << 62  # the largest number accepted
 _FLAGS = {"same", "delta", "keeps", "show", "failed"}
 
 
 @dataclass(frozen=True)
 class Hello:
-    """A leader asks to become a member. ``layout``: hash of the parameters' names, shapes and dtypes. ``instance``: of
-    the leader's process, so that one that comes again is told from another that uses the same number. ``ticket``: the
-    number that it has shown to every shard; 0 where there are none."""
+    """A leader asks to become a member.
+
+    ``layout``: hash of the parameters' names, shapes and dtypes. ``instance``: of the leader's process, to tell a
+    leader that returns from another process with the same number. ``ticket``: the number shown to every shard; 0
+    without shards.
+    """
 
     node: int
     workers: int
@@ -42,7 +45,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The server's answer: a new member number. The leader forgets all it had. ``next_step``: of its workers' data."""
+    """The server's answer: a new member number. The leader discards all it had. ``next_step``: of its workers' data."""
 
     member: int
     version: int
@@ -53,7 +56,7 @@ class Welcome:
 class Weights:
     """Weights of a version.
 
-    ``same``: as sent before, so no tensor. ``delta``: the tensor is a compressed difference to those sent before.
+    ``same``: as sent before, so no tensor. ``delta``: the tensor is a compressed difference from those sent before.
     ``allowed``: the last start that the leader may make (SSP). ``steps``: batches per submission. ``ack``: iteration
     number of the newest sum that has arrived.
     """
@@ -71,18 +74,18 @@ class Weights:
 
 @dataclass(frozen=True)
 class IterationNumber:
-    """IN: what a node has finished, and bounds on what it still holds; also its sign of life.
+    """IN: what a node has finished, and bounds on what it still holds; it also serves as a sign of life.
 
     Attributes:
-        seq: rises with every message of the member.
-        in_total: submissions finished since WELCOME, dropped ones included.
+        seq: increases with every message of the member.
+        in_total: submissions finished since WELCOME, including dropped ones.
         low: no gradient that is not yet buffered has, or will have, an older base.
         buf_low: the oldest base in the buffer.
-        grant: number of the newest WEIGHTS that has arrived.
+        grant: number of the newest WEIGHTS received.
         loss_sum, samples: since WELCOME.
         dropped: submissions that were not finite, since WELCOME.
         step_us: microseconds of a worker's step, smoothed.
-        alive: workers.
+        alive: number of workers that are alive.
         probe: number of the newest FENCE that asked for a sign of life.
     """
 
@@ -111,8 +114,10 @@ class Pull:
 
 @dataclass(frozen=True)
 class Fence:
-    """Start nothing on a base older than ``next_version`` - S. With the present version: only a sign of life.
-    ``probe``: if not 0, the answer must name it."""
+    """Start nothing on a base older than ``next_version`` - S. With the current version: only a sign of life.
+
+    ``probe``: if not 0, the answer must contain it.
+    """
 
     member: int
     next_version: int
@@ -121,7 +126,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Row:
-    """One gradient: where it came from."""
+    """Where one gradient came from."""
 
     base: int
     worker: int
@@ -131,7 +136,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Grad:
-    """A sum of gradients. ``pull`` 0: pushed. ``rows``: what is in it; ``weight``: what it adds to the divisor."""
+    """A sum of gradients.
+
+    ``pull`` 0: pushed. ``rows``: the gradients in it; ``weight``: what it adds to the divisor.
+    """
 
     member: int
     pull: int
@@ -146,8 +154,10 @@ class Grad:
 
 @dataclass(frozen=True)
 class Stop:
-    """Training has ended at ``version``; the tensor, if there is one, holds the last weights. Leader to worker with
-    ``version`` -1: the node gives up."""
+    """Training has ended at ``version``; the tensor, if any, holds the final weights.
+
+    From leader to worker, ``version`` -1 means that the node gives up.
+    """
 
     member: int
     version: int
@@ -170,7 +180,7 @@ class Nack:
 
 @dataclass(frozen=True)
 class Refused:
-    """The server does not take this leader in; ``reason`` is one of ``REASONS``."""
+    """The server refuses this leader; ``reason`` is a key of ``REASONS``."""
 
     node: int
     reason: int
@@ -186,7 +196,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers of a model, fp64: of a worker, of a node, and in the end the server's. ``member``: 0 inside a node."""
+    """Buffers in fp64: from a worker, from a node, and at the end from the server. ``member``: 0 inside a node."""
 
     member: int
     tensor: Any = None
@@ -201,7 +211,9 @@ class Enter:
 
 @dataclass(frozen=True)
 class Work:
-    """Leader to worker: compute ``steps`` batches from submission ``step`` on, at these weights or the last ones."""
+    """Leader to worker: compute ``steps`` batches from submission ``step`` on, at these weights or the previous
+    ones.
+    """
 
     token: int
     version: int
@@ -212,7 +224,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Result:
-    """Worker to leader: what a :class:`Work` asked for; no tensor if it was not finite. ``seconds``: of one step."""
+    """Worker to leader: the result of a :class:`Work`; no tensor if it was not finite. ``seconds``: of one step."""
 
     token: int
     samples: int
@@ -242,7 +254,7 @@ _WITH_TENSOR = frozenset(kind for kind in KINDS if any(f.name == "tensor" for f 
 
 
 def encode(message: Message | Local | ShardMessage, rows: int = 0, tensor_bytes: int = 0) -> bytes:
-    """The frame of a message: kind, rows and bytes that follow, then its fields in order."""
+    """Return the frame of a message: kind, following rows and bytes, then its fields in order."""
     kind = type(message)
     values = [_NUMBER[kind], rows, tensor_bytes]
     for name in _NAMES[kind]:
@@ -252,10 +264,10 @@ def encode(message: Message | Local | ShardMessage, rows: int = 0, tensor_bytes:
 
 
 def decode(frame: bytes) -> tuple[Message | Local | ShardMessage, int, int]:
-    """The message of a frame, the number of rows and the bytes of tensor that follow it.
+    """Return the message of a frame, and the number of rows and tensor bytes that follow it.
 
     Raises:
-        ValueError: it is no frame of ours.
+        ValueError: it is not a valid frame.
     """
     number, rows, tensor_bytes, *values = FRAME.unpack(frame)
     if not 0 <= number < len(KINDS) or rows < 0 or tensor_bytes < 0:
@@ -278,7 +290,7 @@ def decode(frame: bytes) -> tuple[Message | Local | ShardMessage, int, int]:
 
 
 def encode_rows(message: Any) -> bytes:
-    """The rows of a message, four integers each; nothing if it has none."""
+    """Return the rows of a message, four integers each; empty if it has none."""
     numbers: list[int] = []
     for row in getattr(message, "rows", ()):
         if isinstance(row, Term):
@@ -289,15 +301,15 @@ def encode_rows(message: Any) -> bytes:
 
 
 def decode_rows(message: Message | Local | ShardMessage, data: bytes) -> tuple[Row, ...] | tuple[Term, ...]:
-    """The rows that belong to a message.
+    """Return the rows that belong to a message.
 
     Raises:
-        ValueError: a number in them cannot be.
+        ValueError: a number in them is out of range.
     """
     numbers = array("q", data).tolist()
     quads = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
     if isinstance(message, Grad):
-        return tuple(Row(*(_checked(x, _MOST - 1) for x in quad)) for quad in quads)  # the step after it is told
+        return tuple(Row(*(_checked(x, _MOST - 1) for x in quad)) for quad in quads)  # step + 1 must fit too
     return tuple(Term(_checked(member), _checked(seq), _float(scale)) for member, seq, scale, _ in quads)
 
 

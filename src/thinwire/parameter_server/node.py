@@ -1,4 +1,4 @@
-"""A node: the leader's state machine between the server's connection and those of the workers on this machine."""
+"""A node: runs the leader's state machine between the connection to the server and those to this machine's workers."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _FAREWELL_SECONDS = 5.0
 
 
 class Node:
-    """Runs a :class:`Leader` on real connections, in threads of its own; workers may come, die and come again.
+    """Runs a :class:`Leader` on real connections, in its own threads; workers may come, die and come back.
 
     Args:
         server: ``host:port`` of the server.
         node: number of this node.
-        workers: W.
-        port: for this machine's workers, on the loopback interface; 0 takes a free one.
+        workers: W, the number of workers.
+        port: for this machine's workers, on the loopback interface; 0 chooses a free one.
         secret: the server's, which workers must know too; by default that of ``THINWIRE_SECRET_FILE``.
-        keys: directory of this node's identity, where the server has keys; its workers need the same one.
+        keys: directory of this node's identity, if the server uses keys; its workers need the same one.
         leases: give up after that many leases without a server.
 
     Raises:
@@ -94,7 +94,7 @@ class Node:
 
     @property
     def port(self) -> int:
-        """Where workers come."""
+        """The port that workers connect to."""
         return self._crew.port
 
     @property
@@ -103,11 +103,11 @@ class Node:
         return f"127.0.0.1:{self.port}"
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until training has ended; whether it has.
+        """Wait until training has ended; return whether it has.
 
         Raises:
             ServerLost: the server did not come back.
-            NodeRefused: the server does not take this node in.
+            NodeRefused: the server does not let this node in.
         """
         ended = self._over.wait(seconds)
         if self.failure is not None:
@@ -115,11 +115,11 @@ class Node:
         return ended
 
     def see_off(self, seconds: float) -> None:
-        """After the end: wait, at most so long, for workers that have not come yet; they get the last weights."""
+        """After the end: wait up to ``seconds`` for workers that have not connected yet; they get the final weights."""
         self._crew.see_off(seconds)
 
     def close(self) -> None:
-        """Leave: at the end of the training when the workers have, else at once."""
+        """Leave: at the end of training once the workers have left, otherwise at once."""
         self._crew.close(_FAREWELL_SECONDS * self._over.is_set())
         self._over.set()
         self._wanted.set()
@@ -165,11 +165,11 @@ class Node:
             except ShardsToCome:
                 lost_at = None
                 continue
-            except ValueError as error:  # of what is here: keys that were taken away, say
+            except ValueError as error:  # for example, the keys on this machine were removed
                 self._give_up(NodeRefused(str(error)))
                 return
             except PairError as error:
-                if isinstance(error, NotAdmitted) and not been:  # later it may be somebody else at a lost server's port
+                if isinstance(error, NotAdmitted) and not been:  # later, another program may use the lost server's port
                     self._give_up(NodeRefused(str(error)))
                     return
                 lost_at = time.monotonic() if lost_at is None else lost_at
@@ -186,7 +186,7 @@ class Node:
                 self._give_up(ServerLost("the server came back with another number of shards: start this node again"))
                 return
             with self._lock:
-                if self._over.is_set():  # it was closed meanwhile, and nobody would close these
+                if self._over.is_set():  # closed in the meantime: nobody else would close these
                     for other in (pair, *shards):
                         other.close()
                     return
@@ -293,7 +293,7 @@ class Node:
 
     def _give_up(self, failure: RuntimeError) -> None:
         self.failure = failure
-        with self._lock:  # the thread that joins comes here too, while workers come and go
+        with self._lock:  # the join thread calls this too, while workers come and go
             self._end(-1)
         self._crew.refuse()
 

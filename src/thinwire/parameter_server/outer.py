@@ -18,17 +18,17 @@ from thinwire.parameter_server.staleness import lr_scale
 from thinwire.parameter_server.submit import LocalSteps
 
 Outer = Callable[[list[Tensor]], torch.optim.Optimizer]
-"""Makes the server's optimizer of its parameters: one flat vector."""
+"""Makes the server's optimizer from its parameters, one flat vector."""
 
 
 class DelayedNesterov(torch.optim.Optimizer):
-    """Nesterov momentum that N deltas share (asynchronous local SGD, arXiv 2401.09135, section 5).
+    """Nesterov momentum shared by N deltas (asynchronous local SGD, arXiv 2401.09135, section 5).
 
-    Plain momentum on every stale delta compounds them. Here deltas are applied at once at 1/N of the rate, and the
-    momentum is renewed and applied once every N.
+    If plain momentum were applied with every stale delta, the deltas would compound. Here each delta is applied at once
+    with 1/N of the learning rate, and the momentum is updated and applied once every N deltas.
 
     Args:
-        lr: outer rate.
+        lr: outer learning rate.
         beta: momentum.
         period: N.
         activation: a, the share of the momentum that each delta applies; 0 to 1/N.
@@ -51,7 +51,7 @@ class DelayedNesterov(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Apply one delta, which ``.grad`` holds."""
+        """Apply the delta that ``.grad`` holds."""
         for group in self.param_groups:
             lr, beta, n, a = group["lr"], group["beta"], group["period"], group["activation"]
             for p in group["params"]:
@@ -72,25 +72,25 @@ class DelayedNesterov(torch.optim.Optimizer):
 
 
 def default_outer(settings: Settings, nodes: int) -> Outer:
-    """The optimizer of a preset, which trains where nobody has looked for a rate. Stale momentum harms: 2401.09135."""
+    """Return a preset's optimizer: it trains without a learning-rate search. Stale momentum is harmful: 2401.09135."""
     if isinstance(settings.local_update, LocalSteps):
         if settings.local_update.balance:
             return lambda params: DelayedNesterov(params, lr=0.7, period=max(1, nodes))
         if settings.max_staleness == 0:
             return lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
         return lambda params: torch.optim.SGD(params, lr=1.0 if settings.alpha == "invsqrt" else 0.07)
-    # an element's own scale, and no momentum: it would add up what is stale
+    # a scale for each element, and no momentum, which would add up stale gradients
     return lambda params: torch.optim.Adam(params, lr=1e-3, betas=(0.0, 0.99))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An update without its tensors: what is added, in which order, and what follows.
+    """An update without its tensors: what is added, in which order, and how the sum is used.
 
     Attributes:
         parts: the usable contributions, in the order of their sum.
-        divisor: of the sum.
-        factor: of the learning rate.
+        divisor: for the sum.
+        factor: for the learning rate.
     """
 
     parts: tuple[Contribution, ...]
@@ -99,25 +99,26 @@ class Recipe:
 
 
 def recipe(contributions: Iterable[Contribution], settings: Settings, full: int) -> Recipe | None:
-    """How to make an update of these contributions; None if nothing usable came.
+    """Return how to make an update of these contributions; None if none is usable.
 
     Args:
-        full: gradients that a whole round holds (nodes times workers), for ``lr_scale``.
+        full: gradients of a whole round (nodes times workers), for ``lr_scale``.
     """
     everything = tuple(contributions)
     parts = [part for part in everything if part.tensor is not None and part.weight > 0]
     if not parts:
         return None
-    if settings.deterministic:  # so that the order of arrival does not show
+    if settings.deterministic:  # so that the result does not depend on the order of arrival
         parts.sort(key=lambda part: (part.node, part.member, part.rows[0].worker, part.rows[0].step))
     factor = lr_scale(settings.lr_scale, sum(len(part.rows) for part in everything), full)
     return Recipe(tuple(parts), sum(part.weight for part in parts), factor)
 
 
 def mean_gradient(terms: Iterable[tuple[Tensor, float]], divisor: float, deterministic: bool) -> Tensor:
-    """sum(scale * tensor) / divisor over (tensor, scale), at least one, in this order; ``deterministic``: in fp64.
+    """Return sum(scale * tensor) / divisor over at least one (tensor, scale), in this order; in fp64 if
+    ``deterministic``.
 
-    Every element for itself, so slices of the tensors give slices of the result, bit for bit.
+    Each element is computed separately, so slices of the tensors give slices of the result, bit for bit.
     """
     total: Tensor | None = None
     for tensor, scale in terms:
@@ -129,7 +130,7 @@ def mean_gradient(terms: Iterable[tuple[Tensor, float]], divisor: float, determi
 
 
 def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
-    """63 bits of a hash of an optimizer's kind and options."""
+    """Return 63 bits of a hash of an optimizer's type and options."""
     optimizer = outer([torch.zeros(1, dtype=dtype)])
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     kind = type(optimizer)
@@ -138,13 +139,13 @@ def fingerprint(outer: Outer, dtype: torch.dtype) -> int:
 
 
 class Master:
-    """Weights and their optimizer: the server's, or a shard's slice of them.
+    """Weights and their optimizer: those of the server, or a shard's slice.
 
     Args:
         parameters: flat, ``[D]``; copied.
         outer: makes the optimizer.
         settings: of the run.
-        full: gradients that a whole round holds (nodes times workers), for ``lr_scale``.
+        full: gradients of a whole round (nodes times workers), for ``lr_scale``.
     """
 
     def __init__(self, parameters: Tensor, outer: Outer, settings: Settings, full: int = 1) -> None:
@@ -153,7 +154,7 @@ class Master:
         self._settings, self._full = settings, full
 
     def apply(self, contributions: Iterable[Contribution]) -> bool:
-        """One update. Returns False, and changes nothing, if nothing usable came."""
+        """Make one update. Return False, and change nothing, if no contribution is usable."""
         made = recipe(contributions, self._settings, self._full)
         if made is None:
             return False
@@ -161,10 +162,10 @@ class Master:
         return True
 
     def restore(self, theta: Tensor, optimizer: dict[str, Any]) -> None:
-        """Go on from a checkpoint's weights and ``state_dict``.
+        """Continue from a checkpoint's weights and ``state_dict``.
 
         Raises:
-            ValueError: it is of another optimizer.
+            ValueError: the checkpoint belongs to another optimizer.
         """
         with torch.no_grad():
             self.theta.copy_(theta)
@@ -177,7 +178,9 @@ class Master:
             ) from error
 
     def step(self, terms: Iterable[tuple[Tensor, float]], divisor: float, factor: float) -> None:
-        """One update of these sums: see :func:`mean_gradient`; ``factor``: of the learning rate, this once."""
+        """Make one update of these sums, see :func:`mean_gradient`; ``factor`` scales the learning rate of this
+        update.
+        """
         gradient = mean_gradient(terms, divisor, self._settings.deterministic)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates):

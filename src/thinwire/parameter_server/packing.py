@@ -1,4 +1,4 @@
-"""Tensors on the wire: sums as a leader packs them and a server reads them, weights the other way."""
+"""How tensors are sent: sums packed by a leader and read by a server, weights the other way round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.parameter_server.settings import Settings
 
 
 def most_bytes(settings: Settings, layout: Layout) -> int:
-    """Of any tensor that travels in a training of this model: sums, weights, buffers."""
+    """Return the size of the largest tensor sent when training this model: sums, weights or buffers."""
     item = 8 if settings.deterministic else layout.dtype.itemsize
     sizes = [layout.numel * item, 8 * layout.buffers.numel]
     for kind in (settings.compress_up, settings.compress_down):
@@ -23,7 +23,7 @@ def most_bytes(settings: Settings, layout: Layout) -> int:
 
 
 class SumsOut:
-    """Packs a leader's sums. What compression leaves out is kept as a residual, across memberships too.
+    """Packs a leader's sums. What compression leaves out is kept as a residual, also across memberships.
 
     Args:
         settings: the server's.
@@ -37,7 +37,7 @@ class SumsOut:
         self._feedback = [Feedback(codec) for _ in self.pieces] if codec else None
 
     def pack(self, total: Tensor) -> list[Tensor]:
-        """A sum ``[D]`` as it goes over the wire, a tensor per piece."""
+        """Return what is sent of a sum ``[D]``, one tensor per piece."""
         parts = [total[piece] for piece in self.pieces]
         if self._feedback is not None:
             return [feedback.encode(part) for feedback, part in zip(self._feedback, parts)]
@@ -45,17 +45,17 @@ class SumsOut:
         return [part.to(dtype) for part in parts]
 
     def weights_in(self) -> WeightsIn:
-        """What reads the weights of a new membership, in the same pieces."""
+        """Return the reader of the weights of a new membership, with the same pieces."""
         return WeightsIn(self.settings, self.dtype, len(self.pieces))
 
 
 class WeightsIn:
-    """Reads a leader's weights, of one membership: the first come whole.
+    """Reads a leader's weights during one membership; the first weights are whole.
 
     Args:
         settings: the server's.
         dtype: of the weights.
-        count: pieces.
+        count: number of pieces.
     """
 
     def __init__(self, settings: Settings, dtype: torch.dtype, count: int) -> None:
@@ -64,10 +64,10 @@ class WeightsIn:
         self._held = [Difference(codec) for _ in range(count)] if codec else None
 
     def unpack(self, piece: int, message: Tensor, delta: bool) -> Tensor:
-        """The weights of a piece, from bytes: whole ones, or a difference to those before.
+        """Return the weights of one piece, from the bytes of the weights or of a difference from the previous ones.
 
         Raises:
-            ValueError: the length does not fit, or nothing came before.
+            ValueError: the length is wrong, or a difference came before any weights.
         """
         if delta:
             if self._held is None or self._held[piece].held is None:
@@ -80,11 +80,11 @@ class WeightsIn:
 
 
 class ServerEnd:
-    """The end of a process that holds weights, all of them or a slice.
+    """The side of a process that holds weights, all of them or a slice.
 
     Args:
         settings: of the run.
-        numel: elements that it holds.
+        numel: number of elements that it holds.
         dtype: of the weights.
     """
 
@@ -95,10 +95,10 @@ class ServerEnd:
         self._held: dict[int, Difference] = {}
 
     def sum(self, message: Tensor) -> Tensor:
-        """A sum from bytes.
+        """Return a sum, decoded from bytes.
 
         Raises:
-            ValueError: the length does not fit.
+            ValueError: the length is wrong.
         """
         if self._up is not None:
             return self._up.decode(message, self._numel, self._dtype)
@@ -108,13 +108,13 @@ class ServerEnd:
         return message.view(dtype)
 
     def weights(self, member: int, theta: Tensor) -> tuple[Tensor, bool]:
-        """What to send a member, and whether it is a difference to what it has."""
+        """Return what to send to a member, and whether it is a difference from what the member has."""
         if self._down is None:
             return theta, False
         return self._held.setdefault(member, Difference(self._down)).encode(theta)
 
     def forget(self, member: int) -> None:
-        """A member has gone."""
+        """Forget a member that has gone."""
         self._held.pop(member, None)
 
 

@@ -1,4 +1,4 @@
-"""The published schemes as settings of the same core. Each names what makes it what it is; all else is the default."""
+"""The published schemes as settings of one core. Each preset sets what defines its scheme; the rest is the default."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from thinwire.parameter_server.submit import LocalSteps
 
 
 def inhad(max_staleness: int | None = 4, update_every: int | str = "nodes/2", **options: Any) -> Settings:
-    """Iteration numbers, sums per node, pulled when half of the nodes have fresh work; a bound on every gradient's age.
+    """Iteration numbers; sums per node, pulled when half of the nodes have new work; a bound on every gradient's age.
 
-    Differences from the paper (J. Supercomputing 2021, of which the abstract is public): the fence, the bound on what
-    still computes, membership and failure rules are ours.
+    Differences from the paper (J. Supercomputing 2021, of which only the abstract is public): the fence, the bound on
+    gradients still being computed, and the rules for membership and failures are ours.
     """
     return Settings(max_staleness=max_staleness, update_every=update_every, **options)
 
@@ -27,7 +27,7 @@ def bsp(**options: Any) -> Settings:
 
 
 def asp(**options: Any) -> Settings:
-    """Asynchronous SGD (Downpour without Adagrad): each gradient is an update, however old."""
+    """Asynchronous SGD (Downpour without Adagrad): each gradient is an update, regardless of its age."""
     return Settings(**{**_PUSHED, "update_every": 1, **options})
 
 
@@ -45,7 +45,8 @@ def n_softsync(n: float = 1, **options: Any) -> Settings:
 
 
 def fedbuff(size: int = 10, max_staleness: int | None = None, steps: int = 20, **options: Any) -> Settings:
-    """FedBuff (Nguyen et al. 2022): a buffer of ``size`` differences is an update; those above max_staleness are lost.
+    """FedBuff (Nguyen et al. 2022): ``size`` buffered differences make an update; those above max_staleness are
+    dropped.
 
     Differences from the paper: no client population and no secure aggregation; the workers are the clients.
     """
@@ -87,7 +88,7 @@ PRESETS: dict[str, Callable[..., Settings]] = {
 
 
 def preset(text: str) -> Settings:
-    """By name and options: ``"inhad"``, ``"inhad:max_staleness=2:update_every=nodes"``, ``"ssp:clock_limit=0"``.
+    """Return the settings of a preset with options: ``"inhad"``, ``"inhad:max_staleness=2:update_every=nodes"``.
 
     Raises:
         ValueError: there is no such preset or option.

@@ -1,4 +1,4 @@
-"""What a simulation is given, links and faults, and what it gives back."""
+"""The inputs of a simulation (links and faults) and its result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Link:
 
     Attributes:
         latency_seconds: one way.
-        bits_per_second: of the node's card, each way; None: no limit.
-        jitter: draws seconds that a message takes longer.
+        bits_per_second: of the node's network card, in each direction; None: no limit.
+        jitter: draws how many seconds a message takes longer.
     """
 
     latency_seconds: float = 0.0005
@@ -33,8 +33,8 @@ class Fault:
 
     Attributes:
         at_seconds: when.
-        kind: "kill" (the leader, or one ``worker``), "return" (after a kill), "pause" (for ``for_seconds``), "cut" (the
-            connection).
+        kind: "kill" (the leader, or one ``worker``), "return" (after a kill), "pause" (for ``for_seconds``), or "cut"
+            (the connection).
     """
 
     at_seconds: float
@@ -50,18 +50,18 @@ class Fault:
 
 @dataclass
 class Trace:
-    """What a simulation did.
+    """The result of a simulation.
 
     Attributes:
         seconds: virtual time at the end.
         updates: (version, at seconds, [(node, worker, step, base)]).
-        parameters: the last weights, None without tensors.
-        bytes_up, bytes_down: to and from the server, frames included.
-        messages: by kind.
+        parameters: the final weights; None without tensors.
+        bytes_up, bytes_down: to and from the server, including frames.
+        messages: how many, by kind.
         counters: the server's.
         finished: submissions that workers have completed.
-        journal: of :mod:`journal`.
-        losses: (at seconds, value) as ``evaluate`` gave them.
+        journal: see :mod:`journal`.
+        losses: (at seconds, value) as returned by ``evaluate``.
     """
 
     seconds: float = 0.0
@@ -77,7 +77,7 @@ class Trace:
 
     @property
     def gradients(self) -> int:
-        """Applied gradients."""
+        """Number of applied gradients."""
         return sum(len(rows) for _, _, rows in self.updates)
 
     @property
@@ -86,5 +86,5 @@ class Trace:
         return (self.bytes_up + self.bytes_down) / max(1, self.gradients)
 
     def staleness(self) -> Counter[int]:
-        """Applied gradients by their age in versions."""
+        """Count the applied gradients by their age in versions."""
         return Counter(version - base for version, _, rows in self.updates for *_, base in rows)

@@ -31,22 +31,24 @@ from thinwire.parameter_server.weigh import weigh
 
 
 class Server:
-    """The scheduler. An update of version v is applied only when all that stays unapplied has a base of v + 1 - S or
-    newer, so no gradient is ever applied more than S versions late.
+    """The scheduler: counts iteration numbers and decides when to pull and update.
 
-    No thread, no clock and no socket, see :class:`Leader`. After an ``Apply`` the driver changes the weights and calls
-    ``applied``; what arrives in between waits.
+    An update of version v is applied only if everything left unapplied has a base of v + 1 - S or newer, so no gradient
+    is ever applied more than S versions late.
+
+    It has no thread, clock or socket, see :class:`Leader`. After an ``Apply`` the driver changes the weights and calls
+    ``applied``; messages that arrive in between wait.
 
     Args:
-        settings: see there.
-        version: to start from (a checkpoint's).
-        first_member: members are numbered from here on; above all numbers of an earlier life of this server.
-        positions: node -> next step of its workers' data (a checkpoint's).
+        settings: see :class:`Settings`.
+        version: to start from (that of a checkpoint).
+        first_member: the first member number; higher than all numbers of earlier runs of this server.
+        positions: node -> next step of its workers' data (those of a checkpoint).
 
     Attributes:
         members: the table, by member number.
-        counters: updates, applied, empty, late, stale (dropped for age), not_finite (dropped by their nodes), lost, in,
-            pulls, joined, left, refused.
+        counters: updates, applied, empty, late, stale (dropped because of their age), not_finite (dropped by their
+            nodes), lost, in, pulls, joined, left, refused.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Server:
         self.came: set[int] = set()
         self.pulled: set[int] = set()
         self.arrived: list[Contribution] = []
-        self._fresh: set[int] = set()  # kept up to date with every message, so that an IN costs the same for any P
+        self._fresh: set[int] = set()  # updated with every message, so an IN costs the same for any number of nodes
         self._blocking: set[int] = set()
         self._workers = 0
         self.updating = self.applying = self.finished = False
@@ -81,7 +83,7 @@ class Server:
     # --- inputs ---------------------------------------------------------------------------------------------------
 
     def on(self, message: Message, now: float) -> list[Effect]:
-        """A message of a leader."""
+        """Handle a message from a leader."""
         self._now = now
         member = self.members.get(getattr(message, "member", 0))
         if member is not None:
@@ -93,7 +95,7 @@ class Server:
         return self._flush()
 
     def applied(self, now: float) -> list[Effect]:
-        """The update that ``Apply`` asked for has been made."""
+        """Note that the update which ``Apply`` asked for has been made."""
         self._now = now
         self.version += 1
         self.updating = self.applying = False
@@ -109,7 +111,7 @@ class Server:
         return self._flush()
 
     def tick(self, now: float) -> list[Effect]:
-        """To be called several times per lease: drops who is silent, and tells the others that the server lives."""
+        """Drop silent members, and tell the others that the server lives. Called several times per lease."""
         self._now = now
         lease = self.settings.lease_seconds
         for member in list(self.members.values()):
@@ -122,16 +124,16 @@ class Server:
         return self._flush()
 
     def gone(self, member: int, now: float) -> list[Effect]:
-        """The connection to a member has broken."""
+        """Note that the connection to a member has broken."""
         return self.on(Bye(member), now)
 
     def expect(self, member: int, seconds: float, now: float) -> None:
-        """A long message of a member is on its way: it counts as heard until that many seconds from now."""
+        """Note that a long message from a member is on its way: it counts as heard for that many seconds from now."""
         if member in self.members:
             self.members[member].heard = max(self.members[member].heard, now + seconds)
 
     def finish(self, now: float) -> list[Effect]:
-        """End the training: STOP to all. An update that still waits for sums is not made."""
+        """End the training: send STOP to all. An update that still waits for sums is not made."""
         self._now, self.finished, self.updating = now, True, False
         for member in self.members.values():
             self._send(Stop(member.number, self.version))
@@ -146,7 +148,7 @@ class Server:
         if isinstance(message, Bye):
             self._drop(message.member, "left")
             return
-        if isinstance(message, Refused):  # for leaders only
+        if isinstance(message, Refused):  # only leaders receive this
             return
         member = self.members.get(message.member)
         if member is None:
@@ -196,14 +198,14 @@ class Server:
             self._started = len(self.members) >= self.settings.start_nodes
             for other in list(self.members.values()) if self._started else []:
                 self._grant(other)
-        elif self.updating:  # at S = 0 the present version is already too old
+        elif self.updating:  # at S = 0 the current version is already too old
             self.waiting.append(number)
         else:
             self._grant(member)
         self._ask(member)
 
     def _ask(self, member: Member) -> None:
-        """Somebody else wants this member's number: does it live?"""
+        """If another process wants this member's number, ask the member for a sign of life."""
         probe = self._contenders.question(member.node)
         if probe:
             self._send(Fence(member.number, self.version, probe))
@@ -224,7 +226,7 @@ class Server:
     def _grad(self, member: Member, message: Grad) -> None:
         pushed = message.pull == 0
         wanted = message.in_total > member.ack if pushed else self.pending.get(member.number) == message.pull
-        if not wanted:  # a pull that was given up, or twice the same
+        if not wanted:  # its pull was given up, or the same sum came twice
             self._unused(message, "late")
             self._note(member, message)
             return
@@ -248,7 +250,7 @@ class Server:
         self._permits()
 
     def _accept(self, member: Member, message: Grad) -> None:
-        """Put a sum with the others of this update."""
+        """Add a sum to the current update, unless it is too old."""
         part = weigh(self.settings, self.version, member, message) if message.rows else None
         if part is not None:
             self.arrived.append(part)
@@ -264,7 +266,7 @@ class Server:
 
     @property
     def need(self) -> int:
-        """The oldest base that may stay unapplied in the update at hand."""
+        """The oldest base that may stay unapplied in the current update."""
         return -UNBOUNDED if self.settings.enforce == "drop" else self.version + 1 - self.settings.bound
 
     def _count(self) -> int:
@@ -310,7 +312,10 @@ class Server:
         self._next_pull += 1
 
     def _advance(self, changed: Member | None = None) -> None:
-        """Apply, once nothing that is too old can stay behind. ``changed``: the only row that is new since then."""
+        """Apply the update once nothing too old is left out.
+
+        ``changed``: the only member that has changed since the last call.
+        """
         if not self.updating or self.applying or self.pending:
             return
         need = self.need
@@ -322,13 +327,13 @@ class Server:
                 return
         if self.settings.transfer == "pull":
             for member in self.members.values():
-                if member.buf_low < need:  # finished after the pull, on an old base: into the same update
+                if member.buf_low < need:  # finished after the pull, on an old base: take it into this update
                     self._pull(member)
             if self.pending:
                 return
         self._blocking = {member.number for member in self.members.values() if member.low < need}
         if self._blocking:
-            return  # those nodes' INs will come, or their leases will end
+            return  # wait until those nodes send INs, or their leases end
         self.applying = True
         self._out.append(Apply(self.version, tuple(self.arrived)))
 
@@ -359,7 +364,7 @@ class Server:
         self._send(Weights(member.number, self.version, number, member.allowed, steps, same, ack=member.ack))
 
     def _permits(self) -> None:
-        """SSP: weights for those who stand still and may go on now."""
+        """With SSP: send weights to members that were stopped and may continue now."""
         if self.settings.clock_limit is None or self.applying:
             return
         for member in self.members.values():

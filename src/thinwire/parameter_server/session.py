@@ -1,4 +1,4 @@
-"""What a training script calls: ``serve`` in one process, ``run`` in every worker, ``serve_shard`` in a shard's."""
+"""What a training script calls: ``serve`` in one process, ``run`` in every worker, ``serve_shard`` in each shard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from thinwire.parameter_server.worker import Worker, WorkerStats
 DEFAULT_PORT = 29400
 _LATE_SECONDS = 60.0
 _Work = tuple[nn.Module, Batches, Loss]
-_Trust = dict[str, Any]  # ``secret`` and ``keys``, as they were given
+_Trust = dict[str, Any]  # ``secret`` and ``keys``, as the caller gave them
 
 
 def serve(
@@ -50,26 +50,26 @@ def serve(
     journal: str | Path | None = None,
     on_status: Callable[[Status], None] | None = None,
 ) -> Status:
-    """Serve a model for a number of updates or applied gradients; ``model`` then holds the last weights.
+    """Serve a model for a number of updates or applied gradients; ``model`` then holds the final weights.
 
     Args:
         settings: of a preset; by default :func:`presets.inhad`.
         host: the address to listen at. One that other machines reach needs ``keys``, ``secret``, or ``insecure``.
-        secret: which every node and shard must know, at least 16 bytes; by default what the file holds that the
+        secret: every node and shard must know it; at least 16 bytes; by default the content of the file that the
             variable ``THINWIRE_SECRET_FILE`` names.
-        keys: directory of this machine's identity, as ``thinwire keys new`` wrote it, in place of a secret: every node
+        keys: directory of this machine's identity, as written by ``thinwire keys new``, instead of a secret: every node
             and shard then shows a certificate of the same authority, and all connections are encrypted.
-        insecure: let everybody in who reaches the port.
+        insecure: let in everybody who reaches the port.
         outer: makes the optimizer of the flat weights, ``lambda params: torch.optim.SGD(params, lr=0.1)``.
-        shards: k processes hold a slice of the weights each, and this one only decides; nodes wait until
-            :func:`serve_shard` was called k times. 0: this process holds them whole.
-        checkpoint_dir: directory; if it holds a checkpoint, the server goes on from there.
+        shards: k processes hold one slice of the weights each, and this process only decides; nodes wait until
+            :func:`serve_shard` was called k times. 0: this process holds all weights.
+        checkpoint_dir: directory; if it holds a checkpoint, the server continues from it.
         journal: file for the log of updates.
         on_status: called twice a second.
 
     Raises:
-        ValueError: neither ``updates`` nor ``gradients`` is given, the checkpoint is of another model, or nothing would
-            keep strangers out.
+        ValueError: neither ``updates`` nor ``gradients`` is given, the checkpoint is of another model, or strangers
+            could connect.
         PairError: the port is taken.
         ShardLost: a shard has gone.
     """
@@ -106,25 +106,25 @@ def serve_shard(
     keys: str | Path | Credentials | None = None,
     insecure: bool = False,
 ) -> int:
-    """Keep one slice of the weights of a model that :func:`serve` serves with ``shards``, until the training ends.
+    """Hold one slice of the weights of a model that :func:`serve` serves with ``shards``, until training ends.
 
     Args:
         server: ``host:port``.
-        index: which slice, from 0.
-        outer: as the server's; it must treat each element for itself, as SGD and Adam do.
-        checkpoint_dir: directory; needed where the server has one.
-        port: where nodes find this shard; 0 takes a free one.
+        index: number of the slice, from 0.
+        outer: as the server's; it must treat each element separately, as SGD and Adam do.
+        checkpoint_dir: directory; needed if the server has one.
+        port: where nodes find this shard; 0 chooses a free one.
         host: the address to listen at, as for :func:`serve`.
-        secret: the server's; by default what the file holds that ``THINWIRE_SECRET_FILE`` names.
-        keys: directory of this machine's identity, where the server has keys.
-        insecure: let everybody in who reaches the port.
+        secret: the server's; by default the content of the file that ``THINWIRE_SECRET_FILE`` names.
+        keys: directory of this machine's identity, if the server uses keys.
+        insecure: let in everybody who reaches the port.
 
     Returns:
-        The version of the last weights.
+        The version of the final weights.
 
     Raises:
-        ValueError: the server has no such shard, or the checkpoint is not the one that it goes on from.
-        ShardRefused: the server does not take this shard in.
+        ValueError: the server has no such shard, or the checkpoint is not the one that the server continues from.
+        ShardRefused: the server refuses this shard.
         ServerLost: the server has gone and did not come back within six leases.
         PairError: the port is taken.
     """
@@ -156,30 +156,30 @@ def run(
     pace_seconds: float = 0.0,
     intra_node: str = "leader",
 ) -> WorkerStats:
-    """Train as a worker until the server ends the training; ``model`` then holds the server's last weights.
+    """Train as a worker until the server ends the training; ``model`` then holds the server's final weights.
 
-    To be called by every worker of a node, under torchrun or alone; each node has a torchrun of its own
-    (``--nnodes 1``), so that the death of one node ends no other. Local rank 0 is also the node's leader.
+    Every worker of a node calls this, under torchrun or alone. Each node has its own torchrun (``--nnodes 1``), so that
+    the death of one node ends no other. Local rank 0 is also the node's leader.
 
     Args:
-        batches: number -> this worker's batch of that number; or an iterable, which starts over at its end.
+        batches: number -> this worker's batch of that number; or an iterable, which restarts when it is exhausted.
         loss: (model, batch) -> mean loss.
         server: ``host:port``.
-        node_id: number of this node, different on every node; by default torchrun's, or one made of the host's name.
-            A second process with a number that is at work is refused.
+        node_id: number of this node, different on every node; by default torchrun's, or one made from the host name. A
+            second process with the number of a node at work is refused.
         leader_port: on this machine's loopback; by default torchrun's master port + 1.
-        secret: the server's; by default what the file holds that ``THINWIRE_SECRET_FILE`` names.
-        keys: directory of this machine's identity, where the server has keys.
+        secret: the server's; by default the content of the file that ``THINWIRE_SECRET_FILE`` names.
+        keys: directory of this machine's identity, if the server uses keys.
         slowdown, pace_seconds: emulate other machines, see :class:`Worker`.
         intra_node: how the workers of a node work together. "leader": each takes weights from the leader and hands in
             its own gradients. "collectives": all compute each gradient together, and its mean over them, by all-reduce,
             is one submission (see :class:`NodeMean`); the node then counts as one worker.
 
     Raises:
-        ValueError: an address or a word that cannot be.
+        ValueError: an address or an option is invalid.
         ServerLost: the server has gone and did not come back within six leases.
-        NodeRefused: another process works under this node's number, or the server asks for another secret or for keys.
-        LayoutMismatch: the server's model is another one.
+        NodeRefused: another process works with this node's number, or the server requires another secret, or keys.
+        LayoutMismatch: the server's model is different.
     """
     split_address(server)
     trust: _Trust = {"secret": secret, "keys": keys}
@@ -201,7 +201,7 @@ def run(
 def _lead(
     node: Node, work: _Work, slowdown: float, pace: float, trust: _Trust, together: NodeMean | None = None
 ) -> WorkerStats:
-    """The worker in the process of its leader."""
+    """Run the worker in the process of its leader."""
     try:
         gradient = together.gradient if together is not None else None
         worker = Worker(
@@ -219,12 +219,12 @@ def _lead(
 def _together(
     work: _Work, server: str, number: int, local: int, slowdown: float, pace: float, trust: _Trust
 ) -> WorkerStats:
-    """One rank of a node whose ranks compute each gradient together."""
+    """Run one rank of a node whose ranks compute each gradient together."""
     made = not dist.is_initialized()
     if made:
         dist.init_process_group()
     model = work[0]
-    unused = torch.optim.SGD(model.parameters(), lr=0.0)  # steps are made on the server
+    unused = torch.optim.SGD(model.parameters(), lr=0.0)  # the server makes the steps
     sync = attach(model, unused, "ssgd")
     together = NodeMean(*work, sync.services)
     try:
