@@ -1,3 +1,4 @@
-"""Two processes that find one another over TCP live here: who may come in, TLS, the hello, tensors, time limits.
-What does not live here: what the frames say (``parameter_server``), the ranks of one job (``collectives``).
+"""Connections between two processes over TCP: who may connect, TLS, the hello, tensors, time limits.
+
+Not here: what the frames mean (``parameter_server``), the ranks of one job (``collectives``).
 """

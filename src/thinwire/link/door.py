@@ -1,4 +1,4 @@
-"""A port, and those who have come to it and not said who they are: bounded in number and in time."""
+"""A listening port, and the connections that have not identified themselves yet, limited in number and in time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ MOST_UNKNOWN = 128
 
 
 class Door:
-    """Hears newcomers side by side, a thread each, so that one who says nothing delays nobody.
+    """Handles new connections concurrently, one thread each, so that a silent one delays nobody.
 
     Args:
-        port: 0 takes a free one.
+        port: 0 chooses a free one.
         host: the address to listen at.
-        hear: called for each newcomer with its connection and the end of its time, in its own thread; must not raise.
+        hear: called in a new thread for each new connection, with the connection and its deadline; must not raise.
         seconds: for a whole hello.
-        most: of more who have not ended theirs, the one that has been there longest goes.
+        most: if more hellos than this are unfinished, the oldest connection is closed.
 
     Raises:
         PairError: the port is taken.
-        ValueError: there is no such port.
+        ValueError: the port is not a valid number.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Door:
     ) -> None:
         check_port(port)
         self._hear, self._seconds, self._most = hear, seconds, most
-        self._unknown: dict[Duplex, None] = {}  # the longest there first
+        self._unknown: dict[Duplex, None] = {}  # the oldest first
         self._lock = threading.Lock()
         try:
             self._server: socket.socket | None = socket.create_server((host, port), backlog=MOST_UNKNOWN)
@@ -50,21 +50,21 @@ class Door:
         self.port = int(self._server.getsockname()[1])
 
     def open(self) -> None:
-        """Begin to hear them."""
+        """Begin to accept connections."""
         threading.Thread(target=self._accept, args=(self._server,), name="thinwire-accept", daemon=True).start()
 
     def forget(self, duplex: Duplex) -> None:
-        """It is no stranger any more."""
+        """Note that a connection has identified itself."""
         with self._lock:
             self._unknown.pop(duplex, None)
 
     @property
     def closed(self) -> bool:
-        """Whether nobody comes in any more."""
+        """Whether the port is closed."""
         return self._server is None
 
     def close(self) -> None:
-        """Give the port back, and send all strangers away."""
+        """Give the port back, and close all unidentified connections."""
         with self._lock:
             server, self._server = self._server, None
             unknown = list(self._unknown)
@@ -81,7 +81,7 @@ class Door:
             try:
                 connection, _ = server.accept()
                 duplex = Duplex(connection)
-            except OSError:  # closed, or the process has no more descriptors
+            except OSError:  # closed, or the process has no descriptors left
                 time.sleep(0.01)
                 continue
             with self._lock:
@@ -91,12 +91,12 @@ class Door:
                 if len(self._unknown) >= self._most:
                     oldest = next(iter(self._unknown))
                     del self._unknown[oldest]
-                    # with the lock held: who has been forgotten is closed by now, or never for this
+                    # while the lock is held: a connection that has been forgotten must not be closed for this reason
                     oldest.close(f"{self._most} others came before it had said hello")
                 self._unknown[duplex] = None
             try:
                 threading.Thread(target=self._meet, args=(duplex,), name="thinwire-hello", daemon=True).start()
-            except RuntimeError as error:  # the process may have no more threads; it comes again
+            except RuntimeError as error:  # perhaps no threads left; the caller will try again
                 self.forget(duplex)
                 duplex.close(str(error))
 
@@ -108,6 +108,6 @@ class Door:
 
 
 def check_port(port: int, least: int = 0) -> None:
-    """Raise ``ValueError`` for what is no port."""
+    """Raise ``ValueError`` if ``port`` is not a valid port number."""
     if isinstance(port, bool) or not isinstance(port, int) or not least <= port <= 65535:
         raise ValueError(f"port={port!r} must be a whole number from {least} to 65535")

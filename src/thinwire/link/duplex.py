@@ -1,4 +1,4 @@
-"""A connected socket, with TLS where asked: two threads use its two directions, each with time limits of its own."""
+"""A connected socket, with TLS if requested; two threads use its two directions, each with its own time limits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from thinwire.link.tls import Certificate, Cipher, Credentials
 _LOOK_SECONDS = 5.0
 _ROOM = 1 << 16
 _RECORD = 1 << 14
-_BURST = 1 << 18  # whole records, encrypted at once
+_BURST = 1 << 18  # whole records, encrypted together
 _SILENT = "timed out: the other side is silent, or takes nothing"
 _Done = TypeVar("_Done", bytes, int)
-_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # no descriptor of its own, as epoll has
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # without a descriptor, unlike epoll
 
 
 class Duplex:
-    """Bytes in and out. Time limits are points on the clock of ``time.monotonic``; ``math.inf``: there is none.
+    """Bytes in and out. Deadlines are points on the clock of ``time.monotonic``; ``math.inf`` means no deadline.
 
     Args:
-        connection: owned from now on.
+        connection: the socket; it belongs to this object from now on.
 
     Attributes:
         shown: the other side's certificate; None without TLS.
-        sent, received: bytes that crossed the socket, of TLS itself too.
+        sent, received: bytes that crossed the socket, including those of TLS.
     """
 
     shown: Certificate | None = None
@@ -55,16 +55,16 @@ class Duplex:
             self.host = str(connection.getpeername()[0])
 
     def secure(self, credentials: Credentials, end: float, host: str | None = None) -> None:
-        """Speak TLS from now on.
+        """Use TLS from now on.
 
         Args:
             credentials: of this side.
-            end: of the handshake.
-            host: that was called; None: this side listens.
+            end: deadline of the handshake.
+            host: the host that was called; None: this side listens.
 
         Raises:
             NotAdmitted: one side does not trust the other, or the other does not speak TLS.
-            PairError: it did not come in time, or has gone.
+            PairError: the handshake was late, or the other side has gone.
         """
         cipher, nothing = Cipher(credentials, host), memoryview(b"")
         self._room = memoryview(bytearray(_ROOM))
@@ -74,19 +74,19 @@ class Duplex:
                     self._send(memoryview(cipher.seal(nothing)), end)
                     self._feed(cipher, end)
             except NotAdmitted:
-                with contextlib.suppress(PairError):  # the other side is told why, if it still listens
+                with contextlib.suppress(PairError):  # tell the other side why, if it still listens
                     self._send(memoryview(cipher.seal(nothing)), min(end, end_of(1.0)))
                 raise
             self._send(memoryview(cipher.seal(nothing)), end)
         self._cipher, self.shown = cipher, cipher.shown()
 
     def look(self, end: float) -> bytes:
-        """The first byte of what has come, which stays there to be read."""
+        """Return the first received byte without consuming it."""
         with self._in_use():
             return self._when_ready(self._in, end, partial(self._socket.recv, 1, socket.MSG_PEEK))
 
     def read(self, size: int, end: float) -> bytes:
-        """Exactly that many bytes.
+        """Read exactly ``size`` bytes.
 
         Raises:
             PairError: they did not come in time, or the other side has gone.
@@ -96,7 +96,7 @@ class Duplex:
         return bytes(data)
 
     def read_into(self, view: memoryview, end: float) -> None:
-        """Fill a memory; see :meth:`read`."""
+        """Fill ``view``; see :meth:`read`."""
         with self._in_use():
             cipher = self._cipher
             while view:
@@ -107,13 +107,13 @@ class Duplex:
                 view = view[count:]
 
     def read_some(self, end: float) -> bytes:
-        """What comes next; nothing, where it is part of a record of TLS."""
+        """Return the next received bytes; empty if only a part of a TLS record has come."""
         room = memoryview(bytearray(_ROOM + _RECORD))
         with self._in_use():
             cipher = self._cipher
             if cipher is None:
                 return bytes(room[: self._receive(room, end)])
-            count = cipher.open_into(room)  # what came with the end of the handshake
+            count = cipher.open_into(room)  # what came together with the end of the handshake
             if not count:
                 self._feed(cipher, end)
                 count = cipher.open_into(room)
@@ -123,7 +123,7 @@ class Duplex:
         """Send all of it.
 
         Raises:
-            PairError: it was not taken in time, or the other side has gone.
+            PairError: the other side did not accept it in time, or has gone.
         """
         view = memoryview(data)
         with self._in_use():
@@ -140,17 +140,17 @@ class Duplex:
         return bool(self._closed)
 
     def fileno(self) -> int:
-        """For ``select``."""
+        """Return the descriptor, for ``select``."""
         return self._socket.fileno()
 
     def _feed(self, cipher: Cipher, end: float) -> None:
-        """Records may come without end and hold nothing, so the clock is looked at each time."""
+        """Receive for the cipher. Empty records could come forever, so the deadline is checked each time."""
         if time.monotonic() > end:
             raise PairTimeout(_SILENT)
         cipher.feed(self._room[: self._receive(self._room, end)])
 
     def _receive(self, view: memoryview, end: float) -> int:
-        """Some bytes of the socket, at least one."""
+        """Receive some bytes from the socket, at least one."""
         count = self._when_ready(self._in, end, partial(self._socket.recv_into, view))
         self.received += count
         return count
@@ -163,7 +163,7 @@ class Duplex:
             done += count
 
     def _when_ready(self, selector: selectors.BaseSelector, end: float, go: Callable[[], _Done]) -> _Done:
-        """What it returns, once it can."""
+        """Call ``go`` until it does not block, and return its result."""
         while True:
             try:
                 done = go()
@@ -185,7 +185,7 @@ class Duplex:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """The descriptor is not given back while somebody waits for it: it would soon be another connection's."""
+        """Keep the descriptor open while it is in use: once closed, it could soon belong to another connection."""
         with self._lock:
             if self._closed:
                 raise PairError(self._closed)
@@ -199,7 +199,7 @@ class Duplex:
                     self._socket.close()
 
     def close(self, why: str = "this connection is closed") -> None:
-        """Give it back; whoever still reads or writes gets an error that says why."""
+        """Close the connection; a thread that still reads or writes gets an error with the reason ``why``."""
         with self._lock:
             first, self._closed = not self._closed, self._closed or why
             if first:
@@ -210,10 +210,10 @@ class Duplex:
 
 
 def dial(host: str, port: int, seconds: float, source: tuple[str, int] | None = None) -> Duplex:
-    """Call a listener. Raises ``OSError`` where nobody listens.
+    """Connect to a listener. Raise ``OSError`` if nobody listens.
 
-    At a port that nobody listens at, and that the kernel makes the caller's own too, TCP lets the caller meet itself:
-    its own words coming back would be taken for those of a listener that is not to be called again.
+    If nobody listens at the port and the kernel happens to choose the same port for the caller, TCP connects the caller
+    to itself. It would take its own bytes for those of a listener that must not be called again.
     """
     connection = socket.create_connection((host, port), seconds, source)
     if connection.getsockname() == connection.getpeername():
@@ -223,5 +223,5 @@ def dial(host: str, port: int, seconds: float, source: tuple[str, int] | None = 
 
 
 def end_of(seconds: float | None) -> float:
-    """The point on the clock in so many seconds; None: never."""
+    """Return the point on the clock ``seconds`` from now; None: never."""
     return math.inf if seconds is None else time.monotonic() + seconds

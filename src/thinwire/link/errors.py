@@ -1,4 +1,4 @@
-"""What goes wrong between two processes."""
+"""Errors between two processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ class PairError(RuntimeError):
 
 
 class PairTimeout(PairError):
-    """The other side was silent, or took nothing, until the time was over."""
+    """The other side sent or accepted nothing before the deadline."""
 
 
 class NotAdmitted(PairError):
-    """The other side does not let this process in, or is not who it should be: another attempt would end the same."""
+    """The other side refuses this process, or is not who it should be; trying again would give the same result."""

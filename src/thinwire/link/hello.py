@@ -1,10 +1,10 @@
-"""The first words on a connection: who comes, and on both sides the proof that it may.
+"""The first messages on a connection: who connects, and the proof on both sides that it may.
 
-With certificates TLS comes first, and is the proof. The rest is the same, with or without a secret:
-The caller names itself and sends a nonce; the listener sends another; the caller sends a MAC over all of that, and only
-then the listener its own. A MAC holds for one direction of one connection: in it are both nonces, the version, the
-caller's role and number and what the connection is for. Each of these messages has one size, and nothing else is read
-before the caller's MAC was found right.
+With certificates, TLS comes first and is the proof. The rest is the same with or without a secret. The caller names
+itself and sends a nonce; the listener sends another; the caller sends a MAC over all of that, and only then the
+listener sends its own. A MAC is valid for one direction of one connection: it covers both nonces, the version, the
+caller's role and number, and what the connection is for. Each of these messages has a fixed size, and nothing else is
+read before the caller's MAC has been verified.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TOKEN_BYTES = 16
 
 _MAGIC = b"thinwire"
 _KNOCK = struct.Struct(f"<8sHBBq{TOKEN_BYTES}s32s")  # magic, version, channel, role, number, token, nonce
-_ANSWER = struct.Struct("<8sHB32s")  # magic, version, what is asked for, nonce
+_ANSWER = struct.Struct("<8sHB32s")  # magic, version, what is required, nonce
 _PROOF = struct.Struct("<32s")
 _VERDICT = struct.Struct("<B32s")
 _NOTHING, _SECRET, _CERTIFICATE = 0, 1, 2
 _IN, _WRONG_SECRET, _WRONG_ROLE, _NOT_ITS_NUMBER = 0, 1, 2, 3
-_OF_TLS = b"\x16"  # its first byte
+_OF_TLS = b"\x16"  # the first byte of a TLS handshake
 
 
 @dataclass(frozen=True)
 class Badge:
-    """As whom a process comes: its role, its number there, what it proves that with, and the certificate it showed."""
+    """A process's role, its number in that role, what it proves that with, and the certificate it showed."""
 
     role: str
     number: int
@@ -48,14 +48,14 @@ class Badge:
 
 
 def check_badge(badge: Badge, role: str, number: int) -> None:
-    """Raise ``ValueError`` where somebody speaks as another than it came as."""
+    """Raise ``ValueError`` if a process claims another role or number than in its hello."""
     if (badge.role, badge.number) != (role, number):
         raise ValueError(f"it came as {badge.role} {badge.number} and speaks as {role} {number}")
 
 
 @dataclass(frozen=True)
 class Knock:
-    """What a caller wants: a channel of the pair that ``token`` names. ``words``: all that was said."""
+    """What a caller wants: a channel of the pair named ``token``. ``words``: all bytes exchanged before the proofs."""
 
     badge: Badge
     channel: int
@@ -64,20 +64,19 @@ class Knock:
 
 
 def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float, host: str = "") -> None:
-    """The caller's side.
+    """The caller's side of the hello.
 
     Args:
         duplex: to the listener.
         badge: of the caller.
         channel: what the connection is for.
         token: of the pair that it belongs to.
-        end: of the time.
-        host: that was called, where the badge has credentials.
+        end: deadline.
+        host: the host that was called, if the badge has credentials.
 
     Raises:
-        NotAdmitted: the listener is of another version, asks for another secret or certificate, or is not to be
-            trusted.
-        PairError: it does not answer.
+        NotAdmitted: the listener has another version, requires another secret or certificate, or cannot be trusted.
+        PairError: the listener does not answer.
     """
     if isinstance(badge.trust, Credentials):
         try:
@@ -116,11 +115,11 @@ def knock(duplex: Duplex, badge: Badge, channel: int, token: bytes, end: float, 
 
 
 def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Knock:
-    """The listener's side, until it knows who comes; :func:`admit` is its last word.
+    """The listener's side of the hello, until it knows the caller; :func:`admit` completes it.
 
     Raises:
-        NotAdmitted: it is a stranger.
-        PairError: it went, or said too little in the time.
+        NotAdmitted: the caller may not connect.
+        PairError: the caller has gone, or was too slow.
     """
     secret = _secret_of(trust)
     asks = _NOTHING if secret is None else _SECRET
@@ -158,12 +157,12 @@ def hear(duplex: Duplex, roles: Collection[str], trust: Trust, end: float) -> Kn
 
 
 def admit(duplex: Duplex, heard: Knock, trust: Trust, end: float) -> None:
-    """Tell the caller that it is in, and that this side knows the secret too."""
+    """Tell the caller that it is accepted, and prove that this side knows the secret too."""
     duplex.write(_VERDICT.pack(_IN, _proof(_secret_of(trust), b"listener", heard.words)), end)
 
 
 def refuse(duplex: Duplex, end: float) -> NoReturn:
-    """Tell the caller that its number is another's.
+    """Tell the caller that its number belongs to another name.
 
     Raises:
         NotAdmitted: always.
@@ -177,5 +176,5 @@ def _secret_of(trust: Trust) -> bytes | None:
 
 
 def _proof(secret: bytes | None, side: bytes, words: bytes) -> bytes:
-    """Without a secret it proves nothing, and keeps other programs out."""
+    """Return the MAC. Without a secret it proves nothing, but keeps other programs out."""
     return hmac.new(secret or b"", side + b"\0" + words, hashlib.sha256).digest()

@@ -1,4 +1,4 @@
-"""The side that others come to."""
+"""The listening side of a connection."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from thinwire.link.secret import Trust, check_host
 
 NOTES_SIZE = struct.Struct("<I")
 _LINES_SECONDS = 1.0
-MOST_NUMBERS = 64  # of one name
+MOST_NUMBERS = 64  # of one certificate name
 
 logger = logging.getLogger("thinwire")
 
 Came = Callable[[Pair, bytes], None]
-"""Gets who has come in, and its first frame."""
+"""Called with a new pair and its first frame."""
 
 
 @dataclass(eq=False)
 class _Half:
-    """A pair whose frames have come and whose tensors have not."""
+    """A pair whose connection for frames is there, but not yet the one for tensors."""
 
     badge: Badge
     duplex: Duplex
@@ -37,23 +37,23 @@ class _Half:
 
 
 class Listener:
-    """Lets in who shows a certificate of its authority, or knows its secret; see :class:`Door` for the others.
+    """Accepts callers with a certificate of its authority, or with its secret; :class:`Door` handles the others.
 
-    Under certificates, a number in a role belongs to the name that first came with it.
+    With certificates, a number in a role belongs to the name that first came with it.
 
     Args:
-        port: 0 takes a free one.
+        port: 0 chooses a free one.
         host: the address to listen at.
         notes: what :class:`Meeting` reads on the other side.
-        roles: who may come.
-        trust: this side's credentials, or the secret of all processes of this training; None: whoever can reach the
-            port comes in.
-        insecure: there may be neither at an address that others can reach.
+        roles: which may connect.
+        trust: this side's credentials, or the secret of all processes of this training; None: everybody who reaches the
+            port may connect.
+        insecure: allow None even at an address that others can reach.
         seconds: for a whole hello.
 
     Raises:
         PairError: the port is taken.
-        ValueError: there is no such port, or nothing would keep strangers out.
+        ValueError: the port is not valid, or strangers could connect.
     """
 
     def __init__(
@@ -81,23 +81,24 @@ class Listener:
         self._door.open()
 
     def note(self, key: str, value: str) -> None:
-        """Put a note there, or another in its place."""
+        """Set a note, replacing an earlier one with the same key."""
         with self._changed:
             self._notes[key] = value
 
     def serve(self, came: Came, hello_bytes: int) -> None:
-        """Take in, in threads of their own, all who have come and will come; before this they wait.
+        """Accept all callers, those that wait already and those to come, each in its own thread.
 
         Args:
-            came: gets each pair with its first frame; a ``ValueError`` or ``RuntimeError`` sends it away.
-            hello_bytes: of that frame.
+            came: called with each pair and its first frame; if it raises ``ValueError`` or ``RuntimeError``, the pair
+                is closed.
+            hello_bytes: size of that frame.
         """
         with self._changed:
             self._came, self._hello_bytes = came, hello_bytes
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Take in nobody any more, and give the port back."""
+        """Accept nobody any more, and give the port back."""
         self._door.close()
         with self._changed:
             self._changed.notify_all()
@@ -129,7 +130,9 @@ class Listener:
             duplex.close()
 
     def _is_its_own(self, badge: Badge) -> bool:
-        """Whether nobody else has come with its number; from now on nobody else may."""
+        """Return whether a certificate's name owns its number; the first name that uses a number owns it from then
+        on.
+        """
         if badge.shown is None:
             return True
         place, name = (badge.role, badge.number), badge.shown.name
@@ -139,7 +142,7 @@ class Listener:
             return self._owners.setdefault(place, name) == name
 
     def _hold(self, duplex: Duplex, heard: Knock, end: float) -> None:
-        """Read the first frame, and keep the connection until its tensors' comes."""
+        """Read the first frame, and keep the connection until the one for tensors comes."""
         with self._changed:
             self._wait(lambda: self._came is not None, end)
         admit(duplex, heard, self._trust, end)
@@ -157,7 +160,7 @@ class Listener:
                     raise
 
     def _join(self, duplex: Duplex, heard: Knock, end: float) -> None:
-        """The second connection of a pair, which is whole now."""
+        """Handle the second connection of a pair, which is then complete."""
         with self._changed:
             self._wait(lambda: heard.token in self._halves, end)
             half = self._halves[heard.token]
@@ -178,13 +181,13 @@ class Listener:
             self._say(f"turned away {duplex.host}: {error}")
 
     def _wait(self, ready: Callable[[], bool], end: float) -> None:
-        """Until then; the lock is held."""
+        """Wait until ``ready()``; the lock is held."""
         self._changed.wait_for(lambda: self._door.closed or ready(), max(0.0, end - time.monotonic()))
         if self._door.closed or not ready():
             raise PairError("it took too long, or this side has closed")
 
     def _say(self, words: str) -> None:
-        """A line in the log; of many in a moment, the first and how many."""
+        """Log a line; of many in quick succession, only the first, and later how many there were."""
         with self._changed:
             now = time.monotonic()
             if now - self._said < _LINES_SECONDS:

@@ -1,4 +1,4 @@
-"""The way to a listener."""
+"""The calling side of a connection."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _MOST_NOTES = 1 << 24
 
 
 class Meeting:
-    """A listener's address, and its notes at the time of the last look.
+    """A listener's address, and its notes when last read.
 
     Args:
         address: ``host:port``.
-        badge: as whom one comes.
-        seconds: that each connection may take.
-        source: this machine's address to come from, where it has several; None: the one that leads there.
+        badge: of this process.
+        seconds: the time each connection may take.
+        source: the address of this machine to connect from, if it has several; None: the system chooses.
 
     Attributes:
-        found_at: the IP address at which it was found.
+        found_at: the IP address that the connection reached.
 
     Raises:
         NotAdmitted: it does not let this process in.
         PairError: nobody listens there now.
-        ValueError: this is no address.
+        ValueError: the address is not valid.
     """
 
     def __init__(self, address: str, badge: Badge, seconds: float = HELLO_SECONDS, source: str | None = None) -> None:
@@ -64,24 +64,24 @@ class Meeting:
             duplex.close()
 
     def note(self, key: str) -> str:
-        """What the listener said."""
+        """Return the listener's note for ``key``."""
         if not isinstance(found := self._notes.get(key), str):
             raise PairError(f"{self._host} does not tell its {key}: is it a thinwire server?")
         return found
 
     def connect(self, hello: bytes) -> Pair:
-        """Introduce oneself with a first frame."""
+        """Connect, with ``hello`` as the first frame."""
         return connect(self._host, self._port, hello, self._badge, self._seconds, self._source)
 
 
 def connect(
     host: str, port: int, hello: bytes, badge: Badge, seconds: float = HELLO_SECONDS, source: str | None = None
 ) -> Pair:
-    """Introduce oneself with a first frame at a listener.
+    """Connect to a listener, with ``hello`` as the first frame.
 
     Raises:
-        NotAdmitted: it does not let this process in.
-        PairError: nobody is there, or does not take us in.
+        NotAdmitted: the listener does not let this process in.
+        PairError: nobody listens, or the listener does not accept the connection.
     """
     end = time.monotonic() + seconds
     token = secrets.token_bytes(TOKEN_BYTES)
@@ -113,10 +113,10 @@ def _call(
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` as two values.
+    """Split ``host:port`` into its two values.
 
     Raises:
-        ValueError: it is not that.
+        ValueError: the text has another form.
     """
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):

@@ -9,7 +9,10 @@ _PLAIN = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, to
 
 
 def memory_of(x: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which they keep alive; cut by slicing, for less than a tensor costs."""
+    """Return the bytes of a contiguous CPU tensor, which they keep alive.
+
+    Slicing them costs less than slicing a tensor.
+    """
     if x.dtype in _PLAIN and x.numel():
         return memoryview(x.detach().numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
     return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

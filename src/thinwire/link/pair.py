@@ -1,4 +1,4 @@
-"""One end of a connection between two processes: frames, and beside them tensors."""
+"""One end of a connection between two processes: frames and tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from thinwire.link.memory import memory_of
 
 
 class Pair:
-    """Frames and tensors travel over a socket each, so that frames never wait behind tensors. Sending and receiving may
-    happen in two threads, frames and tensors in two more.
+    """Frames and tensors use one socket each, so frames never wait behind tensors.
+
+    Sending and receiving may happen in two threads, and for frames and tensors in two more.
 
     Args:
         frames, tensors: the sockets.
-        other: who is at the other end; of a listener only the role is known.
+        other: the process at the other end; if it is a listener, only its role is known.
     """
 
     def __init__(self, frames: Duplex, tensors: Duplex, other: Badge) -> None:
@@ -34,31 +35,31 @@ class Pair:
         return self._frames.host
 
     def send_frame(self, frame: bytes) -> None:
-        """Send bytes, whole and in order with other frames. Where they are not taken, closing ends the wait.
+        """Send bytes, in order with other frames. If the other side accepts nothing, only ``close`` ends the wait.
 
         Raises:
             PairError: the other side has gone.
         """
         with self._sending:
-            self.sent_bytes += len(frame)  # before: who has it must not find it uncounted
+            self.sent_bytes += len(frame)  # counted first, so that the receiver never finds it uncounted
             self._frames.write(frame, math.inf)
 
     def receive_frame(self, size: int, seconds: float | None) -> bytes:
-        """Exactly ``size`` bytes. Raises ``PairError`` if they do not come in time; None: there is no limit."""
+        """Receive exactly ``size`` bytes. Raises ``PairError`` if they do not come in time; None: no limit."""
         frame = self._frames.read(size, end_of(seconds))
         self.received_bytes += size
         return frame
 
     def send_tensor(self, x: Tensor, seconds: float) -> None:
-        """Send a contiguous tensor; the other side must have been told of it by a frame."""
+        """Send a contiguous tensor; a frame must have announced it to the other side."""
         self.sent_bytes += x.numel() * x.element_size()
         self._tensors.write(memory_of(x), end_of(seconds))
 
     def receive_tensor(self, x: Tensor, seconds: float) -> Tensor:
-        """Receive into ``x``, which is returned.
+        """Receive into ``x``, and return it.
 
         Raises:
-            PairError: it did not come whole in the time; the pair is of no use any more.
+            PairError: it did not arrive completely in time; the pair cannot be used any more.
         """
         try:
             self._tensors.read_into(memory_of(x), end_of(seconds))
@@ -68,11 +69,11 @@ class Pair:
         return x
 
     def close(self) -> None:
-        """End all waits of this side."""
+        """Close both sockets; threads that wait on this side get an error."""
         self._frames.close()
         self._tensors.close()
 
 
 def empty_bytes(size: int) -> Tensor:
-    """Room for what arrives."""
+    """Return an uninitialised buffer for data to arrive."""
     return torch.empty(size, dtype=torch.uint8)

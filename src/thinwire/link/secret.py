@@ -1,4 +1,4 @@
-"""Whom a process lets in: by certificates, by a secret that all share, or everybody of this machine."""
+"""Who may connect to a process: holders of certificates or of a shared secret, or everybody on this machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _HOUR_SECONDS = 3600.0
 
 
 def read_secret(path: str | Path) -> bytes:
-    """The secret of a file, without white space around it.
+    """Return the secret in a file, without surrounding whitespace.
 
     Raises:
-        ValueError: there is none, or it is too short.
+        ValueError: the file cannot be read, or the secret is too short.
     """
     try:
         content = Path(path).read_bytes()
@@ -35,10 +35,10 @@ def read_secret(path: str | Path) -> bytes:
 
 
 def find_secret(given: str | bytes | None = None) -> bytes | None:
-    """What was given, else what the file holds that ``THINWIRE_SECRET_FILE`` names, else None.
+    """Return the given secret, else the content of the file that ``THINWIRE_SECRET_FILE`` names, else None.
 
     Raises:
-        ValueError: it is too short, or the file cannot be read.
+        ValueError: the secret is too short, or the file cannot be read.
     """
     if given is None:
         named = os.environ.get(VARIABLE)
@@ -49,10 +49,10 @@ def find_secret(given: str | bytes | None = None) -> bytes | None:
 
 
 def find_trust(secret: str | bytes | None = None, keys: str | Path | Credentials | None = None) -> Trust:
-    """The credentials, in the directory of an identity; without any, what :func:`find_secret` finds.
+    """Return the credentials from an identity's directory; without ``keys``, what :func:`find_secret` finds.
 
     Raises:
-        ValueError: both were given, or what was given cannot be used.
+        ValueError: both were given, or one cannot be used.
     """
     if keys is None:
         return find_secret(secret)
@@ -62,7 +62,7 @@ def find_trust(secret: str | bytes | None = None, keys: str | Path | Credentials
 
 
 def own_trust(trust: Trust) -> Trust:
-    """The same between processes of one machine, which all show its one certificate."""
+    """Return the trust between processes of one machine, which all show the same certificate."""
     return trust.own() if isinstance(trust, Credentials) else trust
 
 
@@ -77,12 +77,14 @@ def _checked(secret: bytes, where: str) -> bytes:
 
 @contextmanager
 def fresh_secret_file() -> Iterator[str]:
-    """A file with a new secret, which only this user can read; gone afterwards. Those that killed processes have left
-    are removed by the next one, an hour later."""
+    """Create a file with a new secret that only this user can read, and remove it afterwards.
+
+    A file left behind by a killed process is removed by a later call, once it is an hour old.
+    """
     import fcntl  # not on Windows, which has no lab
 
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError), left.open("rb") as file:  # another user's, gone, or locked by who needs it
+        with suppress(OSError), left.open("rb") as file:  # belongs to another user, is gone, or is in use
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - left.stat().st_mtime > _HOUR_SECONDS:
                 left.unlink()
@@ -94,7 +96,7 @@ def fresh_secret_file() -> Iterator[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that address."""
+    """Return whether only this machine can reach that address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -102,10 +104,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, trust: Trust, insecure: bool) -> None:
-    """Refuse an address that others can reach, where nothing keeps strangers out.
+    """Refuse an address that others can reach if neither keys nor a secret keep strangers out.
 
     Raises:
-        ValueError: it is one.
+        ValueError: the address is such a one.
     """
     if trust is None and not insecure and not is_loopback(host):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""TLS 1.3 with certificates on both sides: what a process shows, whom it trusts, and the cipher of one connection."""
+"""TLS 1.3 with certificates on both sides: what a process shows, what it trusts, and the cipher of one connection."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from thinwire.link.errors import NotAdmitted
 
-_ANOTHER_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's codes for certificates that lead to no authority that is trusted
+_ANOTHER_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's codes: no trusted authority
 _ANOTHER_HOST = (62, 64)
 
 
 class Certificate(NamedTuple):
-    """What the other side has shown: the common name in it (without one, the fingerprint), and SHA-256 of it all."""
+    """What the other side has shown: the certificate's common name (or else its fingerprint) and its SHA-256."""
 
     name: str
     fingerprint: str
@@ -25,14 +25,14 @@ class Certificate(NamedTuple):
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process shows and whom it trusts. :meth:`of` finds all three files.
+    """What a process shows and what it trusts. :meth:`of` finds all three files.
 
     Attributes:
         certificate: this side's, a PEM file.
         key: its private key, a PEM file.
         ca: the authority that signed the other side's, a PEM file.
-        fingerprint: SHA-256 of the other side's certificate (hex, with or without colons): that one and no other,
-            whatever hosts are named in it.
+        fingerprint: SHA-256 of the other side's certificate (hex, with or without colons): only that certificate is
+            accepted, regardless of the hosts it names.
     """
 
     certificate: Path
@@ -54,30 +54,32 @@ class Credentials:
 
     @classmethod
     def of(cls, directory: str | Path) -> Credentials:
-        """The files of an identity that ``thinwire keys new`` wrote: ``identity.crt``, ``identity.key``, ``ca.crt``."""
+        """Return the identity in a directory of ``thinwire keys new``: ``identity.crt``, ``identity.key``,
+        ``ca.crt``.
+        """
         folder = Path(directory)
         return cls(folder / "identity.crt", folder / "identity.key", folder / "ca.crt")
 
     def pinned(self, fingerprint: str) -> Credentials:
-        """The same, for that one other side."""
+        """Return the same credentials, accepting only that certificate from the other side."""
         return replace(self, fingerprint=fingerprint)
 
     def own(self) -> Credentials:
-        """The same, for processes that show this very certificate."""
+        """Return the same credentials, accepting only processes that show this same certificate."""
         _, head, rest = self.certificate.read_text(encoding="utf-8").partition(ssl.PEM_HEADER)
-        body, foot, _ = rest.partition(ssl.PEM_FOOTER)  # the first: those of a chain follow
+        body, foot, _ = rest.partition(ssl.PEM_FOOTER)  # the first certificate; those of a chain follow
         return self.pinned(_fingerprint(ssl.PEM_cert_to_DER_cert(head + body + foot)))
 
     @cached_property
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """Of the standard library: for the side that calls, and for the one that listens.
+        """The standard library's contexts: for the side that calls, and for the side that listens.
 
         Raises:
-            ValueError: the files do not fit together.
+            ValueError: the files do not belong together.
         """
         calls, listens = (ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
         calls.check_hostname, calls.hostname_checks_common_name = self.fingerprint is None, False
-        listens.num_tickets = 0  # no resumption of TLS sessions, and so no tickets on the wire
+        listens.num_tickets = 0  # no resumption of TLS sessions, so no tickets are sent
         try:
             for made in (calls, listens):
                 made.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -90,11 +92,11 @@ class Credentials:
 
 
 class Cipher:
-    """TLS over memory: the socket is somebody else's. One thread may seal while another opens.
+    """TLS over memory, without a socket. One thread may encrypt while another decrypts.
 
     Args:
         credentials: of this side.
-        host: that was called, which the other side's certificate must name; None: this side listens.
+        host: the host that was called, which the other side's certificate must name; None: this side listens.
     """
 
     def __init__(self, credentials: Credentials, host: str | None) -> None:
@@ -103,13 +105,13 @@ class Cipher:
         self._tls = credentials.contexts[host is None].wrap_bio(
             self._arrived, self._leaving, server_side=host is None, server_hostname=host
         )
-        self._lock = threading.Lock()  # OpenSSL's object is no two threads'
+        self._lock = threading.Lock()  # OpenSSL's object must not be used by two threads at once
 
     def shake(self) -> bool:
-        """Go on with the handshake; whether it is over.
+        """Continue the handshake; return whether it is complete.
 
         Raises:
-            NotAdmitted: one side does not trust the other, or does not speak TLS.
+            NotAdmitted: one side does not trust the other, or the other does not speak TLS.
         """
         try:
             self._tls.do_handshake()
@@ -126,29 +128,29 @@ class Cipher:
         return True
 
     def shown(self) -> Certificate:
-        """The other side's, after the handshake."""
+        """Return the other side's certificate, after the handshake."""
         subject = (self._tls.getpeercert() or {}).get("subject", ())
         names = [value for part in subject for name, value in part if name == "commonName"]  # type: ignore[str-unpack]
         fingerprint = _fingerprint(self._tls.getpeercert(True) or b"")
         return Certificate(str(names[0]) if names else fingerprint, fingerprint)
 
     def seal(self, data: memoryview) -> bytes:
-        """What goes over the socket for it, after what is due of the handshake."""
+        """Encrypt ``data``; return the bytes to send, including outstanding ones of the handshake."""
         with self._lock:
             if data:
                 self._tls.write(data)
             return self._leaving.read()
 
     def feed(self, data: memoryview) -> None:
-        """What came over the socket."""
+        """Take bytes received from the socket."""
         with self._lock:
             self._arrived.write(data)
 
     def open_into(self, view: memoryview) -> int:
-        """Fill a memory with what has come, and say how far; a record that is not whole waits.
+        """Decrypt received data into ``view`` and return the number of bytes; an incomplete record waits.
 
         Raises:
-            NotAdmitted: the other side refuses this one, or what came is not its own.
+            NotAdmitted: the other side refuses this one, or the data was not sent by it.
         """
         count = 0
         with self._lock:

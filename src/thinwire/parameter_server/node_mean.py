@@ -32,8 +32,8 @@ class NodeMean:
         loss: (model, batch) -> mean loss.
         ranks: of the node: a GradientSync's services; its own exchange during backward must be off (``no_sync``).
 
-    Differences from InHAD's local aggregator, of which only the abstract is public: the ranks of a node work in step, and
-    the mean is taken over the whole gradient after backward.
+    Differences from InHAD's local aggregator, of which only the abstract is public: the ranks of a node work in step,
+    and the mean is taken over the whole gradient after backward.
     """
 
     def __init__(self, model: nn.Module, batches: Batches, loss: Loss, ranks: Services) -> None:

@@ -1,4 +1,4 @@
-"""The shard processes that a server has: who may come, where each is found, what each has made and written."""
+"""The server's shard processes: which may join, where each is found, what each has computed and written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from thinwire.parameter_server.status import ShardStatus
 logger = logging.getLogger("thinwire")
 
 Tell = Callable[[str, Any, Any], None]
-"""Puts an event into the server's queue: what ("shard", "shard lost"), who, value."""
+"""Puts an event into the server's queue: what ("shard" or "shard lost"), who, value."""
 
 
 class ShardLost(RuntimeError):
@@ -39,14 +39,14 @@ class ShardLost(RuntimeError):
 
 @dataclass(eq=False)
 class Post:
-    """One shard's place.
+    """One shard and its state.
 
     Attributes:
-        host, port: where leaders find it; no host: the server's own.
-        ready: it has its weights.
-        made, kept: newest version that it has, and that it has written.
-        slice: what it was asked to show.
-        traffic: member -> bytes from it and to it; past: of those who have gone.
+        host, port: where leaders find it; an empty host means the server's own machine.
+        ready: whether it has its weights.
+        made, kept: the newest version that it holds, and the newest that it has written.
+        slice: the weights that it was asked to show.
+        traffic: member -> bytes from it and to it; past: the same for members that have gone.
     """
 
     index: int
@@ -62,14 +62,14 @@ class Post:
 
 
 class Roster:
-    """Takes shards in until all are there; from then on none may go.
+    """Accepts shards until all are there; from then on, losing one ends the training.
 
     Args:
-        count: k.
-        lease_seconds: a shard that is silent for so long has gone.
+        count: k, the number of shards.
+        lease_seconds: a shard that is silent for so long counts as gone.
         outer: hash of the optimizer that every shard must have.
-        keeps: every shard must have a directory for checkpoints.
-        most_bytes: of a tensor that a shard may send.
+        keeps: whether every shard must have a directory for checkpoints.
+        most_bytes: size of the largest tensor that a shard may send.
         tell: see ``Tell``.
     """
 
@@ -89,7 +89,7 @@ class Roster:
         return len(self.posts) == self.count and all(post.ready for post in self.posts.values())
 
     def enlist(self, pair: Pair, host: str, message: Enlist, answer: Callable[[int], Enlisted]) -> None:
-        """A shard has come: take it in with an answer of its index, or say why not."""
+        """Accept a shard that has connected, with ``answer`` of its index, or send it the reason for the refusal."""
         reason = self.objection(message)
         if reason:
             with contextlib.suppress(PairError):
@@ -113,7 +113,7 @@ class Roster:
             self._beating.start()
 
     def objection(self, message: Enlist) -> int:
-        """Why this shard is not taken in; 0 where it is."""
+        """Return the reason for refusing this shard; 0 if it is accepted."""
         if message.protocol != PROTOCOL:
             return SHARD_PROTOCOL
         if not 0 <= message.index < self.count:
@@ -125,11 +125,11 @@ class Roster:
         return NO_DIRECTORY if self._keeps and not message.keeps else 0
 
     def has(self, post: Post) -> bool:
-        """Whether this is still the shard at its place."""
+        """Return whether this is still the current shard with its index."""
         return self.posts.get(post.index) is post
 
     def gone(self, post: Post, reason: str, version: int, saved: int | None) -> None:
-        """A shard's connection has ended, at ``version``; ``saved``: that of the last checkpoint.
+        """Note that a shard's connection ended at ``version``; ``saved``: version of the last checkpoint.
 
         Raises:
             ShardLost: training has begun, so its part of the weights is lost.
@@ -152,24 +152,24 @@ class Roster:
         )
 
     def addresses(self) -> str:
-        """For the leaders, as text."""
+        """Return the shards' addresses as text for the leaders."""
         posts = [post for _, post in sorted(self.posts.items())]
-        shown = [post.connection.pair.other.shown for post in posts]  # by its certificate a leader knows the shard
+        shown = [post.connection.pair.other.shown for post in posts]  # leaders recognise a shard by its certificate
         places = [[p.host, p.port, one.fingerprint if one else ""] for p, one in zip(posts, shown)]
         return json.dumps({"count": self.count, "places": places})
 
     def post(self, message: Anything) -> None:
-        """To all shards."""
+        """Send a message to all shards."""
         for post in list(self.posts.values()):
             post.connection.post(message)
 
     def _beat(self) -> None:
-        """Signs of life, in a thread of their own: what the server's user does at an update is no silence."""
+        """Send signs of life, in a separate thread, so that the user's ``on_update`` does not look like silence."""
         while not self._over.wait(self._lease / 3):
             self.post(Ping())
 
     def close(self, version: int | None) -> None:
-        """Let the shards go: training has ended at ``version``; None: they shall wait for another server."""
+        """Let the shards go: training has ended at ``version``; None: they should wait for another server."""
         self._over.set()
         for post in self.posts.values():
             if version is not None:
@@ -179,7 +179,7 @@ class Roster:
             post.connection.join(2.0)
 
     def status(self) -> tuple[ShardStatus, ...]:
-        """A line per shard."""
+        """Return the status of each shard."""
         rows = []
         for index in range(self.count):
             post = self.posts.get(index)

@@ -1,4 +1,4 @@
-"""The server process: the state machine between real connections, the journal and the checkpoints."""
+"""The server process: connects the state machine with real connections, the journal and the checkpoints."""
 
 from __future__ import annotations
 
@@ -58,31 +58,32 @@ class Service:
     """Serves one model to nodes that come and go.
 
     Args:
-        model: its trainable parameters are the start, and hold the result in the end.
-        settings: published to every node.
-        port: of the rendezvous; 0 takes a free one.
+        model: its trainable parameters are the initial weights, and hold the result at the end.
+        settings: sent to every node.
+        port: to listen on; 0 chooses a free one.
         host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``.
-        secret: which nodes and shards must know, at least 16 bytes; by default that of ``THINWIRE_SECRET_FILE``.
-        keys: directory of an identity that ``thinwire keys new`` wrote, in place of a secret: TLS on all connections.
-        insecure: let everybody in who reaches the port.
+        secret: nodes and shards must know it; at least 16 bytes; by default that of ``THINWIRE_SECRET_FILE``.
+        keys: directory of an identity written by ``thinwire keys new``, instead of a secret: TLS on all connections.
+        insecure: let in everybody who reaches the port.
         outer: makes the optimizer of the flat weights; by default that of the settings.
-        outer_text: published, for shards that are started with a command line.
-        nodes: expected; sets ``c`` of the default optimizer, not who may come.
-        shards: k processes that hold a slice of the weights each, see :class:`Shard`; 0: the server holds them whole.
-        updates, gradients: when to end; None: at ``stop``.
-        checkpoint_dir: for checkpoints, and to go on from.
+        outer_text: sent to shards that are started from a command line.
+        nodes: the expected number; it sets ``c`` of the default optimizer and does not limit who may join.
+        shards: k processes that hold one slice of the weights each, see :class:`Shard`; 0: the server holds all
+            weights.
+        updates, gradients: when to end; None: when ``stop`` is called.
+        checkpoint_dir: where checkpoints are written, and read to continue from.
         checkpoint_every: updates between checkpoints.
         journal: file for the log of updates. facts: for its first line.
         on_update: called with the version and the weights after the first update and then after every
-            ``on_update_every``; they must not be edited. Shards send theirs to the server for it.
+            ``on_update_every``; it must not modify the weights. Shards send theirs to the server for this.
         on_status: called about twice a second.
 
     Attributes:
-        unsaved: why the last weights are in no checkpoint, when the end has come and they should be.
+        unsaved: the reason why the final weights are in no checkpoint although they should be.
 
     Raises:
-        ValueError: the checkpoint is of another model or another number of shards, or checkpoint_dir or journal can
-            never be written.
+        ValueError: the checkpoint is of another model or another number of shards, or checkpoint_dir or journal cannot
+            be written.
         PairError: the port is taken.
     """
 
@@ -124,11 +125,11 @@ class Service:
         self._on_status, self._on_event = on_status, on_event
         count = nodes or settings.start_nodes
         if shards:
-            slices(self.layout.numel, shards)  # refuses a number that cannot be
+            slices(self.layout.numel, shards)  # raises if the model cannot be cut into so many
         if checkpoint_dir is not None:
             checkpoints.prepare(checkpoint_dir)
         saved = self._load(shards)
-        first = (time.time_ns() >> 20) << 10  # above all members of an earlier life, even of one without a checkpoint
+        first = (time.time_ns() >> 20) << 10  # above all member numbers of earlier runs
         self.machine = Server(settings, first_member=first)
         self.buffers = RunningBuffers(self.layout.buffers)
         if saved is not None:
@@ -154,7 +155,7 @@ class Service:
         self._listener = Listener(
             port, host, notes, roles=("node", "shard"), trust=find_trust(secret, keys), insecure=insecure
         )
-        try:  # only now: another server on this port may be writing it
+        try:  # only after listening: another server on this port may be writing the journal
             self._journal = JournalWriter(journal, settings, facts or {}, self.resumed) if journal else None
         except ValueError:
             self._listener.close()
@@ -187,23 +188,23 @@ class Service:
                      ready=self._publish, failed=self._not_saved)  # fmt: skip
 
     def _publish(self, addresses: str) -> None:
-        """The shards are all there: nodes may come."""
+        """Let nodes join, because all shards are there."""
         if self._directory and self._begins:
-            self._save()  # from here on all can go on together
+            self._save()  # from here on, server and shards can continue together after a restart
         self._listener.note("shards", addresses)
 
     @property
     def port(self) -> int:
-        """Of the rendezvous."""
+        """The port that the server listens on."""
         return self._listener.port
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> Status:
-        """Serve until the end. Returns the last status; the model holds the last weights.
+        """Serve until the end. Return the last status; the model then holds the final weights.
 
         Raises:
-            ShardLost: a shard has gone, or does not answer; or ``stop`` was called before they were there.
+            ShardLost: a shard has gone or does not answer, or ``stop`` was called before all shards were there.
         """
         self._listener.serve(self._came, FRAME.size)
         try:
@@ -232,7 +233,7 @@ class Service:
                 self._handle(event)
             now = time.monotonic()
             if now >= next_tick:
-                while self._inbox.qsize():  # whoever has sent something is not silent
+                while self._inbox.qsize():  # handle what has arrived first, so that its senders do not count as silent
                     self._handle(self._inbox.get())
                 self._do(self.machine.tick(time.monotonic()))
                 for member in self.keeper.tick(time.monotonic()):
@@ -248,11 +249,11 @@ class Service:
         return None
 
     def stop(self) -> None:
-        """End the training after what is being done now; from any thread."""
+        """End the training after the current update; may be called from any thread."""
         self._tell("stop", None, None)
 
     def close(self) -> None:
-        """Save what is new, and let everything go. ``run`` does so at its end."""
+        """Save what is new, and close all connections. ``run`` calls this at its end."""
         if self._closed:
             return
         self._closed = True
@@ -276,7 +277,7 @@ class Service:
         self.close()
 
     def _look_back(self) -> None:
-        """Whether the last weights were saved."""
+        """Warn if the final weights were not saved."""
         assert self._directory is not None
         there, version = checkpoints.kept_in(self._directory).found(), self.machine.version
         if not self._over or max(there, default=-1) >= version:
@@ -285,7 +286,7 @@ class Service:
         logger.warning("%s; the model holds the last weights: save them elsewhere", self.unsaved)
 
     def _reached(self, updates: int = 0, gradients: int = 0) -> bool:
-        """Whether the end is there, or will be after that many more."""
+        """Return whether the end is reached, or will be after that many more updates and gradients."""
         version, applied = self.machine.version + updates, self.machine.counters["applied"] + gradients
         enough = self._updates is not None and version >= self._updates
         return enough or (self._gradients is not None and applied >= self._gradients)
@@ -321,7 +322,7 @@ class Service:
             self._links.turn_away(hello.node, hello.instance, OTHER_MODEL)
         elif self.keeper.ready:
             self._do(self.machine.on(hello, now))
-        else:  # it comes again when the weights are there
+        else:  # it says HELLO again, until the weights are there
             self._links.turn_away(hello.node, hello.instance)
 
     def _came(self, pair: Pair, hello: bytes) -> None:
@@ -371,9 +372,9 @@ class Service:
     def _applied(self, effect: Apply, theta: Tensor | None) -> None:
         self._ages.add(effect)
         self._record(effect)
-        self._positions = dict(self.machine.positions)  # of what is applied; next, more may come in
+        self._positions = dict(self.machine.positions)  # of what is applied; more may come in next
         if self._reached(1, sum(len(part.rows) for part in effect.contributions)):
-            self.machine.finished = True  # no more weights, and no more updates
+            self.machine.finished = True  # send no more weights, make no more updates
         after = self.machine.applied(time.monotonic())
         version = self.machine.version
         if self._directory and version % self._checkpoint_every == 0:
@@ -413,14 +414,14 @@ class Service:
         logger.warning("%s; %s", why, self._goes_on())
 
     def _goes_on(self) -> str:
-        """What would come of another start."""
+        """Return what would happen if the server were started again."""
         assert self._directory is not None
         there = checkpoints.kept_in(self._directory).found()
         start = f"goes on from version {max(there)}" if there else "starts over"
         return f"a server that is started again {start}"
 
     def status(self) -> Status:
-        """What is going on, now; any thread may ask."""
+        """Return the current status; may be called from any thread."""
         seconds = time.monotonic() - self._began
         links = self._links
         return status_of(self.machine, self._ages, links.traffic(), links.past(), seconds, self.keeper.shards())

@@ -1,4 +1,4 @@
-"""Settings: one frozen record that turns the same two state machines into each of the published schemes."""
+"""Settings: one frozen record that turns the same two state machines into any of the published schemes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _EVERY = re.compile(r"(?P<number>[1-9]\d*) nodes|(?P<unit>nodes|workers)(/(?P<di
 
 
 class Every(NamedTuple):
-    """``update_every`` taken apart.
+    """The parts of ``update_every``.
 
     Attributes:
-        nodes: whether nodes with fresh work are counted; else gradients.
-        number: of them; None: those alive / ``divisor``.
+        nodes: whether nodes with new work are counted; otherwise gradients.
+        number: how many are needed; None: those alive / ``divisor``.
     """
 
     nodes: bool
@@ -45,34 +45,34 @@ class Every(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """How server and leaders behave. Plain data: the server publishes it and every node follows it.
+    """How server and leaders behave. Plain data: the server sends it to every node, and all nodes follow it.
 
     Attributes:
         local_update: what a worker hands in: ``Gradient()`` or ``LocalSteps(...)``.
         transfer: "pull": the leader sums, the server asks for the sum; "push": each submission goes to the server.
-        pull: whom an update asks for its sum: all nodes with new work ("fresh"), or of these no more than it
-            needs, the oldest work first ("stalest").
-        update_every: what makes an update. ``3``: three gradients; ``"workers/2"``: floor(workers / 2) gradients (the
-            rule of n-softsync); ``"nodes/2"``: floor(nodes / 2) nodes with fresh work; ``"3 nodes"``: three nodes, or
-            all if there are fewer. ``"nodes"`` and ``"workers"`` are all of them; those alive count, and one is always
-            needed.
+        pull: which nodes an update asks for their sums: all with new work ("fresh"), or no more of them than it needs,
+            the oldest work first ("stalest").
+        update_every: what starts an update. ``3``: three gradients; ``"workers/2"``: floor(workers / 2) gradients (the
+            rule of n-softsync); ``"nodes/2"``: floor(nodes / 2) nodes with new work; ``"3 nodes"``: three nodes, or all
+            if there are fewer. ``"nodes"`` and ``"workers"`` mean all of them. Only those alive count, and at least one
+            is always needed.
         max_staleness: S, the bound on staleness in versions; None: no bound.
-        enforce: what keeps the bound. "wait": an update waits until nothing older than S stays behind; "drop": older
-            pushes are dropped.
+        enforce: how the bound is kept. "wait": an update waits until it leaves out nothing older than S allows; "drop":
+            older pushes are dropped.
         clock_limit: s of stale synchronous parallel: no node is more than s rounds ahead of the slowest.
-        alpha: factor of a gradient by its staleness, see :func:`staleness.alpha`.
-        norm: divisor: "one" counts gradients, "alpha" their factors.
-        lr_scale: rate by the gradients in an update: "none", "linear", "sqrt".
-        local: inside a node each worker on its own ("async"), or all in step ("sync").
-        buffer: most submissions a leader holds, computed and running; at least one per worker is always allowed.
+        alpha: factor of a gradient as a function of its staleness, see :func:`staleness.alpha`.
+        norm: the divisor: "one" counts gradients, "alpha" sums their factors.
+        lr_scale: how the learning rate depends on the number of gradients in an update: "none", "linear", "sqrt".
+        local: inside a node each worker works on its own ("async"), or all work in step ("sync").
+        buffer: the most submissions of a leader, buffered and being computed; one per worker is always allowed.
         lease_seconds: a member that is silent for so long is dropped.
-        start_nodes: the first weights wait for that many nodes.
-        grace_seconds: an update waits so long for more who have finished.
+        start_nodes: the first weights are sent when that many nodes have joined.
+        grace_seconds: how long an update waits for more nodes to finish.
         deterministic: contributions are added in the order (node, worker, step), in fp64.
-        compress_up, compress_down: "topk" (residual kept where it is sent), "int8", or None.
-        density: kept share of "topk".
-        buffers: running means of batch norms and the like: "average": each node's mean goes to the server, which keeps
-            a moving average, and all have it in the end; "local": each worker keeps its own.
+        compress_up, compress_down: "topk" (the sender keeps the residual), "int8", or None.
+        density: share of the elements that "topk" keeps.
+        buffers: running means of batch norms and the like. "average": each node's mean goes to the server, which keeps
+            a moving average, and all have it at the end; "local": each worker keeps its own.
     """
 
     local_update: Submission = field(default_factory=Gradient)
@@ -142,28 +142,31 @@ class Settings:
 
     @property
     def starts_per_version(self) -> int:
-        """How often a worker may start on one copy of the weights."""
+        """How often a worker may start on the same weights."""
         return 1 if self.max_staleness == 0 or self.transfer == "push" else UNBOUNDED
 
     @property
     def channels(self) -> int:
-        """2: control overtakes tensors. 1 where order matters: a FENCE may not overtake weights at S = 0, nor an IN a
-        pushed gradient."""
+        """The channels of a leader's connection.
+
+        2: control messages overtake tensors. 1 if order matters: at S = 0 a FENCE must not overtake weights, and an IN
+        must not overtake a pushed gradient.
+        """
         return 2 if self.transfer == "pull" and self.max_staleness != 0 else 1
 
     @property
     def counts_nodes(self) -> bool:
-        """Whether nodes are counted towards an update; else gradients."""
+        """Whether nodes are counted towards an update; otherwise gradients."""
         return _every(self.update_every).nodes
 
     def needed(self, alive: int) -> int:
-        """How many make an update among that many ``alive`` (nodes where nodes are counted, else workers)."""
+        """Return how many make an update, given how many are ``alive`` (nodes if nodes are counted, else workers)."""
         nodes, number, divisor = _every(self.update_every)
         wanted = number if number is not None else int(alive / divisor)
         return max(1, min(wanted, alive) if nodes else wanted)
 
     def to_json(self) -> str:
-        """One line of JSON; :meth:`from_json` reads it back."""
+        """Return one line of JSON; :meth:`from_json` reads it."""
         data = asdict(self)
         data["local_update"] = {"kind": type(self.local_update).__name__, **data["local_update"]}
         return json.dumps(data, sort_keys=True)
@@ -173,7 +176,7 @@ class Settings:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: it is not that.
+            ValueError: the text is no settings.
         """
         try:
             data = _renamed(dict(json.loads(text)))
@@ -190,10 +193,10 @@ class Settings:
 
 @cache
 def _every(words: int | str) -> Every:
-    """Take ``update_every`` apart.
+    """Parse ``update_every``.
 
     Raises:
-        ValueError: it is none of its forms, or divides by less than 1.
+        ValueError: it has none of the valid forms, or divides by less than 1.
     """
     if not isinstance(words, str):
         return Every(False, words, 1.0)
@@ -208,7 +211,7 @@ def _every(words: int | str) -> Every:
 
 
 def _renamed(data: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a journal from before, with ``submit``, ``limit`` and ``trigger``, in the words of today."""
+    """Translate the settings of an older journal, with ``submit``, ``limit`` and ``trigger``, to today's names."""
     if "submit" not in data:
         return data
     nodes, n, count = data.pop("trigger", "nodes") == "nodes", data.pop("n", 2.0), data.pop("count", None)

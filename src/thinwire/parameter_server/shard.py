@@ -33,31 +33,31 @@ _FIRST_SECONDS = 60.0
 
 
 class ShardRefused(RuntimeError):
-    """The server does not take this shard in."""
+    """The server refuses this shard."""
 
 
 class Shard:
-    """Keeps slice ``index`` of a served model's weights. It decides nothing: the server says what to add and when.
+    """Holds slice ``index`` of a served model's weights. It decides nothing: the server says what to add and when.
 
-    If the server dies, a shard waits for the next one at the same address, as nodes do.
+    If the server dies, a shard waits for the next server at the same address, as nodes do.
 
     Args:
         server: ``host:port`` of the server, which was started with ``shards``.
-        index: which slice, from 0.
-        outer: makes the optimizer, as the server's; by default that of the settings. It must treat each element for
-            itself, as SGD and Adam do: of norms over all weights a shard would know its part alone.
-        read_outer: makes it, where ``outer`` is not given, of the text that the server publishes (``outer_text``).
-        checkpoint_dir: for checkpoints; needed where the server has one.
-        port: where leaders find this shard; 0 takes a free one.
-        host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``. The server
-            is called from it too, as leaders are sent to where the server saw this shard.
+        index: number of the slice, from 0.
+        outer: makes the optimizer, as the server's; by default that of the settings. It must treat each element
+            separately, as SGD and Adam do: a shard cannot compute norms over all weights.
+        read_outer: makes ``outer``, if that is not given, from the text that the server publishes (``outer_text``).
+        checkpoint_dir: for checkpoints; needed if the server has one.
+        port: where leaders find this shard; 0 chooses a free one.
+        host: the address to listen at; one that other machines reach needs keys, a secret, or ``insecure``. Connections
+            to the server also start from it, because leaders are sent to the address from which the shard connected.
         secret: the server's; by default that of ``THINWIRE_SECRET_FILE``.
-        keys: directory of this shard's identity, where the server has keys.
-        insecure: let everybody in who reaches the port.
+        keys: directory of this shard's identity, if the server uses keys.
+        insecure: let in everybody who reaches the port.
         leases: give up after that many leases without a server.
 
     Raises:
-        ValueError: this is no address, or no directory.
+        ValueError: the address or the directory is invalid.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Shard:
         self._listener.serve(self._came, FRAME.size)
 
     def run(self) -> int:
-        """Serve until the end of the training. Returns the version of the last weights.
+        """Serve until the end of the training. Return the version of the final weights.
 
         Raises:
             ServerLost: the server has gone and did not come back.
-            ShardRefused: the server does not take this shard in.
-            ValueError: the server has no such shard, its nodes could not reach this one, or the checkpoint to go on
-                from is not there.
+            ShardRefused: the server refuses this shard.
+            ValueError: the server has no such shard, its nodes could not reach this one, or the checkpoint to continue
+                from is missing.
         """
         beat = threading.Thread(target=self._beat, name="thinwire-shard-beat", daemon=True)
         beat.start()
@@ -132,7 +132,7 @@ class Shard:
     # --- the server -----------------------------------------------------------------------------------------------
 
     def _enlist(self, known: bool) -> Connection:
-        """Connect to the server, or wait for it."""
+        """Connect to the server, waiting for it if necessary."""
         since = time.monotonic()
         lease = 10.0 if self.keeper is None else self.keeper.settings.lease_seconds
         patience = self._leases * lease if known else _FIRST_SECONDS
@@ -145,7 +145,7 @@ class Shard:
                 pair = meeting.connect(encode(Enlist(self.index, self._listener.port, PROTOCOL, keeps, number)))
                 break
             except PairError as error:
-                if isinstance(error, NotAdmitted) and not known:  # later it may be another at a lost server's port
+                if isinstance(error, NotAdmitted) and not known:  # later, another program may have the port
                     raise ShardRefused(str(error)) from error
                 if time.monotonic() - since > patience:
                     advice = "" if known else ": start `thinwire ps server --shards K` there, or correct the address"
@@ -169,7 +169,7 @@ class Shard:
         return box[0].start()
 
     def _keeper_for(self, meeting: Meeting) -> SliceKeeper:
-        """What the server's notes ask for; no weights yet."""
+        """Return the keeper that the server's notes ask for, still without weights."""
         if is_loopback(self._host) and not is_loopback(meeting.found_at):
             raise ValueError(
                 f"nodes of the server at {self.server} could not reach this shard at {self._host}: give it --host, or "
@@ -187,7 +187,7 @@ class Shard:
         return SliceKeeper(settings, layout, outer, self.index, count, full, self._directory)
 
     def _beat(self) -> None:
-        """Signs of life, in a thread of their own: a step of the optimizer is no silence."""
+        """Send signs of life, in a separate thread, so that an optimizer step does not look like silence."""
         while not self._over.wait(0.1 if self.keeper is None else self.keeper.settings.lease_seconds / 3):
             if self._line is not None:
                 self._line.post(Ping())
@@ -195,7 +195,7 @@ class Shard:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def _serve(self, line: Connection) -> int | None:
-        """One connection's life. The last version when training has ended, None when the server has gone."""
+        """Serve one connection. Return the final version when training has ended, None when the server has gone."""
         assert self.keeper is not None
         keeper, visitors = self.keeper, self.visitors
         while True:
@@ -203,7 +203,7 @@ class Shard:
             if what not in ("word", "lost"):
                 answers = visitors.on(what, who, value, keeper)
             elif who is not line:
-                continue  # of an earlier server
+                continue  # it belongs to an earlier server
             elif what == "lost":
                 visitors.close(0.0)
                 return None
@@ -217,7 +217,7 @@ class Shard:
                 if value.reason != SHARD_TAKEN or time.monotonic() - self._taken_at > lease:
                     raise ShardRefused(text.format(index=self.index))
                 line.close()
-                time.sleep(min(0.5, lease / 4))  # who is there may be dead: the server knows when its lease has ended
+                time.sleep(min(0.5, lease / 4))  # the server knows when the lease of the other ends
                 return None
             else:
                 self._taken_at = None

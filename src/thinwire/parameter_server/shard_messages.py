@@ -1,4 +1,4 @@
-"""The messages of a model in shards: between the server and its shard processes, and between these and the leaders."""
+"""The messages of a model in shards: between the server and its shard processes, and between shards and leaders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LAST = 1 << 62
-"""Number of the pieces that a STOP announces; above all others."""
+"""Number of the pieces that a STOP announces; larger than all others."""
 
 NO_INDEX, SHARD_TAKEN, SHARD_PROTOCOL, OTHER_OUTER, NO_DIRECTORY = 1, 2, 3, 4, 5
 SHARD_REASONS = {
@@ -24,8 +24,10 @@ SHARD_REASONS = {
 
 @dataclass(frozen=True)
 class Enlist:
-    """A shard's first word. ``port``: where leaders find it. ``keeps``: it has a directory for checkpoints. ``outer``:
-    hash of its optimizer's kind and options."""
+    """A shard's first message. ``port``: where leaders find it.
+
+    ``keeps``: it has a directory for checkpoints. ``outer``: hash of its optimizer's type and options.
+    """
 
     index: int
     port: int
@@ -37,7 +39,9 @@ class Enlist:
 @dataclass(frozen=True)
 class Enlisted:
     """The server's answer: begin with this slice of the weights or, without one, with the checkpoint of ``version``.
-    ``run``: number of the training, so that checkpoints of another one are told apart."""
+
+    ``run``: number of the training, to recognise checkpoints of another training.
+    """
 
     version: int
     run: int
@@ -46,7 +50,7 @@ class Enlisted:
 
 @dataclass(frozen=True)
 class Admit:
-    """Who has shown this ticket is member ``member`` from now on."""
+    """The leader that showed this ticket is member ``member`` from now on."""
 
     member: int
     ticket: int
@@ -54,7 +58,7 @@ class Admit:
 
 @dataclass(frozen=True)
 class Term:
-    """A sum that an update takes, or that is kept: whose, which, and its factor."""
+    """A sum that an update uses, or that is kept: its member, its number and its factor."""
 
     member: int
     seq: int
@@ -63,7 +67,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """A member has gone: close its connection and drop its sums but those in ``rows``."""
+    """A member has gone: close its connection and drop its sums except those in ``rows``."""
 
     member: int
     rows: tuple[Term, ...] = ()
@@ -71,7 +75,7 @@ class Dismiss:
 
 @dataclass(frozen=True)
 class Discard:
-    """A sum is not used."""
+    """A sum will not be used."""
 
     member: int
     seq: int
@@ -79,8 +83,11 @@ class Discard:
 
 @dataclass(frozen=True)
 class Update:
-    """Make version + 1 of ``version``: add ``rows`` in this order, divide, step at ``factor`` times the rate. With
-    ``show`` the answer carries the new slice."""
+    """Make version + 1 from ``version``: add ``rows`` in this order, divide, step with ``factor`` times the learning
+    rate.
+
+    With ``show`` the answer carries the new slice.
+    """
 
     version: int
     divisor: float
@@ -91,7 +98,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Give:
-    """Send a leader your slice of the weights of this moment, as its piece ``number``."""
+    """Send a leader the current weights of your slice, as its piece ``number``."""
 
     member: int
     number: int
@@ -99,8 +106,10 @@ class Give:
 
 @dataclass(frozen=True)
 class Save:
-    """Write a checkpoint of this version, which is the present one. ``whole``: the version of the last one that all
-    have written, which must stay; -1: there is none."""
+    """Write a checkpoint of this version, the current one.
+
+    ``whole``: the version that all processes have written last, which must be kept; -1: none.
+    """
 
     version: int
     whole: int = -1
@@ -108,14 +117,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Show:
-    """Send the server the present slice."""
+    """Send the server the current slice."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class Made:
-    """A shard has this version. With a tensor: the slice that was asked for."""
+    """A shard now has this version. If there is a tensor, it is the slice that was asked for."""
 
     version: int
     tensor: Any = None
@@ -123,7 +132,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Kept:
-    """A shard has written the checkpoint of this version, or has ``failed`` to."""
+    """A shard has written the checkpoint of this version, or ``failed`` to."""
 
     version: int
     failed: bool = False
@@ -131,7 +140,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A piece of a member's sum is there. ``up``, ``down``: bytes from it and to it since it came."""
+    """A piece of a member's sum has arrived. ``up``, ``down``: bytes from and to the member since it connected."""
 
     member: int
     seq: int
@@ -141,7 +150,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Left:
-    """The connection of a member has ended; its last bytes."""
+    """The connection of a member has ended; its final byte counts."""
 
     member: int
     up: int
@@ -153,15 +162,18 @@ class Left:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A leader's first word to a shard: the number that its HELLO to the server will repeat."""
+    """A leader's first message to a shard: the number that its HELLO to the server will repeat."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of the sum ``number`` (a GRAD's ``seq``), or of the weights ``number`` (a WEIGHTS' ``grant``, or
-    ``LAST``). ``delta``: a compressed difference to the slice sent before."""
+    """A slice of the sum ``number`` (a GRAD's ``seq``) or of the weights ``number`` (a WEIGHTS' ``grant``, or
+    ``LAST``).
+
+    ``delta``: it is a compressed difference from the slice sent before.
+    """
 
     member: int
     number: int

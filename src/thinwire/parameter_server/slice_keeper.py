@@ -1,4 +1,4 @@
-"""A shard's own slice: the weights and their optimizer, the sums that have come for them, the checkpoints."""
+"""A shard's own slice: the weights and their optimizer, the sums received for them, and the checkpoints."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ logger = logging.getLogger("thinwire")
 
 
 class SliceKeeper:
-    """What a shard keeps. Without sockets: messages of the server in, answers out.
+    """The state of a shard, without sockets: takes the server's messages and returns the answers.
 
     Args:
         settings, layout: the server's.
         outer: makes the optimizer.
-        index, count: which slice of how many.
-        full: gradients of a whole round, as the server counts.
+        index, count: number of the slice, and how many there are.
+        full: number of gradients of a whole round, as the server counts them.
         checkpoint_dir: for checkpoints.
 
     Attributes:
@@ -73,15 +73,15 @@ class SliceKeeper:
 
     @property
     def weights(self) -> Tensor:
-        """Of the present version; they do not change."""
+        """The weights of the current version; this tensor is never modified."""
         assert self._snapshot is not None
         return self._snapshot
 
     def on(self, message: Anything) -> list[Anything]:
-        """What the server says, and the answers to it.
+        """Handle a message from the server and return the answers.
 
         Raises:
-            ValueError: a checkpoint is not there.
+            ValueError: a checkpoint is missing or does not fit.
         """
         if isinstance(message, Enlisted):
             self._begin(message)
@@ -131,7 +131,7 @@ class SliceKeeper:
         self.version = message.version + 1
 
     def _save(self, whole: int) -> bool:
-        """Returns whether it was written."""
+        """Write a checkpoint; return whether it was written."""
         assert self._directory is not None
         master = self.master
         saved = checkpoints.Saved(
@@ -148,15 +148,15 @@ class SliceKeeper:
     # --- leaders --------------------------------------------------------------------------------------------------
 
     def add(self, member: int, seq: int, message: Tensor) -> None:
-        """A piece of a sum has come, as bytes.
+        """Store a piece of a sum that has arrived as bytes.
 
         Raises:
-            ValueError: its length does not fit.
+            ValueError: its length is wrong.
         """
         self.held[member, seq] = self._end.sum(message)
 
     def piece(self, member: int, number: int) -> Piece:
-        """The present weights for a member; the last ones whole."""
+        """Return the current weights for a member; the final ones are not compressed."""
         if number == LAST:
             return Piece(member, number, False, self.weights)
         tensor, delta = self._end.weights(member, self.weights)

@@ -6,14 +6,14 @@ from itertools import pairwise
 
 
 def slices(numel: int, shards: int) -> tuple[slice, ...]:
-    """Contiguous slices of ``[D]``, in order, of equal size up to one element; none is empty.
+    """Cut ``[D]`` into contiguous slices, in order, of equal size up to one element; none is empty.
 
     Args:
-        numel: D.
-        shards: k.
+        numel: D, number of elements.
+        shards: k, number of slices.
 
     Raises:
-        ValueError: there cannot be that many.
+        ValueError: there are fewer elements than shards, or no shards.
 
     Example:
         >>> slices(7, 2)

@@ -1,4 +1,4 @@
-"""How much an old gradient counts: the weight alpha of its staleness, and the rate of an update of few gradients."""
+"""How much an old gradient counts: its factor alpha, and the learning rate of an update with few gradients."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LR_SCALES = ("none", "linear", "sqrt")
 
 
 def alpha(rule: str, tau: int) -> float:
-    """The factor of a gradient that is ``tau`` versions old.
+    """Return the factor of a gradient that is ``tau`` versions old.
 
     Args:
         rule: "none": 1; "inverse": 1 / max(tau, 1) (arXiv 1511.05950); "reciprocal": 1 / (1 + tau); "invsqrt":
             1 / sqrt(1 + tau) (FedBuff).
-        tau: version it is applied at minus version it was computed on; at least 0.
+        tau: version at which it is applied minus version on which it was computed; at least 0.
 
     Example:
         >>> [alpha("inverse", tau) for tau in (0, 1, 2, 4)]
@@ -36,12 +36,15 @@ def alpha(rule: str, tau: int) -> float:
 
 
 def norm(rule: str, alpha_rule: str, tau: int) -> float:
-    """What a gradient adds to the divisor. "one": 1, so stale steps shrink; "alpha": only their direction counts."""
+    """Return what a gradient adds to the divisor.
+
+    "one": 1, so stale steps are shorter; "alpha": the factor, so staleness affects only the direction.
+    """
     return alpha(alpha_rule, tau) if rule == "alpha" else 1.0
 
 
 def lr_scale(rule: str, gradients: int, full: int) -> float:
-    """The factor of the learning rate of an update that averages ``gradients`` where ``full`` are expected.
+    """Return the factor of the learning rate for an update that averages ``gradients`` of the expected ``full``.
 
     Example:
         >>> lr_scale("linear", 2, 8), lr_scale("sqrt", 2, 8), lr_scale("none", 2, 8)

@@ -1,4 +1,4 @@
-"""What a server is doing, as one record: versions, ages, and a line per node."""
+"""What a server is doing, as one record: versions, staleness, and a row per node."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from thinwire.parameter_server.server import Server
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A line of the status table.
+    """A row of the status table.
 
     Attributes:
-        node, member: numbers. alive: workers.
-        seen: iteration number. behind: versions between the server's and the oldest base at work there; -1: idle.
+        node, member: numbers. alive: workers that are alive.
+        seen: iteration number. behind: versions from the oldest base at work there to the server's version; -1: idle.
         step_seconds: of one of its workers. up_bytes, down_bytes: since it joined.
     """
 
@@ -32,7 +32,7 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class ShardStatus:
-    """A shard of the model.
+    """The status of a shard.
 
     Attributes:
         index: of the shard. there: whether it has its weights.
@@ -50,10 +50,10 @@ class Status:
     """What a server is doing.
 
     Attributes:
-        version: updates applied. seconds: since this process began to serve.
-        gradients: applied. staleness: mean and largest age in versions of those applied since the start.
-        counters: see :class:`Server`. up_bytes, down_bytes: of all nodes. loss: mean that workers last reported.
-        shards: of the model; none if the server holds it whole.
+        version: number of updates applied. seconds: since this process began to serve.
+        gradients: number applied. mean_staleness, max_staleness: in versions, of those applied since the start.
+        counters: see :class:`Server`. up_bytes, down_bytes: of all nodes. loss: mean of what the workers last reported.
+        shards: of the model; empty if the server holds all weights.
     """
 
     version: int
@@ -74,7 +74,7 @@ class Status:
 
 @dataclass
 class Ages:
-    """Staleness of what has been applied since the start, in versions."""
+    """Staleness of the gradients applied since the start, in versions."""
 
     count: int = 0
     total: int = 0
@@ -96,11 +96,11 @@ def status_of(
     seconds: float,
     shards: tuple[ShardStatus, ...] = (),
 ) -> Status:
-    """The status of a server.
+    """Return the status of a server.
 
     Args:
         traffic: member -> bytes from it and to it.
-        past: the same of all who have gone.
+        past: the same for all members that have gone.
         seconds: since it began to serve.
         shards: of the model.
     """

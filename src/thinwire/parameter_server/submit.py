@@ -1,4 +1,4 @@
-"""What a worker hands in: one gradient, or the difference that some local steps made."""
+"""What a worker hands in: one gradient, or the difference made by several local steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INNER = ("adamw", "sgd")
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one batch at the weights that the worker was given."""
+    """The gradient of one batch at the weights that the worker received."""
 
     @property
     def steps(self) -> int:
@@ -22,13 +22,13 @@ class Gradient:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """H steps of a local optimizer; handed in is theta before minus theta after (a pseudo-gradient).
+    """H steps of a local optimizer; the worker hands in theta before minus theta after (a pseudo-gradient).
 
     Attributes:
         steps: H, batches per submission.
         inner: "adamw" or "sgd"; its state stays in the worker.
         lr: of the inner optimizer.
-        balance: slower workers do fewer steps, so that all take as long (DyLU of asynchronous local SGD,
+        balance: slower workers make fewer steps, so that all take equally long (DyLU of asynchronous local SGD,
             arXiv 2401.09135): steps * speed / speed of the fastest, rounded down, at least 1.
     """
 

@@ -1,4 +1,4 @@
-"""What the server knows of one leader."""
+"""What the server knows about one leader."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Member:
     """A row of the server's table.
 
     Attributes:
-        seen: newest iteration number; ack: that of the newest gradient sum that has arrived.
-        low, buf_low: bounds on the bases of what it computes, and of what it has buffered.
+        seen: newest iteration number; ack: iteration number of the newest gradient sum that has arrived.
+        low, buf_low: lower bounds on the bases of what it computes, and of what it has buffered.
         sent: version of the newest weights sent; granted: their number.
-        grants: (number, version) of the weights that it has not reported as arrived.
-        allowed: the last start that was permitted (SSP); offset: of its clock against its own count.
-        heard, told: when the last message came and went, seconds.
-        dropped: its submissions that were not finite.
+        grants: (number, version) of the weights that it has not yet reported as received.
+        allowed: the last start that was permitted (SSP); offset: of its clock relative to its own count.
+        heard, told: when the last message was received and sent, seconds.
+        dropped: how many of its submissions were not finite.
         instance: of its process.
     """
 
@@ -48,18 +48,18 @@ class Member:
 
     @property
     def fresh(self) -> bool:
-        """Whether it has finished something since its last sum."""
+        """Whether it has finished anything since its last sum."""
         return self.seen > self.ack
 
     @property
     def clock(self) -> int:
-        """Its submissions that have arrived, on the common scale of SSP."""
+        """Its submissions that have arrived, counted from the common origin of SSP."""
         return self.ack + self.offset
 
     def note(self, message: IterationNumber | Grad) -> None:
-        """Copy what a message says, unless a newer one was faster.
+        """Copy what a message reports, unless a newer one came first.
 
-        Weights in flight count as work on their version: of the grants that are still open the oldest decides.
+        Weights in flight count as work on their version, so the oldest of the unconfirmed grants bounds ``low``.
         """
         if message.seq < self.seq:
             return
@@ -74,11 +74,11 @@ class Member:
             self.loss_sum, self.samples = message.loss_sum, message.samples
 
     def in_flight(self) -> int:
-        """The oldest version among the weights that may not have arrived."""
+        """Return the oldest version among weights that may not have arrived yet."""
         return self.grants[0][1] if self.grants else UNBOUNDED
 
     def grant(self, version: int) -> int:
-        """Note that weights are sent; returns their number."""
+        """Note that weights are sent; return their number."""
         self.granted += 1
         self.sent = version
         self.grants.append((self.granted, version))

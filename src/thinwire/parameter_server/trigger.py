@@ -1,4 +1,4 @@
-"""What begins an update: whether enough work has come, and whom to ask for it."""
+"""What starts an update: whether enough work has arrived, and which nodes are asked for it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from thinwire.parameter_server.table import Member
 
 
 def arrived(settings: Settings, came: Collection[int], parts: Iterable[Contribution]) -> int:
-    """Work that was pushed, in what ``update_every`` counts.
+    """Return how much pushed work has arrived, in the units of ``update_every``.
 
     Args:
         settings: of the run.
-        came: members who pushed.
-        parts: what of it is used.
+        came: members that pushed.
+        parts: the contributions that will be used.
     """
     return len(came) if settings.counts_nodes else sum(len(part.rows) for part in parts)
 
 
 def chosen(settings: Settings, fresh: Iterable[Member], needed: int) -> set[int]:
-    """Numbers of the members whose sums the update asks for."""
+    """Return the numbers of the members whose sums the update asks for."""
     if settings.pull == "fresh":
         return {m.number for m in fresh}
     taken: set[int] = set()
@@ -34,20 +34,23 @@ def chosen(settings: Settings, fresh: Iterable[Member], needed: int) -> set[int]
 
 
 def all_stand(settings: Settings, came: Collection[int], members: Iterable[Member]) -> bool:
-    """Pushes at S = 0 are answered after the update: what has come must do if nobody can send more."""
+    """Return whether all members wait for a pushed update at S = 0.
+
+    Pushes at S = 0 are answered after the update, so if nobody can send more, what has arrived must be enough.
+    """
     held = settings.transfer == "push" and settings.max_staleness == 0
     return held and bool(came) and all(m.low == UNBOUNDED for m in members)
 
 
 class Grace:
-    """An update that could begin waits so long for more who have finished; 0: not at all."""
+    """Lets an update that could begin wait ``seconds`` for more nodes to finish; 0: not at all."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until: float | None = None
 
     def holds(self, now: float, came: Collection[int], members: Collection[int]) -> bool:
-        """Whether to wait still; the time begins with the first call."""
+        """Return whether the update should still wait; the time starts with the first call."""
         if not self._seconds or len(came) == len(members):
             return False
         if self._until is None:
@@ -55,7 +58,7 @@ class Grace:
         return now < self._until
 
     def ends(self, now: float) -> bool:
-        """Whether it has begun and is over."""
+        """Return whether the waiting time has started and is over."""
         return self._until is not None and now >= self._until
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Shards in virtual time: a card each, the pieces of a tensor over them, and what waits for the pieces."""
+"""Shards in virtual time: a network card each, the pieces of a tensor, and the assembly of the pieces."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from thinwire.parameter_server.shard_messages import Piece
 from thinwire.planner.virtual_time import Card
 
 Ends = dict[tuple[str, int], Assembly]
-"""Of one node's connections: way ("up", "down") and member."""
+"""The assemblies of one node's connections, by way ("up", "down") and member."""
 
 
 class VirtualShards:
-    """What a simulation knows of them. Their words to the server and back take the server link's latency.
+    """The shards of a simulation. A message between shard and server takes the server link's latency.
 
     Args:
         count: k.
@@ -26,9 +26,9 @@ class VirtualShards:
         payload_bytes: of a whole tensor.
 
     Attributes:
-        cards: (to it, from it) of each.
+        cards: (to it, from it) of each shard.
         sizes: bytes of each piece, with its frame.
-        hop_seconds: between a shard and the server, one way.
+        hop_seconds: time of a message between a shard and the server.
     """
 
     def __init__(self, count: int, settings: Settings, link: Link, payload_bytes: int) -> None:
@@ -45,14 +45,14 @@ class VirtualShards:
         return len(self.cards)
 
     def assembly(self, ends: Ends, way: str, message: Message | Piece) -> Assembly:
-        """What waits for pieces at one end of one membership."""
+        """Return the assembly at one end of one membership."""
         key = way, getattr(message, "member", 0)
         if key not in ends:
             ends[key] = Assembly(len(self), self._settings.channels == 1)
         return ends[key]
 
     def whole(self, assembly: Assembly, message: Message | Piece, shard: int, now: float) -> list[Message]:
-        """What is whole, and in order, now that a message or a shard's piece has come."""
+        """Return the messages that are complete and next in order, after this message or piece has come."""
         if isinstance(message, Piece):
             ready = assembly.piece(message.number, shard, None, now)
         else:
@@ -61,13 +61,13 @@ class VirtualShards:
 
     @staticmethod
     def number(message: Message) -> int | None:
-        """Of a message's pieces; None: it has none."""
+        """Return the number of a message's pieces; None: it has none."""
         if isinstance(message, Weights) and not message.same:
             return message.grant
         return message.seq if isinstance(message, Grad) and message.rows else None
 
     def pieces(self, message: Message) -> list[tuple[int, Piece, int]]:
-        """(shard, piece, bytes) of a message."""
+        """Return (shard, piece, bytes) for each piece of a message."""
         number = self.number(message)
         if number is None:
             return []

@@ -1,4 +1,4 @@
-"""The leaders at a shard: each shows a ticket, is admitted by the server as a member, and sends and gets pieces."""
+"""The leaders at a shard: each shows a ticket, becomes a member through the server, sends pieces and gets pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.parameter_server.slice_keeper import SliceKeeper
 
 @dataclass(eq=False)
 class Visitor:
-    """One leader's connection. ``member``: 0 before the server has admitted it. ``newest``: its last piece."""
+    """One leader's connection. ``member``: 0 until the server admits it. ``newest``: number of its last piece."""
 
     ticket: int
     member: int = 0
@@ -24,25 +24,25 @@ class Visitor:
     connection: Connection | None = None
 
     def left(self) -> Left:
-        """What the server is told in the end."""
+        """Return what the server is told at the end."""
         up, down = self.bytes()
         return Left(self.member, up, down)
 
     def bytes(self) -> tuple[int, int]:
-        """From it and to it."""
+        """Return the bytes from it and to it."""
         assert self.connection is not None
         return self.connection.pair.received_bytes, self.connection.pair.sent_bytes
 
 
 class Visitors:
-    """Connections of the leaders. ``came`` may be called in any thread, all else in the shard's one.
+    """Connections of the leaders. ``came`` may be called from any thread, everything else from the shard's thread.
 
     Args:
         tell: puts an event into the shard's queue, for :meth:`on`.
 
     Attributes:
-        seconds: that a piece may take beyond its bytes, of connections to come.
-        most_bytes: that it may have, of connections to come.
+        seconds: the time a piece may take beyond its bytes; applies to new connections.
+        most_bytes: the largest piece accepted; applies to new connections.
     """
 
     def __init__(self, tell: Callable[[str, Any, Any], None]) -> None:
@@ -53,7 +53,7 @@ class Visitors:
         self.seconds, self.most_bytes = 10.0, 0
 
     def came(self, pair: Pair, ticket: int) -> None:
-        """A leader has connected. It may be silent as long as it likes: the server knows whether it lives."""
+        """Note that a leader has connected. It may stay silent: the server knows whether it lives."""
         visitor = Visitor(ticket)
         visitor.connection = Connection(
             pair,
@@ -64,11 +64,11 @@ class Visitors:
             deliver=lambda message: self._deliver(visitor, message),
             closed=lambda reason: self._tell("left", visitor, reason),
         )
-        self._tell("came", visitor, None)  # first, so that the server's word about the ticket finds it
+        self._tell("came", visitor, None)  # first, so that it is known when the server admits the ticket
         visitor.connection.start().post(Ping())
 
     def _deliver(self, visitor: Visitor, message: Anything) -> None:
-        """In the connection's thread."""
+        """Check and forward a piece. Called in the connection's thread."""
         if not isinstance(message, Piece) or message.tensor is None:
             raise ValueError("a leader sends a shard something else than pieces: its connection is closed")
         if not visitor.member or message.member != visitor.member or message.number <= visitor.newest:
@@ -77,7 +77,7 @@ class Visitors:
         self._tell("piece", visitor, message)
 
     def on(self, what: str, visitor: Visitor, message: Any, keeper: SliceKeeper) -> list[Anything]:
-        """An event of ``tell``. Returns what the server is to be told."""
+        """Handle an event of ``tell``. Return the messages to the server."""
         if what == "came":
             self._waiting[visitor.ticket] = visitor
         elif what == "left":
@@ -94,10 +94,10 @@ class Visitors:
         return []
 
     def obey(self, message: Anything, keeper: SliceKeeper) -> list[Anything]:
-        """What the server says of its members. Returns what it is to be told."""
+        """Handle what the server says about members. Return the messages to the server."""
         if isinstance(message, Admit):
             visitor = self._waiting.pop(message.ticket, None)
-            if visitor is None:  # it has gone already
+            if visitor is None:  # it has already gone
                 return [Left(message.member, 0, 0)]
             visitor.member = message.member
             self._members[message.member] = visitor
@@ -118,7 +118,7 @@ class Visitors:
         return [visitor.left()]
 
     def close(self, seconds: float) -> None:
-        """Let all go; wait at most so long for their threads."""
+        """Close all connections; wait up to ``seconds`` for their threads."""
         there = [v.connection for v in (*self._members.values(), *self._waiting.values()) if v.connection is not None]
         self._members, self._waiting = {}, {}
         for connection in there:

@@ -1,4 +1,4 @@
-"""A sum that has come becomes a contribution: which weight its age gives it, or whether it is too old."""
+"""Turn an arrived sum into a contribution: how much its age lets it count, or whether it is too old."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from thinwire.parameter_server.table import Member
 
 
 def weigh(settings: Settings, version: int, member: Member, message: Grad) -> Contribution | None:
-    """What an update of ``version`` takes of a sum; None if it is older than the settings allow.
+    """Return the contribution of a sum to an update of ``version``; None if it is older than the settings allow.
 
-    A pulled sum brings its weights along; a pushed one gets them here, as v cannot move between arrival and update.
+    A pulled sum brings its weight along; a pushed sum gets it here, because v cannot change between arrival and update.
     """
     rows = message.rows
     scale, weight = 1.0, message.weight

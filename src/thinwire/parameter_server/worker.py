@@ -1,4 +1,4 @@
-"""A worker: takes weights from the leader of its node, computes, hands the result back."""
+"""A worker: gets weights from the leader of its node, computes, and hands the result back."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ logger = logging.getLogger("thinwire")
 
 
 class ServerLost(RuntimeError):
-    """Nobody answered for six leases."""
+    """No server or leader answered for six leases."""
 
 
 class NodeRefused(RuntimeError):
-    """The server does not take this node in."""
+    """The server refuses this node."""
 
 
 @dataclass
 class WorkerStats:
-    """What a worker did.
+    """Statistics of a worker.
 
     Attributes:
-        submissions: handed in; steps: batches; samples: in them.
-        compute_seconds: of its steps; waiting_seconds: for weights.
+        submissions: number handed in; steps: batches computed; samples: in these batches.
+        compute_seconds: spent in steps; waiting_seconds: spent waiting for weights.
         version: of the last weights; losses: (seconds since its start, loss) of each submission's last batch.
     """
 
@@ -60,13 +60,13 @@ class Worker:
     """One worker of a node.
 
     Args:
-        model: trained in place; at the end it holds the server's last weights.
-        batches: number -> this worker's batch of that number; or an iterable, which starts over at its end.
+        model: trained in place; at the end it holds the server's final weights.
+        batches: number -> this worker's batch of that number; or an iterable, which restarts when it is exhausted.
         loss: (model, batch) -> mean loss.
         leader: ``host:port`` of the node's leader.
-        number: of the worker in its node.
-        slowdown: emulate a slower machine: each step takes that many times as long, by sleeping.
-        pace_seconds: emulate machines of one's own on shared cores: a step takes at least so long, times slowdown.
+        number: of this worker in its node.
+        slowdown: emulates a slower machine: each step takes that many times as long, by sleeping.
+        pace_seconds: emulates a machine with its own cores: each step takes at least this time, times slowdown.
         on_step: called with the seconds since the start and the loss.
         check: called before each attempt to reach the leader; may raise.
         gradient: (flat parameters, number of the batch) -> flat gradient, loss, samples; by default that of
@@ -105,12 +105,12 @@ class Worker:
         self._last_loss, self._last_samples = 0.0, 0
 
     def run(self) -> WorkerStats:
-        """Work until the server says STOP.
+        """Work until the server sends STOP.
 
         Raises:
             ServerLost: the leader has gone and does not come back.
-            LayoutMismatch: this model is not the server's.
-            NodeRefused: the leader has another secret, or other keys.
+            LayoutMismatch: this model differs from the server's.
+            NodeRefused: the leader uses another secret, or other keys.
         """
         been, lost_at, lease = False, None, 10.0
         while True:
@@ -122,7 +122,7 @@ class Worker:
                 lease = settings.lease_seconds
                 pair = meeting.connect(encode(Enter(self.number)))
             except PairError as error:
-                if isinstance(error, NotAdmitted) and not been:  # later it may be another at a lost leader's port
+                if isinstance(error, NotAdmitted) and not been:  # later, another program may have the port
                     raise NodeRefused(f"worker {self.number}: {error}") from error
                 lost_at = time.monotonic() if lost_at is None else lost_at
                 if time.monotonic() - lost_at > 6 * lease:
@@ -141,7 +141,7 @@ class Worker:
                 return self.stats
 
     def _serve(self, connection: Connection, work: LocalWork, lease: float, averaged: bool) -> bool:
-        """One connection's life. True when training has ended."""
+        """Serve one connection. Return True when training has ended."""
         last: Tensor | None = None
         ended = threading.Event()
         beat = threading.Thread(target=self._beat, args=(connection, lease, ended), daemon=True)
@@ -178,12 +178,12 @@ class Worker:
                     connection.post(result)
         finally:
             ended.set()
-            connection.finish()  # after an error too: the process may live on, and the leader would wait for a lease
+            connection.finish()  # after an error too: else the leader would wait for a lease
             connection.join(2.0)
 
     @staticmethod
     def _beat(connection: Connection, lease: float, ended: threading.Event) -> None:
-        """A thread of its own, so that a long step is no silence."""
+        """Send signs of life, in a separate thread, so that a long step does not look like silence."""
         while not ended.wait(lease / 3):
             connection.post(Ping())
 
@@ -210,7 +210,7 @@ class Worker:
         )
 
     def _gradient(self, theta: Tensor, batch: int) -> Tensor:
-        """The flat gradient of one batch at ``theta``."""
+        """Return the flat gradient of one batch at ``theta``."""
         flat, self._last_loss, samples = self._take(theta, batch)
         self._last_samples += samples
         self._on_step(time.monotonic() - self._began, self._last_loss)
