@@ -1,4 +1,4 @@
-"""A development CA, and an identity for each machine: a certificate with its key. Not for production."""
+"""A development CA, and for each machine an identity: a certificate with its key. Not for production."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ISSUER = "thinwire development CA"
 
 @dataclass(frozen=True)
 class Issued:
-    """What a certificate says.
+    """The contents of a certificate.
 
     Attributes:
         directory: of its files, for ``--keys``.
         name: by which others know it.
-        hosts: names and addresses at which others reach it; none: nobody calls it there.
-        expires: the last day.
-        fingerprint: SHA-256 of it, hex.
+        hosts: names and addresses at which others reach it; empty: nobody connects to it.
+        expires: the last valid day.
+        fingerprint: SHA-256 of the certificate, hex.
     """
 
     directory: Path
@@ -39,21 +39,21 @@ class Issued:
 
 
 def new_keys(directory: str | Path, names: Sequence[str], hosts: Sequence[str] = (), days: int = 90) -> list[Issued]:
-    """Make an identity for each name, in a directory of its own, and where there is none the authority that signs them.
+    """Make an identity for each name, each in its own directory, and a signing authority if there is none yet.
 
     ``<directory>/<name>`` holds what that machine needs: ``identity.crt``, ``identity.key`` and ``ca.crt``. The
-    authority's key, ``<directory>/ca.key``, signs further identities and goes to no machine. Keys are readable by their
-    owner alone.
+    authority's key, ``<directory>/ca.key``, signs further identities and is copied to no machine. Only the owner can
+    read the keys.
 
     Args:
-        directory: made if needed; nothing that is there is replaced.
-        names: the one that others call comes first.
-        hosts: names and addresses under which they call it; also, where the authority is new, this machine's own.
-        days: how long the certificates hold.
+        directory: created if needed; existing files are not replaced.
+        names: of the identities; the machine that others connect to comes first.
+        hosts: names and addresses of that machine; if the authority is new, localhost is added.
+        days: how long the certificates are valid.
 
     Raises:
-        ValueError: a name that is no file name, a host that cannot be, an identity that is there already, or the
-            directory cannot be written.
+        ValueError: a name cannot be a file name, a host is invalid, an identity exists already, or the directory cannot
+            be written.
     """
     x509 = _cryptography()
     from cryptography.hazmat.primitives import hashes, serialization
@@ -124,7 +124,7 @@ def new_keys(directory: str | Path, names: Sequence[str], hosts: Sequence[str] =
 
 
 def show_keys(directory: str | Path) -> list[Issued]:
-    """The identities in a directory that :func:`new_keys` wrote, or the one of a machine's.
+    """Return the identities in a directory written by :func:`new_keys`, or the one in a machine's directory.
 
     Raises:
         ValueError: there is none.
@@ -153,7 +153,7 @@ def _read(folder: Path, x509: Any) -> Issued:
 
 
 def _write(folder: Path, contents: dict[Path, bytes]) -> None:
-    """All of the files or, if that cannot be, none of them."""
+    """Write all of the files or, if that fails, none of them."""
     made: list[Path] = []
     try:
         for path, content in contents.items():

@@ -1,4 +1,4 @@
-"""The same state machines in virtual time: thousands of nodes, links and faults, in one process and without waiting."""
+"""The same state machines in virtual time: thousands of nodes, links and faults in one process, without waiting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GradientOf = Callable[[Tensor, int, int, int], Tensor]
 
 
 class _Node:
-    """A node's leader, its wires and its workers, as the simulation sees them."""
+    """A node's leader, wires and workers in the simulation."""
 
     def __init__(self, sim: _Simulation, number: int, link: Link) -> None:
         self.number = number
@@ -46,7 +46,7 @@ class _Node:
         self.connect(sim)
 
     def connect(self, sim: _Simulation) -> None:
-        """New channels; what was on the old ones is lost."""
+        """Open new channels; what was on the old ones is lost."""
         for wire in self.wires.values():
             wire.channel.open = False
         jitter = self.link.jitter
@@ -67,21 +67,21 @@ class _Node:
 
 
 class _Wire:
-    """A channel and what waits for its sending end; to or from the server (-1) or a shard.
+    """A channel to or from the server (-1) or a shard, and the queue at its sending end.
 
-    As on a `Connection`, messages of the wire ``behind`` which another is, the control's, may overtake it, never the
-    reverse: each waits until those that were queued there before it have been sent.
+    As on a `Connection`, control messages may overtake messages of a wire that has the control wire as ``behind``,
+    never the reverse: each of those waits until the control messages queued before it have been sent.
     """
 
     def __init__(self, channel: VirtualChannel, shard: int = -1, behind: _Wire | None = None) -> None:
         self.channel, self.shard, self.behind = channel, shard, behind
-        self.queue: deque[tuple[Message | Piece, int, int]] = deque()  # the last: how many it waits for
+        self.queue: deque[tuple[Message | Piece, int, int]] = deque()  # last: how many control messages it waits for
         self.queued = self.sent = 0
         self.busy = self.due = False
 
     @property
     def waits(self) -> bool:
-        """Whether the next message must not go yet."""
+        """Whether the next message must wait."""
         return self.busy or (self.behind is not None and bool(self.queue) and self.behind.sent < self.queue[0][2])
 
 
@@ -115,7 +115,7 @@ class _Simulation:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Ticks of all, ten per lease."""
+        """Tick the server and all nodes, ten times per lease."""
         self.server_does(self.server.tick(self.time.now))
         for node in self.nodes:
             if node.alive and self.time.now >= node.paused_until:
@@ -156,7 +156,7 @@ class _Simulation:
         for effect in effects:
             if isinstance(effect, Send):
                 if self.shards and isinstance(effect.message, Hello):
-                    node.connect(self)  # each membership has connections of its own to the shards
+                    node.connect(self)  # each membership has its own connections to the shards
                 self.send(node, "up", effect.message)
             elif isinstance(effect, Report):
                 node.wires["up", "control"].due = True
@@ -199,7 +199,7 @@ class _Simulation:
         self.pump(node, way, name)
 
     def pump(self, node: _Node, way: str, name: str) -> None:
-        """Hand the next message to the channel when its end is free; a report only when nothing else waits."""
+        """Give the next message to the channel when its end is free; a report only if nothing else waits."""
         wire = node.wires[way, name]
         if wire.waits:
             return
@@ -232,7 +232,7 @@ class _Simulation:
             self.pump(node, way, "data")
 
     def announce(self, node: _Node, way: str, size: int) -> None:
-        """The frame of a tensor is there before it: who waits for it does not take the sender for dead."""
+        """Note that the frame of a tensor arrives before it, so the receiver does not think that the sender is dead."""
         self.expect(node, way, self.settings.lease_seconds + size / SLOWEST)
 
     def expect(self, node: _Node, way: str, seconds: float) -> None:
@@ -244,7 +244,7 @@ class _Simulation:
     def deliver(
         self, node: _Node, way: str, message: Message | Piece, shard: int = -1, ends: Ends | None = None
     ) -> None:
-        """A message has come over a wire, a shard's or (-1) the server's. ``ends``: of the connection it came by."""
+        """Deliver a message from a wire of a shard or (-1) the server. ``ends``: those of the connection it used."""
         ends = node.ends if ends is None else ends
         if way == "down" and not node.alive:
             return
@@ -259,7 +259,7 @@ class _Simulation:
 
     def assemble(self, node: _Node, way: str, message: Message | Piece, shard: int, ends: Ends) -> None:
         if ends is not node.ends:
-            return  # of a connection that is no more
+            return  # it belongs to a connection that no longer exists
         assembly = self.shards.assembly(ends, way, message)
         ready = self.shards.whole(assembly, message, shard, self.time.now)
         if assembly.until is not None:
@@ -359,18 +359,18 @@ def simulate(
     Args:
         nodes, workers: P leaders with W workers each.
         step_seconds: (node, worker, step, random) -> seconds of one step.
-        link: of each node; or node -> its link.
-        server_link: the server's card, which all share.
+        link: of each node, or a function node -> link.
+        server_link: the server's, shared by all nodes.
         parameters, gradient: weights ``[D]`` and (weights, node, worker, batch) -> gradient; without them only the
             protocol runs.
         outer: makes the server's optimizer; by default that of the settings.
-        payload_bytes: of one tensor on the wire; by default that of ``parameters``.
-        apply_seconds: that the server takes for an update.
-        shards: k machines with a link like the server's hold a slice of the weights each; 0: the server holds them.
+        payload_bytes: of one tensor as sent; by default that of ``parameters``.
+        apply_seconds: the time the server takes for an update.
+        shards: k machines, each with a link like the server's and a slice of the weights; 0: the server holds them.
         evaluate: weights -> loss, called every ``evaluate_seconds`` of virtual time.
 
     Raises:
-        ValueError: no end is given.
+        ValueError: no end is given, or there is no node or worker.
     """
     if updates is None and gradients is None and seconds is None:
         raise ValueError("say when to end: updates, gradients or seconds")
@@ -398,7 +398,7 @@ def simulate(
     def reached() -> bool:
         server = sim.server
         if not any(node.alive for node in sim.nodes) and sim.time.now > last_fault:
-            return True  # nothing can happen any more
+            return True  # nothing more can happen
         return (updates is not None and server.version >= updates) or (
             gradients is not None and server.counters["applied"] >= gradients
         )

@@ -1,6 +1,6 @@
-"""Fine-tuning across a cut (SFT, arXiv 2211.16703) lives here: surgery, the two ends, frames over TLS, codecs, tasks.
+"""Fine-tuning across a cut (SFT, arXiv 2211.16703): surgery, the two ends, frames over TLS, codecs, tasks.
 
-What does not live here: data-parallel training (``methods``, ``engine``), averaging over many edges (``federated``).
+Not here: data-parallel training (``methods``, ``engine``), averaging over many edges (``federated``).
 """
 
 from thinwire.link.tls import Credentials

@@ -22,21 +22,18 @@ from thinwire.split.tasks import Task
 def advise(
     model: nn.Module, task: Task, plan: SplitPlan, recipe: Recipe, link: Link, measured_steps: int = 5
 ) -> dict[str, Estimate]:
-    """The mean step of a training with ``plan``, and with the plain cuts at the same layer.
+    """Return the mean step of a training with ``plan``, and with the plain cuts at the same layer.
 
     Args:
-        model: whose halves are timed; stays as it is.
-        task: gives lengths and labels.
+        model: its halves are timed; it is not changed.
+        task: its data give lengths and labels.
         plan: the chosen one.
         recipe: batch size and epochs.
         link: between the machines.
-        measured_steps: how many steps to run here for the computation; the first does not count. 0: none.
-
-    Returns:
-        By name: "boundary", "ffn", and the chosen plan's.
+        measured_steps: how many steps to run here to time the computation; the first does not count. 0: none.
 
     Raises:
-        ValueError: the model cannot be cut so.
+        ValueError: the model cannot be cut like this.
     """
     view = view_of(model)
     plan.check(len(view.layers(model)), view.hidden)
@@ -51,7 +48,7 @@ def advise(
 
 
 def name_of(plan: SplitPlan) -> str:
-    """``lowrank r=8, up int8,pack``."""
+    """Return a plan's name, such as ``lowrank r=8, up int8,pack``."""
     words = [f"lowrank r={plan.rank}" if plan.kind == "lowrank" else plan.kind]
     words += [f"residual {plan.residual}"] if plan.residual != "drop" else []
     ways = (("both ways", plan.up),) if plan.up == plan.down else (("up", plan.up), ("down", plan.down))
@@ -60,7 +57,7 @@ def name_of(plan: SplitPlan) -> str:
 
 
 def compute_seconds(model: nn.Module, task: Task, plan: SplitPlan, recipe: Recipe, steps: int) -> float:
-    """Seconds of a step without a link, both ends in this process, codecs included: the median of ``steps``."""
+    """Return the seconds of a step without a link, both ends in this process, with codecs: the median of ``steps``."""
     batches = [task.train.batch(indices) for indices in recipe.batches(len(task.train), 0)[: steps + 1]]
     samples = [(b.inputs, b.lengths) for b in batches] if plan.calibrated else None
     pair = LocalPair(*split_model(model, plan, samples), recipe, recipe.steps(len(task.train)))
@@ -74,7 +71,7 @@ def compute_seconds(model: nn.Module, task: Task, plan: SplitPlan, recipe: Recip
 
 
 def mean(steps: Sequence[Estimate]) -> Estimate:
-    """The mean step, bytes rounded."""
+    """Return the mean step, with bytes rounded."""
     count = len(steps)
     payload: Counter[str] = Counter()
     for step in steps:

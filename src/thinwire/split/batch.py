@@ -1,4 +1,4 @@
-"""A batch as the edge has it: inputs, labels, real lengths, and which samples they are."""
+"""A batch at the edge: inputs, labels, real lengths, and which samples they are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Batch:
     """Samples of the edge's data.
 
     Attributes:
-        inputs: by the names that the model's embeddings take: ``input_ids`` [B, L], ``pixel_values`` [B, C, H, W].
+        inputs: by the names of the model's embedding inputs: ``input_ids`` [B, L], ``pixel_values`` [B, C, H, W].
         labels: ``[B]`` (``[B, L]`` with ``loss="next_token"``).
-        lengths: real tokens per sample, int64 ``[B]``; padding is on the right. None: nothing is padded.
+        lengths: real tokens per sample, int64 ``[B]``; padding is on the right. None: no padding.
         slots: the samples' indices in the data set, ``[B]``.
     """
 
@@ -37,7 +37,7 @@ class Batch:
             raise ValueError(f"sequences of {length} tokens are too long: lengths travel in 16 bits")
 
     def visit(self, training: bool) -> Visit:
-        """What the codecs know of it."""
+        """Return what the codecs need to know about the batch."""
         lengths = None if self.lengths is None else self.lengths.tolist()
         return Visit(lengths, self.slots.tolist(), training)
 

@@ -1,4 +1,4 @@
-"""Split against unsplit, on the same data, seeds and first weights: accuracy, bytes, seconds."""
+"""Split against unsplit training, with the same data, seeds and initial weights: accuracy, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ UNSPLIT = "unsplit"
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One way of training.
+    """The results of one way of training.
 
     Attributes:
-        name: "unsplit", or what the plan was called.
+        name: "unsplit", or the plan's name.
         scores: the task's metric, one per seed.
-        state_bytes: activations and gradients per step, mean; None for the unsplit model.
-        wire_bytes: everything that crosses the socket per step, TLS included, mean.
+        state_bytes: mean bytes of activations and gradients per step; None for the unsplit model.
+        wire_bytes: mean bytes through the socket per step, including TLS; None for the unsplit model.
         compute_seconds: per step, measured here, both ends in one process, without a link.
-        step_seconds: per step on the link: computation as measured, link by the formulas.
+        step_seconds: per step on the link: measured computation plus the link's time by formulas.
     """
 
     name: str
@@ -59,17 +59,17 @@ def compare(
     on_step: OnStep | None = None,
     on_row: Callable[[str, int], None] | None = None,
 ) -> list[ComparisonRow]:
-    """Train the unsplit model, and every plan, on each seed.
+    """Train the unsplit model, and one split model per plan, on each seed.
 
     Args:
-        build: the model with its first weights, of a seed.
-        task: the data; the same for all.
+        build: seed -> model with its initial weights.
+        task: the data, the same for all.
         plans: by name.
         recipe: its seed is replaced.
         link: for the seconds.
-        seeds: of weights, order and dropout.
-        on_step: for progress within a row.
-        on_row: called with the name of the row and the seed that begin.
+        seeds: for weights, order and dropout.
+        on_step: called for progress within a row.
+        on_row: called with the row's name and the seed when a training begins.
 
     Returns:
         The unsplit row, and one per plan.
@@ -103,13 +103,13 @@ def compare(
 
 
 def shape_of(view: View, classes: int) -> Shape:
-    """What of a model decides the bytes."""
+    """Return the properties of a model that determine the bytes."""
     types = "token_type_ids" in view.inputs
     return Shape(view.hidden, view.intermediate, classes, view.uses_lengths, types=types, pixels=view.pixels)
 
 
 def steps_of(plan: SplitPlan, shape: Shape, data: TextData, recipe: Recipe) -> list[list[Crossing]]:
-    """The messages of every step of a training."""
+    """Return the messages of every step of a training."""
     shape = replace(shape, types=shape.types and data.types is not None)
     made = []
     for epoch in range(recipe.epochs):

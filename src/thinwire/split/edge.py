@@ -1,4 +1,4 @@
-"""The edge's end without sockets: it leads, request by request, and keeps its own checkpoints."""
+"""The edge's end without sockets: it sends the requests, and keeps its own checkpoints."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from thinwire.split.session import PROTOCOL
 from thinwire.split.swapped import edge_back_evaluate, edge_back_step
 
 Call = Callable[[Message], Message]
-"""Carries a request to the cloud and brings its reply: a link, or the cloud itself in the same process."""
+"""Carries a request to the cloud and returns its reply: a link, or the cloud itself in the same process."""
 
 
 @dataclass
 class EdgeEnd:
-    """The edge's half, its optimizer, and the count of steps.
+    """The edge's half, its optimizer, and the step count.
 
     Attributes:
         half: the front, or with ``front_on="cloud"`` the back; trained in place.
-        pair: of the files that the halves came from.
+        pair: id of the files that the halves came from.
         recipe: must be the cloud's.
-        total: steps of the whole training, for the rate.
-        name: by which the cloud tells edges apart, where certificates do not say.
-        checkpoint_dir: of checkpoints; None: none are written.
+        total: steps of the whole training, for the learning rate.
+        name: by which the cloud tells edges apart if there are no certificates.
+        checkpoint_dir: for checkpoints; None: none are written.
         steps: trained so far.
-    """
+        """
 
     half: Front | Back
     pair: str
@@ -58,7 +58,7 @@ class EdgeEnd:
         self._device = next(self.half.parameters()).device
 
     def hello(self) -> Fields:
-        """What it says first, on every connection."""
+        """Return the fields of hello, the first message of every connection."""
         return {
             "protocol": PROTOCOL,
             "plan": self.half.plan.hash,
@@ -85,11 +85,11 @@ class EdgeEnd:
         store.drop_after(self.checkpoint_dir, resume)
 
     def step(self, batch: Batch) -> Tensor:
-        """Train on one batch, on both ends. Returns the loss.
+        """Train on one batch, on both ends. Return the loss.
 
         Raises:
-            SplitError: the other end is lost or refused. The parameters here are those before the step; start this end
-                again, from its checkpoint.
+            SplitError: the other end is lost or refused. The parameters here are those before the step; restart this
+                end from its checkpoint.
         """
         self.half.train()
         self._optimizer.zero_grad()
@@ -104,7 +104,7 @@ class EdgeEnd:
         return loss
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Logits of one batch."""
+        """Return the logits of one batch."""
         self.half.eval()
         batch = batch.to(self._device)
         if isinstance(self.half, Front):
@@ -115,7 +115,7 @@ class EdgeEnd:
         return logits
 
     def checkpoint(self) -> None:
-        """Both ends save under the same step; the cloud first."""
+        """Save both ends under the same step, the cloud first."""
         self._request(Message("checkpoint", self.steps, fields={}))
         if self.checkpoint_dir is not None:
             content = {"half": self.half.state_dict(), "optimizer": self._optimizer.state_dict(), "steps": self.steps}
@@ -127,12 +127,12 @@ class EdgeEnd:
                 raise SessionError(f"the edge cannot write its checkpoint: {error}") from error
 
     def bye(self) -> None:
-        """End the session: the cloud saves and takes the next edge."""
+        """End the session: the cloud saves and accepts the next edge."""
         self._request(Message("bye", self.steps, fields={}))
 
     @property
     def caches(self) -> Any:
-        """The codecs of the activation, for tests of their state."""
+        """The value codec of the activation, for tests of its state."""
         return (self._context.up if self._context.plan.carries("up") == "activation" else self._context.down).values
 
     def _run(self, program: Program, evaluation: bool) -> Any:
@@ -161,7 +161,7 @@ class EdgeEnd:
             raise SessionError("this session is over: start this end again, from its checkpoint")
         self._sequence += 1
         request = Message(message.kind, message.step, self._sequence, message.evaluation, message.parts, message.fields)
-        self._over = True  # unless all is well
+        self._over = True  # unless the request succeeds
         reply = self._call(request)
         if reply.kind == "error":
             raise SessionError(f"the cloud refused: {printable((reply.fields or {}).get('sentence'))}")
@@ -182,5 +182,5 @@ class EdgeEnd:
 
 
 def printable(text: object, most: int = 500) -> str:
-    """Words of the other end, fit for a terminal."""
+    """Return text from the other end, made safe for a terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(text))[:most]

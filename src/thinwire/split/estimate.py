@@ -1,4 +1,4 @@
-"""Bytes and seconds of a step, by formulas, before anything is run."""
+"""Bytes and seconds of a step by formulas, without running anything."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from thinwire.split.frames import HEADER_BYTES
 from thinwire.split.plan import SplitPlan
 
 _RECORD = 1 << 14
-_RECORD_OVERHEAD = 22  # 5 of the header, 1 of the type, 16 of the tag
+_RECORD_OVERHEAD = 22  # header 5, type 1, tag 16
 _SEGMENT = 1448
-_SEGMENT_OVERHEAD = 66  # Ethernet 14, IP 20, TCP with time stamps 32
+_SEGMENT_OVERHEAD = 66  # Ethernet 14, IP 20, TCP with timestamps 32
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model decides the bytes.
+    """The properties of a model that determine the bytes.
 
     Attributes:
         hidden: h.
         intermediate: f.
         classes: outputs per sample (per token with ``every_token``).
-        uses_lengths: whether padding is masked, so that lengths travel.
+        uses_lengths: whether padding is masked, so that lengths are sent.
         every_token: a language model: logits of all tokens.
         itemsize: bytes of a number.
-        types: token types are among its inputs (with ``front_on="cloud"`` these cross).
-        pixels: numbers per picture; 0 where the inputs are tokens.
+        types: whether token types are among its inputs (with ``front_on="cloud"`` they are sent).
+        pixels: numbers per picture; 0 if the inputs are tokens.
     """
 
     hidden: int
@@ -53,7 +53,7 @@ class Crossing:
         up: from the edge to the cloud.
         parts: payload bytes by the ledger's kinds.
         header: bytes of its frames' headers.
-        tls: bytes that TLS adds.
+        tls: bytes added by TLS.
     """
 
     kind: str
@@ -79,17 +79,17 @@ def crossings(
     fresh_tokens: int = 0,
     tls: bool = True,
 ) -> list[Crossing]:
-    """The messages of one step, exactly as they cross.
+    """Return the messages of one step, exactly as they are sent.
 
     Args:
-        plan: what crosses.
+        plan: what crosses the cut.
         shape: of the model.
-        lengths: real tokens per sample; None: nothing is padded.
-        batch: samples.
-        length: tokens of the padded batch.
-        training: else an evaluation.
+        lengths: real tokens per sample; None: no padding.
+        batch: number of samples.
+        length: tokens per sample of the padded batch.
+        training: False: an evaluation.
         fresh_tokens: real tokens of samples on their first visit, for delta.
-        tls: whether the connection has it.
+        tls: whether the connection uses TLS.
 
     Raises:
         ValueError: the front is in the cloud, and the shape does not say how large the inputs are.
@@ -99,7 +99,7 @@ def crossings(
     made = []
 
     def message(kind: str, up: bool, parts: Sequence[tuple[str, int, Sequence[int]]]) -> None:
-        """Parts are (ledger's kind, bytes, dimensions of each frame)."""
+        """Add a message; parts are (ledger's kind, bytes, dimensions of each frame)."""
         header = sum(HEADER_BYTES + 4 * dims for _, _, frames in parts for dims in frames)
         total = header + sum(count for _, count, _ in parts)
         more = _RECORD_OVERHEAD * math.ceil(total / _RECORD) if tls else 0
@@ -142,7 +142,7 @@ def crossings(
 
 
 def _inputs(shape: Shape, batch: int, length: int) -> list[tuple[str, int, list[int]]]:
-    """Frames of a front's inputs: padding crosses too."""
+    """Return the frames of a front's inputs; padding is sent too."""
     if shape.pixels:
         return [("pixels", shape.itemsize * shape.pixels * batch, [4])]
     if not shape.uses_lengths:
@@ -152,7 +152,7 @@ def _inputs(shape: Shape, batch: int, length: int) -> list[tuple[str, int, list[
 
 
 def payload_bytes(messages: Sequence[Crossing]) -> dict[str, int]:
-    """Payload of a step by kind, both ways together."""
+    """Return a step's payload bytes by kind, both directions together."""
     total: Counter[str] = Counter()
     for message in messages:
         total.update(dict(message.parts))
@@ -167,7 +167,7 @@ class Link:
         up: bits per second from the edge.
         down: bits per second to the edge.
         latency_seconds: one way.
-        burst_bytes: what a token bucket lets through at once after silence (the lab's ``LinkSpec.burst_bytes``).
+        burst_bytes: what a token bucket lets through at once after a pause (the lab's ``LinkSpec.burst_bytes``).
     """
 
     up: float
@@ -182,7 +182,7 @@ class Link:
         check_number("latency_seconds", self.latency_seconds)
 
     def seconds(self, message: Crossing) -> float:
-        """From the first byte that leaves to the last that arrives."""
+        """Return the seconds from the first byte that leaves to the last that arrives."""
         on_link = message.wire + _SEGMENT_OVERHEAD * math.ceil(message.wire / _SEGMENT)
         rate = self.up if message.up else self.down
         return self.latency_seconds + 8 * max(0, on_link - self.burst_bytes) / rate
@@ -190,16 +190,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step on a link.
+    """The predicted cost of a step on a link.
 
     Attributes:
         bytes_up: through the socket, from the edge.
-        bytes_down: to the edge.
-        payload: by kind, both ways.
+        bytes_down: through the socket, to the edge.
+        payload: by kind, both directions.
         messages: how many.
-        link_seconds: of the messages, one after the other; assumed from the link's figures.
-        compute_seconds: of both ends; None where it was not measured.
-        provenance: of ``compute_seconds``.
+        link_seconds: of the messages, one after the other; computed from the link's figures.
+        compute_seconds: of both ends; None if not measured.
+        provenance: where ``compute_seconds`` comes from.
     """
 
     bytes_up: int
@@ -212,7 +212,7 @@ class Estimate:
 
     @property
     def wire(self) -> int:
-        """Bytes through the socket, both ways."""
+        """Bytes through the socket, both directions."""
         return self.bytes_up + self.bytes_down
 
     @property
@@ -222,7 +222,7 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float | None:
-        """Predicted; None without a measured computation."""
+        """Predicted seconds; None if the computation was not measured."""
         return None if self.compute_seconds is None else self.compute_seconds + self.link_seconds
 
     def to_data(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class Estimate:
 
 
 def estimate(messages: Sequence[Crossing], link: Link, compute_seconds: float | None = None) -> Estimate:
-    """Add the messages of a step up. They follow one another: nothing overlaps."""
+    """Add up the messages of a step. They follow one another without overlap."""
     return Estimate(
         sum(message.wire for message in messages if message.up),
         sum(message.wire for message in messages if not message.up),

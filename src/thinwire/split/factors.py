@@ -1,7 +1,7 @@
 """The thin factors of a cut dense layer: truncated SVD of the weight, or of its output on sample activations.
 
-Singular vectors are unique only up to sign, and up to rotation where values are equal: the factorisation is done once,
-in one place, and its parts are handed to the two machines. With random weights the spectrum is flat: the truncation
+Singular vectors are unique only up to sign, and up to rotation if values are equal. So the factorisation is done once,
+in one place, and its parts are given to the two machines. With random weights the spectrum is flat: the truncation
 error of an untrained model says nothing about that of a trained one.
 """
 
@@ -17,12 +17,12 @@ _DAMPING = 1e-6
 
 @dataclass(frozen=True)
 class Factors:
-    """``W ~ u @ s @ v`` of one dense layer, and the kept directions of the residual alongside it.
+    """``W ~ u @ s @ v`` of one dense layer, and the residual's directions that are kept.
 
     Attributes:
-        u: ``[f, r]``, to the cloud.
-        s: ``[r, r]``, to the edge; diagonal at first, a full matrix in training.
-        v: ``[r, h]``, to the edge.
+        u: ``[f, r]``, for the cloud.
+        s: ``[r, r]``, for the edge; diagonal at first, a full matrix in training.
+        v: ``[r, h]``, for the edge.
         directions: ``[q, h]``, orthonormal rows; q is 0 unless the residual is "lowrank:q".
     """
 
@@ -33,19 +33,19 @@ class Factors:
 
     @classmethod
     def empty(cls, f: int, h: int, r: int, q: int) -> Factors:
-        """Factors without values (meta tensors), to be filled from a file."""
+        """Return factors without values (meta tensors), to be filled from a file."""
         shapes = ((f, r), (r, r), (r, h), (q, h))
         return cls(*(torch.empty(shape, device="meta") for shape in shapes))
 
 
 def factorise(weight: Tensor, rank: int, moment: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The best factors of a rank.
+    """Return the best factors of a given rank.
 
     Args:
         weight: ``[f, h]``, as ``Linear.weight``.
         rank: r, 1 to ``min(f, h)``.
-        moment: ``[h, h]``, the mean of x^T x over input rows x: the factors then have the least mean squared error of
-            the output instead of the weight. With C = G G^T (Cholesky), that is the SVD of ``weight @ G``.
+        moment: ``[h, h]``, the mean of x^T x over input rows x: the factors then minimise the mean squared error of the
+            output instead of the weight. With C = G G^T (Cholesky), that is the SVD of ``weight @ G``.
 
     Returns:
         ``u [f, r], s [r, r], v [r, h]`` in the dtype of the weight; computed in fp64.
@@ -63,7 +63,9 @@ def factorise(weight: Tensor, rank: int, moment: Tensor | None = None) -> tuple[
 
 
 def principal_directions(moment: Tensor, count: int) -> Tensor:
-    """The eigenvectors ``[count, h]`` of a second moment ``[h, h]`` with the largest eigenvalues, largest first."""
+    """Return the eigenvectors ``[count, h]`` of a second moment ``[h, h]`` for the largest eigenvalues, largest
+    first.
+    """
     vectors = torch.linalg.eigh(moment.double()).eigenvectors.T.flip(0)[:count]
     return _signed(vectors)[0]
 
@@ -75,7 +77,7 @@ def _svd(w: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _signed(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows with their largest entry positive, and the signs: reproducible where LAPACK leaves the sign open."""
+    """Return rows with their largest entry positive, and the signs: LAPACK leaves the sign open, this fixes it."""
     largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(rows.dtype)
     return rows * signs, signs.squeeze(1)

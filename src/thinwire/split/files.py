@@ -21,14 +21,14 @@ from thinwire.split.surgery import Sample, assemble, split_model
 
 @dataclass(frozen=True)
 class Half:
-    """What one file holds.
+    """The content of one file.
 
     Attributes:
         role: "edge" or "cloud".
         module: the `Front` or the `Back`.
-        plan: as it was cut.
-        pair: a hash over both halves; the two ends compare it.
-        notes: what else was written with it, such as the task.
+        plan: with which it was cut.
+        pair: a hash over both halves, which the two ends compare.
+        notes: what else was saved with it, such as the task.
     """
 
     role: str
@@ -45,20 +45,20 @@ def prepare(
     samples: Iterable[Sample] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> str:
-    """Cut a model once and write ``edge.safetensors`` and ``cloud.safetensors``: to each end what the plan gives it.
+    """Cut a model once and write ``edge.safetensors`` and ``cloud.safetensors``, each end's half by the plan.
 
     Args:
         model: see ``split_model``.
-        plan: where and how.
-        directory: made if needed.
+        plan: where and how to cut.
+        directory: created if needed.
         samples: see ``split_model``.
-        notes: small JSON values to keep in both files.
+        notes: small JSON values to store in both files.
 
     Returns:
         The pair's id.
 
     Raises:
-        ValueError: the model cannot be cut so; safetensors is not installed.
+        ValueError: the model cannot be cut like this, or safetensors is not installed.
     """
     require("safetensors")
     halves = by_role(*split_model(model, plan, samples))
@@ -76,7 +76,7 @@ def prepare(
 
 
 def write_half(half: nn.Module, facts: dict[str, Any], path: Path) -> None:
-    """One file: parameters and buffers, and the facts as JSON."""
+    """Write one file: parameters and buffers, and the facts as JSON."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in _tensors(half).items()}
@@ -84,19 +84,19 @@ def write_half(half: nn.Module, facts: dict[str, Any], path: Path) -> None:
 
 
 def half_file(path: str | Path, role: str) -> Path:
-    """The file of a half: itself, or the one in a directory that ``prepare`` wrote."""
+    """Return the file of a half: the path itself, or the half's file in a directory written by ``prepare``."""
     return Path(path) / f"{role}.safetensors" if Path(path).is_dir() else Path(path)
 
 
 def read_facts(path: str | Path, role: str | None = None) -> dict[str, Any]:
-    """The facts of a file, without its tensors.
+    """Read the facts of a file, without its tensors.
 
     Args:
         path: the file.
         role: which half is expected; None: either.
 
     Raises:
-        ValueError: it is not one of ours, or the other half.
+        ValueError: it is not a half of ours, or it is the other half.
     """
     require("safetensors")
     from safetensors import SafetensorError, safe_open
@@ -114,7 +114,7 @@ def read_facts(path: str | Path, role: str | None = None) -> dict[str, Any]:
 
 
 def load_half(path: str | Path, role: str) -> Half:
-    """Build a half from its file. The rest of the model is never given memory.
+    """Build a half from its file. No memory is allocated for the rest of the model.
 
     Args:
         path: the file, or the directory that holds it.
@@ -149,7 +149,7 @@ def load_half(path: str | Path, role: str) -> Half:
 
 
 def _tensors(half: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers, those that ``state_dict`` leaves out too."""
+    """Return parameters and all buffers, including those that ``state_dict`` leaves out."""
     return {**dict(half.named_parameters()), **dict(half.named_buffers())}
 
 

@@ -27,22 +27,22 @@ from thinwire.split.tasks import Task, TextData
 from thinwire.split.unsplit import train_unsplit
 
 OnStep = Callable[[int, int, float], None]
-"""Called with the number of steps done, of all steps, and the loss."""
+"""Called with the number of steps done, the number of all steps, and the loss."""
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What a training came to.
+    """The result of a training.
 
     Attributes:
         steps: of this call.
         losses: one per step; empty at the cloud.
         score: the task's metric on the held-out samples; None at the cloud.
-        baseline_score: of the unsplit model, trained on the same samples in the same order; None unless asked for.
+        baseline_score: of the unsplit model, trained on the same samples in the same order; None unless requested.
         seconds: of this call's steps, without evaluation.
-        training: bytes of the steps by kind, as seen from this end.
+        training: bytes of the steps by kind, as counted at this end.
         evaluation: bytes of the evaluation.
-        tokens: real tokens that were trained on.
+        tokens: real tokens trained on.
         half: what was trained here: the front, the back, or both.
     """
 
@@ -86,28 +86,28 @@ def split_finetune(
     """Fine-tune a model across the cut.
 
     Args:
-        plan: of role "local"; the files of the other roles hold theirs.
+        plan: for role "local"; for the other roles it is in the files.
         halves: a model of transformers (role "local"), or a file of ``prepare`` or its directory.
         task: the edge's data; the cloud has none.
         role: "local" (both ends in this process), "edge" or "cloud".
         recipe: the same at both ends.
         address: of the cloud.
-        tls: this end's certificate and whom it trusts; None: in the clear, on loopback or with ``insecure``.
-        insecure: allow other machines in the clear.
-        checkpoint_dir: of this end; an interrupted training goes on from the newest step that both ends have.
-        checkpoint_every: steps.
+        tls: this end's certificate and whom it trusts; None: unencrypted, on loopback or with ``insecure``.
+        insecure: allow unencrypted connections with other machines.
+        checkpoint_dir: of this end; an interrupted training continues from the newest step that both ends have.
+        checkpoint_every: in steps.
         baseline: role "local": also train the unsplit model.
         samples: role "local": batches for plans that need sample activations.
-        name: role "edge": by which the cloud tells edges apart, where certificates do not say.
+        name: role "edge": by which the cloud tells edges apart if there are no certificates.
         reconnect_seconds: role "edge": how long to try to reach a lost cloud again.
         receive_seconds: role "edge": how long a reply may take.
         edges: role "cloud": how many edges to serve, one after the other.
-        on_step: for progress.
-        say: role "cloud": takes a sentence when edges come, go or are refused.
+        on_step: called for progress.
+        say: role "cloud": called with a sentence when edges come, go or are refused.
 
     Raises:
-        ValueError: arguments that do not fit together.
-        SplitError: the other end is lost, or does not fit.
+        ValueError: the arguments do not match.
+        SplitError: the other end is lost, or does not match.
     """
     recipe = recipe or Recipe()
     directory = None if checkpoint_dir is None else Path(checkpoint_dir)
@@ -141,7 +141,7 @@ def split_finetune(
 
 
 def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, on_step: OnStep | None) -> SplitReport:
-    """The edge's loop: every step from where both ends stand, then the held-out samples."""
+    """Run the edge's loop: all steps from where both ends are, then the held-out samples."""
     losses: list[float] = []
     tokens, begun, start = 0, edge.steps, time.perf_counter()
     before = _copy(ledger)
@@ -162,7 +162,7 @@ def train(edge: EdgeEnd, task: Task, ledger: ByteLedger, checkpoint_every: int, 
 
 
 def remaining(recipe: Recipe, samples: int, steps: int) -> list[list[int]]:
-    """The batches that are left after that many steps."""
+    """Return the batches that remain after that many steps."""
     per_epoch = -(-samples // recipe.batch_size)
     return [b for e in range(steps // per_epoch, recipe.epochs) for b in recipe.batches(samples, e)][
         steps % per_epoch :
@@ -170,7 +170,7 @@ def remaining(recipe: Recipe, samples: int, steps: int) -> list[list[int]]:
 
 
 def check_task(view: View, task: Task) -> None:
-    """Raise ``ValueError`` unless a model can take a task's tokens and classes."""
+    """Raise ``ValueError`` unless the model can take the task's tokens and classes."""
     longest = max(map(len, (*task.train.tokens, *task.held_out.tokens)))
     places = int(view.config.max_position_embeddings) - (2 if view.model_type == "roberta" else 0)
     for what, needed, there in (
@@ -185,14 +185,14 @@ def check_task(view: View, task: Task) -> None:
 
 
 def evaluate(edge: EdgeEnd, data: TextData, batch_size: int) -> Tensor:
-    """Logits of all samples, in order."""
+    """Return the logits of all samples, in order."""
     order = range(len(data))
     starts = range(0, len(data), batch_size)
     return torch.cat([edge.evaluate(data.batch(order[i : i + batch_size])) for i in starts])
 
 
 def serve(server: CloudServer, edges: int | None, on_step: OnStep | None = None) -> SplitReport:
-    """The cloud's part: answer until that many edges have said bye, then close."""
+    """Run the cloud's part: answer until that many edges have said bye, then close."""
     done = 0
 
     def trained(edge: str, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Frames, without sockets: tensors and small JSON texts as bytes, and bytes back, checked before anything is stored.
+"""Frames, without sockets: tensors and small JSON texts to bytes, and back, checked before anything is stored.
 
 A frame is a header of 32 bytes (big-endian), 4 bytes per dimension, and the payload (little-endian, contiguous):
 
@@ -58,14 +58,14 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Message:
-    """What one end says to the other.
+    """A message from one end to the other.
 
     Attributes:
         kind: of its first frame.
         step: of the edge's training, from 0.
-        sequence: number of the request it is, or answers.
+        sequence: number of this request, or of the request that it answers.
         evaluation: dropout is off, nothing is updated.
-        parts: tensors under the kinds of their frames.
+        parts: tensors with the kinds of their frames.
         fields: of a control message, which has no tensors.
     """
 
@@ -77,14 +77,14 @@ class Message:
     fields: Fields | None = None
 
     def tensors(self, kind: str) -> list[Tensor]:
-        """The tensors under a kind, in order."""
+        """Return the tensors of a kind, in order."""
         return [tensor for name, tensor in self.parts if name == kind]
 
     def one(self, kind: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The only tensor under a kind.
+        """Return the only tensor of a kind.
 
         Raises:
-            SessionError: there is none or more than one, or it is of another dtype or shape.
+            SessionError: there is none or more than one, or it has another dtype or shape.
         """
         found = self.tensors(kind)
         if len(found) != 1:
@@ -98,10 +98,10 @@ class Message:
 
 
 def encode(message: Message, ledger: ByteLedger | None = None) -> Iterator[bytes]:
-    """The bytes of a message, piece by piece.
+    """Yield the bytes of a message, piece by piece.
 
     Raises:
-        FrameError: it has no frame or too many, a dtype that no frame has, or too long a text.
+        FrameError: it has no frame or too many, a dtype or dimensions that no frame holds, or too long a text.
     """
     frames: list[tuple[str, int, tuple[int, ...], bytes]] = []
     if message.fields is not None:
@@ -127,7 +127,7 @@ def encode(message: Message, ledger: ByteLedger | None = None) -> Iterator[bytes
 
 
 def count(message: Message, ledger: ByteLedger, direction: Counter[str]) -> None:
-    """Note a message's frames, as if it had crossed in this direction."""
+    """Count a message's frames in the ledger, as sent in this direction."""
     ledger.messages[message.kind] += 1
     if message.fields is not None:
         ledger.note(direction, message.kind, len(_text(message.fields)), HEADER_BYTES)
@@ -167,9 +167,9 @@ class _Frame:
 
 
 class MessageReader:
-    """Bytes in, messages out. After an error it takes nothing more.
+    """Turns bytes into messages. After an error it accepts nothing more.
 
-    It never holds more than ``limit`` bytes of one message, headers apart, and the piece it was fed.
+    It never holds more than ``limit`` bytes of one message, apart from headers and the piece that it was fed.
     """
 
     def __init__(self, limit: int, ledger: ByteLedger | None = None) -> None:
@@ -186,14 +186,14 @@ class MessageReader:
 
     @property
     def middle(self) -> bool:
-        """Whether a message has begun and not ended."""
+        """Whether a message has begun but not ended."""
         return bool(self._buffer) or self._frame is not None or self._first is not None
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take bytes in; the messages that they complete.
+        """Take in bytes; return the messages that they complete.
 
         Raises:
-            FrameError: what came is no frame, is damaged, or is over the limit.
+            FrameError: the bytes are no frame, are damaged, or exceed the limit.
         """
         if self._broken:
             raise FrameError("bytes after a broken frame")
@@ -209,7 +209,7 @@ class MessageReader:
         return done
 
     def _advance(self) -> list[Message] | None:
-        """One stage further: None if more bytes are needed, else the message that is now whole, if any."""
+        """Go one stage further: None if more bytes are needed, else the message that is now complete, if any."""
         if self._frame is None:
             if len(self._buffer) < HEADER_BYTES:
                 return None
@@ -280,5 +280,5 @@ class MessageReader:
         flat = torch.frombuffer(bytearray(payload), dtype=dtype) if payload else torch.empty(0, dtype=dtype)
         try:
             self._parts.append((frame.kind, flat.view(dims)))
-        except RuntimeError as error:  # an empty tensor of absurd dimensions
+        except RuntimeError as error:  # an empty tensor with absurd dimensions
             raise FrameError(f"a frame cannot have the dimensions {list(dims)}") from error

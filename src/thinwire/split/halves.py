@@ -1,4 +1,4 @@
-"""The two half-models: the front, which meets the data, and the back, which meets the loss."""
+"""The two halves of a model: the front, which takes the data, and the back, which ends in the logits."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Front(nn.Module):
         self.directions = nn.Parameter(f.directions) if plan.kept_directions else None
 
     def forward(self, inputs: Mapping[str, Tensor], lengths: Tensor | None = None) -> Tensor:
-        """What crosses: ``[B, L, width]``."""
+        """Return what crosses the cut: ``[B, L, width]``."""
         return self.compress(*self.activations(inputs, lengths))
 
     def activations(self, inputs: Mapping[str, Tensor], lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The residual stream a ``[B, L, h]`` at the cut, and what the first dense layer takes."""
+        """Return the residual stream a ``[B, L, h]`` at the cut, and the input of the first dense layer."""
         hidden = self.embeddings(**inputs_of(inputs, *self.view.inputs))
         mask = self.view.mask(hidden, lengths)
         for layer in self.layers:
@@ -56,7 +56,7 @@ class Front(nn.Module):
         return a, (a if self.before is None else self.before(a))
 
     def compress(self, a: Tensor, x: Tensor) -> Tensor:
-        """From the activations to what crosses."""
+        """Turn the activations into what crosses the cut."""
         if self.plan.kind == "boundary":
             return a
         if self.first is not None:
@@ -91,7 +91,7 @@ class Back(nn.Module):
         self.head = head
 
     def forward(self, z: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Logits from what crossed, ``[B, L, width]``."""
+        """Return the logits from what crossed, ``[B, L, width]``."""
         hidden = z if self.second is None else self._second_half(z)
         mask = self.view.mask(hidden, lengths)
         for layer in self.layers:
@@ -112,7 +112,7 @@ class Back(nn.Module):
 
 
 def by_role(front: Front, back: Back) -> dict[str, Front | Back]:
-    """The halves under "edge" and "cloud", as their plan places them."""
+    """Return the halves under "edge" and "cloud", as their plan places them."""
     return {"edge": front, "cloud": back} if front.plan.front_on == "edge" else {"edge": back, "cloud": front}
 
 

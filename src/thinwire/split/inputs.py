@@ -1,4 +1,4 @@
-"""What a front takes, as frames and back: for plans whose front is in the cloud, where the edge's inputs cross."""
+"""A front's inputs as frames, and back: for plans whose front is in the cloud, so that the edge's inputs are sent."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from thinwire.split.programs import check_size
 
 class _Frame(NamedTuple):
     kind: str
-    dtype: torch.dtype | None  # in which it crosses; None: that of the model
-    below: str  # what the configuration calls the number that it must stay below; "": none
+    dtype: torch.dtype | None  # as sent; None: that of the model
+    below: str  # the configuration's name for its upper limit; "": none
     dims: int
 
 
@@ -28,25 +28,25 @@ FRAMES = {
     "token_type_ids": _Frame("types", torch.uint8, "type_vocab_size", 2),
     "pixel_values": _Frame("pixels", None, "", 4),
 }
-"""How each input of an embedding crosses."""
+"""How each input of an embedding is sent."""
 
 
 def opening(view: View) -> str:
-    """The kind of the message that begins a step."""
+    """Return the kind of the message that begins a step."""
     return FRAMES[view.inputs[0]].kind
 
 
 def input_parts(batch: Batch, view: View) -> list[tuple[str, Tensor]]:
-    """Frames of a batch's inputs, those alone that the model takes. Padding crosses too."""
+    """Return the frames of those of a batch's inputs that the model takes. Padding is sent too."""
     sent = inputs_of(batch.inputs, *view.inputs)
     return [(FRAMES[name].kind, tensor.to(FRAMES[name].dtype or tensor.dtype)) for name, tensor in sent.items()]
 
 
 def received_inputs(message: Message, front: Front, device: torch.device) -> dict[str, Tensor]:
-    """The inputs of a message by their names, fit for the front.
+    """Return the inputs of a message by name, ready for the front.
 
     Raises:
-        SessionError: they are missing, of another dtype or shape, or outside the model's vocabulary.
+        SessionError: they are missing, have another dtype or shape, or are outside the model's vocabulary.
     """
     view, numbers = front.view, next(front.parameters()).dtype
     found: dict[str, Tensor] = {}

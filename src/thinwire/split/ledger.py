@@ -1,4 +1,4 @@
-"""Bytes of one end by kind: what the payload is, what frames add to it, what TLS adds to that."""
+"""Bytes at one end by kind: payload, headers of frames, and what TLS adds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _DATA = ("logits", "dlogits", "labels", "lengths", "slots", "loss", "ids", "type
 
 @dataclass
 class ByteLedger:
-    """Counts of one end, in both directions; bytes sent again after a lost connection count again.
+    """Counts at one end, in both directions; bytes sent again after a lost connection count again.
 
     Attributes:
         sent: bytes by kind: activation, gradient, logits, dlogits, labels, lengths, slots, loss, ids, types, pixels,
             control, header, tls.
         received: the same.
-        messages: how many, by kind of their first frame; both directions.
+        messages: how many, by the kind of their first frame; both directions.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -25,7 +25,7 @@ class ByteLedger:
     messages: Counter[str] = field(default_factory=Counter)
 
     def note(self, direction: Counter[str], frame: str, payload: int, header: int) -> None:
-        """One frame; ``frame`` is its kind."""
+        """Count one frame; ``frame`` is its kind."""
         direction[_NAMES.get(frame, frame if frame in _DATA else "control")] += payload
         direction["header"] += header
 
@@ -35,12 +35,12 @@ class ByteLedger:
 
     @property
     def wire(self) -> int:
-        """Everything that went through the socket, both ways."""
+        """Everything that went through the socket, both directions."""
         return sum(self.sent.values()) + sum(self.received.values())
 
     @property
     def state(self) -> int:
-        """Activations and their gradients alone, both ways: what the published ratio is about."""
+        """Only activations and their gradients, both directions: what the published ratio counts."""
         return sum(way[kind] for way in (self.sent, self.received) for kind in _NAMES.values())
 
     def to_data(self) -> dict[str, dict[str, int]]:

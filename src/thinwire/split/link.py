@@ -1,4 +1,4 @@
-"""`CloudClient`: the edge's one outgoing connection; when it is lost it comes back and asks again."""
+"""`CloudClient`: the edge's one outgoing connection; if it is lost, it reconnects and repeats the request."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ _BETWEEN_TRIES = 0.2
 
 @dataclass
 class CloudClient:
-    """A connection from an edge to its cloud, with requests and replies in turn.
+    """A connection from an edge to its cloud, with alternating requests and replies.
 
-    If it is lost, the edge reconnects, says hello with the same session, and repeats the request that has no reply
-    yet; the cloud answers a repeated request from what it kept. So a lost connection leaves no half-applied step.
+    If it is lost, the edge reconnects, says hello with the same session, and repeats the request that has no reply yet;
+    the cloud answers a repeated request from its saved reply. So a lost connection leaves no half-applied step.
 
     Attributes:
         host: of the cloud.
         port: of the cloud.
-        credentials: for TLS; None: in the clear, on loopback or with ``insecure=True`` only.
-        insecure: allow a connection in the clear to another machine.
-        receive_seconds: how long the cloud may be silent; then the connection counts as lost, twice: `LinkTimeout`.
+        credentials: for TLS; None: unencrypted, only on loopback or with ``insecure=True``.
+        insecure: allow an unencrypted connection to another machine.
+        receive_seconds: how long the cloud may be silent before the connection counts as lost; the second time in a row
+            raises `LinkTimeout`.
         reconnect_seconds: how long to try again after the connection was lost.
-        limit: bytes of one message, received.
+        limit: most bytes of a received message.
         ledger: bytes of all connections.
-        reconnects: how often it was lost and came back.
+        reconnects: how often it was lost and re-established.
     """
 
     host: str
@@ -59,14 +60,14 @@ class CloudClient:
         check_port(self.port, 1)
 
     def attach(self, edge: EdgeEnd) -> None:
-        """Connect an edge and agree on the step to go on from.
+        """Connect an edge and agree on the step to continue from.
 
         Raises:
-            LinkError: no connection within ``reconnect_seconds``; `TrustError`: it is not to be trusted.
-            SessionError: the ends do not fit together.
+            LinkError: no connection within ``reconnect_seconds``; `TrustError`: the other end cannot be trusted.
+            SessionError: the ends do not match.
 
         Warns:
-            UserWarning: the plan has the front in the cloud, so that the edge's inputs will leave it.
+            UserWarning: the plan has the front in the cloud, so the edge's inputs will leave it.
         """
         plan = edge.half.plan
         if plan.front_on == "cloud":
@@ -76,11 +77,11 @@ class CloudClient:
         edge.open(self.call, ready)
 
     def call(self, request: Message) -> Message:
-        """Put a request and wait for its reply, over as many connections as it takes.
+        """Send a request and wait for its reply, over as many connections as it takes.
 
         Raises:
-            LinkError: the connection did not come back in time; `LinkTimeout`: the cloud was silent.
-            SessionError, FrameError: the other end is not what it was.
+            LinkError: the connection was not re-established in time; `LinkTimeout`: the cloud was silent.
+            SessionError, FrameError: the other end has changed, or sent something invalid.
         """
         lost: LinkError | None = None
         deadline = 0.0
@@ -104,7 +105,7 @@ class CloudClient:
                 raise
 
     def _come_back(self, lost: LinkError | None, deadline: float) -> None:
-        """Reconnect after `lost`; if that fails, say both."""
+        """Reconnect after `lost`; if that fails, report both errors."""
         try:
             self._connect(deadline, known=True)
         except LinkError as error:
@@ -114,7 +115,7 @@ class CloudClient:
         self.reconnects += 1
 
     def _connect(self, deadline: float, known: bool = False) -> Fields:
-        """Connect and say hello, again and again until the deadline; what trying again does not mend is raised."""
+        """Connect and say hello, repeatedly until the deadline; raise errors that trying again cannot fix."""
         assert self._edge is not None
         while True:
             try:
@@ -175,7 +176,7 @@ class CloudClient:
 
 
 def check_plain(host: str, insecure: bool) -> None:
-    """Raise ``ValueError`` for a connection without TLS to anywhere but this machine, unless it was asked for."""
+    """Raise ``ValueError`` for a connection to another machine without TLS, unless ``insecure``."""
     if not insecure and not is_loopback(host):
         raise ValueError(
             f"no keys for a connection with {host}: give --keys (thinwire keys new makes them), or --insecure to send "

@@ -1,4 +1,4 @@
-"""Both ends in one process, without bytes: the quickest way to try a plan, and the oracle of the tests."""
+"""Both ends in one process, without a connection: the quickest way to try a plan, and the reference for the tests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from thinwire.split.session import CloudEnd
 
 
 class LocalPair(EdgeEnd):
-    """An edge whose cloud is in the same process. Codecs, sessions and checkpoints are those of two machines.
+    """An edge with its cloud in the same process. Codecs, sessions and checkpoints work as on two machines.
 
     Attributes:
         front: one half, whichever end has it.
-        back: the other.
-        cloud: the other end.
-        ledger: what would have crossed, frames included, TLS not.
+        back: the other half.
+        cloud: the cloud's end.
+        ledger: what would have been sent, with frame headers but without TLS.
     """
 
     def __init__(

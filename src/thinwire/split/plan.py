@@ -1,4 +1,6 @@
-"""What is cut where and what crosses: a frozen plan, equal at both ends, compared by its hash before the first step."""
+"""What is cut where, and what crosses the cut: a frozen plan, equal at both ends, compared by hash before the first
+step.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,22 @@ FRONT_ON = ("edge", "cloud")
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """Where a model is cut in two, and in what form the activation crosses.
+    """Where a model is cut in two, and in what form the activation is sent.
 
     Attributes:
         cut: the layer that is cut, counted from 1; the edge runs what comes before.
-        kind: "lowrank": its first dense layer is two thin ones, r numbers per token cross (SFT). "ffn": the cut lies
-            between that dense layer and its activation, f numbers cross. "boundary": after the layer, h numbers.
-        rank: r; unused by the other kinds.
-        residual: of the feed-forward block that is cut. "drop": gone, as in the paper. "keep": its h numbers cross
-            too. "lowrank:q": only their q principal directions do. A "boundary" has nothing to drop.
-        labels: who computes the loss: "edge" (labels stay there) or "cloud" (labels cross; one round trip per step).
-        init: of the thin factors. "svd": nearest to the weight. "activation": nearest to its output on sample batches.
-        up: codecs of what goes up, such as ("int8", "pack"): the activation while the front is at the edge.
-        down: codecs of what comes down: its gradient while the front is at the edge.
-        front_on: who runs the first layers: "edge", or "cloud" as in the published code. The edge then has the back
-            and the labels, sends its inputs (token ids) every step, and the activation comes down.
+        kind: "lowrank": its first dense layer is split into two thin ones; r numbers per token are sent (SFT). "ffn":
+            the cut is between that dense layer and its activation; f numbers are sent. "boundary": the cut is after the
+            layer; h numbers are sent.
+        rank: r; the other kinds do not use it.
+        residual: of the feed-forward block that is cut. "drop": omitted, as in the paper. "keep": its h numbers are
+            sent too. "lowrank:q": only their q principal directions are sent. A "boundary" has no residual to drop.
+        labels: who computes the loss: "edge" (labels stay there) or "cloud" (labels are sent; one round trip per step).
+        init: of the thin factors. "svd": closest to the weight. "activation": closest to its output on sample batches.
+        up: codecs for what goes up, such as ("int8", "pack"): the activation if the front is at the edge.
+        down: codecs for what comes down: the activation's gradient if the front is at the edge.
+        front_on: who runs the first layers: "edge", or "cloud" as in the published code. With "cloud" the edge has the
+            back and the labels, sends its inputs (token ids) every step, and the activation comes down.
     """
 
     cut: int
@@ -69,7 +72,7 @@ class SplitPlan:
 
     @property
     def kept_directions(self) -> int:
-        """q of ``residual="lowrank:q"``; 0 for "drop" and "keep", -1 for what is neither."""
+        """q of ``residual="lowrank:q"``; 0 for "drop" and "keep", -1 for anything else."""
         word, colon, count = self.residual.partition(":")
         if not colon:
             return 0 if word in ("drop", "keep") else -1
@@ -81,27 +84,27 @@ class SplitPlan:
         return self.init == "activation" or self.kept_directions > 0
 
     def carries(self, direction: str) -> str:
-        """What goes "up" or comes "down": "activation" or "gradient"."""
+        """Return what goes "up" or comes "down": "activation" or "gradient"."""
         return "activation" if (direction == "up") == (self.front_on == "edge") else "gradient"
 
     def chain(self, direction: str) -> Chain:
-        """Codecs of "up" or "down", without any state yet."""
+        """Return the codecs of "up" or "down", without state yet."""
         return Chain(self.up if direction == "up" else self.down, direction, self.carries(direction))
 
     @property
     def leaves(self) -> str | None:
-        """A sentence on what of its data the edge gives away, besides activations; None: nothing."""
+        """A sentence about what data leaves the edge besides activations; None: nothing."""
         if self.front_on == "cloud":
             return "front_on='cloud': the inputs (token ids) leave the edge, every step"
         return "labels='cloud': the labels leave the edge" if self.labels == "cloud" else None
 
     def width(self, hidden: int, intermediate: int) -> int:
-        """Numbers per token that cross, for a model of these widths."""
+        """Return how many numbers per token are sent, for a model of these widths."""
         main = {"lowrank": self.rank, "ffn": intermediate, "boundary": hidden}[self.kind]
         return main + (hidden if self.residual == "keep" else self.kept_directions)
 
     def check(self, layers: int, hidden: int) -> None:
-        """Raise ``ValueError`` if a model of that many layers of this width cannot be cut so."""
+        """Raise ``ValueError`` if a model with that many layers of this width cannot be cut by this plan."""
         if self.cut > layers:
             raise ValueError(f"cut={self.cut} is outside 1 to {layers}, the layers of this model")
         if self.kind == "lowrank" and self.rank > hidden:
@@ -110,7 +113,7 @@ class SplitPlan:
             raise ValueError(f"residual={self.residual!r} keeps more directions than the {hidden} of this model")
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Return the plan as JSON text."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod

@@ -1,7 +1,7 @@
-"""The two programs of a step, front at the edge, each in straight lines: compute, send, receive, compute.
+"""The two programs of a step with the front at the edge, each in a straight line: compute, send, receive, compute.
 
-A program is a generator over two words. The link runs it over a socket, `LocalPair` runs both in one process; what is
-tested there is what runs between machines. ``swapped`` holds those of the other roles.
+A program is a generator that yields ``Send`` and ``Receive``. The link runs it over a socket, `LocalPair` runs both in
+one process; so tests run what runs between machines. ``swapped`` holds the programs for the front in the cloud.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thinwire.split.recipe import Recipe
 
 @dataclass(frozen=True)
 class Send:
-    """Say this to the other end: tensors under the kinds of their frames; the first kind is the message's."""
+    """Send tensors to the other end, with the kinds of their frames; the first kind is the message's."""
 
     parts: tuple[tuple[str, Tensor], ...]
 
@@ -39,21 +39,21 @@ class Receive:
     kind: str
 
 
-MOST_BYTES = 1 << 30  # of an activation: a few bytes from the other end could ask for any amount
+MOST_BYTES = 1 << 30  # of an activation: a few bytes could ask for any amount
 FRONT_RNG, BACK_RNG = "edge", "cloud"
-"""Streams of dropout: a half draws the same numbers wherever it is."""
+"""Random streams for dropout: a half draws the same numbers at either end."""
 Program = Generator[Send | Receive, Message, Any]
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a program of either end works with.
+    """What a program of either end needs.
 
     Attributes:
-        plan: what crosses, and who has the labels.
+        plan: what crosses the cut, and who has the labels.
         recipe: the loss and the seed.
-        up: codecs of what goes up, with this end's state.
-        down: codecs of what comes down.
+        up: codecs for what goes up, with this end's state.
+        down: codecs for what comes down.
         optimizer: of this end's half.
     """
 
@@ -65,7 +65,7 @@ class StepContext:
 
 
 def edge_step(front: Front, batch: Batch, context: StepContext, step: int) -> Program:
-    """One training step at the edge. Returns the loss, a 0-dim tensor."""
+    """Run one training step at the edge. Return the loss, a 0-dim tensor."""
     visit = batch.visit(training=True)
     with dropout_of(context.recipe, FRONT_RNG, step):
         z = front(batch.inputs, batch.lengths)
@@ -93,7 +93,7 @@ def edge_step(front: Front, batch: Batch, context: StepContext, step: int) -> Pr
 
 
 def cloud_step(back: Back, context: StepContext, step: int, dtype: torch.dtype, device: torch.device) -> Program:
-    """The same step in the cloud. Its optimizer has stepped before dz leaves."""
+    """Run the same step in the cloud. Its optimizer steps before dz is sent."""
     message = yield Receive("z")
     z, visit, lengths = _arrived(message, back, context, dtype, device, training=True)
     z.requires_grad_()
@@ -115,7 +115,7 @@ def cloud_step(back: Back, context: StepContext, step: int, dtype: torch.dtype, 
 
 
 def edge_evaluate(front: Front, batch: Batch, context: StepContext) -> Program:
-    """Logits of a batch, without dropout; nothing is updated."""
+    """Return the logits of a batch, without dropout; nothing is updated."""
     with torch.no_grad():
         z = front(batch.inputs, batch.lengths)
     yield Send((*under("z", context.up.encode(z, batch.visit(training=False))), *facts_of(batch)))
@@ -124,7 +124,7 @@ def edge_evaluate(front: Front, batch: Batch, context: StepContext) -> Program:
 
 
 def cloud_evaluate(back: Back, context: StepContext, dtype: torch.dtype, device: torch.device) -> Program:
-    """The same in the cloud."""
+    """Run the same evaluation in the cloud."""
     message = yield Receive("z")
     z, _, lengths = _arrived(message, back, context, dtype, device, training=False)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def cloud_evaluate(back: Back, context: StepContext, dtype: torch.dtype, device:
 
 @contextmanager
 def dropout_of(recipe: Recipe, role: str, step: int) -> Generator[None]:
-    """Draw as this role does in this step, whatever was drawn before: resumed runs and one-process runs draw alike."""
+    """Seed dropout for this role and step, so that resumed runs and one-process runs draw the same numbers."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed_of(recipe.seed, role, step))
@@ -142,21 +142,21 @@ def dropout_of(recipe: Recipe, role: str, step: int) -> Generator[None]:
 
 
 def under(kind: str, parts: list[Tensor]) -> list[tuple[str, Tensor]]:
-    """The parts of a codec as frames of a kind."""
+    """Return the parts of a codec as frames of a kind."""
     return [(kind, part) for part in parts]
 
 
 def facts_of(batch: Batch, slots: bool = False) -> list[tuple[str, Tensor]]:
-    """What the cloud must know of a batch to mask and decode: real lengths, and for delta which samples they are."""
+    """Return what the cloud needs to mask and decode a batch: real lengths and, for delta, the samples' indices."""
     facts = [] if batch.lengths is None else [("lengths", batch.lengths.to(torch.uint16))]
     return [*facts, ("slots", batch.slots.to(torch.uint32))] if slots else facts
 
 
 def received_facts(message: Message, view: View, *, slots: bool, training: bool) -> tuple[Visit, Tensor | None]:
-    """What ``facts_of`` sent: for the codecs, and the real lengths ``[B]`` for the mask.
+    """Return what ``facts_of`` sent: for the codecs, and the real lengths ``[B]`` for the mask.
 
     Raises:
-        SessionError: it is missing, or is not what lengths can be.
+        SessionError: they are missing or invalid.
     """
     found = message.tensors("lengths")
     lengths = message.one("lengths", torch.uint16).long() if found else None
@@ -170,10 +170,11 @@ def received_facts(message: Message, view: View, *, slots: bool, training: bool)
 
 
 def fitted(dz: Tensor, z: Tensor, visit: Visit, step: int) -> Tensor:
-    """The gradient in the shape of the activation: zeros at padding beyond the longest sample, which need not cross.
+    """Return the gradient in the activation's shape: padding beyond the longest sample, which need not be sent, is
+    zero.
 
     Raises:
-        SessionError: it is of another shape.
+        SessionError: it has another shape.
     """
     if visit.lengths is not None and dz.shape[1] == max(visit.lengths):
         dz = torch.nn.functional.pad(dz, (0, 0, 0, z.shape[1] - dz.shape[1]))
@@ -189,10 +190,10 @@ def check_size(message: Message, samples: int, tokens: int, width: int, dtype: t
 
 
 def checked_loss(recipe: Recipe, logits: Tensor, labels: Tensor) -> Tensor:
-    """The recipe's loss.
+    """Return the recipe's loss.
 
     Raises:
-        SessionError: the model's outputs and the labels are not of one kind.
+        SessionError: the model's outputs and the labels do not match.
     """
     try:
         return recipe.loss_function(logits, labels)
@@ -205,7 +206,7 @@ def checked_loss(recipe: Recipe, logits: Tensor, labels: Tensor) -> Tensor:
 def _arrived(
     message: Message, back: Back, context: StepContext, dtype: torch.dtype, device: torch.device, *, training: bool
 ) -> tuple[Tensor, Visit, Tensor | None]:
-    """The activation, decoded and checked, and the real lengths."""
+    """Return the activation, decoded and checked, and the real lengths."""
     visit, lengths = received_facts(message, back.view, slots=training and context.up.needs_slots, training=training)
     if visit.lengths is not None:
         check_size(message, len(visit.lengths), max(visit.lengths), back.width, dtype)

@@ -1,4 +1,4 @@
-"""How both ends train: one frozen recipe, equal at both, compared by its hash before the first step."""
+"""How both ends train: one frozen recipe, equal at both, compared by hash before the first step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from thinwire.kernels.seeding import seed_of
 
 LOSSES = ("classification", "regression", "next_token")
 IGNORED = -100
-"""Label of a token that does not count, with ``loss="next_token"``."""
+"""Label of a token that is ignored, with ``loss="next_token"``."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """AdamW with a linear warm-up and a linear way down, as the published configurations have it.
+    """AdamW with linear warm-up and linear decay, as in the published configurations.
 
     Attributes:
-        learning_rate: peak, of both ends.
+        learning_rate: its peak, at both ends.
         epochs: passes over the edge's data.
         batch_size: samples per step.
         weight_decay: of matrices; vectors (biases, norms) have none.
         eps: of AdamW.
-        warmup: share of the steps in which the rate rises.
-        seed: of the order of samples and of dropout; the ends draw apart from one another.
+        warmup: share of the steps during which the learning rate rises.
+        seed: for the order of samples and for dropout; each half has its own random stream.
         loss: "classification" (cross-entropy), "regression" (squared error of one output), or "next_token".
     """
 
@@ -62,21 +62,21 @@ class Recipe:
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> str:
-        """The recipe as JSON text."""
+        """Return the recipe as JSON text."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def steps(self, samples: int) -> int:
-        """Steps of the whole training; the last batch of an epoch may be short."""
+        """Return the steps of the whole training; the last batch of an epoch may be short."""
         return self.epochs * -(-samples // self.batch_size)
 
     def batches(self, samples: int, epoch: int) -> list[list[int]]:
-        """The indices of an epoch's batches, the same on every machine."""
+        """Return the indices of an epoch's batches, the same on every machine."""
         draw = torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
         order = torch.randperm(samples, generator=draw).tolist()
         return [order[i : i + self.batch_size] for i in range(0, samples, self.batch_size)]
 
     def optimizer(self, half: nn.Module) -> torch.optim.Optimizer:
-        """AdamW over one half."""
+        """Return AdamW for one half."""
         trained = [p for p in half.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.dim() > 1]
         vectors = [p for p in trained if p.dim() <= 1]
@@ -84,7 +84,7 @@ class Recipe:
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.learning_rate, eps=self.eps)
 
     def set_rate(self, optimizer: torch.optim.Optimizer, step: int, total: int) -> None:
-        """The rate of a step (from 0) of ``total``."""
+        """Set the learning rate of a step (from 0) of ``total``."""
         warm = round(self.warmup * total)
         share = (step + 1) / warm if step < warm else (total - step) / max(1, total - warm)
         for group in optimizer.param_groups:
@@ -92,7 +92,7 @@ class Recipe:
 
     @property
     def loss_function(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """(logits, labels) -> the mean loss."""
+        """The function (logits, labels) -> mean loss."""
         return _LOSS_FUNCTIONS[self.loss]
 
 

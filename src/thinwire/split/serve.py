@@ -1,4 +1,4 @@
-"""The cloud's socket: one edge at a time, the next after bye; an edge that comes back takes its old place."""
+"""The cloud's socket: one edge at a time, the next one after bye; an edge that reconnects gets its place back."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class _Newcomer:
     Attributes:
         duplex: its socket.
         ledger: its bytes until then.
-        wire: once it was made.
-        hello: once it was heard; None: there will be none, for the reason in ``error``.
-        answered: it is no newcomer any more.
+        wire: set once it exists.
+        hello: set once it was received; None: there will be none, for the reason in ``error``.
+        answered: set when the newcomer has been accepted or refused.
     """
 
     duplex: Duplex
@@ -53,15 +53,15 @@ class CloudServer:
     Attributes:
         cloud: the state machine behind it.
         host: to listen at.
-        port: to listen on; 0: a free one, which ``port`` then names.
-        credentials: for TLS; None: in the clear, on loopback or with ``insecure=True`` only.
-        insecure: allow listening in the clear to other machines.
+        port: to listen on; 0: a free one is chosen, and ``port`` is set to it.
+        credentials: for TLS; None: unencrypted, only on loopback or with ``insecure=True``.
+        insecure: allow unencrypted connections from other machines.
         hold_seconds: how long an edge whose connection was lost keeps its place against other edges.
-        message_seconds: how long an edge may be silent within a message, or take nothing of one.
-        hello_seconds: how long a new connection may take for the TLS handshake and hello, together.
-        limit: bytes of one message, received; before its hello is accepted a connection may send 64 KiB.
+        message_seconds: how long an edge may be silent within a message, or accept nothing of one.
+        hello_seconds: how long a new connection may take for the TLS handshake and hello together.
+        limit: most bytes of a received message; until its hello is accepted a connection may send 64 KiB.
         ledger: bytes of all connections.
-        say: called with a sentence for people when edges come, go or are refused.
+        say: called with a sentence for the user when edges come, go or are refused.
     """
 
     cloud: CloudEnd
@@ -83,7 +83,7 @@ class CloudServer:
         if self.credentials is None:
             check_plain(self.host, self.insecure)
         self._heard: queue.SimpleQueue[_Newcomer] = queue.SimpleQueue()
-        self._bell, self._ring = socket.socketpair()  # readable when a newcomer was heard
+        self._bell, self._ring = socket.socketpair()  # readable when a newcomer's hello has been read
         try:
             self._door = Door(self.port, self.host, self._hear, self.hello_seconds, MOST)
         except (PairError, ValueError) as error:
@@ -97,8 +97,8 @@ class CloudServer:
         """Answer until that many edges have said bye.
 
         Args:
-            edges: how many; None: for ever.
-            idle_seconds: how long no edge may say anything; None: any time.
+            edges: how many; None: forever.
+            idle_seconds: how long all edges may be silent; None: without limit.
 
         Raises:
             LinkError: no edge has said anything for ``idle_seconds``.
@@ -111,7 +111,7 @@ class CloudServer:
             if self._wire is not None:
                 waiting.append(self._wire)
             ready, _, _ = select.select(waiting, [], [], 0.5)
-            if self._wire is not None and self._wire in ready:  # before newcomers, of whom each turn hears one
+            if self._wire is not None and self._wire in ready:  # before newcomers, one of whom is handled per turn
                 if self._answer() and left is not None:
                     left -= 1
                 self._heard_at = time.monotonic()
@@ -127,7 +127,7 @@ class CloudServer:
                 raise LinkError(f"no edge has said anything for {idle_seconds:g} s")
 
     def _hear(self, duplex: Duplex, end: float) -> None:
-        """In a thread of its own: what a newcomer says, until it is answered or has to make room for others."""
+        """Read a newcomer's hello, then wait until it is answered or closed to make room. Runs in its own thread."""
         newcomer = _Newcomer(duplex)
         try:
             newcomer.wire = FrameConnection(
@@ -137,7 +137,7 @@ class CloudServer:
             if hello.kind != "hello" or hello.fields is None:
                 raise SessionError(f"a connection began with {hello.kind!r} instead of hello")
             newcomer.hello = hello.fields
-        except Exception as error:  # whatever a stranger sends, it must not end the cloud
+        except Exception as error:  # whatever a stranger sends must not end the cloud
             newcomer.error = error
         self._heard.put(newcomer)
         with contextlib.suppress(OSError):  # the cloud has closed
@@ -146,8 +146,8 @@ class CloudServer:
             pass
 
     def _admit(self, newcomer: _Newcomer) -> None:
-        """Answer a newcomer's hello, if it may come."""
-        self._door.forget(newcomer.duplex)  # from here on it makes no room for strangers
+        """Answer a newcomer's hello, and accept it if it may come."""
+        self._door.forget(newcomer.duplex)  # from here on it is not closed to make room
         wire = newcomer.wire
         if wire is None or newcomer.hello is None:
             self._refuse(newcomer, newcomer.error)
@@ -186,7 +186,7 @@ class CloudServer:
         self.ledger.add(newcomer.ledger)
 
     def _answer(self) -> bool:
-        """What came from the present edge. Returns whether it was bye."""
+        """Handle a request from the current edge. Return whether it was bye."""
         assert self._wire is not None
         try:
             request = self._wire.poll()
@@ -211,14 +211,14 @@ class CloudServer:
         return False
 
     def _lose(self, why: str) -> None:
-        """The present edge's connection is over; it keeps its place for a while."""
+        """Note that the current edge's connection has ended; the edge keeps its place for a while."""
         self._say(f"edge {self.cloud.edge!r} is gone: {why}")
         if self._wire is not None:
             self._wire.close()
         self._wire, self._lost_at = None, time.monotonic()
 
     def _say(self, sentence: str) -> None:
-        """To people: a sentence may hold words of a stranger."""
+        """Pass a sentence on; it may contain text from a stranger."""
         self.say(printable(sentence))
 
     def close(self) -> None:

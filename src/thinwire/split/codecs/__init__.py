@@ -1,6 +1,6 @@
-"""Codecs of what crosses live here: 16 bits, 8 or 4 per token, changes since the last visit, real tokens only.
+"""Codecs for what crosses the cut: 16 bits, 8 or 4 bits per token, changes since the last visit, real tokens only.
 
-What does not live here: frames and sockets, and codecs of model gradients (``methods``).
+Not here: frames and sockets, and codecs for model gradients (``methods``).
 """
 
 from thinwire.split.codecs.chain import Chain, Visit, check_chain

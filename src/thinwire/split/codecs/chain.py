@@ -1,4 +1,6 @@
-"""A chain of codecs for one direction: at most one for the values, then perhaps real tokens only."""
+"""A chain of codecs for one direction: at most one value codec, then optionally "pack", which sends only real
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ WORDS = ("fp16", "bf16", "int8", "int4", "delta:2", "delta:4", "delta:8", "pack"
 
 @dataclass(frozen=True)
 class Visit:
-    """What both ends know of a batch besides its numbers.
+    """What both ends know about a batch besides its numbers.
 
     Attributes:
         lengths: real tokens per sample; None: no padding.
         slots: the samples' indices, for delta.
-        training: evaluation touches no cache; delta then sends numbers as they are.
+        training: False: evaluation, which changes no cache; delta then sends the numbers as they are.
     """
 
     lengths: Sequence[int] | None
@@ -33,7 +35,7 @@ class Visit:
 
 
 class Chain:
-    """Codecs of one direction, with their state.
+    """The codecs of one direction, with their state.
 
     Attributes:
         packs: whether only real tokens are sent.
@@ -48,11 +50,11 @@ class Chain:
 
     @property
     def needs_slots(self) -> bool:
-        """Whether the sample's indices must cross."""
+        """Whether the samples' indices must be sent."""
         return isinstance(self.values, Delta)
 
     def encode(self, x: Tensor, visit: Visit) -> list[Tensor]:
-        """The parts for numbers ``[B, L, w]``: with "pack" rows ``[n, ...]`` of real tokens, else ``[B, L, ...]``."""
+        """Return the parts for ``[B, L, w]``: with "pack" rows ``[n, ...]`` of real tokens, else ``[B, L, ...]``."""
         x = x.detach()
         if isinstance(self.values, Delta):
             if not visit.training:
@@ -66,17 +68,17 @@ class Chain:
         return [part.view(*x.shape[:2], *part.shape[1:]) for part in parts]
 
     def decode(self, parts: Sequence[Tensor], visit: Visit, width: int, dtype: torch.dtype, length: int = 0) -> Tensor:
-        """Numbers ``[B, L, width]`` of ``dtype``; zeros at padding where only real tokens were sent.
+        """Return the numbers ``[B, L, width]`` of ``dtype``; padding is zero if only real tokens were sent.
 
         Args:
             parts: as received.
             visit: of the batch.
             width: numbers per token.
             dtype: of the model.
-            length: L, where only real tokens came; 0: the longest sample's.
+            length: L, if only real tokens were sent; 0: that of the longest sample.
 
         Raises:
-            ValueError: the parts are not what this chain would have sent for such a batch.
+            ValueError: the parts are not what this chain sends for such a batch.
         """
         if isinstance(self.values, Delta) and visit.training:
             lengths = list(visit.lengths or ())
@@ -100,7 +102,7 @@ class Chain:
         return rows.view(*lead, width)
 
     def nbytes(self, batch: int, length: int, visit: Visit, width: int, itemsize: int, fresh: int = 0) -> int:
-        """Exact bytes of the parts; ``fresh`` is how many real tokens belong to first visits (delta only)."""
+        """Return the exact bytes of the parts; ``fresh`` counts the real tokens on their first visit (delta only)."""
         tokens = sum(visit.lengths) if self.packs and visit.lengths is not None else batch * length
         if isinstance(self.values, Delta):
             if not visit.training:
@@ -109,7 +111,7 @@ class Chain:
         return tokens * self.values.bytes_per_row(width, itemsize)
 
     def frames(self, training: bool) -> list[int]:
-        """Dimensions of each part."""
+        """Return the number of dimensions of each part."""
         lead = 1 if self.packs else 2
         if isinstance(self.values, Delta) and training:
             return [2, 2, 1]
@@ -127,8 +129,8 @@ def check_chain(words: Sequence[str], direction: str, carries: str | None = None
 
     Args:
         words: of the chain.
-        direction: "up" or "down", for the sentence.
-        carries: "activation" or "gradient"; None: what goes that way while the front is at the edge.
+        direction: "up" or "down", for the error message.
+        carries: "activation" or "gradient"; None: what goes that way if the front is at the edge.
     """
     for word in words:
         if word not in WORDS:
@@ -158,14 +160,14 @@ def _lengths(visit: Visit, x: Tensor) -> list[int]:
 
 
 def _real_rows(x: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    """``[B, L, w]`` -> the real tokens' ``[n, w]``, sample by sample."""
+    """Return the real tokens of ``[B, L, w]`` as ``[n, w]``, sample by sample."""
     if lengths is None:
         return x.reshape(-1, x.shape[-1])
     return torch.cat([sample[:count] for sample, count in zip(x, lengths)])
 
 
 def _spread(rows: Tensor, lengths: Sequence[int], length: int) -> Tensor:
-    """The inverse, with zeros at padding."""
+    """Return the inverse of ``_real_rows``, with zeros at padding."""
     out = rows.new_zeros(len(lengths), length or max(lengths), rows.shape[1])
     for sample, part in zip(out, rows.split(list(lengths))):
         sample[: len(part)] = part

@@ -15,12 +15,12 @@ from thinwire.split.codecs.quantised import dequantise, quantise
 
 
 class Delta(Codec):
-    """Both ends keep m[slot] for every sample; Q(x - m) is sent, both add what it stands for, the receiver uses m.
+    """Both ends keep m[slot] for every sample; Q(x - m) is sent, both add its decoded value to m, the receiver uses m.
 
-    The first visit of a slot goes as it is, in fp32. A slot is a sample's index in the edge's data set.
+    The first visit of a slot is sent as it is, in fp32. A slot is a sample's index in the edge's data set.
 
     Differences from the paper: the activations are SFT's r numbers per token, so the caches are h / r times smaller
-    than the published ones; only real tokens are cached; gradients have codecs of their own.
+    than the published ones; only real tokens are cached; gradients have separate codecs.
     """
 
     def __init__(self, bits: int) -> None:
@@ -29,7 +29,7 @@ class Delta(Codec):
         self.cache: dict[int, Tensor] = {}
 
     def encode_visits(self, rows: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor]:
-        """Fresh rows, codes and scales of the samples' rows ``[length, w]``; updates the cache."""
+        """Return fresh rows, codes and scales for the samples' rows ``[length, w]``; update the cache."""
         fresh, known = self._sort(slots)
         width = rows[0].shape[1] if rows else 0
         first = _joined([rows[i].float() for i in fresh], width)
@@ -44,10 +44,10 @@ class Delta(Codec):
     def decode_visits(
         self, parts: Sequence[Tensor], slots: Sequence[int], lengths: Sequence[int], width: int
     ) -> Tensor:
-        """The cached rows of all samples after the update, ``[sum of lengths, w]`` fp32.
+        """Return the cached rows of all samples after the update, ``[sum of lengths, w]`` fp32.
 
         Raises:
-            ValueError: the parts do not fit the cache.
+            ValueError: the parts do not match the cache.
         """
         fresh, known = self._sort(slots)
         if len(parts) != 3:
@@ -67,7 +67,7 @@ class Delta(Codec):
         return _joined([self.cache[slot] for slot in slots], width)
 
     def bytes_per_row(self, width: int, itemsize: int) -> int:
-        """Of a known sample; a fresh one costs 4 w."""
+        """Return the bytes of a known sample's row; a fresh row takes 4 w."""
         return packed_bytes(width, self.bits) + 2
 
     def state(self) -> dict[str, Any]:
@@ -75,19 +75,19 @@ class Delta(Codec):
         return {"cache": dict(self.cache)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take a cache over."""
+        """Restore a cache."""
         self.cache = dict(state["cache"])
 
     @property
     def digest(self) -> str:
-        """A hash of the cache: equal at both ends after every message."""
+        """A hash of the cache, equal at both ends after every message."""
         made = hashlib.blake2b(digest_size=8)
         for slot in sorted(self.cache):
             made.update(str(slot).encode() + self.cache[slot].cpu().contiguous().numpy().tobytes())
         return made.hexdigest()
 
     def _sort(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Positions in the batch: first visits, and the others."""
+        """Return the batch positions of first visits, and of the others."""
         if len(set(slots)) != len(slots):
             raise ValueError("a sample comes twice in one batch: delta needs distinct slots")
         fresh = [i for i, slot in enumerate(slots) if slot not in self.cache]
@@ -104,7 +104,7 @@ class Delta(Codec):
         scales: Tensor,
         width: int,
     ) -> None:
-        """The same arithmetic at both ends."""
+        """Update the cache with the same arithmetic at both ends."""
         change = dequantise(codes, scales, width, self.bits, torch.float32)
         for i, rows in zip(known, change.split([lengths[i] for i in known])):
             self.cache[slots[i]] = self.cache[slots[i]] + rows

@@ -23,7 +23,7 @@ class Quantised(Codec):
         self.bits = bits
 
     def encode(self, rows: Tensor) -> list[Tensor]:
-        """Codes, uint8 ``[n, ceil(w bits / 8)]``, and scales, bf16 ``[n]``."""
+        """Return codes, uint8 ``[n, ceil(w bits / 8)]``, and scales, bf16 ``[n]``."""
         return list(quantise(rows, self.bits))
 
     def decode(self, parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
@@ -31,15 +31,15 @@ class Quantised(Codec):
         return dequantise(parts[0], parts[1], width, self.bits, dtype)
 
     def bytes_per_row(self, width: int, itemsize: int) -> int:
-        """Codes and a scale."""
+        """Return the bytes of the codes and one scale."""
         return packed_bytes(width, self.bits) + 2
 
 
 def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 ``[n, ceil(w bits / 8)]``, and scales, bf16 ``[n]``, of rows ``[n, w]``.
+    """Return codes, uint8 ``[n, ceil(w bits / 8)]``, and scales, bf16 ``[n]``, of rows ``[n, w]``.
 
     Raises:
-        ValueError: a number is not finite: no level stands for it.
+        ValueError: a number is not finite, so no level represents it.
     """
     if not bool(torch.isfinite(rows).all()):
         raise ValueError(
@@ -56,14 +56,14 @@ def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, width: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """Rows ``[n, width]`` of ``dtype`` from codes and scales."""
+    """Return rows ``[n, width]`` of ``dtype`` from codes and scales."""
     n, k, stored = len(codes), levels(bits), codes.shape[1] * (8 // bits)
     rows = unpack_codes(codes.reshape(-1), n * stored, bits, dtype).view(n, stored)[:, :width]
     return (rows - k) * (scales.to(dtype) / k)[:, None]
 
 
 def _rounded_up(top: Tensor) -> Tensor:
-    """The least bf16 that is not below."""
+    """Return the smallest bf16 number that is not below ``top``."""
     near = top.to(torch.bfloat16)
     above = torch.nextafter(near, torch.full_like(near, float("inf")))
     return torch.where(near.to(top.dtype) < top, above, near)

@@ -1,6 +1,6 @@
-"""Views of transformers' architectures live here, a file each: which module is which part of a layer.
+"""Views of transformers' architectures, one file each: which module is which part of a layer.
 
-What does not live here: the cut itself (``surgery``), and tokenisers.
+Not here: the cut itself (``surgery``), and tokenisers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from thinwire.split.models.gpt2 import GPT2View
 from thinwire.split.models.vit import ViTView
 
 VIEWS: tuple[type[View], ...] = (BertView, RobertaView, DistilBertView, ViTView, GPT2View)
-"""The kinds of model that can be cut."""
+"""The kinds of models that can be cut."""
 
 __all__ = ["Parts", "View", "build", "dense_bias", "dense_weight", "view_of"]
 
 
 def view_of(model: nn.Module) -> View:
-    """The view of a model.
+    """Return the view of a model.
 
     Raises:
         ValueError: there is none for its class.
@@ -36,10 +36,10 @@ def view_of(model: nn.Module) -> View:
 
 
 def build(class_name: str, config: dict[str, Any]) -> nn.Module:
-    """A model with random weights from the words of its configuration; only the classes of ``VIEWS``, nothing remote.
+    """Build a model with random weights from its configuration; only classes of ``VIEWS``, nothing is downloaded.
 
     Raises:
-        ValueError: another class, a configuration that does not fit, or transformers is not installed.
+        ValueError: another class, a configuration that does not match, or transformers is not installed.
     """
     transformers = require("transformers")
     for view in VIEWS:

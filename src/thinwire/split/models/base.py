@@ -1,4 +1,4 @@
-"""How the surgery sees a model: embeddings, layers, and one layer taken apart at its feed-forward block."""
+"""How the surgery sees a model: embeddings, layers, and one layer taken apart around its feed-forward block."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Parts:
         first: dense, h to f.
         activation: between the two.
         second: dense, f to h.
-        dropout: after it.
-        before: the norm in front of the feed-forward block (ViT, GPT-2); None where there is none.
-        after: the norm behind the block's residual connection (BERT and its kin); None where there is none.
+        dropout: after the second dense layer.
+        before: the norm before the feed-forward block (ViT, GPT-2); None if there is none.
+        after: the norm after the block's residual connection (BERT and similar models); None if there is none.
     """
 
     attend: nn.Module
@@ -35,16 +35,16 @@ class Parts:
 
 
 class View(ABC):
-    """One architecture of transformers. Holds no state but the configuration; modules are passed in.
+    """One architecture of transformers. Its only state is the configuration; modules are passed in.
 
     Attributes:
         model_type: as in the configuration.
-        classes: of transformers, that can be cut, by name.
-        inputs: names of what its embeddings take; every batch has the first.
+        classes: names of the classes of transformers that can be cut.
+        inputs: names of its embedding inputs; every batch has the first.
         uses_lengths: whether padding is masked.
-        embeddings_at: the path in a model of what embeds.
-        layers_at: of the list of layers.
-        parts_at: paths in a layer, by the names of :class:`Parts`, those that it has.
+        embeddings_at: path in a model to the embeddings.
+        layers_at: path in a model to the list of layers.
+        parts_at: paths in a layer, by the names of :class:`Parts`, for the parts that it has.
     """
 
     model_type: ClassVar[str]
@@ -70,21 +70,21 @@ class View(ABC):
 
     @property
     def pixels(self) -> int:
-        """Numbers per picture; 0 where tokens are words."""
+        """Numbers per picture; 0 if the inputs are tokens."""
         return 0
 
     def embeddings(self, model: nn.Module) -> nn.Module:
-        """A module ``(**inputs) -> [B, L, h]``."""
+        """Return a module ``(**inputs) -> [B, L, h]``."""
         return model.get_submodule(self.embeddings_at)
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
-        """The layers, in order."""
+        """Return the layers, in order."""
         found = model.get_submodule(self.layers_at)
         assert isinstance(found, nn.ModuleList)
         return found
 
     def parts(self, layer: nn.Module) -> Parts:
-        """One layer in pieces."""
+        """Return one layer in pieces."""
         found = {name: layer.get_submodule(path) for name, path in self.parts_at.items()}
         return Parts(attend=self.attend(layer), **found)
 
@@ -94,10 +94,10 @@ class View(ABC):
 
     @abstractmethod
     def head(self, model: nn.Module) -> nn.Module:
-        """A module ``(hidden, lengths) -> logits``: all that follows the last layer."""
+        """Return a module ``(hidden, lengths) -> logits``: everything after the last layer."""
 
     def mask(self, hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
-        """What the layers take as attention mask."""
+        """Return the attention mask for the layers."""
         from transformers.masking_utils import create_bidirectional_mask
 
         made: Any = create_bidirectional_mask(
@@ -111,7 +111,7 @@ class View(ABC):
 
 
 def valid_tokens(hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """1 at real tokens, 0 at padding, ``[B, L]``; None where nothing is padded."""
+    """Return 1 at real tokens and 0 at padding, ``[B, L]``; None if nothing is padded."""
     length = hidden.shape[1]
     if lengths is None or bool((lengths == length).all()):
         return None
@@ -119,18 +119,18 @@ def valid_tokens(hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
 
 
 def inputs_of(inputs: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:
-    """The named inputs that are there."""
+    """Return the named inputs that are present."""
     return {name: inputs[name] for name in names if name in inputs}
 
 
 def dense_weight(dense: nn.Module) -> Tensor:
-    """The weight ``[out, in]`` of a Linear, or of transformers' Conv1D, which stores it transposed."""
+    """Return the weight ``[out, in]`` of a Linear, or of transformers' Conv1D, which stores it transposed."""
     weight: Tensor = dense.weight  # type: ignore[assignment]
     return weight if isinstance(dense, nn.Linear) else weight.T
 
 
 def dense_bias(dense: nn.Module) -> Tensor:
-    """The bias ``[out]``; zeros where there is none."""
+    """Return the bias ``[out]``; zeros if there is none."""
     bias: Tensor | None = dense.bias  # type: ignore[assignment]
     weight = dense_weight(dense)
     return bias if bias is not None else weight.new_zeros(len(weight))

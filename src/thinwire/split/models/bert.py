@@ -1,4 +1,4 @@
-"""BERT and RoBERTa: norms behind the residual connections."""
+"""BERT and RoBERTa: norms after the residual connections."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BertView(View):
         return _Attend(layer.get_submodule("attention"))
 
     def head(self, model: nn.Module) -> nn.Module:
-        """Pooler, dropout, classifier."""
+        """Return pooler, dropout and classifier."""
         return _BertHead(model)
 
 
@@ -71,5 +71,5 @@ class RobertaView(BertView):
     layers_at = "roberta.encoder.layer"
 
     def head(self, model: nn.Module) -> nn.Module:
-        """Its classification head."""
+        """Return its classification head."""
         return _RobertaHead(model)

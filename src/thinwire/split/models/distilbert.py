@@ -1,4 +1,4 @@
-"""DistilBERT: BERT's layer under other names, without token types and pooler."""
+"""DistilBERT: BERT's layer with other names, without token types and pooler."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ class DistilBertView(View):
         return _Attend(layer)
 
     def head(self, model: nn.Module) -> nn.Module:
-        """Dense, ReLU, dropout, classifier."""
+        """Return dense layer, ReLU, dropout and classifier."""
         return _Head(model)

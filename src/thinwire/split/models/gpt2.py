@@ -1,4 +1,4 @@
-"""GPT-2: norms in front, causal attention, dense layers stored transposed (Conv1D)."""
+"""GPT-2: norms before the blocks, causal attention, dense layers stored transposed (Conv1D)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Attend(nn.Module):
 
 
 class _Head(nn.Module):
-    """Of the last real token (classification), or of every token (language model)."""
+    """Outputs for the last real token (classification), or for every token (language model)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Head(nn.Module):
 
 
 class GPT2View(View):
-    """GPT-2 as a classifier, or as a language model whose output layer is its own matrix."""
+    """GPT-2 as a classifier, or as a language model with an output layer of its own."""
 
     model_type = "gpt2"
     classes = ("GPT2ForSequenceClassification", "GPT2LMHeadModel")
@@ -68,24 +68,24 @@ class GPT2View(View):
         return int(self.config.n_inner or 4 * self.hidden)
 
     def embeddings(self, model: nn.Module) -> nn.Module:
-        """Words and positions."""
+        """Return token and position embeddings."""
         return _Embed(model)
 
     def attend(self, layer: nn.Module) -> nn.Module:
         return _Attend(layer)
 
     def head(self, model: nn.Module) -> nn.Module:
-        """Norm and output layer."""
+        """Return norm and output layer."""
         return _Head(model)
 
     def mask(self, hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
-        """Causal, and without the padding."""
+        """Return the causal mask, which also excludes padding."""
         from transformers.masking_utils import create_causal_mask
 
         made: Any = create_causal_mask(
             self.config,
             hidden,
             valid_tokens(hidden, lengths),
-            None,  # no cache, whose keyword changed its name in 5.24
+            None,  # no cache; its keyword was renamed in 5.24
         )
         return made  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Models by a word and a few numbers, with random weights; or a pre-trained one from a directory on disk."""
+"""Models by name and a few numbers, with random weights; or a pre-trained one from a directory on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLASSES = {
     "vit": "ViTForImageClassification",
     "gpt2": "GPT2ForSequenceClassification",
 }
-_NAMES = {  # what each architecture calls layers, width, heads, inner width, positions
+_NAMES = {  # the configuration's names for layers, width, heads, inner width, positions
     "bert": ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
     "distilbert": ("n_layers", "dim", "n_heads", "hidden_dim", "max_position_embeddings"),
     "gpt2": ("n_layer", "n_embd", "n_head", "n_inner", "n_positions"),
@@ -32,10 +32,10 @@ def sizes_of(
     heads: int | None = None,
     intermediate: int | None = None,
 ) -> tuple[str, tuple[int, int, int, int]]:
-    """The architecture of a name, and its layers, width, heads and inner width; see :func:`preset`.
+    """Return the architecture of a name, and its layers, width, heads and inner width; see :func:`preset`.
 
     Raises:
-        ValueError: an unknown name, or numbers that do not fit together.
+        ValueError: the name is unknown, or the numbers do not match.
     """
     kind, dash, size = name.partition("-")
     size = size if dash else "small"
@@ -66,23 +66,23 @@ def preset(
     intermediate: int | None = None,
     dropout: float = 0.1,
 ) -> nn.Module:
-    """``"bert"`` or ``"bert-base"``, ``"distilbert-small"``, ...: the architecture and a size, with random weights.
+    """Build ``"bert"``, ``"bert-base"``, ``"distilbert-small"``, ...: an architecture and a size, with random weights.
 
     Args:
         name: bert, roberta, distilbert, vit or gpt2; -small (4 layers, width 256; the default), -base or -large.
-        classes: outputs.
-        vocabulary: token ids.
-        length: longest sequence.
-        pad: id of the padding.
-        seed: of the weights.
-        layers: instead of the size's; and so on.
+        classes: number of outputs.
+        vocabulary: number of token ids.
+        length: of the longest sequence.
+        pad: id of the padding token.
+        seed: for the weights.
+        layers: replaces the size's number; so do the next three.
         hidden: h.
         heads: of attention.
-        intermediate: f; 4 h where only ``hidden`` is given.
+        intermediate: f; 4 h if only ``hidden`` is given.
         dropout: of hidden states and attention.
 
     Raises:
-        ValueError: an unknown name, or numbers that do not fit together.
+        ValueError: the name is unknown, or the numbers do not match.
     """
     kind, numbers = sizes_of(name, layers, hidden, heads, intermediate)
     config: dict[str, Any] = dict(zip(_NAMES.get(kind, _NAMES["bert"]), (*numbers, length + 2)))
@@ -98,14 +98,15 @@ def preset(
 
 
 def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
-    """A pre-trained encoder from a directory (``config.json``, ``model.safetensors``), with a head for ``classes``.
+    """Load a pre-trained encoder from a directory (``config.json``, ``model.safetensors``), with a head for
+    ``classes``.
 
-    Nothing is downloaded; no code of the directory is run; weights are read from safetensors alone.
+    Nothing is downloaded; no code from the directory is run; weights are read only from safetensors.
 
     Args:
         directory: as transformers saves it.
-        classes: outputs.
-        seed: of weights that the directory does not hold, such as those of the head.
+        classes: number of outputs.
+        seed: for weights that the directory does not hold, such as those of the head.
 
     Raises:
         ValueError: the directory holds no such model, or one without a view.
@@ -125,7 +126,7 @@ def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
                         num_labels=classes,
                         local_files_only=True,
                         use_safetensors=True,
-                        ignore_mismatched_sizes=True,  # a head for other classes starts over
+                        ignore_mismatched_sizes=True,  # a head for other classes is initialised anew
                     )
             except (OSError, ValueError, RuntimeError) as error:
                 raise ValueError(f"{directory} cannot be loaded as {view.classes[0]}: {error}") from error

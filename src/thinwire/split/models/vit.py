@@ -1,4 +1,4 @@
-"""ViT: norms in front of attention and feed-forward block; tokens are patches, and none is padding."""
+"""ViT: norms before attention and feed-forward block; tokens are patches, and none is padding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ViTView(View):
 
     @property
     def pixels(self) -> int:
-        """Channels, height, width, multiplied."""
+        """Channels times height times width."""
         size = self.config.image_size
         height, width = (size, size) if isinstance(size, int) else size
         return int(self.config.num_channels * height * width)
@@ -57,9 +57,9 @@ class ViTView(View):
         return _Attend(layer)
 
     def head(self, model: nn.Module) -> nn.Module:
-        """Norm and classifier."""
+        """Return norm and classifier."""
         return _Head(model)
 
     def mask(self, hidden: Tensor, lengths: Tensor | None) -> Tensor | None:
-        """None: every patch is real."""
+        """Return None: there is no padding."""
         return None
