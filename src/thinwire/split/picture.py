@@ -14,12 +14,12 @@ _WINDOW = 20  # steps
 def compare_picture(
     rows: Sequence[ComparisonRow], losses: Mapping[str, Sequence[float]], metric: str, title: str
 ) -> Picture:
-    """Scores against bytes, and losses against seconds.
+    """Draw scores against bytes, and losses against seconds.
 
     Args:
         rows: of :func:`~thinwire.split.compare.compare`.
         losses: of every step of one seed, by the name of the row.
-        metric: what scores are.
+        metric: name of the scores' metric.
         title: of the picture.
     """
     sent = tuple(

@@ -1,4 +1,4 @@
-"""The cloud's end without sockets: requests in, replies out, every request carried out exactly once."""
+"""The cloud's end without sockets: requests in, replies out; every request is carried out exactly once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_STEPS = 10**9
 
 @dataclass
 class _Edge:
-    """What the cloud keeps of one edge: how many steps it has trained with it, and the codecs' state."""
+    """What the cloud keeps for one edge: the number of steps trained with it, and the codecs' state."""
 
     up: Chain
     down: Chain
@@ -42,16 +42,16 @@ class _Edge:
 
 @dataclass
 class CloudEnd:
-    """The cloud's half, its optimizer, and what is needed to answer a request again without carrying it out again.
+    """The cloud's half, its optimizer, and what it needs to answer a repeated request without carrying it out again.
 
-    Several edges may train one such half, one after the other: each has its own step count and codec state.
+    Several edges may train such a half, one after the other: each has its own step count and codec state.
 
     Attributes:
         half: the back, or with ``front_on="cloud"`` the front; trained in place.
-        pair: of the files that the halves came from; both ends must have the same.
+        pair: id of the files that the halves came from; both ends must have the same.
         recipe: must be the edge's.
-        checkpoint_dir: of checkpoints; None: none are written.
-        edge: whose session it is; "" between sessions.
+        checkpoint_dir: for checkpoints; None: none are written.
+        edge: the edge that has the session; "" between sessions.
         trained: called with (edge, steps) after each training step.
     """
 
@@ -77,30 +77,31 @@ class CloudEnd:
         self._dtype, self._device = first.dtype, first.device
         self._opening = "z" if isinstance(self.half, Back) else opening(self.half.view)
         found = store.steps(self.checkpoint_dir)
-        if found:  # a restarted cloud goes on from its newest checkpoint
+        if found:  # a restarted cloud continues from its newest checkpoint
             self._load(found[-1])
 
     @property
     def training(self) -> bool:
-        """Whether a step has begun and not ended."""
+        """Whether a step has begun but not ended."""
         return self._program is not None
 
     def steps_of(self, edge: str) -> int:
-        """How many steps it has trained with an edge."""
+        """Return how many steps this end has trained with an edge."""
         return self._edges[edge].steps if edge in self._edges else 0
 
     def hello(self, fields: Fields, edge: str | None = None) -> Fields:
-        """Open a session, or take it up again after the connection was lost.
+        """Open a session, or resume it after the connection was lost.
 
         Args:
             fields: of the edge's hello.
-            edge: its name by its certificate; None: the one it gives itself.
+            edge: its name from its certificate; None: the name that it gives itself.
 
         Returns:
-            Words of the answer: ``resume``, the step to go on from; ``known``, whether the session goes on as it is.
+            Fields of the answer: ``resume``, the step to continue from; ``known``, whether the session continues
+            unchanged.
 
         Raises:
-            SessionError: the ends do not fit together, or have no step in common.
+            SessionError: the ends do not match, or have no step in common.
         """
         for name, kind in HELLO.items():
             if not isinstance(fields.get(name), kind) or len(fields) != len(HELLO):
@@ -122,7 +123,7 @@ class CloudEnd:
         return {"resume": resume, "known": False}
 
     def _agree(self, name: str, theirs: list[int]) -> int:
-        """The newest step that both ends have; the cloud goes there."""
+        """Return the newest step that both ends have, and bring the cloud to it."""
         if not self.training and self.steps_of(name) in theirs:
             if name not in self._edges:
                 self._edges[name] = self._new_edge()
@@ -149,10 +150,10 @@ class CloudEnd:
         )
 
     def handle(self, request: Message) -> Message:
-        """Carry a request out, or answer it again if it came before.
+        """Carry out a request, or repeat the reply if it came before.
 
         Raises:
-            SessionError: it is not one that may come now.
+            SessionError: the request is not valid now.
         """
         if not self.edge:
             raise SessionError(f"a request {request.kind!r} before hello")
@@ -170,14 +171,14 @@ class CloudEnd:
             RuntimeError,
             IndexError,
             MemoryError,
-        ) as error:  # numbers or shapes that no edge of ours sends
+        ) as error:  # numbers or shapes that our edges never send
             raise SessionError(f"step {request.step}: {error}") from error
         self._sequence, self._reply = request.sequence, reply
         self._end(request)
         return reply
 
     def _end(self, request: Message) -> None:
-        """After bye the next edge may come; the reply is kept, should it be asked for again."""
+        """After bye the next edge may come; the reply is kept in case it is requested again."""
         if request.kind == "bye":
             self.edge = ""
 
@@ -226,8 +227,8 @@ class CloudEnd:
         return self._resume(program, request)
 
     def _resume(self, program: Program, request: Message) -> tuple[Message, bool]:
-        """Hand a request to a program; its answer, and whether the program has ended with it."""
-        self._program = None  # a program that raises is over
+        """Pass a request to a program; return its answer, and whether the program has ended."""
+        self._program = None  # a program that raises has ended
         said = program.send(request)
         assert isinstance(said, Send)
         reply = Message(said.parts[0][0], request.step, request.sequence, request.evaluation, said.parts)

@@ -1,4 +1,4 @@
-"""Checkpoints of one end: a directory per step, whole or not there, read without unpickling."""
+"""Checkpoints of one end: one directory per step, complete or absent, read without unpickling."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _CONTENT = "state.pt"
 
 
 def save(directory: Path, step: int, content: dict[str, Any], keep: int = 2) -> None:
-    """Write ``step-<n>``, whole or not at all; older ones beyond ``keep`` go.
+    """Write a complete ``step-<n>`` or none; remove older ones beyond ``keep``.
 
-    Two are kept, since the other end may have written one less before it died.
+    Two are kept, because the other end may have died before writing its newest.
     """
     with _kept(directory, keep).write(step) as partial:
         write_file(partial / _CONTENT, content)
 
 
 def steps(directory: Path | None) -> list[int]:
-    """The steps of the whole checkpoints in a directory, ascending."""
+    """Return the steps of the complete checkpoints in a directory, ascending."""
     return [] if directory is None else list(_kept(directory).found())
 
 
 def load(directory: Path, step: int) -> dict[str, Any]:
-    """The content of a checkpoint.
+    """Return the content of a checkpoint.
 
     Raises:
-        SessionError: it is not there, or damaged; the message names the file.
+        SessionError: it is missing or damaged; the message names the file.
     """
     kept = _kept(directory)
     try:
@@ -39,7 +39,7 @@ def load(directory: Path, step: int) -> dict[str, Any]:
 
 
 def check_pair(content: dict[str, Any], pair: str, directory: Path) -> None:
-    """Raise `SessionError` unless a checkpoint is of these halves."""
+    """Raise `SessionError` unless a checkpoint belongs to these halves."""
     if content.get("pair") != pair:
         raise SessionError(
             f"{directory} holds checkpoints of other halves: give this training another directory, or remove that one"
@@ -47,7 +47,7 @@ def check_pair(content: dict[str, Any], pair: str, directory: Path) -> None:
 
 
 def drop_after(directory: Path | None, step: int) -> None:
-    """Remove checkpoints of later steps: training goes on from this one, and theirs is another future."""
+    """Remove checkpoints of later steps, because training continues from this step and will differ from theirs."""
     if directory is not None:
         _kept(directory).drop_after(step)
 

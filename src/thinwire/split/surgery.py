@@ -1,4 +1,4 @@
-"""One model becomes two halves: factorised once, each parameter in exactly one of them."""
+"""Cut a model into two halves: factorised once, each parameter in exactly one half."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from thinwire.split.models import View, dense_weight, view_of
 from thinwire.split.plan import SplitPlan
 
 Sample = tuple[Mapping[str, Tensor], Tensor | None]
-"""Inputs by name and lengths [B] (None: nothing is padded): what a front takes."""
+"""A front's inputs: tensors by name, and lengths [B] (None: no padding)."""
 
 
 def split_model(model: nn.Module, plan: SplitPlan, samples: Iterable[Sample] | None = None) -> tuple[Front, Back]:
     """Cut a copy of a model.
 
     Args:
-        model: of transformers, of a class that ``split.models`` has a view of; stays as it is.
-        plan: where and how.
+        model: of transformers, of a class with a view in ``split.models``; it is not changed.
+        plan: where and how to cut.
         samples: batches of inputs, for ``init="activation"`` and ``residual="lowrank:q"``.
 
     Raises:
-        ValueError: the model cannot be cut so, or a parameter would belong to both halves.
+        ValueError: the model cannot be cut like this, or a parameter would belong to both halves.
     """
     view = view_of(model)
     plan.check(len(view.layers(model)), view.hidden)
@@ -48,7 +48,7 @@ def split_model(model: nn.Module, plan: SplitPlan, samples: Iterable[Sample] | N
 
 
 def assemble(view: View, model: nn.Module, plan: SplitPlan, factors: Factors) -> tuple[Front, Back]:
-    """Deal the modules of a model out to the two halves; the model is used up."""
+    """Distribute the modules of a model over the two halves; the model must not be used afterwards."""
     layers = list(view.layers(model))
     parts = None if plan.kind == "boundary" else view.parts(layers[plan.cut - 1])
     own = plan.cut if parts is None else plan.cut - 1
@@ -58,7 +58,7 @@ def assemble(view: View, model: nn.Module, plan: SplitPlan, factors: Factors) ->
 
 
 def _refuse_tied(model: nn.Module) -> None:
-    """A parameter under two names would be trained apart, once on each side."""
+    """Raise ``ValueError`` if a parameter has two names: each side could train its own copy of it."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if names.setdefault(id(parameter), name) != name:
@@ -69,7 +69,7 @@ def _refuse_tied(model: nn.Module) -> None:
 
 
 def _moments(view: View, model: nn.Module, plan: SplitPlan, samples: Iterable[Sample] | None) -> tuple[Tensor, Tensor]:
-    """Means over real tokens of a^T a and x^T x, ``[h, h]`` fp64: of the residual stream, and of the dense input."""
+    """Return the means over real tokens of a^T a and x^T x, ``[h, h]`` fp64: of residual stream and dense input."""
     why = "init='activation'" if plan.init == "activation" else f"residual={plan.residual!r}"
     if samples is None:
         raise ValueError(f"{why} needs sample batches: pass samples=[(inputs, lengths), ...]")

@@ -1,14 +1,14 @@
 """The programs of swapped roles: the front in the cloud, the back and the labels at the edge.
 
-These are the roles of the published program, kept to compare with: the edge still leads, but its inputs go up every
-step, the activation comes down, its gradient goes up, and the cloud says that it has stepped. The arithmetic is that of
-``programs``: halves, seeds and codecs alike, both train alike, bit for bit.
+These are the roles in the published program, kept for comparison. The edge still sends the requests, but its inputs go
+up every step, the activation comes down, its gradient goes up, and the cloud confirms its step. The arithmetic is that
+of ``programs``: with the same halves, seeds and codecs both train the same, bit for bit.
 
 Source: SFT (arXiv 2211.16703) and the public copy of its program.
 
-Differences from the published code: int32 ids, uint8 types and uint16 lengths cross, not three int64 tensors of ids,
-types and mask; the gradient is acknowledged, so that a lost connection leaves no half-applied step; dropout is on at
-both ends.
+Differences from the published code: int32 ids, uint8 types and uint16 lengths are sent, not three int64 tensors of
+ids, types and mask; the gradient is acknowledged, so that a lost connection leaves no half-applied step; dropout is on
+at both ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from thinwire.split.programs import (
 
 
 def edge_back_step(back: Back, batch: Batch, context: StepContext, step: int) -> Program:
-    """One training step at an edge that has the back. Returns the loss, a 0-dim tensor."""
+    """Run one training step at an edge that has the back. Return the loss, a 0-dim tensor."""
     visit = batch.visit(training=True)
     yield Send((*input_parts(batch, back.view), *facts_of(batch, slots=context.down.needs_slots)))
     z = _came_down((yield Receive("z")), back, batch, visit, context).requires_grad_()
@@ -50,13 +50,13 @@ def edge_back_step(back: Back, batch: Batch, context: StepContext, step: int) ->
     assert z.grad is not None
     yield Send(tuple(under("dz", context.up.encode(z.grad, visit))))
     yield Receive("done")
-    context.optimizer.step()  # after the cloud's: if the cloud is lost, these parameters are those before the step
+    context.optimizer.step()  # after the cloud's: if the cloud is lost, these parameters stay as before the step
     context.optimizer.zero_grad()
     return loss.detach().cpu()
 
 
 def cloud_front_step(front: Front, context: StepContext, step: int, device: torch.device) -> Program:
-    """The same step in the cloud. Its optimizer has stepped before it says so."""
+    """Run the same step in the cloud. Its optimizer steps before it sends "done"."""
     message = yield Receive(opening(front.view))
     inputs = received_inputs(message, front, device)
     visit, lengths = received_facts(message, front.view, slots=context.down.needs_slots, training=True)
@@ -74,7 +74,7 @@ def cloud_front_step(front: Front, context: StepContext, step: int, device: torc
 
 
 def edge_back_evaluate(back: Back, batch: Batch, context: StepContext) -> Program:
-    """Logits of a batch, without dropout; nothing is updated."""
+    """Return the logits of a batch, without dropout; nothing is updated."""
     yield Send((*input_parts(batch, back.view), *facts_of(batch)))
     z = _came_down((yield Receive("z")), back, batch, batch.visit(training=False), context)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def edge_back_evaluate(back: Back, batch: Batch, context: StepContext) -> Progra
 
 
 def cloud_front_evaluate(front: Front, context: StepContext, device: torch.device) -> Program:
-    """The same in the cloud."""
+    """Run the same evaluation in the cloud."""
     message = yield Receive(opening(front.view))
     inputs = received_inputs(message, front, device)
     visit, lengths = received_facts(message, front.view, slots=False, training=False)
@@ -94,7 +94,7 @@ def cloud_front_evaluate(front: Front, context: StepContext, device: torch.devic
 
 
 def _came_down(reply: Message, back: Back, batch: Batch, visit: Visit, context: StepContext) -> Tensor:
-    """The activation ``[B, L, width]``, decoded and checked; of pictures, the cloud says how many tokens L they are."""
+    """Return the activation ``[B, L, width]``, decoded and checked. For pictures the cloud determines the tokens L."""
     first = next(back.parameters())
     samples, length = batch.inputs[back.view.inputs[0]].shape[:2]
     known = length if back.view.uses_lengths else 0

@@ -1,4 +1,4 @@
-"""The baseline: the whole model in one place, on the same samples in the same order, by the same recipe."""
+"""The baseline: the whole model in one process, on the same samples in the same order, with the same recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire.split.tasks import Task
 def train_unsplit(
     model: nn.Module, task: Task, recipe: Recipe, on_step: Callable[[int, int, float], None] | None = None
 ) -> tuple[float, float]:
-    """Train a copy by the model's own ``forward``. Returns the held-out score, and seconds of training."""
+    """Train a copy with the model's own ``forward``. Return the held-out score and the seconds of training."""
     model = copy.deepcopy(model)
     optimizer, total, step = recipe.optimizer(model), recipe.steps(len(task.train)), 0
     start = time.perf_counter()
@@ -42,7 +42,7 @@ def train_unsplit(
 
 
 def whole_forward(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits of the unsplit model."""
+    """Return the logits of the unsplit model."""
     extra = {}
     if batch.lengths is not None:
         length = next(iter(batch.inputs.values())).shape[1]

@@ -1,4 +1,4 @@
-"""One connection: messages as frames over a link's socket; every byte that crosses it is counted."""
+"""One connection: messages as frames over a link's socket; every byte through the socket is counted."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _HELLO_BYTES = 1 << 16
 
 
 class FrameConnection:
-    """One end, blocking, with a deadline for everything.
+    """One end of a connection, blocking, with a deadline for every operation.
 
     Args:
-        duplex: its own from now on.
-        credentials: for TLS; None: in the clear.
-        host: of the cloud that was called; None: this end is the cloud. It takes 64 KiB at most until `admit`.
-        ledger: counts what crosses.
-        limit: bytes of one message, received.
-        seconds: for the TLS handshake, and at the cloud for all until `admit`.
+        duplex: belongs to this object from now on.
+        credentials: for TLS; None: unencrypted.
+        host: of the cloud that was called; None: this end is the cloud. It accepts at most 64 KiB until `admit`.
+        ledger: counts the bytes.
+        limit: most bytes of a received message.
+        seconds: for the TLS handshake, and at the cloud for everything until `admit`.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class FrameConnection:
         return self._duplex.shown.name if self._duplex.shown else None
 
     def admit(self, ledger: ByteLedger) -> None:
-        """Its hello is accepted: messages may be long from now on, and take their time; they count in this ledger."""
+        """Accept the hello: from now on messages may be long and have no common deadline; count them in ``ledger``."""
         self._end, self._reader.limit = math.inf, self._limit
         self._ledger = self._reader.ledger = ledger
 
     def fileno(self) -> int:
-        """For ``select``."""
+        """Return the descriptor, for ``select``."""
         return self._duplex.fileno()
 
     def send(self, message: Message, seconds: float) -> None:
@@ -73,10 +73,10 @@ class FrameConnection:
 
         Args:
             message: to send.
-            seconds: how long the other end may take for 256 KiB.
+            seconds: how long the other end may take for each 256 KiB.
 
         Raises:
-            LinkError: the connection is lost; `LinkTimeout`: it did not take them in that time.
+            LinkError: the connection is lost; `LinkTimeout`: the other end did not accept them in that time.
         """
         waiting = bytearray()  # frames share TLS records, whose overhead is 22 bytes each
         for piece in encode(message, self._ledger):
@@ -87,25 +87,25 @@ class FrameConnection:
         self._write(waiting, seconds)
 
     def receive(self, seconds: float, waiting_for: str = "a message") -> Message:
-        """The next message.
+        """Return the next message.
 
         Args:
-            seconds: how long the other end may say nothing at all.
-            waiting_for: what, for the error.
+            seconds: how long the other end may be silent.
+            waiting_for: what is expected, for the error message.
 
         Raises:
-            LinkError: the connection is lost; `LinkTimeout`: the other end was silent for so long.
-            FrameError: what came is no message.
+            LinkError: the connection is lost; `LinkTimeout`: the other end was silent for too long.
+            FrameError: the bytes are not a message.
         """
         while not self._ready:
             self._read(seconds, waiting_for)
         return self._ready.popleft()
 
     def poll(self) -> Message | None:
-        """The next message if it is whole with what has come; for a socket that is readable.
+        """Read from a readable socket; return the next message if it is complete.
 
         Raises:
-            LinkError, FrameError: as `receive`.
+            LinkError, FrameError: as for `receive`.
         """
         if not self._ready:
             self._read(1.0, "a request")
@@ -113,7 +113,7 @@ class FrameConnection:
 
     @property
     def middle(self) -> bool:
-        """Whether part of a message has come."""
+        """Whether a part of a message has come."""
         return self._reader.middle
 
     def close(self) -> None:
@@ -126,21 +126,21 @@ class FrameConnection:
         self._count_tls(len(plain), 0)
 
     def _read(self, seconds: float, waiting_for: str) -> None:
-        """Take in what comes next."""
+        """Read the next bytes."""
         with self._lost(waiting_for, seconds):
             plain = self._duplex.read_some(min(end_of(seconds), self._end))
         self._count_tls(0, len(plain))
         self._ready.extend(self._reader.feed(plain))
 
     def _count_tls(self, sent: int, received: int) -> None:
-        """What crossed beyond so many bytes of ours."""
+        """Count the bytes that crossed the socket beyond that many of ours."""
         self._ledger.sent["tls"] += self._duplex.sent - self._sent - sent
         self._ledger.received["tls"] += self._duplex.received - self._received - received
         self._sent, self._received = self._duplex.sent, self._duplex.received
 
     @contextlib.contextmanager
     def _lost(self, waiting_for: str, seconds: float) -> Iterator[None]:
-        """Errors of the link in words of this package."""
+        """Turn errors of the link into errors of this package."""
         try:
             yield
         except NotAdmitted as error:

@@ -1,6 +1,6 @@
-"""Data to fine-tune on lives here: GLUE's files, lines of the standard library, tokenisers, metrics.
+"""Data to fine-tune on: GLUE's files, lines of the standard library, tokenisers, metrics.
 
-What does not live here: models and training.
+Not here: models and training.
 """
 
 from thinwire.split.tasks.base import Task, TextData

@@ -19,9 +19,9 @@ class TextData:
     Attributes:
         tokens: ids per sample, at least one.
         labels: a class (int) or a number (float) per sample.
-        pad: id that fills a batch up; masked.
+        pad: id that pads a batch; masked.
         types: token types per sample (second sentence: 1), or None.
-        truncated: how many samples were cut at the maximum length.
+        truncated: how many samples were cut to the maximum length.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -34,7 +34,7 @@ class TextData:
         return len(self.tokens)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """These samples, padded to the longest of them."""
+        """Return these samples as a batch, padded to the longest."""
         lengths = [len(self.tokens[i]) for i in indices]
         inputs = {"input_ids": self._padded(self.tokens, indices, max(lengths), self.pad)}
         if self.types is not None:
@@ -43,7 +43,7 @@ class TextData:
         return Batch(inputs, labels, torch.tensor(lengths), torch.tensor(list(indices)))
 
     def part(self, indices: Sequence[int]) -> TextData:
-        """A data set of some of the samples, such as one edge's share."""
+        """Return a data set of some of the samples, such as one edge's share."""
         types = None if self.types is None else [self.types[i] for i in indices]
         return TextData([self.tokens[i] for i in indices], [self.labels[i] for i in indices], self.pad, types)
 
@@ -56,16 +56,16 @@ class TextData:
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned.
+    """What is to be learned.
 
     Attributes:
-        name: for people.
+        name: for display.
         train: samples to learn from.
-        held_out: samples to be judged by; never trained on.
+        held_out: samples for the score; never trained on.
         classes: number of outputs.
         vocabulary: number of token ids.
         metric: "accuracy", "matthews" or "spearman".
-        describe: one line for people.
+        describe: one line for display.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Task:
     describe: str
 
     def score(self, logits: Tensor) -> float:
-        """The metric on the held-out samples, of their logits in order."""
+        """Return the metric on the held-out samples, given their logits in order."""
         labels = torch.tensor(list(self.held_out.labels))
         if self.metric == "spearman":
             stats = require("scipy.stats")

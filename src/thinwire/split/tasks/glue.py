@@ -1,4 +1,4 @@
-"""Tasks in the files of GLUE: ``train.tsv`` and ``dev.tsv`` in a directory, as gluebenchmark.com hands them out."""
+"""GLUE tasks from files: ``train.tsv`` and ``dev.tsv`` in a directory, as distributed by gluebenchmark.com."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.split.tasks.tokens import encode
 
 @dataclass(frozen=True)
 class _Columns:
-    """Where a task's files have what: column names of the header, or numbers where there is no header."""
+    """Where a task's files keep texts and label: column names of the header, or numbers if there is no header."""
 
     first: str | int
     second: str | int | None
@@ -35,14 +35,14 @@ COLUMNS = {
     "qnli": _Columns("question", "sentence", "label", ("entailment", "not_entailment")),
     "rte": _Columns("sentence1", "sentence2", "label", ("entailment", "not_entailment")),
 }
-"""Of each task: where its files keep texts and label."""
+"""For each task, where its files keep texts and label."""
 
 
 def read_tsv(path: Path, columns: _Columns) -> tuple[list[str], list[str] | None, list[int | float]]:
-    """Sentences and labels of one file.
+    """Read sentences and labels from one file.
 
     Raises:
-        ValueError: the file is missing, or a line does not have the task's columns; names file and line.
+        ValueError: the file is missing or empty, or a line lacks the task's columns; names file and line.
     """
     if not path.is_file():
         raise ValueError(f"{path} is not there: a GLUE task is a directory with train.tsv and {columns.held_out}")
@@ -70,10 +70,10 @@ def read_tsv(path: Path, columns: _Columns) -> tuple[list[str], list[str] | None
 
 
 def glue_task(name: str, directory: str | Path, tokenizer: Any, length: int = 128) -> Task:
-    """A task from local files. Samples over ``length`` tokens are cut and counted, in the held-out file too.
+    """Return a task from local files. Samples over ``length`` tokens are cut and counted, also held-out ones.
 
     Raises:
-        ValueError: an unknown task, or files that are not its.
+        ValueError: the task is unknown, or the files do not belong to it.
     """
     if name not in COLUMNS:
         raise ValueError(f"GLUE task {name!r} is unknown: write one of {', '.join(COLUMNS)}")

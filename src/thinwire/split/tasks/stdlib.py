@@ -1,4 +1,4 @@
-"""A real task without a download: which package of the standard library does a source line come from?"""
+"""A real task without a download: from which package of the standard library does a source line come?"""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from thinwire.split.tasks.base import Task, TextData
 from thinwire.split.tasks.tokens import encode, trained_tokenizer
 
 PACKAGES = ("asyncio", "email", "unittest", "json", "http", "multiprocessing", "importlib", "logging")
-_SHORTEST = 16  # characters: shorter lines say nothing about where they come from
+_SHORTEST = 16  # characters: shorter lines do not tell where they come from
 
 
 def lines_of(packages: tuple[str, ...] = PACKAGES) -> dict[str, list[str]]:
-    """Distinct source lines of each package; lines that two packages share are left out, and so are tests.
+    """Return each package's distinct source lines, without tests and without lines that two packages share.
 
     Raises:
-        ValueError: this Python came without its sources.
+        ValueError: this Python was installed without its sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, set[str]] = defaultdict(set)
@@ -50,19 +50,19 @@ def stdlib_task(
     every: int = 10,
     packages: tuple[str, ...] = PACKAGES,
 ) -> Task:
-    """The task: at most ``most`` lines of each package, every tenth of them held out.
+    """Return the task: at most ``most`` lines of each package, every tenth of them held out.
 
     Args:
         most: lines per package.
         length: tokens per line; longer lines are cut.
-        vocabulary: of the tokeniser that is trained on the training lines; with ``tokenizer`` unused.
-        seed: of the choice of lines.
-        tokenizer: of transformers, of a pre-trained model; None: one is trained.
-        every: which lines are held out; 2: every other one, for differences of accuracy that are small.
+        vocabulary: of the tokeniser trained on the training lines; not used with ``tokenizer``.
+        seed: for the choice of lines.
+        tokenizer: of transformers, from a pre-trained model; None: one is trained.
+        every: hold out every ``every``-th line; 2 holds out half of them, to measure small differences of accuracy.
         packages: the classes.
 
     Raises:
-        ValueError: nothing would be left to learn from, or this Python came without its sources.
+        ValueError: no line would be left to learn from, or this Python was installed without its sources.
     """
     if every < 2:
         raise ValueError(f"every={every!r} leaves no line to learn from: write at least 2")

@@ -1,4 +1,4 @@
-"""Tokenisers of transformers: a small one trained on the task's own text, or one that a user has."""
+"""Tokenisers of transformers: a small one trained on the task's own text, or one that the user has."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def trained_tokenizer(lines: Iterable[str], vocabulary: int = 2000) -> Any:
-    """A byte-level BPE tokeniser, trained on these lines; the same lines give the same tokens on every machine.
+    """Train a byte-level BPE tokeniser on these lines; the same lines give the same tokens on every machine.
 
-    Byte-level, since WordPiece training numbers its pieces in the order of a hash table and differs from run to run.
+    It is byte-level because WordPiece training numbers its pieces in hash-table order, which differs from run to run.
 
     Args:
         lines: of text.
-        vocabulary: token ids, 261 at least: the special ones, the bytes, what was merged.
+        vocabulary: number of token ids, at least 261: the special ones, the bytes and the merged pieces.
     """
     require("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -45,7 +45,7 @@ def trained_tokenizer(lines: Iterable[str], vocabulary: int = 2000) -> Any:
 
 
 def local_tokenizer(directory: Path) -> Any:
-    """The tokeniser of a pre-trained model on disk; nothing is downloaded, no code of the directory is run.
+    """Load the tokeniser of a pre-trained model on disk; nothing is downloaded, no code from the directory is run.
 
     Raises:
         ValueError: the directory holds none.
@@ -60,7 +60,7 @@ def local_tokenizer(directory: Path) -> Any:
 def encode(
     tokenizer: Any, first: Sequence[str], second: Sequence[str] | None, length: int
 ) -> tuple[list[list[int]], list[list[int]] | None, int]:
-    """Ids, token types (None for single sentences), and how many samples were cut at ``length`` tokens."""
+    """Return ids, token types (None for single sentences), and how many samples were cut to ``length`` tokens."""
     texts = (list(first),) if second is None else (list(first), list(second))
     whole = tokenizer(*texts, add_special_tokens=True, return_token_type_ids=second is not None)
     long = sum(len(ids) > length for ids in whole["input_ids"])
