@@ -1,7 +1,6 @@
-"""Federated learning: algorithms, the devices that train their clients one by one, schedules, client states, back ends.
+"""Federated learning: algorithms, devices that train their clients one by one, schedules, client states, back ends.
 
-What does not live here: the deployment on Flower (adapters/flower*.py), plots and tables (cli/), compression itself
-(methods/).
+Not here: the deployment on Flower (adapters/flower*.py), plots and tables (cli/), compression itself (methods/).
 """
 
 from thinwire.federated import partition

@@ -1,8 +1,9 @@
 """The local sum of a device, in one of three arithmetics.
 
-``fp32`` and ``fp64`` add floats: in another order of clients or devices the last bits differ (in fp64 hardly ever, as
-the sum is rounded to fp32 once, but not never). ``exact`` adds integers, the nearest to w x 2^40 in int64: no order
-changes a bit. A term is off by at most 2^-41, and the sum must stay below 2^22, which is checked before use.
+``fp32`` and ``fp64`` add floats, so another order of clients or devices can change the last bits (in fp64 rarely,
+because the sum is rounded to fp32 once, but it can). ``exact`` adds integers in int64, the nearest to w x 2^40, so no
+order changes a bit. Each term has an error of at most 2^-41, and the sum must stay below 2^22, which is checked before
+use.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Accumulator:
 
     Attributes:
         sums: by name, in the dtype of the mode.
-        bounds: by name, in exact mode: an upper bound of the largest magnitude in the sum.
+        bounds: by name, in exact mode: an upper bound on the largest magnitude in the sum.
     """
 
     def __init__(self, mode: str) -> None:
@@ -58,7 +59,7 @@ class Accumulator:
         scaled = x.double().mul_(weight)
         if scaled.numel():
             self.bounds[name] += float(scaled.abs().max())
-        if self.bounds[name] < _LIMIT:  # beyond, the result is refused; do not wrap around on the way
+        if self.bounds[name] < _LIMIT:  # beyond it the result is refused; avoid overflow until then
             total.add_(scaled.mul_(_SCALE).round_().to(torch.int64))
 
     def merge(self, other: Accumulator) -> None:
@@ -71,11 +72,11 @@ class Accumulator:
                 self.sums[name], self.bounds[name] = x.clone(), other.bounds[name]
 
     def shapes(self) -> dict[str, list[int]]:
-        """The shapes by name."""
+        """Return the shapes by name."""
         return {name: list(x.shape) for name, x in self.sums.items()}
 
     def flat(self, shapes: Mapping[str, list[int]], device: torch.device) -> Tensor:
-        """All sums as one vector in order of the names; zeros for those that this device has none of."""
+        """Return all sums as one vector, in order of the names; zeros for sums that this device does not have."""
         dtype = _DTYPE[self.mode]
         parts = [
             self.sums[name].reshape(-1)
@@ -86,7 +87,7 @@ class Accumulator:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device=device)
 
     def take(self, flat: Tensor, shapes: Mapping[str, list[int]], bounds: Mapping[str, float]) -> None:
-        """The counterpart of ``flat``: what it became after it was summed over devices."""
+        """Set the sums from the vector that ``flat`` returned, after it was summed over devices."""
         at = 0
         for name in sorted(shapes):
             size = torch.Size(shapes[name]).numel()
@@ -95,7 +96,7 @@ class Accumulator:
             at += size
 
     def result(self, name: str, factor: float, dtype: torch.dtype) -> Tensor:
-        """``factor`` times a sum, rounded to ``dtype`` once.
+        """Return ``factor`` times a sum, rounded to ``dtype`` once.
 
         Raises:
             OverflowError: in exact mode, if the sum may have left its range.
@@ -112,6 +113,6 @@ class Accumulator:
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether every element of every tensor of one device is finite. One host read."""
+    """Return whether all elements of all tensors, on one device, are finite. Reads one value from the device."""
     flags = [base.all_finite(x.detach()) for x in tensors.values() if x.dtype.is_floating_point]
     return not flags or bool(torch.stack(flags).all())

@@ -1,6 +1,6 @@
-"""The server's side of an algorithm: what it asks the cohort for, and how the answers become one.
+"""The server's side of an algorithm: what it requests from the cohort, and how the answers are combined.
 
-A round is a generator, as every method of thinwire is: it yields a :class:`RoundRequest` and receives its
+A round is a generator, like every method of thinwire: it yields a :class:`RoundRequest` and receives its
 :class:`Reduced`.
 """
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Operator:
-    """How the values that the clients return under one name are brought together.
+    """How the values that clients return under one name are combined.
 
     Attributes:
-        name: for messages to people.
-        linear: whether sums of sums give the same as one sum, so that each device may send a single tensor.
-        summed: whether it is computed from such sums; False: every client's value travels to the server.
+        name: for messages.
+        linear: whether a sum of sums gives the same as one sum, so that each device may send a single tensor.
+        summed: whether it is computed from such sums; False: every client's value is sent to the server.
     """
 
     name: str
@@ -30,24 +30,26 @@ class Operator:
 
 
 WEIGHTED_MEAN = Operator("weighted mean")
-"""Mean over the clients that answered, weighted by their samples (or equally, as the algorithm's ``weights`` says)."""
+"""Mean over the clients that answered, weighted by their samples (or equally, see the algorithm's ``weights``)."""
 SUM = Operator("sum")
 """Sum over the clients that answered."""
 COLLECT = Operator("collect", summed=False)
-"""Every client's value, under its id. It costs as many values as clients: for small things, and for rules such as the
-median that no sum can give."""
+"""Every client's value, by client id.
+
+It sends one value per client, so it is for small values, and for rules such as the median that need all values.
+"""
 
 
 class NotLinear(ValueError):
-    """A rule that sums cannot express was asked of summed values."""
+    """A rule that is not linear was requested for summed values."""
 
 
 def check_operators(operators: Mapping[str, Operator]) -> None:
-    """Refuse what cannot be reduced.
+    """Refuse operators that cannot be computed.
 
     Raises:
-        NotLinear: a rule that is not linear on a summed name.
-        ValueError: something that is no operator.
+        NotLinear: a summed name has an operator that is not linear.
+        ValueError: an object is not an operator.
     """
     for name, operator in operators.items():
         if not isinstance(operator, Operator):
@@ -64,8 +66,8 @@ class RoundRequest:
     """One pass over the cohort: every client gets the payload and answers once.
 
     Attributes:
-        payload: tensors by name; all clients see the same. Not edited.
-        name: what the pass is for, where an algorithm has several.
+        payload: tensors by name, the same for all clients. Not modified.
+        name: of the pass, if an algorithm has several.
     """
 
     payload: Mapping[str, Tensor]
@@ -74,14 +76,14 @@ class RoundRequest:
 
 @dataclass(frozen=True)
 class Reduced(Mapping[str, Tensor]):
-    """What a cohort has answered, brought together: a mapping from names to tensors.
+    """The combined answers of a cohort: a mapping from names to tensors.
 
     Attributes:
-        tensors: by name, those that are summed.
-        collected: by client, then by name, those that are not.
-        samples, clients: of the clients that answered.
-        failed: client -> why it did not.
-        metrics: means over the clients that answered, by samples.
+        tensors: by name, the summed ones.
+        collected: by client, then by name, the others.
+        samples, clients: totals over the clients that answered.
+        failed: client -> reason why it did not answer.
+        metrics: means over the clients that answered, weighted by samples.
     """
 
     tensors: Mapping[str, Tensor]
@@ -105,26 +107,26 @@ RoundProgram = Generator[RoundRequest, Reduced, None]
 
 
 class ServerAggregator(Protocol):
-    """What runs on the server."""
+    """The part of an algorithm that runs on the server."""
 
     operators: Mapping[str, Operator]
     weights: str
 
     def select(self, round: int, population: int, clients_per_round: int, seed: int) -> Sequence[int]:
-        """The clients of a round: ascending, each once."""
+        """Return the clients of a round: ascending, each once."""
 
     def program(self, round: int) -> RoundProgram:
-        """One round: yields visits, receives what they gave, changes the server's state."""
+        """Run one round: yield visits, receive their results, change the server's state."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The server's state."""
+        """Return the server's state."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a ``state_dict``."""
+        """Restore a ``state_dict``."""
 
 
 def facts(algorithm: Any) -> dict[str, Any]:
-    """An algorithm's name and options as plain data: compared over ranks, kept in checkpoints."""
+    """Return an algorithm's name and options as plain data: compared across ranks, saved in checkpoints."""
     plain = (int, float, str, bool, type(None))
     names = [f.name for f in dataclasses.fields(algorithm)] if dataclasses.is_dataclass(algorithm) else vars(algorithm)
     options: dict[str, Any] = {name: getattr(algorithm, name) for name in names}

@@ -1,7 +1,7 @@
-"""Several ranks, no server: each trains its share of the cohort, and one all-reduce adds the sums up.
+"""Several ranks, no server: each trains its share of the cohort, and one all-reduce adds up the sums.
 
-The server's arithmetic runs on every rank alike; its state is compared by hash. If a rank is lost the run stops, with
-an error on all others, and goes on from the last checkpoint when it is started again.
+All ranks run the same server arithmetic; the server's state is compared by hash. If a rank is lost, the run stops with
+an error on all others, and continues from the last checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class AllReduceBackend:
-    """The back end ``"ranks"``: of the default process group.
+    """The back end ``"ranks"``: the ranks of the default process group.
 
     Args:
-        device: this rank's model.
-        planner: deals the cohort out; its number of devices is that of ranks.
+        device: this rank's device, with its model.
+        planner: distributes the cohort; its number of devices is the number of ranks.
         communicator: see ``join``.
     """
 
@@ -47,14 +47,14 @@ class AllReduceBackend:
         self._store = store.clone()
         self._visits = 0
         number = self._store.add("thinwire/federated/runs", 1) if self._rank == 0 else 0
-        self._run = int(self._comm.gather(str(number).encode())[0])  # counters of runs before this one are used up
+        self._run = int(self._comm.gather(str(number).encode())[0])  # counters of earlier runs are used up
 
     def visit(self, task: RoundTask, cohort: Sequence[int]) -> VisitReport:
-        """All clients of the cohort, once. All ranks must call it."""
+        """Visit all clients of the cohort once. All ranks must call this."""
         clients = self._device.clients
         sizes = [clients.samples(client) for client in cohort]
         name, assignment = self._planner.plan(task.round, task.request.name, sizes)
-        # rank 0's: fits are floats, and another machine may round them otherwise
+        # rank 0's plan: fits are floats, which another machine may round differently
         plan = assignment.to_json().encode() if self._rank == 0 else b""
         agreed = Assignment.from_json(self.guarded(task.round, lambda: self._comm.gather(plan))[0])
         began = time.perf_counter()
@@ -80,7 +80,7 @@ class AllReduceBackend:
         )
 
     def commit(self, round: int) -> None:
-        """The round is over: the clients' new states count, on all ranks."""
+        """End the round: make the clients' new states valid, on all ranks."""
         store = self._device.store
         if store is None:
             return
@@ -95,7 +95,7 @@ class AllReduceBackend:
         )
 
     def guarded(self, round: int, exchange: Callable[[], T]) -> T:
-        """Do an exchange.
+        """Run an exchange.
 
         Raises:
             DeviceLost: another rank is gone.
@@ -116,7 +116,7 @@ class AllReduceBackend:
             run_list(self._device, task, [cohort[i] for i in assignment.lists[self._rank]], into)
             return into
         counter = f"thinwire/federated/{self._run}/{self._visits}"
-        limit = seconds_of(self._comm.members.timeout)  # the store's is none where its host is frozen
+        limit = seconds_of(self._comm.members.timeout)  # the store itself has no timeout if its host hangs
 
         def turns() -> int:
             return int(self.guarded(task.round, lambda: bounded(limit, lambda: self._store.add(counter, 1))))
@@ -144,7 +144,7 @@ class AllReduceBackend:
 
 
 def _packed(mine: Sums, busy: float) -> bytes:
-    """What is not summed as tensors: JSON, and behind it the collected values as safetensors."""
+    """Return what is not summed as tensors: JSON, followed by the collected values as safetensors."""
     facts = {
         "samples": mine.samples,
         "clients": mine.clients,
@@ -169,7 +169,7 @@ def _unpacked(message: bytes) -> dict[str, Any]:
 
 
 def _summed(mine: Sums, shapes: Mapping[str, list[int]], device: Device) -> Program:
-    """The one large exchange of a visit."""
+    """Run the one large exchange of a visit."""
     flat = mine.sums.flat(shapes, device.workspace.device)
     if flat.numel():
         flat = yield AllReduce(flat)
@@ -177,7 +177,7 @@ def _summed(mine: Sums, shapes: Mapping[str, list[int]], device: Device) -> Prog
 
 
 def join(device: torch.device, timeout: float | None) -> Communicator:
-    """This rank's means of communication: lanes of their own, next to whatever else uses the process group."""
+    """Return this rank's communicator, with its own lanes besides other uses of the process group."""
     from datetime import timedelta
 
     world = dist.get_world_size()

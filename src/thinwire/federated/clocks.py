@@ -1,4 +1,4 @@
-"""Clocks other than the wall's: of emulated devices, and of the clients' own devices, from a trace."""
+"""Simulated clocks: of emulated devices, and of the clients' own devices, from a trace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from thinwire.program.plan import UNREADABLE
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast something trains and sends. Nothing here sleeps: the numbers drive a clock.
+    """How fast a device trains and sends. Nothing sleeps: the numbers drive a simulated clock.
 
     Attributes:
         seconds_per_sample, seconds_per_client: of training.
-        up_bits_per_second, down_bits_per_second: of its link; infinite: free.
+        up_bits_per_second, down_bits_per_second: of its link; infinite: sending takes no time.
     """
 
     seconds_per_sample: float
@@ -33,13 +33,13 @@ class Speed:
             raise ValueError(f"{self} must have seconds of at least 0 and bits per second above 0")
 
     def train_seconds(self, samples: int) -> float:
-        """For a client of that many samples."""
+        """Return the training seconds for a client with that many samples."""
         return self.seconds_per_sample * samples + self.seconds_per_client
 
 
 @dataclass(frozen=True)
 class ClientTrace:
-    """The devices that clients would run on: client c has the c-th, round and round.
+    """The devices that clients would run on: client c has device c modulo their number.
 
     Attributes:
         devices: measured or assumed speeds.
@@ -52,11 +52,11 @@ class ClientTrace:
             raise ValueError("a trace needs at least one device")
 
     def round_seconds(self, clients: Iterable[tuple[int, int, int]], down_bytes: int) -> float:
-        """When the last client of a cohort has sent its answer, all of them at work at the same time.
+        """Return when the last client of a cohort has sent its answer, if all work at the same time.
 
         Args:
             clients: (client, samples, bytes that it sends).
-            down_bytes: that each gets first.
+            down_bytes: bytes that each client receives first.
         """
         worst = 0.0
         for client, samples, up_bytes in clients:
@@ -67,19 +67,19 @@ class ClientTrace:
 
     @classmethod
     def read(cls, path: str | Path) -> ClientTrace:
-        """From a JSON list of objects with the fields of :class:`Speed`.
+        """Read a JSON list of objects with the fields of :class:`Speed`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the file holds something else.
         """
         return cls(tuple(read_speeds(path)))
 
 
 def read_speeds(path: str | Path) -> Sequence[Speed]:
-    """Speeds from a JSON list of objects with the fields of :class:`Speed`.
+    """Read speeds from a JSON list of objects with the fields of :class:`Speed`.
 
     Raises:
-        ValueError: no such file, or something else in it.
+        ValueError: the file is missing or holds something else.
     """
     try:
         rows: Any = json.loads(Path(path).read_text())

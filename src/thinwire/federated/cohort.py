@@ -1,4 +1,4 @@
-"""Who takes part in a round, and every seed: functions of (run, round, purpose, client), never of the devices."""
+"""Who takes part in a round, and all seeds: functions of (run, round, purpose, client), never of the devices."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from thinwire.kernels.seeding import seed_of
 
 
 def sample(run: int, round: int, population: int, clients_per_round: int) -> list[int]:
-    """``clients_per_round`` of ``population`` clients, uniform without replacement, ascending.
+    """Return ``clients_per_round`` of ``population`` clients, uniform without replacement, ascending.
 
-    Two runs with different seeds draw different cohorts in the same round.
+    Runs with different seeds draw different cohorts in the same round.
     """
     chosen = random.Random(client_seed(run, round, "cohort", 0)).sample(range(population), clients_per_round)
     return sorted(chosen)
 
 
 def client_seed(run: int, round: int, purpose: str, client: int) -> int:
-    """The seed of one client's work."""
+    """Return the seed of one client's work."""
     return seed_of("federated", run, round, purpose, client)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of torch, numpy and Python: dropout, augmentation, whatever the user's code draws."""
+    """Seed the global generators of torch, numpy and Python: for dropout, augmentation, and the user's code."""
     if torch.cuda.is_initialized():
         torch.manual_seed(seed)
-    else:  # the same on a CPU, without a look at every other kind of device
+    else:  # the same on a CPU, without touching other device types
         torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -38,7 +38,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leave the process's generators as they were found."""
+    """Restore the process's generators afterwards."""
     python, array = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:

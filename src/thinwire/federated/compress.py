@@ -1,11 +1,11 @@
-"""Compressed updates: thinwire's methods on what a client sends, with the residual in the client's own state.
+"""Compressed updates: thinwire's methods applied to what a client sends, with the residual in the client's state.
 
-A method's program is run for a group of one: what it delivers is what the client's message stands for, and what it
-keeps is what the client owes. The device adds up messages as it would add up changes, so the sum that a device sends is
-as large as before: compression counts where every client has a link of its own, in ``client_bytes``.
+A method's program is run for a group of one: its result is what the client's message decodes to, and its memory is what
+the client has not sent yet. The device adds decoded messages as it would add changes, so the sum that a device sends is
+as large as before: compression helps if every client has its own link, and shows in ``client_bytes``.
 
-Differences from the methods' papers: a client takes part now and then, so what it owes may be old when it is sent;
-factors that ranks share in training (PowerSGD's, ACP's) are each client's own here.
+Differences from the methods' papers: a client takes part only now and then, so its residual may be old when it is
+sent; factors that ranks share in training (PowerSGD's, ACP's) are separate for each client here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Compressed:
         method: a name with ``options``, or an instance, such as ``"topk", density=0.01``.
 
     Raises:
-        ValueError: the algorithm sends weights, from which nothing may be left out, or the method makes no sense here.
+        ValueError: the algorithm sends weights, which must arrive whole, or the method is of no use here.
     """
 
     stateful = True
@@ -72,11 +72,11 @@ class Compressed:
         self.inner.setup(theta, population, clients_per_round)
 
     def select(self, round: int, population: int, clients_per_round: int, seed: int) -> Sequence[int]:
-        """The inner algorithm's cohort."""
+        """Return the inner algorithm's cohort."""
         return self.inner.select(round, population, clients_per_round, seed)  # type: ignore[no-any-return]
 
     def program(self, round: int) -> RoundProgram:
-        """The inner algorithm's round."""
+        """Return the inner algorithm's round."""
         return self.inner.program(round)  # type: ignore[no-any-return]
 
     @property
@@ -95,7 +95,7 @@ class Compressed:
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """The inner algorithm's work; its changes compressed."""
+        """Do the inner algorithm's work, and compress its changes."""
         held = state or {}
         own = {name[len(_INNER) :]: x for name, x in held.items() if name.startswith(_INNER)}
         result: ClientResult = self.inner.train(context, payload, own if own else None)
@@ -115,7 +115,7 @@ class Compressed:
     def _compress(
         self, context: ClientContext, x: Tensor, before: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor], int]:
-        """What the message stands for, what is kept, and the message's bytes."""
+        """Return what the message decodes to, the new memory, and the message's bytes."""
         state = State(0, Topology(1))
         if before:
             state.restore(_snapshot(before))
@@ -133,7 +133,7 @@ class Compressed:
 
 
 def _counting(size: list[int]) -> Callable[[Op], Tensor | None]:
-    """Answers as a group of one, and adds up the bytes that this client sends, not what the others' halves would."""
+    """Answer as a group of one, and add up the bytes that this client sends, not those that others would send."""
     scattered = False
 
     def answer(op: Op) -> Tensor | None:
@@ -147,7 +147,7 @@ def _counting(size: list[int]) -> Callable[[Op], Tensor | None]:
 
 
 def _plain(state: State) -> dict[str, Tensor]:
-    """A method's memory as tensors by name."""
+    """Return a method's memory as tensors by name."""
     found = state.snapshot()
     rows = {"step": torch.tensor(found["step"])}
     rows.update({f"residual/{name}": x for name, x in found["residual"].items()})
@@ -157,7 +157,7 @@ def _plain(state: State) -> dict[str, Tensor]:
 
 
 def _snapshot(rows: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The counterpart of ``_plain``."""
+    """Return the snapshot that ``_plain`` flattened."""
     found: dict[str, Any] = {"step": int(rows["step"]), "residual": {}, "shared": {}, "local": {}}
     for key, x in rows.items():
         kind, _, rest = key.partition("/")

@@ -1,6 +1,6 @@
-"""The algorithms, one file each: what a client does, what is summed, what the server makes of it.
+"""The algorithms, one file each: what a client does, what is summed, what the server does with the sum.
 
-What does not live here: who trains where and when, how sums travel, and where states are kept (the files around).
+Not here: who trains where and when, how sums are sent, and where states are kept (the modules around this package).
 """
 
 from thinwire.federated.algorithms.fedavg import FedAvg

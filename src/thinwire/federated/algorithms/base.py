@@ -17,16 +17,16 @@ from thinwire.federated.cohort import sample
 from thinwire.federated.private import opacus, private_gradients
 
 Adjust = Callable[[Tensor, Tensor], None]
-"""(gradient, x): edit the gradient [D] in place before the step."""
+"""(gradient, x): modify the gradient [D] in place before the step."""
 
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What local SGD has come to.
+    """The result of local SGD.
 
     Attributes:
-        x: the weights, ``[D]``; the model's own memory: what is to be kept, copy.
-        steps: how many. lr: the rate that each had.
+        x: the weights, ``[D]``; this is the model's own memory, so copy what you keep.
+        steps: how many were made. lr: their learning rate.
     """
 
     x: Tensor
@@ -38,28 +38,28 @@ class LocalResult:
 class Algorithm(abc.ABC):
     """An executor and an aggregator in one object: ``train`` runs for every client, ``program`` once a round.
 
-    ``self`` belongs to the server: ``train`` reads options from it and keeps nothing on it.
+    ``self`` belongs to the server: ``train`` only reads options from it, and stores nothing on it.
 
     Args:
-        lr: rate of the local steps.
-        lr_decay: factor on ``lr`` after every round.
+        lr: learning rate of the local steps.
+        lr_decay: factor applied to ``lr`` after every round.
         epochs: passes over a client's samples.
         batch_size: of the local steps; None: all samples of the client.
-        max_steps: of a client; None: as many as its epochs have.
-        momentum, weight_decay: of the local steps, as of ``torch.optim.SGD``.
+        max_steps: most local steps of a client; None: as many as its epochs have.
+        momentum, weight_decay: of the local steps, as in ``torch.optim.SGD``.
         max_grad_norm: limit of the norm of each local gradient; None: none.
-        noise_multiplier: DP-SGD: ``max_grad_norm`` limits the gradient of each *sample*, and noise of this many times
-            the limit is on their sum; see :mod:`~thinwire.federated.private`. None: plain SGD.
-        server_lr: of the server's step.
-        weights: what a client counts in means: "samples" or "uniform".
+        noise_multiplier: DP-SGD: ``max_grad_norm`` limits the gradient of each *sample*, and the noise on their sum is
+            this many times the limit; see :mod:`~thinwire.federated.private`. None: plain SGD.
+        server_lr: learning rate of the server's step.
+        weights: how a client is weighted in means: "samples" or "uniform".
 
     Attributes:
         theta: the server's weights, ``[D]``.
-        operators: how what clients return is brought together.
+        operators: how the values returned by clients are combined.
         stateful: whether clients keep a state.
-        server_state: names of the server's tensors; checkpoints hold them.
-        compressible: names under ``reduce`` that may be compressed: changes, not weights, that nothing else is
-            derived from.
+        server_state: names of the server's tensors, which checkpoints hold.
+        compressible: names under ``reduce`` that may be compressed: changes, not weights, and only those from which
+            nothing else is derived.
     """
 
     operators: ClassVar[Mapping[str, Operator]] = {}
@@ -100,7 +100,7 @@ class Algorithm(abc.ABC):
             raise ValueError(f"weights={self.weights!r} is unknown; use 'samples' or 'uniform'")
 
     def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
-        """Begin a run from these weights ``[D]``. The server's other tensors begin as zeros."""
+        """Begin a run with these weights ``[D]``. The server's other tensors start at zero."""
         if self.noise_multiplier is not None:
             opacus()
         self.theta = theta
@@ -110,27 +110,27 @@ class Algorithm(abc.ABC):
                 setattr(self, name, torch.zeros_like(theta))
 
     def select(self, round: int, population: int, clients_per_round: int, seed: int) -> Sequence[int]:
-        """The clients of a round: uniform, without replacement."""
+        """Return the clients of a round: uniform, without replacement."""
         return sample(seed, round, population, clients_per_round)
 
     @abc.abstractmethod
     def program(self, round: int) -> RoundProgram:
-        """One round on the server."""
+        """Run one round on the server."""
 
     @abc.abstractmethod
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """One client's work."""
+        """Do one client's work."""
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.server_state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a ``state_dict``.
+        """Restore a ``state_dict``.
 
         Raises:
-            ValueError: a tensor is missing or does not fit.
+            ValueError: a tensor is missing or has another shape.
         """
         for name in self.server_state:
             if name not in state or state[name].shape != getattr(self, name).shape:
@@ -138,25 +138,25 @@ class Algorithm(abc.ABC):
             setattr(self, name, state[name].clone())
 
     def shape_of(self, name: str) -> Sequence[int]:
-        """The shape of what clients return under a summed name; another one is refused. By default that of theta."""
+        """Return the required shape of what clients return under a summed name; by default that of theta."""
         return tuple(self.theta.shape)
 
     @property
     def visits(self) -> int:
-        """Visits of a round."""
+        """Number of visits in a round."""
         return 1
 
     def rate(self, round: int) -> float:
-        """The local rate of a round."""
+        """Return the local learning rate of a round."""
         return self.lr * self.lr_decay**round
 
     def local_sgd(self, context: ClientContext, theta: Tensor, adjust: Adjust | None = None) -> LocalResult:
-        """Plain SGD, with momentum and decay if asked for, from ``theta`` on the client's samples.
+        """Run plain SGD, with momentum and decay if set, from ``theta`` on the client's samples.
 
         Args:
             context: the client.
-            theta: ``[D]``, not edited.
-            adjust: what the algorithm does to each gradient (after clipping, before momentum).
+            theta: ``[D]``, not modified.
+            adjust: the algorithm's change to each gradient (after clipping, before momentum).
         """
         x, lr, steps = context.x, self.rate(context.round), 0
         x.copy_(theta)
@@ -183,7 +183,7 @@ class Algorithm(abc.ABC):
 
 
 def proximal(mu: float, theta: Tensor) -> Adjust | None:
-    """FedProx's pull, mu * (x - theta) on top of each gradient; None where ``mu`` is 0."""
+    """Return FedProx's proximal term, which adds mu * (x - theta) to each gradient; None if ``mu`` is 0."""
 
     def pull(g: Tensor, x: Tensor) -> None:
         g.add_(x, alpha=mu).sub_(theta, alpha=mu)

@@ -5,8 +5,8 @@ Algorithm 1.
 
 Client: x from theta by SGD; answer: delta = x - theta. Server: theta += server_lr * mean(delta), weighted by samples.
 
-Differences from the paper: changes travel instead of weights, which is the same for ``server_lr=1``; clients that fail
-are left out of the mean.
+Differences from the paper: changes are sent instead of weights, which is the same for ``server_lr=1``; clients that
+fail are left out of the mean.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class FedAvg(Algorithm):
     compressible: ClassVar[frozenset[str]] = frozenset({"delta"})
 
     def program(self, round: int) -> RoundProgram:
-        """One visit, one step."""
+        """Make one visit and one step."""
         mean = yield RoundRequest({"theta": self.theta})
         self.theta = self.theta + self.server_lr * mean["delta"]
 
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """Local SGD."""
+        """Run local SGD."""
         local = self.local_sgd(context, payload["theta"])
         return ClientResult({"delta": local.x - payload["theta"]})

@@ -5,7 +5,7 @@ Paper: Acar et al.: Federated Learning Based on Dynamic Regularization, ICLR 202
 Client i keeps h_i. Step: x -= lr (g - h_i + alpha (x - theta)); then h_i' = h_i - alpha (x - theta).
 Server: h -= (alpha / M) sum(x - theta), M the whole population; theta = mean(x) - h / alpha, uniform.
 
-Differences from the paper: a client's problem is solved by the local steps asked for, not to its end;
+Differences from the paper: a client's problem is solved by the given number of local steps, not to convergence;
 ``weights="samples"`` may weight the mean of x.
 """
 
@@ -50,7 +50,7 @@ class FedDyn(Algorithm):
         super().setup(theta, population, clients_per_round)
 
     def program(self, round: int) -> RoundProgram:
-        """One visit."""
+        """Make one visit."""
         found = yield RoundRequest({"theta": self.theta})
         self.h = self.h - (self.alpha / self.population) * found["change"]
         self.theta = found["x"] - self.h / self.alpha
@@ -58,7 +58,7 @@ class FedDyn(Algorithm):
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """Regularised local SGD and the new linear term."""
+        """Run regularised local SGD, and compute the new linear term."""
         theta, alpha = payload["theta"], self.alpha
         own = torch.zeros_like(theta) if state is None else state["h"]
 

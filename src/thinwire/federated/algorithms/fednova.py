@@ -1,16 +1,16 @@
-"""FedNova: FedAvg in which clients that take more local steps do not count more.
+"""FedNova: FedAvg in which clients that make more local steps do not count more.
 
 Paper: Wang et al.: Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, NeurIPS 2020,
 equation 8 and Table 1.
 
-Client: delta / a, where a is the L1 norm of how its gradients add up: tau for tau plain steps; with momentum r,
-(tau - r (1 - r^tau) / (1 - r)) / (1 - r); with FedProx's pull, (1 - (1 - lr mu)^tau) / (lr mu).
+Client: delta / a, where a is the L1 norm of the weights with which its gradients enter delta: tau for tau plain steps;
+with momentum r, (tau - r (1 - r^tau) / (1 - r)) / (1 - r); with FedProx's term, (1 - (1 - lr mu)^tau) / (lr mu).
 Server: theta += server_lr * mean(a) * mean(delta / a). With equal step counts it is FedAvg.
 
-Differences from the paper: momentum and pull are not combined (refused); the server's own momentum is left out. The
-authors' code (JYWa/FedNova) steps by the mean number of local steps where mu > 0 and by mean(a) elsewhere; here it is
-mean(a) always, so that with equal step counts FedNova with mu is FedProx with mu: at lr 0.3, mu 0.5 and 6 steps, 4.15
-where theirs has 6.
+Differences from the paper: momentum and FedProx's term cannot be combined (refused); the server's own momentum is left
+out. The authors' code (JYWa/FedNova) scales the step by the mean number of local steps if mu > 0 and by mean(a)
+otherwise; here it is always mean(a), so that with equal step counts FedNova with mu is FedProx with mu: at lr 0.3, mu
+0.5 and 6 steps the factor is 4.15 here and 6 there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FedNova(Algorithm):
     """Normalised averaging.
 
     Args:
-        mu: of a pull as in FedProx; 0: none.
+        mu: weight of a proximal term as in FedProx; 0: none.
     """
 
     operators: ClassVar[Mapping[str, Operator]] = {"direction": WEIGHTED_MEAN, "a": WEIGHTED_MEAN}
@@ -46,11 +46,11 @@ class FedNova(Algorithm):
             raise ValueError("FedNova knows no norm for momentum and mu together: leave one of them out")
 
     def shape_of(self, name: str) -> Sequence[int]:
-        """``a`` is one number."""
+        """Return the shape; ``a`` is one number."""
         return (1,) if name == "a" else super().shape_of(name)
 
     def norm(self, steps: int, lr: float) -> float:
-        """The L1 norm of the weights with which ``steps`` gradients enter the change."""
+        """Return the L1 norm of the weights with which ``steps`` gradients enter the change."""
         r = self.momentum
         if r:
             return (steps - r * (1 - r**steps) / (1 - r)) / (1 - r)
@@ -59,14 +59,14 @@ class FedNova(Algorithm):
         return float(steps)
 
     def program(self, round: int) -> RoundProgram:
-        """One visit, one step."""
+        """Make one visit and one step."""
         mean = yield RoundRequest({"theta": self.theta})
         self.theta = self.theta + self.server_lr * mean["a"] * mean["direction"]
 
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """Local SGD, normalised."""
+        """Run local SGD, and normalise the change."""
         theta = payload["theta"]
         local = self.local_sgd(context, theta, proximal(self.mu, theta))
         a = self.norm(local.steps, local.lr)

@@ -1,12 +1,12 @@
-"""FedOpt: FedAvg whose server takes the mean change as a gradient of Adam, Yogi or Adagrad.
+"""FedOpt: FedAvg whose server uses the mean change as the gradient of Adam, Yogi or Adagrad.
 
 Paper: Reddi et al.: Adaptive Federated Optimization, ICLR 2021, Algorithm 2.
 
 Server, with d the mean change: m = b1 m + (1 - b1) d; v by the rule; theta += server_lr * m / (sqrt(v) + tau).
 adagrad: v += d^2; adam: v = b2 v + (1 - b2) d^2; yogi: v -= (1 - b2) d^2 sign(v - d^2); "sgd": theta += server_lr * d.
 
-Differences from the paper: none in the rules. As there, no bias correction, so "adam" is not ``torch.optim.Adam``; v
-begins at ``tau^2``.
+Differences from the paper: none in the rules. As in the paper there is no bias correction, so "adam" is not
+``torch.optim.Adam``; v starts at ``tau^2``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FedOpt(FedAvg):
     Args:
         rule: "adam", "yogi", "adagrad", or "sgd", which is FedAvg.
         beta1, beta2: of the moments; adagrad has no ``beta2``.
-        tau: the least denominator.
+        tau: added to the denominator.
     """
 
     server_state: ClassVar[tuple[str, ...]] = ("theta", "m", "v")
@@ -57,7 +57,7 @@ class FedOpt(FedAvg):
         self.v: Tensor = torch.full_like(theta, self.tau**2)
 
     def program(self, round: int) -> RoundProgram:
-        """One visit, one adaptive step."""
+        """Make one visit and one adaptive step."""
         d = (yield RoundRequest({"theta": self.theta}))["delta"]
         if self.rule == "sgd":
             self.theta = self.theta + self.server_lr * d

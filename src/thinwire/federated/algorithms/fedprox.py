@@ -2,9 +2,9 @@
 
 Paper: Li et al.: Federated Optimization in Heterogeneous Networks, MLSys 2020, equation 2.
 
-Client: each gradient gets mu * (x - theta). Server: as FedAvg; with mu = 0 it is FedAvg.
+Client: mu * (x - theta) is added to each gradient. Server: as FedAvg; with mu = 0 it is FedAvg.
 
-Differences from the paper: the number of local steps is an option of the user's; there is no measured inexactness.
+Differences from the paper: the user sets the number of local steps; inexactness is not measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FedProx(FedAvg):
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """Local SGD with the pull."""
+        """Run local SGD with the proximal term."""
         theta = payload["theta"]
         local = self.local_sgd(context, theta, proximal(self.mu, theta))
         return ClientResult({"delta": local.x - theta})

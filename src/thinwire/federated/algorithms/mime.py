@@ -1,4 +1,4 @@
-"""Mime: local steps with the server's momentum, kept fixed, and with gradients corrected by the whole cohort's.
+"""Mime: local steps with the server's momentum, kept fixed, and gradients corrected with the whole cohort's gradient.
 
 Paper: Karimireddy et al.: Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning, 2020, Algorithm 1
 with SGD with momentum.
@@ -29,8 +29,8 @@ class Mime(Algorithm):
     """Mime or MimeLite.
 
     Args:
-        beta: of the server's momentum.
-        lite: without the correction.
+        beta: momentum of the server.
+        lite: without the correction (MimeLite).
     """
 
     operators: ClassVar[Mapping[str, Operator]] = {"x": WEIGHTED_MEAN, "gradient": WEIGHTED_MEAN}
@@ -50,7 +50,7 @@ class Mime(Algorithm):
 
     @property
     def visits(self) -> int:
-        """Two, or one."""
+        """Two, or one with ``lite``."""
         return 1 if self.lite else 2
 
     def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
@@ -59,7 +59,7 @@ class Mime(Algorithm):
         super().setup(theta, population, clients_per_round)
 
     def program(self, round: int) -> RoundProgram:
-        """Two visits; lite: one."""
+        """Make two visits; with ``lite`` one."""
         b, payload = self.beta, {"theta": self.theta, "s": self.s}
         if self.lite:
             mean = yield RoundRequest(payload)
@@ -73,7 +73,7 @@ class Mime(Algorithm):
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """The full gradient at theta, or the local steps, or (lite) both."""
+        """Compute the full gradient at theta, or make the local steps, or (lite) both."""
         theta, b = payload["theta"], self.beta
         if context.visit == "gradient":
             return ClientResult({"gradient": self._full_gradient(context, theta)})
@@ -92,7 +92,7 @@ class Mime(Algorithm):
         return g.add_(x, alpha=self.weight_decay) if self.weight_decay else g
 
     def _full_gradient(self, context: ClientContext, theta: Tensor) -> Tensor:
-        """Over all samples of the client, in batches, each weighted by its size."""
+        """Return the gradient over all samples of the client, computed in batches weighted by their size."""
         total, seen = torch.zeros_like(theta), 0
         for batch in context.steps(1, self.batch_size):
             size = len(batch[0]) if isinstance(batch, (tuple, list)) else 1

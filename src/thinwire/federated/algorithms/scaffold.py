@@ -1,4 +1,4 @@
-"""SCAFFOLD: local gradients corrected by what the client's gradient is usually off by.
+"""SCAFFOLD: local gradients corrected by the usual difference between the client's gradient and the mean.
 
 Paper: Karimireddy et al.: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, Algorithm 1,
 option II.
@@ -45,7 +45,7 @@ class Scaffold(Algorithm):
         super().setup(theta, population, clients_per_round)
 
     def program(self, round: int) -> RoundProgram:
-        """One visit, one step."""
+        """Make one visit and one step."""
         found = yield RoundRequest({"theta": self.theta, "c": self.c})
         self.theta = self.theta + self.server_lr * found["delta"]
         self.c = self.c + found["variate"] / self.population
@@ -53,7 +53,7 @@ class Scaffold(Algorithm):
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """Corrected local SGD and the new variate."""
+        """Run corrected local SGD, and compute the new control variate."""
         theta, c = payload["theta"], payload["c"]
         own = torch.zeros_like(theta) if state is None else state["c"]
         correction = c - own
