@@ -1,4 +1,4 @@
-"""What every back end does for one visit, and what it says about it afterwards."""
+"""What every back end does in one visit, and what it reports afterwards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from thinwire.kernels.seeding import seed_of
 
 @dataclass
 class VisitReport:
-    """One visit.
+    """The result of one visit.
 
     Attributes:
-        sums: of the whole cohort.
+        device_seconds, predicted_seconds, schedule, busy_seconds, lost_devices: see
         device_seconds, predicted_seconds, schedule, busy_seconds, lost_devices: see
             :class:`~thinwire.federated.history.RoundRecord`.
         bytes_up, bytes_down, control_bytes: likewise.
@@ -35,14 +35,14 @@ class VisitReport:
 
 
 class Planner:
-    """Deals cohorts out and learns from the times.
+    """Distributes cohorts over devices, and learns from their times.
 
     Args:
         schedule: "auto", "equal", "lpt" or "pull".
         devices: how many there are.
         seed: of the run.
-        warmup_rounds: assigned equally, so that every device has been seen.
-        window_rounds: how far back the fits look.
+        warmup_rounds: rounds that are distributed equally, to time every device.
+        window_rounds: how many past rounds the fits use.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Planner:
         self._seen: dict[str, int] = {}
 
     def plan(self, round: int, visit: str, sizes: Sequence[int]) -> tuple[str, Assignment]:
-        """The schedule in force and the assignment."""
+        """Return the schedule in use and the assignment."""
         seen = self._seen.get(visit, 0)
         name = chosen(self.schedule, round=seen, warmup_rounds=self._warmup, clients=len(sizes), devices=self.devices)
         fits = self._estimates.fits(visit, self.devices) if seen else None
         return name, plan(name, sizes, fits, self.devices, seed_of(self._seed, round))
 
     def learn(self, round: int, visit: str, records: Sequence[Record]) -> None:
-        """Note what clients took."""
+        """Record how long clients took."""
         self._seen[visit] = self._seen.get(visit, 0) + 1
         self._estimates.add(round, visit, records)
 
 
 def seconds_of(speed: Speed | None, measured: float, samples: int) -> float:
-    """What a client counts as on a device: the clock of its speed, or the wall's."""
+    """Return a client's seconds on a device: by the clock of its emulated speed, or as measured."""
     return measured if speed is None else speed.train_seconds(samples)

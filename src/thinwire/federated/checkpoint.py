@@ -1,4 +1,4 @@
-"""Whole rounds on disk: the server's state, which client states count, and the history, under one name."""
+"""Complete rounds on disk: the server's state, which client states are valid, and the history, under one name."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from thinwire.federated.history import History
 
 _NAME, _VERSIONS = "round", "client versions"
 _NOW = {"cohort": "clients_per_round", "clip": "max_grad_norm", "decay": "lr_decay"}
-"""Words of checkpoints from before, and what they are today."""
+"""Names in older checkpoints, and today's names for them."""
 
 
 @dataclass(frozen=True)
 class Restored:
     """A checkpoint that was read.
 
-    Attributes:
-        round: the next one to run.
-        server: tensors by name. versions: of the client states; None for algorithms without.
-        history: so far. facts: of the run that wrote it.
+    round: the next one to run.
+    server: tensors by name. versions: of the client states; None if the algorithm has none.
+    history: up to now. facts: about the run that wrote the checkpoint.
     """
 
     round: int
@@ -40,10 +39,10 @@ class Restored:
 def save(
     folder: Path, round: int, server: Mapping[str, Tensor], versions: Tensor | None, history: History, facts: Any
 ) -> None:
-    """Write the checkpoint of a round and remove the one before. Whole or not at all: one rename decides.
+    """Write the checkpoint of a round, completely or not at all (one rename decides), and remove the previous one.
 
     Raises:
-        OSError: it could not be written; nothing is left of it.
+        OSError: it could not be written; nothing of it remains.
     """
     tensors = dict(server)
     if versions is not None:
@@ -54,10 +53,10 @@ def save(
 
 
 def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
-    """The newest whole checkpoint; None if there is none.
+    """Return the newest complete checkpoint; None if there is none.
 
     Raises:
-        ValueError: it is of another run: the first difference is named.
+        ValueError: it belongs to another run; the message names the first difference.
     """
     found = CheckpointDirectory(folder, _NAME).found()
     if not found:

@@ -1,4 +1,4 @@
-"""The client's side of an algorithm: what it is given, what it answers, and the executor that does the work."""
+"""The client's side of an algorithm: what it gets, what it answers, and the executor that does the work."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    """The default loss: batches are ``(inputs, class numbers)``."""
+    """Return the default loss: cross-entropy for batches ``(inputs, class numbers)``."""
     inputs, classes = batch
     return nn.functional.cross_entropy(model(inputs), classes)
 
 
 @dataclass
 class ClientContext:
-    """All that one client's work may depend on. Made afresh for every client: nothing of the one before is left.
+    """Everything that one client's work may depend on. Created anew for every client, with nothing left of the last
+    one.
 
-    Attributes:
-        client: its id. samples: how many it has. round, visit: what it takes part in.
-        seed: of everything random here; torch's, numpy's and Python's generators have been seeded with it.
-        device: where the model is.
-        data: what ``clients.load`` returned, on the device if it is tensors.
-        workspace: the model, with the payload's weights loaded where the algorithm does so.
-        loss: (model, batch) -> Tensor.
+    client: its id. samples: how many it has. round, visit: in which it takes part.
+    seed: for everything random here; the generators of torch, numpy and Python have been seeded with it.
+    device: where the model is.
+    data: what ``clients.load`` returned, moved to the device if it consists of tensors.
+    workspace: holds the model; the algorithm loads the payload's weights into it.
+    loss: (model, batch) -> Tensor.
     """
 
     client: int
@@ -52,27 +52,27 @@ class ClientContext:
 
     @property
     def x(self) -> Tensor:
-        """The model's trainable parameters, ``[D]``: edit it, and the model has changed."""
+        """The model's trainable parameters, ``[D]``: a change of this tensor changes the model."""
         return self.workspace.x
 
     def steps(self, epochs: int = 1, batch_size: int | None = None, limit: int | None = None) -> Iterator[Any]:
-        """Batches in an order that the seed fixes.
+        """Yield batches in an order determined by the seed.
 
         Args:
-            epochs: passes over the data; each in an order of its own.
-            batch_size: the last batch of an epoch may be smaller; None: all samples in one.
-            limit: of batches in all.
+            epochs: passes over the data, each in a different order.
+            batch_size: the last batch of an epoch may be smaller; None: all samples in one batch.
+            limit: most batches in total.
         """
         return batches(self.data, epochs, batch_size, limit, self.seed)
 
     def gradient(self, batch: Any) -> Tensor:
-        """The gradient ``[D]`` of the batch's loss at ``x``. Overwritten by the next call; may be edited."""
+        """Return the gradient ``[D]`` of the batch's loss at ``x``. May be modified; the next call overwrites it."""
         loss = self.loss(self.workspace.model, batch)
         self._losses.append(loss.detach())
         return self.workspace.gradient(loss)
 
     def mean_loss(self) -> float | None:
-        """Mean over the batches so far; None before the first."""
+        """Return the mean over the batches so far; None before the first."""
         return float(torch.stack(self._losses).mean()) if self._losses else None
 
 
@@ -81,12 +81,12 @@ class ClientResult:
     """A client's answer.
 
     Attributes:
-        reduce: tensors by name, for the operators that sum. They are read at once and may be reused afterwards.
+        reduce: tensors by name, for operators that sum. They are read at once and may be reused afterwards.
         collect: small tensors by name, for ``COLLECT``.
-        state: what this client wants to find next time; None: it keeps what it had.
-        samples: its weight; None: what ``clients.samples`` says.
-        metrics: numbers for the table; the mean loss is added by itself.
-        sent_bytes: what this client alone would send, where that is less than its tensors (compression).
+        state: passed to this client next time; None: its state stays as it was.
+        samples: its weight; None: what ``clients.samples`` returns.
+        metrics: numbers for the table; the mean loss is added automatically.
+        sent_bytes: what this client alone would send, if less than its tensors (compression).
     """
 
     reduce: Mapping[str, Tensor] = field(default_factory=dict)
@@ -98,15 +98,15 @@ class ClientResult:
 
 
 class ClientExecutor(Protocol):
-    """What runs on a device, for one client after another."""
+    """The part of an algorithm that runs on a device, for one client after another."""
 
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """One client's work. It may not keep anything on ``self``: the next call is another client's.
+        """Do one client's work. It must not store anything on ``self``: the next call is for another client.
 
         Args:
             context: the client, its data, the model.
-            payload: what the server sent. Not to be edited.
-            state: what this client returned last time; None the first time. Not to be edited.
+            payload: what the server sent. Must not be modified.
+            state: what this client returned last time; None the first time. Must not be modified.
         """

@@ -1,8 +1,8 @@
-"""The server's side of one visit as a state machine: messages in, messages out. No threads, no clock, no I/O.
+"""The server's side of one visit as a state machine: messages in, messages out. No threads, clock or I/O.
 
-A device gets ``DeviceWork``, trains the clients named in it, and then asks for more, or, if the work says that it ends,
-sends one result: the sum over all it has trained since its last result. The result of a device that is lost never
-comes; its clients are given to others, under the same seeds, so that nobody can tell from the sums.
+A device gets ``DeviceWork`` and trains the clients named in it. Then it asks for more or, if the work says that it
+ends, sends one result: the sum over everything it has trained since its last result. If a device is lost, its result is
+too; its clients are given to other devices with the same seeds, so the sums do not change.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from thinwire.federated.schedule import Assignment
 
 
 class DeviceLost(RuntimeError):
-    """No device is left, or one is gone where the back end cannot do without it."""
+    """No device is left, or one is gone that the back end cannot do without."""
 
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """To a device: train these clients (indices into the cohort), then send the sum, or ask again."""
+    """For a device: train these clients (indices into the cohort), then send the sum, or ask again."""
 
     device: int
     clients: tuple[int, ...]
@@ -31,13 +31,13 @@ class Coordinator:
     """One visit of one cohort.
 
     Args:
-        cohort: number of clients; they are named by their index.
-        assignment: lists, or a queue that devices pull from.
-        devices: ids of those that take part.
+        cohort: number of clients, which are named by index.
+        assignment: lists, or a queue from which devices pull.
+        devices: ids of the devices that take part.
 
     Attributes:
         reported: clients whose sums have arrived.
-        lost_devices: in order.
+        lost_devices: in the order in which they were lost.
     """
 
     def __init__(self, cohort: int, assignment: Assignment, devices: Collection[int]) -> None:
@@ -53,11 +53,11 @@ class Coordinator:
 
     @property
     def done(self) -> bool:
-        """Whether every client's sum has arrived."""
+        """Whether all clients' sums have arrived."""
         return len(self.reported) == self._cohort
 
     def start(self) -> list[DeviceWork]:
-        """The first work of every device that has any."""
+        """Return the first work of every device that has any."""
         works = []
         for place, device in enumerate(self._alive):
             if self._pulling:
@@ -71,19 +71,19 @@ class Coordinator:
         return begun
 
     def ask(self, device: int) -> DeviceWork:
-        """A device is free: the next client, or the end.
+        """Return the next client for a free device, or the end.
 
         Raises:
-            DeviceLost: it was declared lost; what it has is void.
+            DeviceLost: it was declared lost; its work is not used.
         """
         self._check(device)
         return self._next(device)
 
     def result(self, device: int) -> list[DeviceWork]:
-        """A device's sum is there. Returns more work where a lost device has left some.
+        """Note that a device's sum has arrived. Return more work if a lost device has left some.
 
         Raises:
-            DeviceLost: it was declared lost before: the sum must not be used, its clients are others' now.
+            DeviceLost: it was declared lost before: the sum must not be used, because others have its clients now.
         """
         self._check(device)
         self.reported += self._holding[device]
@@ -92,10 +92,10 @@ class Coordinator:
         return self._wake() if self._queue else []
 
     def lost(self, device: int) -> list[DeviceWork]:
-        """A device is gone, with all that it has not sent. Returns work for those that are idle.
+        """Note that a device is gone, with everything it has not sent. Return work for idle devices.
 
         Raises:
-            DeviceLost: it was the last one.
+            DeviceLost: it was the last device.
         """
         if device not in self._alive:
             return []
@@ -108,7 +108,7 @@ class Coordinator:
         return self._wake() if self._queue else []
 
     def holders(self) -> dict[int, tuple[int, ...]]:
-        """What each device has and has not sent the sum of."""
+        """Return the clients whose sums each device has not sent yet."""
         return {device: tuple(held) for device, held in self._holding.items() if held}
 
     def _check(self, device: int) -> None:

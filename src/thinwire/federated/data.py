@@ -14,28 +14,28 @@ from thinwire.kernels.seeding import generator
 
 @runtime_checkable
 class ClientData(Protocol):
-    """The population. Only ``load`` may read files; the others answer at once, for a million clients too."""
+    """The population. Only ``load`` may read files; the other methods must be fast, even for a million clients."""
 
     def __len__(self) -> int:
-        """Clients in all."""
+        """Return the number of clients."""
 
     def samples(self, client: int) -> int:
-        """How many samples a client has, at least 1."""
+        """Return how many samples a client has, at least 1."""
 
     def load(self, client: int) -> Any:
-        """A client's samples: a tuple of tensors with one first dimension, or a map-style data set."""
+        """Return a client's samples: a tuple of tensors with equal first dimensions, or a map-style data set."""
 
 
 class ArrayClients:
     """Clients that are parts of tensors in memory.
 
     Args:
-        tensors: with one first dimension: inputs, labels.
-        parts: of each client the indices of its samples, as the functions of
-            :mod:`~thinwire.federated.partition` make them.
+        tensors: with equal first dimensions: inputs, labels.
+        parts: for each client the indices of its samples, as returned by the functions of
+            :mod:`~thinwire.federated.partition`.
 
     Raises:
-        ValueError: a client without samples, an index out of range, tensors that do not fit together.
+        ValueError: a client has no samples, an index is out of range, or the tensors do not match.
     """
 
     def __init__(self, tensors: Sequence[Tensor], parts: Sequence[Sequence[int] | np.ndarray[Any, Any]]) -> None:
@@ -57,7 +57,7 @@ class ArrayClients:
         return len(self.parts)
 
     def samples(self, client: int) -> int:
-        """How many samples a client has."""
+        """Return how many samples a client has."""
         return self.parts[client].numel()
 
     def load(self, client: int) -> tuple[Tensor, ...]:
@@ -66,12 +66,12 @@ class ArrayClients:
 
 
 class FunctionClients:
-    """Clients whose samples a function makes or reads: any number of them, in no memory.
+    """Clients whose samples a function makes or reads: any number of clients, none kept in memory.
 
     Args:
-        count: clients in all.
+        count: number of clients.
         load: client -> its samples.
-        samples: a number that holds for all clients, or client -> number.
+        samples: one number for all clients, or a function client -> number.
     """
 
     def __init__(self, count: int, load: Callable[[int], Any], samples: int | Callable[[int], int]) -> None:
@@ -83,7 +83,7 @@ class FunctionClients:
         return self._count
 
     def samples(self, client: int) -> int:
-        """How many samples a client has."""
+        """Return how many samples a client has."""
         return self._samples if isinstance(self._samples, int) else self._samples(client)
 
     def load(self, client: int) -> Any:
@@ -91,26 +91,26 @@ class FunctionClients:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Tensors on the device; anything else as it is."""
+    """Move tensors to the device; return anything else unchanged."""
     if isinstance(data, (tuple, list)) and all(isinstance(x, Tensor) for x in data):
         return tuple(x.to(device) for x in data)
     return data
 
 
 def size_of(data: Any) -> int:
-    """How many samples there are in what ``load`` returned."""
+    """Return how many samples there are in what ``load`` returned."""
     return len(data[0]) if isinstance(data, tuple) else len(data)
 
 
 def chosen_samples(data: Any, chosen: Tensor) -> Any:
-    """Some samples as a batch."""
+    """Return some samples as a batch."""
     if isinstance(data, tuple):
         return tuple(x[chosen.to(x.device)] for x in data)
     return _collate(data, chosen.tolist())
 
 
 def batches(data: Any, epochs: int, batch_size: int | None, limit: int | None, seed: int) -> Iterator[Any]:
-    """Batches of a client's samples; see :meth:`~thinwire.federated.client.ClientContext.steps`."""
+    """Yield batches of a client's samples; see :meth:`~thinwire.federated.client.ClientContext.steps`."""
     tensors, size = isinstance(data, tuple), size_of(data)
     whole = batch_size is None or batch_size >= size
     draw = None if whole else generator(seed, "order")

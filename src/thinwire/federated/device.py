@@ -1,7 +1,7 @@
-"""A device: trains one client after another, adds their answers up, and forgets each of them.
+"""A device: trains one client after another, adds up their answers, and keeps nothing of any client.
 
-Everything a client could leave behind is put back before the next one: weights, buffers, frozen parameters, gradients,
-the generators of torch, numpy and Python. Optimizers are made by the executor, afresh for every client.
+Everything that a client could leave behind is reset before the next one: weights, buffers, frozen parameters,
+gradients, and the generators of torch, numpy and Python. The executor makes a new optimizer for every client.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from thinwire.federated.state import ClientStateStore
 from thinwire.federated.workspace import Workspace
 
 BUFFERS = "buffers"
-"""The name under which floating-point buffers travel; averaged as weights are."""
+"""The name under which floating-point buffers are sent; they are averaged like weights."""
 
 
 @dataclass
 class Sums:
-    """What one device has to report: sums of its clients' answers, and who they were.
+    """What one device reports: sums of its clients' answers, and facts about the clients.
 
     Attributes:
         sums: by name.
-        samples, clients: of those that answered.
-        seconds: (client, samples, seconds) of all, in order; loading of data and state included.
+        samples, clients: totals over the clients that answered.
+        seconds: (client, samples, seconds) of all clients, in order; includes loading of data and state.
         collected: by client, then by name.
-        failed: client -> why.
+        failed: client -> reason.
         metrics: sums of samples times value. sent_bytes: what the clients alone would have sent.
     """
 
@@ -65,8 +65,8 @@ class RoundTask:
     """What is the same for all clients of a visit.
 
     Attributes:
-        round, request: which.
-        total_samples, total_clients: of the whole cohort: what weights are shares of.
+        round, request: of the visit.
+        total_samples, total_clients: of the whole cohort; a client's weight is its share of these.
     """
 
     round: int
@@ -76,14 +76,14 @@ class RoundTask:
 
 
 class Device:
-    """One model, one client at a time.
+    """One model that trains one client at a time.
 
     Args:
         algorithm: the executor, with its ``operators`` and ``weights``.
-        workspace: the model.
+        workspace: holds the model.
         clients: the population.
         loss: of a batch.
-        store: of the clients' states; None for algorithms without.
+        store: of the clients' states; None if the algorithm keeps none.
         seed: of the run.
         reduction: the arithmetic of the sums.
     """
@@ -108,16 +108,16 @@ class Device:
         return Sums(Accumulator(self.reduction))
 
     def train(self, task: RoundTask, client: int, into: Sums, following: int | None = None) -> float:
-        """One client, from its data to its place in the sums. Returns the seconds it took.
+        """Train one client and add its answer to the sums. Return the seconds it took.
 
-        A client that raises, or answers with something that is not finite or not asked for, is noted as failed: it
-        leaves neither a term nor a state.
+        A client that raises an error, or whose answer is not finite or not what was requested, is recorded as failed:
+        nothing of it is added, and it keeps its old state.
 
         Args:
-            task: what is to be done.
+            task: the visit.
             client: its id.
             into: the sums.
-            following: the client after it, whose state is read meanwhile.
+            following: the next client, whose state is read in the meantime.
         """
         began = time.perf_counter()
         samples = self.clients.samples(client)
@@ -156,7 +156,7 @@ class Device:
         return context, result
 
     def _refusal(self, result: ClientResult) -> str:
-        """Why a result cannot be used; "": it can."""
+        """Return why a result cannot be used; "" if it can."""
         for name, value in result.reduce.items():
             operator = self.operators.get(name)
             if operator is None or not operator.summed:

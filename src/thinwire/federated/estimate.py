@@ -1,8 +1,8 @@
-"""How long a device takes for a client: a line through what it took before, per device and kind of visit.
+"""How long a device takes for a client: a line fitted to earlier times, per device and kind of visit.
 
 Parrot, arXiv 2303.01778: seconds = a n + b for a client of n samples. Differences from the paper's code: the window
-counts rounds, not entries per client, so that old timings of rarely drawn clients go away; degenerate data give a line
-too.
+counts rounds, not entries per client, so that old timings of rarely drawn clients are dropped; degenerate data give a
+line too.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Fit:
     b: float
 
     def seconds(self, samples: int) -> float:
-        """For a client of that many samples."""
+        """Return the seconds for a client with that many samples."""
         return self.a * samples + self.b
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one client took on one device."""
+    """How long one client took on one device."""
 
     device: int
     client: int
@@ -39,9 +39,10 @@ class Record:
 
 
 def fit(samples: Iterable[int], seconds: Iterable[float]) -> Fit:
-    """Least squares, guarded: the slope is positive and the intercept is not negative.
+    """Fit by least squares, with bounds: the slope is positive and the intercept is not negative.
 
-    With one size only, or a slope or intercept that came out below its bound, the line goes through the origin.
+    If there is only one size, or the intercept would be negative, the line goes through the origin; if the slope would
+    not be positive, the line is flat.
 
     Raises:
         ValueError: no data.
@@ -56,7 +57,7 @@ def fit(samples: Iterable[int], seconds: Iterable[float]) -> Fit:
         return proportional
     a = float(centred @ (t - t.mean())) / spread
     b = float(t.mean() - a * n.mean())
-    if a < _LEAST_SLOPE:  # time does not grow with size: what there is, is per client
+    if a < _LEAST_SLOPE:  # time does not grow with size: use a constant time per client
         return Fit(_LEAST_SLOPE, max(float(t.mean()), 0.0))
     return Fit(a, b) if b >= 0 else proportional
 
@@ -65,7 +66,7 @@ class Estimates:
     """The fits of all devices.
 
     Args:
-        window_rounds: of how many past rounds records count; None: of all.
+        window_rounds: how many past rounds' records count; None: all.
     """
 
     def __init__(self, window_rounds: int | None = 5) -> None:
@@ -75,14 +76,16 @@ class Estimates:
         self._rounds: dict[str, deque[tuple[int, list[Record]]]] = {}
 
     def add(self, round: int, visit: str, records: Iterable[Record]) -> None:
-        """Note what a round took."""
+        """Record the times of a round."""
         kept = self._rounds.setdefault(visit, deque())
         kept.append((round, list(records)))
         while self._window is not None and kept and kept[0][0] <= round - self._window:
             kept.popleft()
 
     def fits(self, visit: str, devices: int) -> list[Fit]:
-        """A line per device; one without records gets the mean of the others', and if there are none, 1 s a sample."""
+        """Return a line per device; without records it is the mean of the others', and if nobody has any, 1 s per
+        sample.
+        """
         by_device: dict[int, list[Record]] = {}
         for _, records in self._rounds.get(visit, ()):
             for record in records:

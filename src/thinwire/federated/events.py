@@ -1,6 +1,6 @@
-"""Devices under one clock: who is free when, driven by seconds that a function gives. Numbers alone, no tensors.
+"""Simulates devices under one clock: which is free when, given the seconds of each training. Only numbers, no tensors.
 
-The in-process back end trains inside that function; ``predict`` has nothing but a formula there.
+The in-process back end trains inside the function that gives the seconds; ``predict`` computes them by a formula.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 from thinwire.federated.coordinator import Coordinator, DeviceWork
 
-_LOST, _FREE, _WORK = 0, 1, 2  # at equal times a device is lost first
+_LOST, _FREE, _WORK = 0, 1, 2  # at equal times the loss of a device comes first
 
 Train = Callable[[int, int, "int | None"], float]
-"""(device, client, the one after it, as indices into the cohort) -> seconds."""
+"""(device, client, next client, both as indices into the cohort) -> seconds."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a visit went.
+    """The result of a visit.
 
     Attributes:
         seconds: when the last sum arrived.
         busy_seconds: per device.
-        records: (device, client, seconds) of all that was trained, what was lost included.
+        records: (device, client, seconds) of all trainings, including lost ones.
     """
 
     seconds: float
@@ -42,18 +42,18 @@ def drive(
     on_lost: Callable[[int, Sequence[int]], None] = lambda device, held: None,
     losses: Mapping[int, float] | None = None,
 ) -> Outcome:
-    """Run a coordinator to its end.
+    """Run a coordinator until it is done.
 
     Args:
-        coordinator: not started.
-        devices: numbered from 0.
-        train: called once for every client that a device begins with.
-        on_report: a device's sum has arrived.
-        on_lost: a device is lost, with the clients whose sum it holds.
-        losses: device -> seconds after which it is.
+        coordinator: not yet started.
+        devices: how many, numbered from 0.
+        train: called once for every client that a device starts.
+        on_report: called when a device's sum has arrived.
+        on_lost: called when a device is lost, with the clients whose sum it holds.
+        losses: device -> seconds after which it is lost.
 
     Raises:
-        DeviceLost: none is left.
+        DeviceLost: no device is left.
     """
     events: list[tuple[float, int, int, int, DeviceWork | None]] = []
     order = itertools.count()

@@ -1,4 +1,4 @@
-"""All that a run is about in one object, so that one function of the user's serves simulation and deployment alike."""
+"""Everything that defines a run in one object, so that one user function serves both simulation and deployment."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from thinwire.federated.workspace import Evaluate
 
 @dataclass
 class Federation:
-    """What ``thinwire federated run`` and ``serve`` call ``build()`` for.
+    """What ``build()`` returns to ``thinwire federated run`` and ``serve``.
 
     Attributes:
         algorithm: an executor and aggregator.
-        model: where it begins.
+        model: with the initial weights.
         clients: the population.
-        rounds, clients_per_round, seed, reduction: as of :func:`~thinwire.federated.simulate`.
+        rounds, clients_per_round, seed, reduction: as for :func:`~thinwire.federated.simulate`.
         loss, evaluate, evaluate_every: likewise.
-        per_client: an ``evaluate`` for ``thinwire federated run --per-client``, which is asked beside the other: see
+        per_client: an ``evaluate`` for ``thinwire federated run --per-client``, called in addition to the other: see
             :func:`~thinwire.federated.over_clients`.
-        chance: what guessing reaches of the numbers that ``evaluate`` returns, by their names: a line in pictures.
+        chance: what guessing reaches, by the names of the numbers that ``evaluate`` returns: a line in pictures.
         options: more arguments for ``simulate``.
     """
 
@@ -46,7 +46,7 @@ class Federation:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def simulate(self, **changes: Any) -> History:
-        """Run it here; ``changes`` win over what it says."""
+        """Run it in this process; ``changes`` override its own values."""
         named = ("rounds", "clients_per_round", "loss", "evaluate", "evaluate_every", "seed", "reduction")
         arguments = {**{name: getattr(self, name) for name in named}, **self.options, **changes}
         return simulate(self.algorithm, self.model, self.clients, **arguments)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def safetensors_torch() -> Any:
-    """The module ``safetensors.torch``.
+    """Return the module ``safetensors.torch``.
 
     Raises:
         ValueError: it is not installed.
@@ -24,13 +24,13 @@ def safetensors_torch() -> Any:
 
 
 def pack(tensors: Mapping[str, Tensor]) -> bytes:
-    """Tensors as one safetensors file, in memory."""
+    """Return tensors as the bytes of one safetensors file."""
     kept = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     packed: bytes = safetensors_torch().save(kept)
     return packed
 
 
 def unpack(data: bytes) -> dict[str, Tensor]:
-    """The counterpart of ``pack``."""
+    """Return the tensors that ``pack`` packed."""
     found: dict[str, Tensor] = safetensors_torch().load(data)
     return found

@@ -10,7 +10,7 @@ from typing import Any
 from thinwire.program.plan import UNREADABLE
 
 TRAINING_LOSS = "training loss"
-"""What the clients' "loss" is called beside evaluated ones."""
+"""The name of the clients' "loss" next to evaluated losses."""
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,20 @@ class RoundRecord:
 
     Attributes:
         round: from 0.
-        clients, samples: that answered.
-        failed: client -> why it did not.
-        metrics: means over the clients, by samples: "loss" is that of local training.
-        evaluation: what ``evaluate`` returned after this round; empty where it was not asked.
-        seconds: wall time, evaluation and checkpoint left out.
+        clients, samples: totals over the clients that answered.
+        failed: client -> reason why it did not answer.
+        metrics: means over the clients, weighted by samples: "loss" is that of local training.
+        evaluation: what ``evaluate`` returned after this round; empty if it was not called.
+        seconds: wall time, without evaluation and checkpoint.
         device_seconds: the makespan over devices: measured, or by the clock of ``speeds``.
-        predicted_seconds: what the fits promised for it; None before there are fits.
+        predicted_seconds: the fits' prediction of it; None before there are fits.
         schedule: equal, lpt or pull, per visit.
         busy_seconds: per device.
-        client_seconds: the time the round would take on the clients' own devices, by the trace; None without one.
-        bytes_up, bytes_down: sums to the server and payloads to the devices; for ranks, what this rank sent.
+        client_seconds: the time the round would take on the clients' own devices, by the trace; None without a trace.
+        bytes_up, bytes_down: sums to the server and payloads to the devices; with ranks, what this rank sent.
         control_bytes: plans, timings, collected values.
-        client_bytes: what the clients alone would have sent: compression counts here.
-        lost_devices: whose clients others had to train.
+        client_bytes: what the clients alone would have sent; shows the effect of compression.
+        lost_devices: devices whose clients others had to train.
     """
 
     round: int
@@ -55,13 +55,13 @@ class RoundRecord:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """All that was measured, by name."""
+        """All measured numbers, by name."""
         means = {TRAINING_LOSS if name == "loss" else name: value for name, value in self.metrics.items()}
         return {**means, **self.evaluation}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> RoundRecord:
-        """The counterpart of ``dataclasses.asdict``, from JSON."""
+        """Build a record from the JSON form of ``dataclasses.asdict``."""
         failed = {int(client): why for client, why in row["failed"].items()}
         busy, lost = tuple(row["busy_seconds"]), tuple(row["lost_devices"])
         return cls(**{**row, "failed": failed, "busy_seconds": busy, "lost_devices": lost})
@@ -72,9 +72,9 @@ class History:
     """A run.
 
     Attributes:
-        rounds: oldest first; after a resume, those before it too.
-        start: what ``evaluate`` returned before the first round, of the untrained model.
-        about: algorithm, devices, seed and the like, for people.
+        rounds: oldest first; after a resume, including those before it.
+        start: what ``evaluate`` returned before the first round, for the untrained model.
+        about: algorithm, devices, seed and so on, for display.
     """
 
     rounds: list[RoundRecord] = field(default_factory=list)
@@ -83,7 +83,7 @@ class History:
 
     @property
     def evaluations(self) -> dict[int, Mapping[str, float]]:
-        """By round, where there was one."""
+        """The evaluations by round, for rounds that have one."""
         return {row.round: row.evaluation for row in self.rounds if row.evaluation}
 
     def to_json(self) -> str:
@@ -92,10 +92,10 @@ class History:
 
     @classmethod
     def from_json(cls, text: str) -> History:
-        """The counterpart of ``to_json``.
+        """Read what ``to_json`` wrote.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text is something else.
         """
         try:
             data: Any = json.loads(text)

@@ -1,6 +1,6 @@
-"""One process, K devices in turn: the coordinator under a clock that the measured, or given, seconds drive.
+"""One process, K devices in turn: the coordinator with a clock driven by measured or given seconds.
 
-What it computes is what K processes would; with one device it is plain sequential simulation.
+It computes what K processes would; with one device it is plain sequential simulation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class InProcess:
 
     Args:
         device: the one model that all devices use in turn.
-        planner: deals the cohort out.
-        speeds: of the devices: their clock; None: measured seconds.
+        planner: distributes the cohort.
+        speeds: of the devices, for their clock; None: measured seconds.
         faults: (round, device) -> seconds after which the device is lost in that round (it is back in the next).
     """
 
@@ -42,7 +42,7 @@ class InProcess:
         self.devices = planner.devices
 
     def visit(self, task: RoundTask, cohort: Sequence[int]) -> VisitReport:
-        """All clients of the cohort, once."""
+        """Visit all clients of the cohort once."""
         device, sizes = self._device, [self._device.clients.samples(client) for client in cohort]
         name, assignment = self._planner.plan(task.round, task.request.name, sizes)
         coordinator = Coordinator(len(cohort), assignment, range(self.devices))
@@ -87,7 +87,7 @@ class InProcess:
         )
 
     def commit(self, round: int) -> None:
-        """The round is over: the clients' new states count."""
+        """End the round: make the clients' new states valid."""
         if self._device.store is not None:
             self._device.store.prepare()
             self._device.store.commit(round)

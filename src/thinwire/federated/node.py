@@ -25,15 +25,15 @@ _VERSIONS, _PENDING = "versions.safetensors", "pending.json"
 
 
 class RemoteNode:
-    """Trains the clients that it hosts. Whatever must last is on disk: the next message may find another process.
+    """Trains the clients that it hosts. All lasting state is on disk: the next message may reach a new process.
 
     Args:
         federation: as on the server; only the data of this node's clients are loaded.
-        clients: that it hosts.
-        folder: for their states; of this node and this run alone.
+        clients: the clients that it hosts.
+        folder: for their states; used only by this node and this run.
 
     Raises:
-        ValueError: a client that does not exist.
+        ValueError: a client does not exist.
     """
 
     def __init__(self, federation: Federation, clients: Sequence[int], folder: str | Path) -> None:
@@ -47,11 +47,11 @@ class RemoteNode:
         }  # fmt: skip
 
     def describe(self) -> NodeMessage:
-        """Its clients and their numbers of samples."""
+        """Return its clients and their numbers of samples."""
         return NodeMessage(facts={"clients": [[c, self.federation.clients.samples(c)] for c in self.clients]})
 
     def answer(self, message: NodeMessage) -> NodeMessage:
-        """Train the clients asked for. What is wrong with the message is the answer, under "error"."""
+        """Train the requested clients. If the message is wrong, the answer says why, under "error"."""
         facts = message.facts
         try:
             self._check(facts)
@@ -101,7 +101,7 @@ class RemoteNode:
         )
 
     def _states(self, round: int, accepted: int) -> ClientStateStore:
-        """The states as of the last round that the server has used: of what came after nothing is left."""
+        """Return the states as of the last round that the server has used; discard everything newer."""
         self._folder.mkdir(parents=True, exist_ok=True)
         store = ClientStateStore(len(self.federation.clients), self._folder, write_through=True)
         path = self._folder / _VERSIONS
@@ -126,7 +126,9 @@ class RemoteNode:
         return int(found["round"]), [int(client) for client in found["clients"]]
 
     def _note(self, round: int, clients: Sequence[int]) -> None:
-        """What was put in this round, in all its visits so far; it counts once the server says so."""
+        """Record the clients trained in this round, over all visits so far; they count once the server accepts the
+        round.
+        """
         before = self._pending()
         known = set(before[1]) if before is not None and before[0] == round else set()
         noted = json.dumps({"round": round, "clients": sorted(known | set(clients))})

@@ -1,4 +1,4 @@
-"""What ``simulate`` is asked for, checked before anything is made."""
+"""Checks of the arguments of ``simulate``, before anything is created."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def check_numbers(
 
 
 def use_ranks(backend: str, devices: int | None, speeds: Any, faults: Any) -> bool:
-    """Whether the run is on the ranks of the process group.
+    """Return whether the run uses the ranks of the process group.
 
     Raises:
-        ValueError: the options do not go together.
+        ValueError: the options do not match.
     """
     if backend not in ("auto", "inprocess", "ranks"):
         raise ValueError(f"backend={backend!r} is unknown; use auto, inprocess or ranks")
@@ -53,10 +53,10 @@ def use_ranks(backend: str, devices: int | None, speeds: Any, faults: Any) -> bo
 def make_store(
     state: ClientStateStore | str | os.PathLike[str] | None, folder: Path | None, population: int, *, shared: bool
 ) -> ClientStateStore:
-    """The store of a run: the user's, or one next to the checkpoint, or a temporary one.
+    """Return the store of a run: the user's, or one next to the checkpoint, or a temporary one.
 
     Raises:
-        ValueError: it is of another population, or ranks do not share it.
+        ValueError: it is for another population, or ranks do not share it.
     """
     if isinstance(state, ClientStateStore):
         if state.population != population:

@@ -1,4 +1,4 @@
-"""Byte strings in one block of memory that never grows."""
+"""Byte strings in one block of memory of fixed size."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE = 512
-_ENTRY = 1024  # bytes that the record of an entry takes, here and at its user's
+_ENTRY = 1024  # bytes for the record of an entry, here and in its user
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a byte string is."""
+    """The place of a byte string."""
 
     pages: NDArray[np.int32]
     length: int
 
     @property
     def cost(self) -> int:
-        """Bytes of memory it takes, its record included."""
+        """Bytes of memory it takes, including its record."""
         return len(self.pages) * PAGE + _ENTRY
 
 
 class Pages:
-    """A block of memory cut into pages of 512 bytes; a byte string lies in any of them.
+    """A block of memory cut into pages of 512 bytes; a byte string may use any of them.
 
-    States of clients as separate tensors took up to 1.6 times their bytes: what one thread allocates and another frees
-    leaves holes. A block has none, and only pages that were used take memory.
+    With separate tensors, states of clients took up to 1.6 times their bytes, because memory that one thread allocates
+    and another frees leaves holes. A block has no holes, and only pages that were used take memory.
 
     Args:
-        memory_bytes: of the block and of the records of what is in it.
+        memory_bytes: for the block and the records of its entries.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -42,11 +42,11 @@ class Pages:
         self._touched = 0
 
     def room_for(self, length: int) -> bool:
-        """Whether a byte string of this length could be put now."""
+        """Return whether a byte string of this length fits now."""
         return self.used + -(-length // PAGE) * PAGE + _ENTRY <= self.memory_bytes
 
     def put(self, data: bytes) -> Stored:
-        """Keep a copy.
+        """Store a copy.
 
         Raises:
             MemoryError: there is no room.
@@ -70,12 +70,12 @@ class Pages:
         return stored
 
     def get(self, stored: Stored) -> bytes:
-        """What was put, as a copy."""
+        """Return a copy of what was stored."""
         if self._memory is None:
             return b""
         return self._memory[stored.pages].tobytes()[: stored.length]
 
     def free(self, stored: Stored) -> None:
-        """Give its pages to others."""
+        """Make its pages available again."""
         self._free.extend(stored.pages.tolist())
         self.used -= stored.cost

@@ -1,8 +1,7 @@
-"""Cutting one data set up into clients: evenly, by Dirichlet draws, by shards of sorted labels, by who wrote it; and
-held-out samples as each client would have them.
+"""Divide one data set among clients: evenly, by Dirichlet draws, by shards of sorted labels, or by author.
 
-Each function returns, per client, the indices of its samples, ascending: what :class:`~thinwire.federated.ArrayClients`
-takes.
+Also gives each client held-out samples with its own mix of classes. Each function returns, per client, the ascending
+indices of its samples, as :class:`~thinwire.federated.ArrayClients` takes them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Parts = list[NDArray[np.int64]]
 
 
 def iid(samples: int, clients: int, seed: int = 0) -> Parts:
-    """At random, in sizes that differ by one at most.
+    """Divide at random, into sizes that differ by at most one.
 
     Raises:
         ValueError: fewer samples than clients.
@@ -28,17 +27,17 @@ def iid(samples: int, clients: int, seed: int = 0) -> Parts:
 
 
 def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, least: int = 1, seed: int = 0) -> Parts:
-    """Of each class the clients get shares drawn from a symmetric Dirichlet distribution.
+    """Divide each class among the clients by shares drawn from a symmetric Dirichlet distribution.
 
-    Small ``alpha``: few classes a client, and sizes that differ much; large: nearly even (Hsu, Qi, Brown 2019 draw the
+    Small ``alpha``: few classes per client, and very different sizes; large: nearly even (Hsu, Qi, Brown 2019 draw the
     other way round, a distribution over classes for each client).
 
     Args:
         labels: of each sample.
         clients: how many.
         alpha: above 0.
-        least: samples of the smallest client; who is short gets some of the largest's.
-        seed: of the draws.
+        least: samples of the smallest client; a client with fewer gets some from the largest.
+        seed: for the draws.
 
     Raises:
         ValueError: ``alpha`` is not positive, or there are too few samples.
@@ -61,7 +60,8 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, least: int = 1, 
 
 
 def shards(labels: ArrayLike, clients: int, per_client: int = 2, seed: int = 0) -> Parts:
-    """Samples sorted by label, cut into ``clients * per_client`` runs, that many to each client (McMahan et al. 2017).
+    """Sort by label, cut into ``clients * per_client`` runs, give each client ``per_client`` runs (McMahan et al.
+    2017).
 
     Raises:
         ValueError: fewer samples than runs.
@@ -78,7 +78,10 @@ def shards(labels: ArrayLike, clients: int, per_client: int = 2, seed: int = 0) 
 
 
 def by_key(keys: Sequence[Hashable]) -> tuple[Parts, list[Any]]:
-    """One client for each key: a writer, a document. Returns the parts and their keys, in order of first use."""
+    """Make one client for each key, such as an author or a document.
+
+    Return the parts and their keys, in order of first use.
+    """
     found: dict[Any, list[int]] = {}
     for i, key in enumerate(keys):
         found.setdefault(key, []).append(i)
@@ -88,17 +91,19 @@ def by_key(keys: Sequence[Hashable]) -> tuple[Parts, list[Any]]:
 
 
 def alike(labels: ArrayLike, parts: Sequence[ArrayLike], others: ArrayLike, samples: int = 50, seed: int = 0) -> Parts:
-    """For each client as many of other samples, held out say, in its own mix of classes; clients may share them.
+    """Give each client the same number of other samples, such as held-out ones, in its own mix of classes.
+
+    Clients may share samples.
 
     Args:
-        labels: that ``parts`` were cut from.
-        parts: of each client the indices of its samples.
+        labels: of the samples that ``parts`` refer to.
+        parts: for each client the indices of its samples.
         others: the labels of the other samples.
-        samples: that each client gets.
-        seed: of the draws.
+        samples: how many each client gets.
+        seed: for the draws.
 
     Raises:
-        ValueError: a client has a class of which there are no others.
+        ValueError: a client has a class that no other sample has.
     """
     known, other = np.asarray(labels).reshape(-1), np.asarray(others).reshape(-1)
     members = {label: np.flatnonzero(other == label) for label in np.unique(other)}

@@ -1,4 +1,4 @@
-"""How a model serves each client, not only the mean of all: an ``evaluate`` over the clients' own data."""
+"""How well a model serves each client, not only their mean: an ``evaluate`` over the clients' own data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MEDIAN, WORST = "median client", "worst tenth"
 
 
 def over_clients(right: Callable[[nn.Module, Any], float], clients: ClientData, most: int = 1000) -> Evaluate:
-    """An ``evaluate``: the median of the clients' accuracies, and the mean of the tenth of them that have the worst.
+    """Return an ``evaluate``: the median of the clients' accuracies, and the mean of the worst tenth.
 
     Args:
-        right: (model in eval mode, a client's data) -> the share that is right, from 0 to 1.
-        clients: data of each client, held out if there are such.
-        most: clients that are looked at; of more, as many drawn at random, the same each time.
+        right: (model in eval mode, a client's data) -> the share of correct answers, from 0 to 1.
+        clients: data of each client, held out if available.
+        most: how many clients are evaluated; of more, that many are drawn at random, always the same ones.
     """
     if most < 1:
         raise ValueError(f"most={most} must be at least 1")

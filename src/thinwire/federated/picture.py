@@ -1,4 +1,4 @@
-"""The picture of federated runs: what was evaluated, against rounds and against seconds."""
+"""The picture of federated runs: evaluated numbers against rounds and against seconds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SHARES = ("accuracy", MEDIAN, WORST)
 
 
 def history_picture(runs: Mapping[str, History], title: str, chance: Mapping[str, float] | None = None) -> Picture:
-    """A panel for each number that was evaluated and for the training loss, against rounds; of the first, seconds too.
+    """Draw a panel for each evaluated number and the training loss, against rounds; the first also against seconds.
 
     Args:
         runs: by the names of their lines.
-        title: above it.
-        chance: what guessing reaches, by number: a line across its panels.
+        title: of the picture.
+        chance: what guessing reaches, by number: a horizontal line in its panels.
     """
     evaluated = sorted({number for history in runs.values() for row in history.rounds for number in row.evaluation})
     traced = any(row.client_seconds is not None for history in runs.values() for row in history.rounds)
@@ -37,7 +37,7 @@ def history_picture(runs: Mapping[str, History], title: str, chance: Mapping[str
 
 
 def _points(history: History, number: str) -> Iterator[tuple[float, float, float]]:
-    """(rounds, seconds, value)."""
+    """Yield (rounds, seconds, value)."""
     if number in history.start:
         yield 0.0, 0.0, history.start[number]
     clock = 0.0

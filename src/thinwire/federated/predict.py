@@ -17,13 +17,13 @@ from thinwire.federated.schedule import lower_bound
 
 @dataclass(frozen=True)
 class Prediction:
-    """One schedule.
+    """The prediction for one schedule.
 
     Attributes:
         schedule: its name.
         round_seconds: of every round.
-        bound_seconds: what no schedule could beat, of every round; the same under every schedule.
-        busy_share: of the devices' time, mean over rounds.
+        bound_seconds: of every round, a lower bound for any schedule; the same under every schedule.
+        busy_share: share of the devices' time in which they are busy, mean over rounds.
     """
 
     schedule: str
@@ -33,12 +33,12 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Mean of a round."""
+        """Mean seconds of a round."""
         return statistics.fmean(self.round_seconds)
 
     @property
     def ratio(self) -> float:
-        """``seconds`` to the mean of the bound."""
+        """``seconds`` divided by the mean of the bound."""
         bound = statistics.fmean(self.bound_seconds)
         return self.seconds / bound if bound else 1.0
 
@@ -56,18 +56,18 @@ def predict(
     window_rounds: int | None = 5,
     losses: Mapping[tuple[int, int], float] | None = None,
 ) -> Prediction:
-    """The rounds of a run, by the clock of the devices' speeds.
+    """Simulate the rounds of a run with the clock of the devices' speeds.
 
     Args:
         schedule: "equal", "lpt", "pull" or "auto".
-        population: clients in all.
-        samples: of each.
+        population: number of clients.
+        samples: client -> how many samples it has.
         speeds: of the devices.
-        rounds, clients_per_round, seed, warmup_rounds, window_rounds: as of ``simulate``.
+        rounds, clients_per_round, seed, warmup_rounds, window_rounds: as for ``simulate``.
         losses: (round, device) -> seconds after which the device is lost in that round.
 
     Raises:
-        ValueError: a bad option.
+        ValueError: an option is invalid.
     """
     if not 1 <= clients_per_round <= population:
         raise ValueError(

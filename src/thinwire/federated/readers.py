@@ -1,4 +1,4 @@
-"""Populations from files: text with a file for each client, LEAF's JSON, and data sets of Hugging Face."""
+"""Populations from files: text with one file per client, LEAF's JSON, and data sets of Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from thinwire.program.plan import UNREADABLE
 
 
 class TextClients:
-    """Each file is a client; a sample is a piece of its bytes, and the same piece one byte on.
+    """Each file is a client; a sample is a piece of its bytes, with the piece shifted by one byte as the target.
 
     Args:
         paths: of the files; those shorter than one sample are left out.
         length: bytes of a sample.
-        most: samples of a client at most; None: all there are.
+        most: most samples of a client; None: no limit.
 
     Raises:
         ValueError: no file is long enough, or one cannot be read.
@@ -49,11 +49,11 @@ class TextClients:
         return len(self.paths)
 
     def samples(self, client: int) -> int:
-        """Pieces of a client's file."""
+        """Return the number of pieces of a client's file."""
         return self._counts[client]
 
     def load(self, client: int) -> tuple[Tensor, Tensor]:
-        """Bytes and next bytes, ``[samples, length]``, int64."""
+        """Return bytes and next bytes, ``[samples, length]``, int64."""
         size = self._counts[client] * self._length
         with self.paths[client].open("rb") as file:
             text = torch.frombuffer(bytearray(file.read(size + 1)), dtype=torch.uint8).long()
@@ -63,7 +63,7 @@ class TextClients:
 def read_leaf(
     folder: str | Path, convert: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
 ) -> tuple[ArrayClients, list[str]]:
-    """A data set in the JSON form of LEAF: ``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``.
+    """Read a data set in LEAF's JSON: ``{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}``.
 
     Args:
         folder: with ``*.json`` files, such as LEAF's ``data/femnist/data/train``; or one file.
@@ -73,7 +73,7 @@ def read_leaf(
         The clients, and the users' names in the same order. Users without samples are left out.
 
     Raises:
-        ValueError: no such files, or another form.
+        ValueError: there are no such files, or they have another form.
     """
     root = Path(folder)
     paths = [root] if root.is_file() else sorted(root.glob("*.json"))
@@ -106,7 +106,7 @@ def _numbers(x: Any, y: Any) -> tuple[Tensor, Tensor]:
 def read_hugging_face(
     dataset: Any, key: str, convert: Callable[[dict[str, Any]], tuple[Tensor, ...]]
 ) -> tuple[FunctionClients, list[Any]]:
-    """A data set of Hugging Face's ``datasets``, with a client for each value of a column. Rows are read when needed.
+    """Make clients from a Hugging Face data set, one for each value of a column. Rows are read when needed.
 
     Args:
         dataset: a ``datasets.Dataset``, or anything with ``dataset[column]`` and ``dataset[index]``.

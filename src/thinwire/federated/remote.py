@@ -1,7 +1,7 @@
-"""Clients that live on other machines: what travels between a server and its nodes, and what is refused.
+"""Clients on other machines: the messages between a server and its nodes, and which of them are refused.
 
-A node hosts some clients, trains those it is asked for one after another, and answers with one sum, as a device does.
-What travels is a message: tensors and JSON. How messages are carried is somebody else's (adapters/flower.py).
+A node hosts some clients, trains the requested ones one after another, and answers with one sum, as a device does. A
+message consists of tensors and JSON. How messages are transported is decided elsewhere (adapters/flower.py).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "exact": torch.int64}
 
 @dataclass(frozen=True)
 class NodeMessage:
-    """What travels.
+    """A message between server and node.
 
     Attributes:
         tensors: by name.
-        facts: JSON.
+        facts: a JSON object.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class NodeMessage:
 
     @property
     def bytes(self) -> int:
-        """Of the tensors."""
+        """Bytes of the tensors."""
         return sum(x.numel() * x.element_size() for x in self.tensors.values())
 
 
@@ -51,7 +51,7 @@ class RefusedAnswer(ValueError):
 
 
 def check_noise(algorithm: Any) -> None:
-    """Raise ``ValueError`` for noise that hides nothing."""
+    """Raise ``ValueError`` for noise that would hide nothing."""
     if getattr(getattr(algorithm, "inner", algorithm), "noise_multiplier", None) is not None:
         raise ValueError(
             "noise_multiplier= draws its noise from the run's seed, which the server knows, so it hides nothing: "
@@ -60,15 +60,15 @@ def check_noise(algorithm: Any) -> None:
 
 
 class RemoteServer:
-    """The server of a deployment, without I/O: messages out, messages in, one visit after the other.
+    """The server of a deployment, without I/O: messages out, messages in, one visit after another.
 
     Args:
-        federation: what is trained. Its clients' data are not touched, only counted.
+        federation: what is trained. Its clients' data are not read, only the clients counted.
         hosts: node -> {client: samples}, as the nodes describe themselves.
 
     Attributes:
-        history: the rounds that are over.
-        round: the present one.
+        history: of the completed rounds.
+        round: the current one.
 
     Raises:
         ValueError: two nodes host one client, or one hosts a client that does not exist.
@@ -106,10 +106,10 @@ class RemoteServer:
         return self.round >= self.federation.rounds
 
     def outgoing(self) -> dict[int, NodeMessage]:
-        """The present visit: a message for every node that has clients in the cohort.
+        """Return the current visit's messages, one for every node that has clients in the cohort.
 
         Raises:
-            ValueError: more bytes than a message may have.
+            ValueError: a message would be too large.
         """
         assert self.server.request is not None
         request, self._sent_at = self.server.request, time.perf_counter()
@@ -138,7 +138,7 @@ class RemoteServer:
         return messages
 
     def incoming(self, answers: Mapping[int, NodeMessage | str]) -> RoundRecord | None:
-        """What the nodes have answered (a str: why one has not). Returns the round's record if it is over.
+        """Handle the nodes' answers (a str: why there is none). Return the round's record if the round is complete.
 
         Raises:
             AllClientsFailed: no client's answer could be used.
@@ -194,7 +194,7 @@ class RemoteServer:
         return record
 
     def finish(self) -> None:
-        """Put the weights into the federation's model."""
+        """Write the weights into the federation's model."""
         self._workspace.write_to(self.federation.model, self.algorithm.theta, self.server.buffers)
 
     def _begin_round(self) -> None:
@@ -213,17 +213,17 @@ class RemoteServer:
         self.server.begin(self.round)
 
     def _evaluated(self) -> dict[str, float]:
-        """What the user measures, where it is due."""
+        """Return the user's evaluation, if it is due."""
         made = self.federation
         if made.evaluate is None or not evaluation_due(self.round, made.rounds, made.evaluate_every):
             return {}
         return self._workspace.evaluated(self.algorithm.theta, self.server.buffers, made.evaluate, self.round)
 
     def _checked(self, node: int, answer: NodeMessage, task: RoundTask) -> Sums:
-        """A node's sum.
+        """Check a node's sum and return it.
 
         Raises:
-            Refused: it names clients that it was not asked for, has the wrong shape or kind, or is not finite.
+            RefusedAnswer: it names clients that were not requested, has the wrong shape or kind, or is not finite.
         """
         if "error" in answer.facts:
             raise RefusedAnswer(str(answer.facts["error"]))

@@ -1,14 +1,14 @@
-"""FedRobust: FedAvg with the median or the trimmed mean of each coordinate, which a few bad clients cannot move.
+"""FedRobust: FedAvg with the median or the trimmed mean of each coordinate, which a few bad clients cannot move far.
 
 Paper: Yin et al.: Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018, Algorithm 1.
 
 Client: as FedAvg. Server: theta += server_lr * c, where c[i] is the median of the clients' delta[i], or their mean
-without the share ``trim`` of largest and of smallest ones. A trimmed mean stands as many bad clients as it leaves out
-on one side, the median fewer than half.
+without the ``trim`` share of the largest and of the smallest values. A trimmed mean tolerates as many bad clients as it
+leaves out on one side, the median fewer than half.
 
-Differences from the paper: local steps instead of one gradient. Of an even number of clients the median is the mean of
-the middle two. Every client counts once, whatever it says of its samples. Floating-point buffers (BatchNorm) are still
-averaged: a model with such buffers is not protected.
+Differences from the paper: local steps instead of one gradient. For an even number of clients the median is the mean
+of the middle two. Every client counts once, whatever number of samples it reports. Floating-point buffers (BatchNorm)
+are still averaged: a model with such buffers is not protected.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ RULES = ("median", "trimmed")
 
 @dataclass(kw_only=True)
 class FedRobust(FedAvg):
-    """FedAvg that some clients may lie to.
+    """FedAvg that tolerates some clients sending wrong changes.
 
     Args:
         rule: "median" or "trimmed".
-        trim: of the trimmed mean: the share that is left out at each end.
+        trim: for the trimmed mean: the share left out at each end.
     """
 
     operators: ClassVar[Mapping[str, Operator]] = {"delta": COLLECT}
@@ -53,7 +53,7 @@ class FedRobust(FedAvg):
             raise ValueError("weights='samples': a client that lies would count as much as it says; leave weights= out")
 
     def program(self, round: int) -> RoundProgram:
-        """One visit, one step."""
+        """Make one visit and one step."""
         found = yield RoundRequest({"theta": self.theta})
         answers = [values.get("delta") for values in found.collected.values()]
         rows = [x for x in answers if x is not None and x.shape == self.theta.shape]
@@ -66,10 +66,10 @@ class FedRobust(FedAvg):
     def train(
         self, context: ClientContext, payload: Mapping[str, Tensor], state: Mapping[str, Tensor] | None
     ) -> ClientResult:
-        """As FedAvg's; what it answers travels by itself."""
+        """Train as FedAvg does, but send the change to be collected, not summed."""
         return ClientResult(collect=super().train(context, payload, state).reduce)
 
 
 def middle_of(rows: Tensor, out: int) -> Tensor:
-    """Of each column of ``[clients, D]`` the mean without its ``out`` smallest and ``out`` largest, ``[D]``."""
+    """Return for each column of ``[clients, D]`` the mean without its ``out`` smallest and ``out`` largest, ``[D]``."""
     return rows.sort(dim=0).values[out : len(rows) - out].mean(dim=0, dtype=torch.float64)
