@@ -1,8 +1,8 @@
-"""DP-SGD on a client, and what it spends: each sample's gradient clipped, noise on the sum, Poisson samples as batches.
+"""DP-SGD on a client: per-sample clipping, noise on the sum, Poisson-sampled batches; and its privacy cost.
 
-Abadi et al. 2016, by Opacus' gradients of single samples and its accountant. It shows what privacy costs in accuracy.
-It gives none by itself: the noise is a function of the run's seed, so that runs can be repeated, and the training loss
-is reported as it is. A deployment therefore refuses it.
+Abadi et al. 2016, with Opacus' per-sample gradients and its accountant. It shows what privacy costs in accuracy. It
+gives none by itself: the noise is a function of the run's seed, so that runs can be repeated, and the training loss is
+reported as it is. A deployment therefore refuses it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from thinwire.kernels.seeding import generator
 
 
 def private_gradients(algorithm: Any, context: ClientContext) -> Iterator[Tensor]:
-    """The gradients ``[D]`` of a client's local steps, each in memory that the next overwrites.
+    """Yield the gradients ``[D]`` of a client's local steps, each in memory that the next one overwrites.
 
     Args:
-        algorithm: of which ``epochs``, ``batch_size``, ``max_steps``, ``max_grad_norm`` and ``noise_multiplier`` count.
+        algorithm: gives ``epochs``, ``batch_size``, ``max_steps``, ``max_grad_norm`` and ``noise_multiplier``.
         context: the client.
     """
     size = size_of(context.data)
@@ -38,7 +38,7 @@ def private_gradients(algorithm: Any, context: ClientContext) -> Iterator[Tensor
             taken = torch.nonzero(torch.rand(size, generator=draw) < rate).squeeze(1)
             total = torch.zeros_like(context.x)
             if len(taken):
-                with warnings.catch_warnings():  # the first layer's inputs need no gradient, and its hook says so
+                with warnings.catch_warnings():  # the first layer's inputs need no gradient: warns
                     warnings.filterwarnings("ignore", "Full backward hook is firing")
                     context.gradient(chosen_samples(context.data, taken))
                 with torch.no_grad():
@@ -56,13 +56,14 @@ def private_gradients(algorithm: Any, context: ClientContext) -> Iterator[Tensor
 def epsilons(
     algorithm: Any, clients: ClientData, *, rounds: int, clients_per_round: int, seed: int, delta: float = 1e-5
 ) -> dict[int, float]:
-    """What the samples of each client that has taken part have spent: (epsilon, delta) by client, after some rounds.
+    """Return epsilon of each client that has taken part, after the given rounds: (epsilon, delta) privacy of its
+    samples.
 
     Args:
         algorithm: of the run, with a ``noise_multiplier``.
         clients: the population.
         rounds, clients_per_round, seed: of the run.
-        delta: the chance that the bound of epsilon does not hold.
+        delta: the probability that the bound of epsilon does not hold.
     """
     accountant = opacus().accountants.RDPAccountant
     times: dict[int, int] = {}
@@ -81,14 +82,14 @@ def epsilons(
 
 
 def _rate_and_steps(algorithm: Any, size: int) -> tuple[float, int]:
-    """The chance of a sample to be in a batch, and how many batches a client trains on in a round."""
+    """Return a sample's probability to be in a batch, and how many batches a client trains on in a round."""
     batch = min(algorithm.batch_size or size, size)
     steps = algorithm.epochs * -(-size // batch)
     return batch / size, min(steps, algorithm.max_steps or steps)
 
 
 def opacus() -> Any:
-    """The package.
+    """Return the package.
 
     Raises:
         ValueError: it is not installed.

@@ -23,7 +23,7 @@ _HASH_EVERY = 100  # rounds
 
 
 class Run:
-    """One run between two rounds."""
+    """The state of a run, from round to round."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class Run:
         self.history = History()
 
     def resume(self, comm: Any) -> int:
-        """Take over the checkpoint, if there is one. Returns the round to begin with."""
+        """Load the checkpoint, if there is one. Return the round to begin with."""
         store = self.device.store
         found = None if self.folder is None else checkpoints.load(self.folder, self.facts)
-        if comm is not None:  # all ranks see the same folder, or it is no use
+        if comm is not None:  # all ranks must see the same folder
             comm.agree({"the checkpoint's next round": 0 if found is None else found.round})
         if store is not None:
             versions = None if found is None else found.versions
@@ -57,7 +57,7 @@ class Run:
         return found.round
 
     def round(self, round: int, clients_per_round: int, seed: int, trace: ClientTrace | None) -> RoundRecord:
-        """All visits of a round, and its commit."""
+        """Run all visits of a round, and commit it."""
         began = time.perf_counter()
         algorithm, server, device = self.server.algorithm, self.server, self.device
         population = device.clients
@@ -106,13 +106,13 @@ class Run:
         )
 
     def save(self, round: int, comm: Any) -> None:
-        """Write the checkpoint. All ranks call it: nobody goes on before it is whole.
+        """Write the checkpoint. All ranks call this, and wait until it is complete.
 
         Raises:
-            OSError: on all ranks, if one could not write.
+            OSError: on all ranks, if one of them could not write.
         """
         store = self.device.store
-        with self._together(round, comm):  # all states are on disk
+        with self._together(round, comm):  # afterwards all states are on disk
             if store is not None:
                 store.flush()
         assert self.folder is not None

@@ -1,11 +1,12 @@
 """Which device trains which clients: pure functions of sizes and fits.
 
 ``equal``: at random, in equal numbers. ``lpt``: by size, largest first, each to the device that would finish it first.
-``pull``: the same order, but a device takes the next client when it is free; it needs no fit, and follows a device that
-slows down. ``auto``: equal in the warm-up rounds, then pull where there are at least 8 clients a device, else lpt.
+``pull``: the same order, but each device takes the next client when it is free; this needs no fit, and adapts to a
+device that slows down. ``auto``: equal in the warm-up rounds, then pull if there are at least 8 clients per device,
+else lpt.
 
-On identical devices lpt is within 4/3 - 1/(3K) of the best makespan (Graham 1969). With few clients a device, pull can
-lose to lpt: a slow device takes a large client at the start and all wait for it.
+On identical devices lpt is within 4/3 - 1/(3K) of the best makespan (Graham 1969). With few clients per device, pull
+can be worse than lpt: a slow device may take a large client at the start, and all wait for it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from thinwire.federated.estimate import Fit
 from thinwire.kernels.seeding import seed_of
 
 SCHEDULES = ("auto", "equal", "lpt", "pull")
-_PULL_FROM = 8  # clients a device
+_PULL_FROM = 8  # clients per device
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A cohort, assigned to devices.
+    """A cohort, distributed over devices.
 
     Attributes:
         lists: per device, indices into the cohort, in order; empty if devices pull.
-        queue: if devices pull, the order in which they do; else None.
-        predicted_seconds: the makespan that the fits promise; None without fits.
+        queue: if devices pull, the order of the clients; otherwise None.
+        predicted_seconds: the makespan predicted by the fits; None without fits.
     """
 
     lists: tuple[tuple[int, ...], ...]
@@ -43,7 +44,7 @@ class Assignment:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Assignment:
-        """Who trains whom, of what ``to_json`` wrote; without the prediction."""
+        """Read what ``to_json`` wrote: who trains whom, without the prediction."""
         lists, queue = json.loads(text)
         return cls(tuple(map(tuple, lists)), None if queue is None else tuple(queue))
 
@@ -55,7 +56,9 @@ def check_schedule(name: str) -> None:
 
 
 def chosen(name: str, *, round: int, warmup_rounds: int, clients: int, devices: int) -> str:
-    """The schedule of a round: what ``auto`` means then, and equal in the warm-up of lpt, which has no fit yet."""
+    """Return the schedule of a round: resolves ``auto``, and uses equal in the warm-up of lpt, which has no fits
+    yet.
+    """
     if devices == 1 or name in ("equal", "pull"):
         return "equal" if devices == 1 else name
     if round < warmup_rounds:
@@ -66,12 +69,12 @@ def chosen(name: str, *, round: int, warmup_rounds: int, clients: int, devices: 
 
 
 def by_size(sizes: Sequence[int]) -> list[int]:
-    """Indices, largest first, ties to the lower index."""
+    """Return indices, largest first; of equal sizes the lower index first."""
     return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
 
 
 def equal(sizes: Sequence[int], devices: int, seed: int) -> Assignment:
-    """At random, in equal numbers. One device: in order."""
+    """Distribute at random, in equal numbers. With one device: in order."""
     order = list(range(len(sizes)))
     if devices > 1:
         random.Random(seed_of("federated", "equal", seed)).shuffle(order)
@@ -79,7 +82,7 @@ def equal(sizes: Sequence[int], devices: int, seed: int) -> Assignment:
 
 
 def lpt(sizes: Sequence[int], fits: Sequence[Fit]) -> Assignment:
-    """Largest first, each to the device that would have finished it first; ties to the lower device.
+    """Distribute largest first, each to the device that would finish it first; of equal ones to the lower device.
 
     Args:
         sizes: samples of each client.
@@ -97,7 +100,7 @@ def lpt(sizes: Sequence[int], fits: Sequence[Fit]) -> Assignment:
 
 
 def pull(sizes: Sequence[int], fits: Sequence[Fit] | None = None) -> Assignment:
-    """The queue, and what the fits say how long it takes."""
+    """Return the queue, and how long it takes by the fits."""
     order = by_size(sizes)
     predicted = None
     if fits is not None:
@@ -110,12 +113,12 @@ def pull(sizes: Sequence[int], fits: Sequence[Fit] | None = None) -> Assignment:
 
 
 def makespan(lists: Sequence[Sequence[int]], sizes: Sequence[int], fits: Sequence[Fit]) -> float:
-    """When the last device is done with its list, in seconds."""
+    """Return when the last device has finished its list, in seconds."""
     return max((sum(f.seconds(sizes[i]) for i in mine) for mine, f in zip(lists, fits)), default=0.0)
 
 
 def lower_bound(sizes: Sequence[int], fits: Sequence[Fit]) -> float:
-    """No assignment is done earlier: all devices busy to the end, or the one that does the largest client best."""
+    """Return a lower bound: all devices busy until the end, or the largest client on the device that is best for it."""
     if not sizes:
         return 0.0
     together = sum(sizes) / sum(1 / f.a for f in fits)
@@ -123,17 +126,17 @@ def lower_bound(sizes: Sequence[int], fits: Sequence[Fit]) -> float:
 
 
 def plan(name: str, sizes: Sequence[int], fits: Sequence[Fit] | None, devices: int, seed: int) -> Assignment:
-    """Deal a cohort out by one of ``equal``, ``lpt``, ``pull``.
+    """Distribute a cohort by ``equal``, ``lpt`` or ``pull``.
 
     Args:
         name: the schedule.
         sizes: samples of each client of the cohort.
         fits: one per device; None: none yet.
         devices: how many there are.
-        seed: of the round, for ``equal``.
+        seed: for the round, used by ``equal``.
 
     Raises:
-        ValueError: no device, or an unknown schedule.
+        ValueError: there is no device, or the schedule is unknown.
     """
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")

@@ -1,4 +1,4 @@
-"""The server of a run, without I/O: it says what visit comes next and takes what came of it."""
+"""The server of a run, without I/O: it says which visit comes next, and receives its result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.federated.device import BUFFERS, RoundTask, Sums
 
 
 class AllClientsFailed(RuntimeError):
-    """Every client of a cohort failed."""
+    """All clients of a cohort failed."""
 
 
 class FederatedServer:
@@ -24,7 +24,7 @@ class FederatedServer:
         buffers: the model's floating-point buffers, ``[B]``.
 
     Attributes:
-        request: what is to be done next, with the buffers in its payload; None between rounds.
+        request: the next visit, with the buffers in its payload; None between rounds.
     """
 
     def __init__(self, algorithm: Any, buffers: Tensor) -> None:
@@ -38,10 +38,10 @@ class FederatedServer:
         self._new_buffers = buffers
 
     def cohort(self, round: int, population: int, clients_per_round: int, seed: int) -> list[int]:
-        """Who takes part in a round.
+        """Return the clients that take part in a round.
 
         Raises:
-            ValueError: the algorithm names unknown clients, one twice, or none.
+            ValueError: the algorithm names an unknown client, a client twice, or none.
         """
         chosen = [int(client) for client in self.algorithm.select(round, population, clients_per_round, seed)]
         if not chosen or len(set(chosen)) != len(chosen):
@@ -57,7 +57,7 @@ class FederatedServer:
             self._set(next(self._program, None))
 
     def deliver(self, reduced: Reduced) -> None:
-        """Hand over what came of ``request``; then ``request`` is the next one, or None: the round is over."""
+        """Take the result of ``request``; afterwards ``request`` is the next visit, or None if the round is over."""
         assert self._program is not None
         if BUFFERS in reduced:
             self._new_buffers = reduced[BUFFERS]
@@ -73,11 +73,11 @@ class FederatedServer:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the server."""
+        """Return the server's part of a checkpoint."""
         return {**{f"algorithm/{name}": x for name, x in self.algorithm.state_dict().items()}, BUFFERS: self.buffers}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a ``state``."""
+        """Restore a ``state``."""
         prefix = "algorithm/"
         own = {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}
         device = self.buffers.device
@@ -86,10 +86,11 @@ class FederatedServer:
 
 
 def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> Reduced:
-    """From sums to what the algorithm asked for: divided by the weight of those that answered, not of those asked.
+    """Turn sums into what the algorithm requested; means are over the clients that answered, not over all of the
+    cohort.
 
     Raises:
-        AllClientsFailed: there is nothing to divide by.
+        AllClientsFailed: no client answered.
         OverflowError: see :class:`~thinwire.federated.accumulate.Accumulator`.
     """
     if sums.clients == 0:
@@ -118,11 +119,13 @@ def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> R
 
 
 _EVALUATIONS = 20
-"""Of a run, where nobody says how many."""
+"""Evaluations in a run if the user does not say how many."""
 
 
 def evaluation_due(round: int, rounds: int, every: int | None) -> bool:
-    """Whether the user's measures are due after a round (-1: before the first), as ``simulate`` says of ``every``."""
+    """Return whether an evaluation is due after a round (-1: before the first), see ``evaluate_every`` of
+    ``simulate``.
+    """
     if round == rounds - 1:
         return True
     if every is None:

@@ -1,4 +1,4 @@
-"""``simulate``: many clients on few devices, as on one."""
+"""``simulate``: train many clients on few devices."""
 
 from __future__ import annotations
 
@@ -55,41 +55,43 @@ def simulate(
 ) -> History:
     """Train a model over a population of clients.
 
-    The result depends on the seed and the data, not on the number of devices, the schedule or the back end: bit for bit
-    with ``reduction="exact"``, up to the last digits else.
+    The result depends on the seed and the data, but not on the number of devices, the schedule or the back end: bit for
+    bit with ``reduction="exact"``, otherwise up to the last digits.
 
     Args:
         algorithm: an executor and aggregator in one, such as :class:`~thinwire.federated.FedAvg`.
-        model: where it begins; at the end it holds the trained weights.
+        model: with the initial weights; at the end it holds the trained weights.
         clients: the population.
-        rounds: in all; a resumed run goes on to this number.
+        rounds: in total; a resumed run continues up to this number.
         clients_per_round: drawn uniformly, without replacement.
-        loss: (model, batch) -> mean loss; cross-entropy of ``(inputs, classes)`` by default.
-        devices: of the in-process back end, each a clock of its own; under ``"ranks"`` the number of ranks.
-        backend: "inprocess", "ranks" (one device per rank of the default process group), or "auto": ranks if there is
-            a process group.
+        loss: (model, batch) -> mean loss; by default the cross-entropy of ``(inputs, classes)``.
+        devices: how many the in-process back end emulates, each with its own clock; with ``"ranks"`` the number of
+            ranks.
+        backend: "inprocess", "ranks" (one device per rank of the default process group), or "auto": ranks if there is a
+            process group.
         schedule: "equal", "lpt", "pull" or "auto"; see :mod:`~thinwire.federated.schedule`.
         reduction: "fp32", "fp64" or "exact"; see :mod:`~thinwire.federated.accumulate`.
-        seed: of cohorts and clients.
-        state: where the states of clients go: a folder or a store; None: next to the checkpoint, or a temporary folder.
+        seed: for cohorts and clients.
+        state: where the clients' states are kept: a folder or a store; None: next to the checkpoint, or in a temporary
+            folder.
         evaluate: (model in eval mode, round) -> numbers, on rank 0.
         evaluate_every: in rounds; also before the first and after the last one. None: at most 20 times in a run; 0:
-            after the last one only.
-        checkpoint_dir: a folder; a run that finds a checkpoint in it goes on from there.
+            only after the last round.
+        checkpoint_dir: a folder; a run that finds a checkpoint in it continues from there.
         checkpoint_every: in rounds; also after the last one.
-        warmup_rounds, window_rounds: of the fits that ``lpt`` uses.
-        speeds: of the in-process devices: their clock instead of measured seconds.
+        warmup_rounds, window_rounds: for the fits that ``lpt`` uses.
+        speeds: of the in-process devices: their clock, instead of measured seconds.
         trace: of the clients' own devices, for ``client_seconds`` in the history.
-        faults: (round, device) -> seconds after which an in-process device is lost, to try what then happens.
+        faults: (round, device) -> seconds after which an in-process device is lost, to test such a loss.
         on_round: called with every round's record.
-        timeout: seconds after which a silent rank is an error; None: torch's.
+        timeout: seconds after which a silent rank causes an error; None: torch's default.
 
     Returns:
         The history; on ranks other than 0 without evaluations.
 
     Raises:
-        ValueError: a bad option, more clients a round than there are, a checkpoint of another run.
-        NotLinear: the algorithm asks sums for what they cannot give.
+        ValueError: an option is invalid, a round has more clients than there are, or the checkpoint is of another run.
+        NotLinear: the algorithm uses a rule that sums cannot express.
         DeviceLost: a rank is gone.
         AllClientsFailed: all clients of a round failed.
         OverflowError: a sum left the range of ``reduction="exact"``.

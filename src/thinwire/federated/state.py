@@ -1,8 +1,8 @@
-"""What clients keep between rounds: on disk, as many as there are, and in memory, as much as the budget allows.
+"""What clients keep between rounds: any number of states on disk, and in memory as many as the budget allows.
 
-A state is written under (client, round). Until the round is committed the version before is what ``get`` serves, so a
-round that failed, or was cut off by a kill, reads the second time what it read the first time. Which versions count is
-one array of round numbers, and that is part of the checkpoint: server and clients step back together.
+A state is written under (client, round). Until the round is committed, ``get`` returns the previous version, so a round
+that failed or was interrupted reads the same states when it is repeated. An array of round numbers says which versions
+are valid, and it is part of the checkpoint, so server and clients are restored together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAME = re.compile(r"(\.partial-\d+-)?(\d+)\.(\d+)\.safetensors")
 
 
 class StateUnavailable(RuntimeError):
-    """A client has a state, and its file cannot be read."""
+    """A client has a state, but its file cannot be read."""
 
 
 @dataclass
@@ -48,15 +48,15 @@ class ClientStateStore:
     """The states of a population.
 
     Args:
-        population: clients in all; 4 bytes each are kept in memory and in every checkpoint.
-        folder: of the files; shared by all ranks, or None: a temporary one, which is removed at the end.
-        memory_bytes: that states in memory may take, the record of each included; the least recently used are written
-            and dropped. 0: none are kept.
-        write_through: every state is written when its round is committed (several ranks, checkpoints); else only what
-            does not fit in memory.
+        population: number of clients; each takes 4 bytes in memory and in every checkpoint.
+        folder: for the files; shared by all ranks. None: a temporary folder, which is removed at the end.
+        memory_bytes: limit for states in memory, including the record of each; the least recently used states are
+            written and dropped. 0: no state is kept in memory.
+        write_through: every state is written when its round is committed (several ranks, checkpoints); otherwise only
+            states that do not fit in memory.
 
     Attributes:
-        memory_peak: the most that ``memory_used`` has been.
+        memory_peak: the highest value of ``memory_used`` so far.
         reads, writes: files read and written.
     """
 
@@ -81,7 +81,7 @@ class ClientStateStore:
         self._durable: Versions | None = None
         self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
         self._pending: dict[int, int] = {}
-        self._replaced: list[tuple[int, int]] = []  # superseded since the last durable version, and kept for it
+        self._replaced: list[tuple[int, int]] = []  # superseded, but the last durable version needs them
         self._unflushed: set[Path] = set()
         self._coming: dict[tuple[int, int], Future[bytes]] = {}
         self._reader: ThreadPoolExecutor | None = None
@@ -95,12 +95,12 @@ class ClientStateStore:
 
     @property
     def temporary(self) -> bool:
-        """Whether the files go when this object does."""
+        """Whether the files are removed together with this object."""
         return self._given is None
 
     @property
     def folder(self) -> Path:
-        """Where the files are; made when first needed."""
+        """The folder of the files; created when first needed."""
         if self._folder is None:
             if self._given is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="thinwire-states-"))
@@ -111,15 +111,15 @@ class ClientStateStore:
         return self._folder
 
     def path(self, client: int, version: int) -> Path:
-        """The file of one version of one client's state."""
+        """Return the file of one version of one client's state."""
         return self.folder / f"{client % _FOLDERS:02x}" / f"{client}.{version}.safetensors"
 
     def get(self, client: int) -> StateDict | None:
-        """A client's state as of the last committed round; None: it has none. Not to be edited.
+        """Return a client's state as of the last committed round; None: it has none. Must not be modified.
 
         Raises:
             ValueError: there is no such client.
-            StateUnavailable: its file is gone or damaged.
+            StateUnavailable: its file is missing or damaged.
         """
         self._check(client)
         version = int(self.versions[client])
@@ -156,7 +156,7 @@ class ClientStateStore:
             raise ValueError(f"client {client} is none of the {self.population} clients, 0 to {self.population - 1}")
 
     def put(self, client: int, state: StateDict, round: int) -> None:
-        """A client's new state; others see it once the round is committed.
+        """Store a client's new state; ``get`` returns it once the round is committed.
 
         Raises:
             ValueError: there is no such client, or the round was committed already.
@@ -170,7 +170,7 @@ class ClientStateStore:
         self._keep((client, round), packed, on_disk=False)
 
     def withdraw(self, clients: Iterable[int]) -> None:
-        """Forget what was put since the last commit for these clients (they are run again elsewhere)."""
+        """Discard what was put for these clients since the last commit, because they are trained again elsewhere."""
         for client in clients:
             round = self._pending.pop(client, None)
             if round is not None:
@@ -178,9 +178,9 @@ class ClientStateStore:
                 self._remove((client, round))
 
     def prepare(self) -> list[int]:
-        """First half of a commit: with ``write_through`` all new states are on disk. Returns the clients.
+        """First half of a commit: with ``write_through``, write all new states to disk. Return their clients.
 
-        With several ranks each prepares, all learn of all clients, and each commits them all.
+        With several ranks each prepares, all exchange their clients, and each commits all of them.
         """
         if self.write_through:
             for client, round in self._pending.items():
@@ -190,11 +190,11 @@ class ClientStateStore:
         return sorted(self._pending)
 
     def commit(self, round: int, clients: Iterable[int] | None = None) -> None:
-        """The new states are what counts.
+        """Make the new states valid.
 
         Args:
-            round: that they are of.
-            clients: all that have one, on other ranks too; None: those of this store.
+            round: of the new states.
+            clients: all that have a new state, on other ranks too; None: those of this store.
         """
         mine = set(self._pending)
         for client in mine if clients is None else clients:
@@ -209,7 +209,7 @@ class ClientStateStore:
         self._pending.clear()
 
     def flush(self) -> None:
-        """All that is committed and of this store is on disk, and survives a loss of power."""
+        """Write all committed states of this store to disk, so that they survive a loss of power."""
         for key, entry in self._entries.items():
             if not entry.on_disk and key[0] not in self._pending:
                 self._write_out(key, entry)
@@ -221,7 +221,7 @@ class ClientStateStore:
             self._unflushed.clear()
 
     def durable(self) -> None:
-        """A checkpoint with the present ``versions`` is on disk: what only the one before it needed may go."""
+        """Note that a checkpoint with the current ``versions`` is on disk; remove what only the previous one needed."""
         self._durable = self.versions.copy()
         for key in self._replaced:
             self._remove(key)
@@ -231,9 +231,9 @@ class ClientStateStore:
         """Begin a run.
 
         Args:
-            versions: a checkpoint's; None: no client has a state.
+            versions: those of a checkpoint; None: no client has a state.
             durable: whether there will be checkpoints, for which superseded files are kept.
-            clean: delete the files of other versions, left by a run that was cut off or by another run.
+            clean: delete the files of other versions, left by an interrupted run or another run.
         """
         if versions is None:
             versions = torch.full((self.population,), _NONE, dtype=torch.int32)
@@ -256,7 +256,7 @@ class ClientStateStore:
                     path.unlink()
 
     def close(self) -> None:
-        """End the reading thread."""
+        """Stop the reading thread."""
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
             self._reader = None
@@ -292,7 +292,7 @@ class ClientStateStore:
         path = self.path(*key)
         path.parent.mkdir(exist_ok=True)
         write_whole(path, packed, synced=False, shared=True)
-        if self._durable is not None:  # only checkpoints ask for more than the page cache
+        if self._durable is not None:  # only checkpoints need more than the page cache
             self._unflushed.add(path)
         self.writes += 1
 

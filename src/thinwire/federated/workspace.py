@@ -1,7 +1,7 @@
-"""A model whose trainable parameters lie in one vector and their gradients in another.
+"""A model whose trainable parameters are in one vector and their gradients in another.
 
-So loading weights is one copy, and a local step one addition, however many tensors the model has: with the small models
-and short epochs of federated learning that is most of the overhead.
+So loading weights is one copy and a local step one addition, however many tensors the model has. With the small models
+and short epochs of federated learning, these operations are most of the overhead.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 Evaluate = Callable[[nn.Module, int], Mapping[str, float]]
-"""(model in eval mode, round) -> numbers by name; the round is -1 before the first."""
+"""(model in eval mode, round) -> numbers by name; round -1 is before the first."""
 
 
 class Workspace:
-    """One device's model. Nothing in it survives ``reset``.
+    """One device's model. ``reset`` restores everything in it.
 
     Args:
         model: copied; shared and frozen parameters are allowed.
-        device: where to work; None: where the model is.
+        device: where to compute; None: where the model is.
 
     Attributes:
         x: the trainable parameters, ``[D]``, in order of ``named_parameters``.
-        names: of these parameters. shapes: theirs.
+        names: of these parameters. shapes: of these parameters.
 
     Raises:
-        ValueError: nothing to train, or trainable parameters of several dtypes or devices.
+        ValueError: there is nothing to train, or the trainable parameters have several dtypes or devices.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -59,23 +59,25 @@ class Workspace:
         self._initial_other = [b.clone() for b in self.model.buffers() if not b.dtype.is_floating_point]
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """A vector ``[D]`` as views of the parameters' shapes."""
+        """Return a vector ``[D]`` as views with the parameters' shapes."""
         pieces = x.split([shape.numel() for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes)]
 
     def named(self, x: Tensor) -> dict[str, Tensor]:
-        """A vector ``[D]`` by parameter name."""
+        """Return a vector ``[D]`` as views by parameter name."""
         return dict(zip(self.names, self.split(x)))
 
     @property
     def buffers(self) -> Tensor:
-        """All floating-point buffers (BatchNorm's statistics), ``[B]``, a copy in fp32 (fp64 for fp64 models)."""
+        """A copy of all floating-point buffers (BatchNorm's statistics), ``[B]``, in the dtype of the trainable
+        parameters.
+        """
         found = [b.detach().reshape(-1) for b in self.model.buffers() if b.dtype.is_floating_point]
         return torch.cat([b.to(self.dtype) for b in found]) if found else self.x.new_empty(0)
 
     @torch.no_grad()
     def reset(self, theta: Tensor, buffers: Tensor) -> None:
-        """Load weights ``[D]`` and floating-point buffers ``[B]``; put everything else back to where it began."""
+        """Load weights ``[D]`` and floating-point buffers ``[B]``; reset everything else to its initial value."""
         self.x.copy_(theta)
         _write_buffers(self.model, buffers)
         others = [b for b in self.model.buffers() if not b.dtype.is_floating_point]
@@ -88,10 +90,10 @@ class Workspace:
         self.model.train()
 
     def gradient(self, loss: Tensor) -> Tensor:
-        """Backward: the gradient ``[D]``, in memory that the next call overwrites."""
+        """Run backward; return the gradient ``[D]``, in memory that the next call overwrites."""
         self._g.zero_()
         for p, view in zip(self._parameters, self._views):
-            if p.grad is not view:  # the loss function or a hook has cleared it
+            if p.grad is not view:  # the loss function or a hook has replaced it
                 p.grad = view
         loss.backward()
         return self._g
@@ -105,7 +107,7 @@ class Workspace:
         _write_buffers(model, buffers)
 
     def evaluated(self, theta: Tensor, buffers: Tensor, evaluate: Evaluate, round: int) -> dict[str, float]:
-        """What the user measures on these weights, in eval mode."""
+        """Return what the user's ``evaluate`` measures with these weights, in eval mode."""
         self.reset(theta, buffers)
         self.model.eval()
         with torch.no_grad():

@@ -1,6 +1,6 @@
-"""What is trained, on whose data, by which algorithm, and how good it is: ``build`` is all that thinwire asks for.
+"""What is trained, on whose data, with which algorithm, and how good it is; thinwire only needs ``build``.
 
-Each part runs as it is, on data made up here, and is there to be replaced by yours.
+Each part runs as it is, on generated data. Replace the parts by your own.
 """
 
 from __future__ import annotations
@@ -17,45 +17,48 @@ CLIENTS, CLASSES, FEATURES = 60, 5, 16
 
 
 def load(client: int, held_out: bool = False) -> tuple[Tensor, Tensor]:
-    """A client's samples (inputs, class numbers). Yours: read them here, from the file of this client say."""
+    """A client's samples (inputs, class numbers).
+
+    In your version: read them here, for example from this client's file.
+    """
     draw = torch.Generator().manual_seed(2 * client + held_out)
-    mix = torch.rand(CLASSES, generator=torch.Generator().manual_seed(client)) ** 3  # some classes it hardly has
+    mix = torch.rand(CLASSES, generator=torch.Generator().manual_seed(client)) ** 3  # few samples of some classes
     labels = torch.multinomial(mix, 50 if held_out else samples(client), replacement=True, generator=draw)
     centres = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
     return centres[labels] + 1.5 * torch.randn(len(labels), FEATURES, generator=draw), labels
 
 
 def samples(client: int) -> int:
-    """How many it has to train on: asked often, so it must not read them."""
+    """Return how many samples it has for training. This is called often, so it must not read the samples."""
     return 10 + 3 * (client % 20)
 
 
 def model() -> nn.Module:
-    """What is trained; any module."""
+    """Return the model to train; any module."""
     return nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, CLASSES))
 
 
 def right(net: nn.Module, data: Any) -> float:
-    """The share of samples that the model gets right."""
+    """Return the share of samples that the model classifies correctly."""
     inputs, labels = data
     return float((net(inputs).argmax(1) == labels).float().mean())
 
 
 class ServerMomentum(fl.FedAvg):
-    """FedAvg with momentum on the server: an algorithm of one's own. Or take one that is there, such as fl.Scaffold."""
+    """FedAvg with momentum on the server: an algorithm of your own. Or use an existing one, such as fl.Scaffold."""
 
-    server_state = ("theta", "velocity")  # tensors of the server, zeros at first; checkpoints hold them
+    server_state = ("theta", "velocity")  # the server's tensors, initially zero; saved in checkpoints
     velocity: Tensor
 
     def program(self, round: int) -> Any:
-        """A round on the server: ask the clients, receive the mean of their changes, take a step."""
+        """Run a round on the server: ask the clients, receive the mean of their changes, make a step."""
         mean = yield fl.RoundRequest({"theta": self.theta})
         self.velocity = 0.5 * self.velocity + mean["delta"]
         self.theta = self.theta + self.server_lr * self.velocity
 
 
 def build() -> fl.Federation:
-    """All of it, for ``thinwire federated run federation:build``."""
+    """Return the whole federation, for ``thinwire federated run federation:build``."""
     held_out = fl.FunctionClients(CLIENTS, lambda client: load(client, held_out=True), 50)
     pairs = [held_out.load(client) for client in range(CLIENTS)]
     everything = torch.cat([inputs for inputs, _ in pairs]), torch.cat([labels for _, labels in pairs])
