@@ -1,6 +1,6 @@
-"""K-FAC: second-order preconditioning of averaged gradients, its factors and inverses exchanged by programs and plans.
+"""K-FAC: second-order preconditioning of averaged gradients; programs and plans exchange its factors and inverses.
 
-What does not live here: how programs run (engine/), how messages are fused and work is placed (planner/).
+Not here: how programs run (engine/), how messages are fused and work is placed (planner/).
 """
 
 from thinwire.kfac.kfac import KFAC

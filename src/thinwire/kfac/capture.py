@@ -1,10 +1,10 @@
-"""Hooks that see the layers' inputs and output gradients, and say when a statistic is complete.
+"""Hooks that see the layers' inputs and output gradients, and note when a statistic is complete.
 
-From the second round on a statistic is complete when its layer has been called as often as in the round before, so that
-its exchange may begin while the pass goes on. What is then still missing is closed with the backward pass.
+From the second round on, a statistic is complete when its layer has been called as often as in the round before, so its
+exchange may begin during the pass. Statistics that are still incomplete are completed at the end of backward.
 
 Inputs are taken before the layer runs (later in-place operations may overwrite them), gradients by a hook on the output
-tensor: full-backward hooks of modules reject in-place activations.
+tensor, because torch rejects full-backward hooks of modules together with in-place activations.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ logger = logging.getLogger("thinwire")
 
 A, G = 0, 1
 """The two sides of a layer."""
-_MEASURED = 1  # the round that is timed: the first one is cold
+_MEASURED = 1  # the round that is timed; the first is slower
 
 
 class CaptureListener(Protocol):
-    """Whom the hooks ask and tell."""
+    """The object that the hooks query and notify."""
 
     def due(self) -> bool:
-        """Whether this pass's statistics are wanted."""
+        """Return whether statistics of this pass are wanted."""
 
     def last_pass(self) -> bool:
-        """Whether the pass that now runs is the last of its step."""
+        """Return whether the current pass is the last of its step."""
 
     def begin_round(self) -> None:
-        """The first captured forward of a step begins."""
+        """Note that the first captured forward of a step begins."""
 
     def complete(self, layer: int, side: int) -> None:
-        """A statistic is complete."""
+        """Note that a statistic is complete."""
 
     def end_round(self) -> None:
-        """The last backward of a step is over: whatever was not complete is now."""
+        """Note that the last backward of a step is over: all statistics are complete now."""
 
     def loss_scale(self) -> Tensor | None:
-        """What the loss was multiplied by."""
+        """Return the factor by which the loss was multiplied."""
 
 
 class _Calls:
-    """How often one side of one layer was seen in the last pass of a round, and how often that is to be expected."""
+    """How often one side of one layer was called in the last pass of a round, and how many calls are expected."""
 
     def __init__(self) -> None:
-        self.count, self.expected = 0, -1  # -1: not known
+        self.count, self.expected = 0, -1  # -1: unknown
         self.rounds = 0
         self.steady, self.complete, self.warned = True, False, False
 
@@ -68,14 +68,14 @@ class _Calls:
 
 
 class Capture:
-    """Of one model.
+    """The hooks of one model.
 
     Args:
-        model: whose forward passes count.
-        layers: those to precondition. watched: whether this rank wants their statistics.
+        model: its forward passes begin the passes that are captured.
+        layers: those to precondition. watched: for each, whether this rank needs its statistics.
         scaling, tokens: see :mod:`~thinwire.kfac.factors`.
-        sampled: gradients are those of ``sample`` and not of the loss.
-        listener: see there.
+        sampled: take gradients in ``sample``, not those of the loss.
+        listener: see :class:`CaptureListener`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Capture:
             self._handles.append(layer.module.register_forward_hook(partial(self._output, index)))
 
     def remove(self) -> None:
-        """Take the hooks out."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -117,11 +117,13 @@ class Capture:
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def _wanted(self, module: nn.Module) -> bool:
-        """Whether this forward counts: training, not the repetition of a checkpointed one inside backward, due."""
+        """Return whether this forward counts: in training, due, and not a checkpointed forward repeated inside
+        backward.
+        """
         return module.training and torch.is_grad_enabled() and current_task() == -1 and self._listener.due()
 
     def _forward_begins(self, model: nn.Module, args: Any) -> None:
-        self._end.outside()  # a backward that died with an exception leaves a mark
+        self._end.outside()  # an exception during backward leaves a mark
         if self.open and self._wanted(model):
             self._new_pass()
 
@@ -157,7 +159,7 @@ class Capture:
 
     def _take(self, index: int, side: int, add: Any) -> None:
         calls, last = self._calls[index][side], self._listener.last_pass()
-        if calls.complete:  # its exchange has begun
+        if calls.complete:  # its exchange has already begun
             self._surplus(index, calls)
             return
         began, begin = time.perf_counter(), self.watch.mark()
@@ -186,11 +188,11 @@ class Capture:
 
     @property
     def measured(self) -> bool:
-        """Whether the round that is timed is over."""
+        """Whether the timed round is over."""
         return self.rounds > _MEASURED
 
     def statistic(self, layer: int, side: int) -> Tensor:
-        """A layer's new A (0) or G (1), packed, and a one behind it; zeros where it was not seen."""
+        """Return a layer's new A (0) or G (1), packed and followed by a one; zeros if the layer was not called."""
         return self.sums[layer].statistic(side)
 
     # --- a round ---------------------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class Capture:
             self.close()
 
     def close(self) -> None:
-        """Nothing more comes: complete what is not, and end the round."""
+        """Complete all remaining statistics, and end the round."""
         if not self.open:
             return
         self.open = False
@@ -222,7 +224,9 @@ class Capture:
     # --- the model's own Fisher ------------------------------------------------------------------------------------
 
     def sample(self, loss: Tensor) -> None:
-        """Take the statistics G from the gradient of a loss on sampled targets; ``.grad`` and its hooks see nothing."""
+        """Take the statistics G from the gradient of a loss on sampled targets; ``.grad`` and its hooks are not
+        affected.
+        """
         outputs, self._outputs = self._outputs, []
         if not outputs:
             return

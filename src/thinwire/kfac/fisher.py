@@ -1,4 +1,6 @@
-"""Losses on targets that are drawn from the model's own output: their gradients give the true Fisher in the mean."""
+"""Losses on targets sampled from the model's own output: the expected second moment of their gradients is the true
+Fisher.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,17 @@ DISTRIBUTIONS = ("categorical", "gaussian")
 
 
 def sampled_loss(outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> Tensor:
-    """The mean negative log-likelihood of targets drawn from the model (Martens and Grosse 2015, section 5).
+    """Return the mean negative log-likelihood of targets sampled from the model (Martens and Grosse 2015, section 5).
 
     Args:
-        outputs: "categorical": logits, classes last, ``[..., classes]``; the mean is over all else. "gaussian": means
-            of unit variance, ``[B, ...]``; half the squared error, summed over an example, mean over examples.
+        outputs: "categorical": logits, classes last, ``[..., classes]``; the mean is over all other dimensions.
+            "gaussian": means with unit variance, ``[B, ...]``; half the squared error, summed over each example, mean
+            over examples.
         distribution: one of ``DISTRIBUTIONS``.
-        generator: of the draws; every rank needs one of its own, or the global one seeded by rank.
+        generator: for the sampling; every rank needs its own, or the global one seeded differently on each rank.
 
     Raises:
-        ValueError: an unknown distribution.
+        ValueError: the distribution is unknown.
     """
     if distribution == "categorical":
         logits = (

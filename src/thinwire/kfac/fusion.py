@@ -1,8 +1,9 @@
 """Which factors share a message: the exact optimum, the published rule, plain limits.
 
-A leaves in the order of forward, G in that of backward. The published rule, and the optimum of one direction alone,
-take the link to be free. It is not: gradients leave during backward too, and G may find A still under way. So "optimal"
-prices the optimum of each direction, and the plain fusions, with the gradients on one link; the first to end is taken.
+A is sent in the order of forward, G in that of backward. The published rule, and the optimum for one direction alone,
+assume that the link is free. It is not: gradients are sent during backward too, and A may still be on the link when G
+is ready. So "optimal" computes the time of the optimum of each direction, and of the plain fusions, together with the
+gradients on one link, and takes the one that ends first.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _GRADIENT_BYTES = 4 << 20  # of one message of gradients
 def fused(
     planner: str, layers: Sequence[FactorLayer], world: int, costs: Costs, times: LayerTimes
 ) -> tuple[Buckets, Buckets]:
-    """Messages of A and of G, as indices of layers.
+    """Return the messages of A and of G, as indices of layers.
 
     Args:
         planner: "optimal", "spd" (the published rule), "layer", "one" or "fixed:<MiB>MB".
-        layers: all.
-        world: ranks.
-        costs: of an "AllReduce" in the world.
+        layers: all layers.
+        world: number of ranks.
+        costs: with that of an "AllReduce" in the world.
         times: when factors are ready.
     """
     if planner != "optimal":
@@ -46,7 +47,7 @@ def fused(
 def one_direction(
     planner: str, layers: Sequence[FactorLayer], side: int, world: int, costs: Costs, times: LayerTimes
 ) -> Buckets:
-    """Messages of A (0) or G (1) on a link of their own. No message is of two dtypes."""
+    """Return the messages of A (0) or G (1), as if they had the link to themselves. Each message has one dtype."""
     order, steps = (times.g_order, times.g_steps) if side else (times.a_order, times.a_steps)
     sizes, seconds = [layers[i].packed(side) for i in order], [steps[i] for i in order]
     itemsizes = [layers[i].itemsize for i in order]
@@ -70,7 +71,7 @@ def one_direction(
 
 
 def _broken(groups: Sequence[Sequence[int]], breaks: Sequence[int]) -> list[list[int]]:
-    """Groups cut wherever a new one must begin."""
+    """Split groups wherever a new one must begin."""
     made: list[list[int]] = []
     for group in groups:
         for place, i in enumerate(group):
@@ -83,7 +84,9 @@ def _broken(groups: Sequence[Sequence[int]], breaks: Sequence[int]) -> list[list
 def end_seconds(
     a: Buckets, g: Buckets, layers: Sequence[FactorLayer], world: int, costs: Costs, times: LayerTimes
 ) -> float:
-    """When the last message of a pass has come: A, G and gradients on one link, first come first served."""
+    """Return when the last message of a pass has arrived: A, G and gradients share one link, first come, first
+    served.
+    """
     ready_a = dict(zip(times.a_order, accumulate(times.a_steps[i] for i in times.a_order)))
     forward = sum(times.a_steps)
     ready_g = dict(zip(times.g_order, accumulate(times.g_steps[i] for i in times.g_order)))

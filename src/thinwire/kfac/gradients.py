@@ -1,4 +1,4 @@
-"""The gradients of a step: preconditioned where their inverses are, brought to the other ranks, clipped, written."""
+"""The gradients of a step: preconditioned on the ranks with their inverses, sent to the others, clipped, written."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from thinwire.program import CROSS, Bucket, Program, Slot, State
 def preconditioned(
     gradients: Mapping[int, Tensor], inverses: Inverses, state: State, channel: Channel, damping: float
 ) -> tuple[dict[int, Tensor], float]:
-    """V of each layer, on every rank, and the seconds spent waiting for others.
+    """Return V of each layer, on every rank, and the seconds spent waiting for other ranks.
 
     Args:
         gradients: by layer, ``[d_G, d_A]``; the same layers on all ranks.
         inverses: of the layers that this rank preconditions.
-        state: says who this rank is.
-        channel: brings V to the other groups of ranks.
+        state: knows which rank this is.
+        channel: sends V to the other groups of ranks.
         damping: lambda.
     """
     plan = inverses.plan
@@ -53,13 +53,13 @@ def preconditioned(
         for i, slot in zip(layers, buckets[index].slots):
             assert slot.result is not None
             found[i] = slot.result
-    return dict(sorted(found.items())), waited  # sums over it are taken in one order on all ranks
+    return dict(sorted(found.items())), waited  # so that all ranks sum over it in the same order
 
 
 def learning_rates(
     optimizers: Sequence[torch.optim.Optimizer], layers: Sequence[Preconditioned]
 ) -> list[Tensor | float]:
-    """Of each layer's weight; 0 where no optimizer has it."""
+    """Return the learning rate of each layer's weight; 0 if no optimizer has it."""
     rate = {id(p): group.get("lr", 0.0) for o in optimizers for group in o.param_groups for p in group["params"]}
     return [rate.get(id(layer.weight), 0.0) for layer in layers]
 
@@ -70,9 +70,9 @@ def clip_factor(
     rates: Sequence[Tensor | float],
     kl_clip: float | None,
 ) -> Tensor | None:
-    """``min(1, sqrt(kl_clip / |sum lr^2 <V, gradient>|))``, 0-dim, 1 for a zero sum; nobody waits for the device.
+    """Return ``min(1, sqrt(kl_clip / |sum lr^2 <V, gradient>|))``, 0-dim, 1 if the sum is zero, without a device sync.
 
-    Source: Ba, Grosse and Martens 2017, in the form of the authors' code. None: no clip, or nothing to clip.
+    Source: Ba, Grosse and Martens 2017, in the form of the authors' code. None: no clipping, or nothing to clip.
     """
     if kl_clip is None or not found:
         return None
@@ -82,6 +82,6 @@ def clip_factor(
 
 
 def write(layers: Sequence[Preconditioned], found: Mapping[int, Tensor], clip: Tensor | None) -> None:
-    """Put V, times the clip, into ``.grad``."""
+    """Write V, times the clip factor, into ``.grad``."""
     for i, v in found.items():
         layers[i].write(v if clip is None else v * clip.to(v.dtype))

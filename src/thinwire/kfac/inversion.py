@@ -1,8 +1,8 @@
-"""An inverse update on one rank: invert what is this rank's, send it, take in what others sent, agree on what failed.
+"""An inverse update on one rank: invert this rank's factors, exchange the inverses, agree on what failed.
 
-Factors are never written to. What cannot be inverted keeps its old inverse, on all ranks alike: the level that did it
-(see :mod:`thinwire.kernels.inverse`) travels behind each inverse, and for those that every rank makes for itself the
-levels are compared, and made again where another rank needed a higher one.
+Factors are never modified. A factor that cannot be inverted keeps its old inverse, on all ranks. Each inverse is sent
+with the level that produced it (see :mod:`thinwire.kernels.inverse`). For inverses that every rank computes for itself,
+the levels are compared, and the inverse is computed again if another rank needed a higher level.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ Run = Callable[[Program], Tensor]
 
 
 class Inverses:
-    """What a rank knows of the inverses, by factor.
+    """The inverses that a rank holds, by factor.
 
     Args:
-        plan: the owners.
+        plan: says who inverts what.
         state: holds the factors.
-        rank: this one.
+        rank: this rank.
     """
 
     def __init__(self, plan: KFACPlan, state: State, rank: int) -> None:
         self.plan, self._state, self._rank = plan, state, rank
-        self.of: dict[str, Tensor] = {}  # [d, d]; of a decomposition [d, d + 1], the values behind the vectors
+        self.of: dict[str, Tensor] = {}  # [d, d]; eigen: [d, d + 1], vectors, then values
         self.levels: dict[str, int] = {}
         self._warned: set[str] = set()
         self._compared = False
 
     def update(self, damping: float, channel: Channel, run: Run) -> float:
-        """Invert all factors. All ranks must call it. Returns the seconds spent waiting for others.
+        """Invert all factors. All ranks must call this. Return the seconds spent waiting for others.
 
         Args:
             damping: lambda.
@@ -85,7 +85,7 @@ class Inverses:
         channel: Channel,
         first: int,
     ) -> float:
-        """Messages in their order; those of others are waited for while this rank inverts its own."""
+        """Exchange the messages in order; while others' are awaited, this rank inverts its own factors."""
         buckets: list[Bucket | None] = [None] * len(messages)
 
         def make(index: int) -> Program:
@@ -122,7 +122,10 @@ class Inverses:
         return bool(self._state.fields[UPDATES, self.plan.factor(item)] > 0)
 
     def _rows(self, items: Sequence[int], damping: float) -> dict[int, Tensor]:
-        """Each item's inverse as it travels, with its level behind it. One read tells what level 0 has not done."""
+        """Return each item's inverse as sent, followed by its level.
+
+        One device read tells where level 0 was not enough.
+        """
         first: dict[int, tuple[Tensor, ...]] = {}
         done = []
         for item in items:
@@ -143,7 +146,7 @@ class Inverses:
         return (pack_upper(inverse),), good
 
     def _damping(self, item: int, matrix: Tensor, damping: float) -> float | Tensor:
-        """Of one factor; a 0-dim tensor where it depends on the factors."""
+        """Return the damping of one factor; a 0-dim tensor if it depends on the factors."""
         if self.plan.method != "inverse_pi":
             return damping
         other = unpack_upper(self._factor(item ^ 1))
@@ -156,7 +159,7 @@ class Inverses:
         return torch.cat([*pieces, pieces[0].new_full((1,), float(level))])
 
     def _row(self, item: int, damping: float, least: int) -> Tensor:
-        """One item's inverse as it travels, from level ``least`` on."""
+        """Return one item's inverse as sent, computed at level ``least`` or higher."""
         matrix = unpack_upper(self._factor(item))
         if not self._seen(item):
             least = FAILED
@@ -167,7 +170,10 @@ class Inverses:
         return self._joined((pack_upper(inverse),), level)
 
     def _agree(self, items: Sequence[int], rows: dict[int, Tensor], damping: float, run: Run) -> bool:
-        """Bring what every rank makes for itself to one level. False: ranks round differently, so owners were made."""
+        """Bring inverses that every rank computes to one level.
+
+        False: ranks round differently, so the plan now has owners.
+        """
         device = rows[items[0]].device
         while True:
             levels = [int(level) for level in torch.stack([rows[item][-1] for item in items]).tolist()]
@@ -192,7 +198,7 @@ class Inverses:
         return False
 
     def _digest(self, items: Sequence[int], rows: dict[int, Tensor]) -> list[int]:
-        """Of the bits of all that every rank makes for itself, at the first update; later a constant."""
+        """Return a hash of the bits of these inverses at the first update; later a constant."""
         if self._compared:
             return [0]
         digest = hashlib.blake2b(digest_size=7)
@@ -230,11 +236,11 @@ class Inverses:
     # --- using -----------------------------------------------------------------------------------------------------
 
     def ready(self, layer: int) -> bool:
-        """Whether both inverses of a layer are here."""
+        """Return whether both inverses of a layer are available."""
         return all(self.plan.factor(2 * layer + side) in self.of for side in (0, 1))
 
     def apply(self, layer: int, gradient: Tensor, damping: float) -> Tensor:
-        """The preconditioned gradient ``[d_G, d_A]`` of a layer; the gradient itself where an inverse is missing."""
+        """Return the preconditioned gradient ``[d_G, d_A]`` of a layer; the plain gradient if an inverse is missing."""
         if not self.ready(layer):
             return gradient
         a, g = (self.of[self.plan.factor(2 * layer + side)] for side in (0, 1))

@@ -1,4 +1,4 @@
-"""The class :class:`KFAC`: ties hooks, plan, exchanges and inverses together, before each optimizer step."""
+"""The class :class:`KFAC`: combines hooks, plan, exchanges and inverses, before each optimizer step."""
 
 from __future__ import annotations
 
@@ -34,45 +34,47 @@ from thinwire.program import State
 
 logger = logging.getLogger("thinwire")
 _FITTING = ("scaling", "tokens")
-"""Options that a state must share with whoever takes it over; it holds no others."""
+"""Options that must match when a state is loaded; a state holds no other options."""
 
 
 class KFAC:
     """Precondition the averaged gradient of every Linear and Conv2d layer with a Kronecker-factored Fisher matrix.
 
-    ``V = G^-1 gradient A^-1`` takes the gradient's place in ``.grad`` just before ``optimizer.step()``, whose momentum
-    and weight decay then act on V. All ranks must make it, right after ``attach``; it ends with ``sync.close()``.
+    ``V = G^-1 gradient A^-1`` replaces the gradient in ``.grad`` just before ``optimizer.step()``; momentum and weight
+    decay then act on V. All ranks must create it, right after ``attach``; it ends with ``sync.close()``.
 
     Args:
-        model: the one that is attached.
-        sync: from ``thinwire.attach``; None: one process, then give ``optimizer``.
+        model: the attached model.
+        sync: from ``thinwire.attach``; None: a single process, which must give ``optimizer``.
         damping: lambda, above 0, or a function of the step, such as :func:`~thinwire.kfac.stepped`. It matters more
-            than anything else, and no value carries over between scalings, methods or code bases: try some, as
+            than any other option, and values do not carry over between scalings, methods or code bases: try several, as
             ``thinwire kfac tune`` does.
         factor_decay: weight of the old factor in the running average, or "warmup".
-        kl_clip: bound on the step's length in the Fisher metric; None: none.
+        kl_clip: bound on the step's length in the Fisher metric; None: no bound.
         factor_update_steps, inv_update_steps: steps between new statistics, and between inversions; or functions of the
             step.
-        method: "inverse", "inverse_pi" (damping split by the factors' traces) or "eigen" (of the product of the
-            eigenvalues: the damped product inverted exactly). At one damping these are three optimizers.
-        fisher: "empirical": gradients of the loss; "sampled": of targets drawn from the model, see ``fisher_backward``.
+        method: "inverse", "inverse_pi" (damping divided by the factors' traces) or "eigen" (damping added to the
+            products of eigenvalues: inverts the damped product exactly). With the same damping these are three
+            different optimizers.
+        fisher: "empirical": gradients of the loss; "sampled": of targets sampled from the model, see
+            ``fisher_backward``.
         scaling: "reference", "authors" or "kaisa", see :mod:`thinwire.kfac.factors`.
-        tokens: whether each position of a linear layer's input counts as a row ("expand"), or each example
-            ("reduce"); None: "expand", with ``scaling="authors"`` "reduce".
+        tokens: whether each position of a linear layer's input is a row ("expand"), or each example ("reduce"); None:
+            "reduce" with ``scaling="authors"``, otherwise "expand".
         schedule: "spd", "dkfac", "mpd", "kaisa:<fraction>" or "dp", see :mod:`thinwire.kfac.schedules`.
-        planner, inverse_rule, inverse_weight, inverse_comm, wire_dtype: how a schedule is planned, see there.
+        planner, inverse_rule, inverse_weight, inverse_comm, wire_dtype: how a schedule is planned, see the same module.
         skip_layers: names of layers to leave to the optimizer, with ``*`` and ``?``.
-        max_dim: layers with a larger factor are left to it too.
-        warm_start: "identity" begins with A = G = I, as published; None: with the first statistics.
-        plan: a pinned plan; None: made here from ``costs``, and once more from measured times.
-        auto_step: ``step`` is called before the optimizers'; False: you call it.
-        optimizer: where there is no sync.
+        max_dim: layers with a larger factor are also left to the optimizer.
+        warm_start: "identity" begins with A = G = I, as published; None: begins with the first statistics.
+        plan: a pinned plan; None: one is made from ``costs``, and once more from measured times.
+        auto_step: ``step`` is called before the optimizers' steps; False: you call it.
+        optimizer: needed if there is no sync.
         scaler: the ``GradScaler`` in use; None: the one that ``attach`` was given.
-        costs: prices for the plan, as of ``thinwire probe`` and ``thinwire kfac calibrate``; None: measured here (some
-            seconds), if the plan needs them.
+        costs: for the plan, as from ``thinwire probe`` and ``thinwire kfac calibrate``; None: measured here if the plan
+            needs them, in some seconds.
 
     Raises:
-        ValueError: an option, a layer, or a plan that does not fit; the message names it.
+        ValueError: an option, a layer or a plan is invalid or does not match; the message names it.
     """
 
     def __init__(
@@ -131,12 +133,12 @@ class KFAC:
         )
         if warm_start is not None:
             self._rounds.identity()
-        self._blank = warm_start is None  # no statistic yet
+        self._blank = warm_start is None  # no statistics yet
         self._active = not self.plan.exchange  # preconditioning has begun
-        self._count = 0  # passes, where the engine does not count them
+        self._count = 0  # passes, if the engine does not count them
         self._shift = -self._ranks.services.state.step if self._ranks is not None else 0
-        self._stepped = self._next = 0  # passes that a step has used; from which on inverses are due
-        self._wanting = self._touched = False  # a sample of the Fisher; a gradient that no step has used
+        self._stepped = self._next = 0  # passes already used by a step; pass from which inverses are due
+        self._wanting = self._touched = False  # fisher_backward is still due; a gradient is unused
         self._handles: list[Any] = [
             layer.weight.register_post_accumulate_grad_hook(self._touch) for layer in self._layers
         ]
@@ -148,7 +150,7 @@ class KFAC:
     # --- set-up ----------------------------------------------------------------------------------------------------
 
     def _planned(self, plan: KFACPlan | None, choices: Choices, costs: Costs | None) -> KFACPlan:
-        """The pinned plan, or one from costs, measured if it needs some. Notes what ``_plan_again`` will need."""
+        """Return the pinned plan, or one made from costs, measured if needed. Keep what ``_plan_again`` will need."""
         shapes = tuple(layer.shape for layer in self._layers)
         world = self._ranks.services.topology.world_size if self._ranks is not None else 1
         self._choices = choices
@@ -158,7 +160,7 @@ class KFAC:
                 costs = measured_costs(self._ranks, shapes, choices.method)
             self._costs = costs or Costs({})
             plan = make_plan(shapes, world, choices, self._costs)
-        if self._device.type == "cuda":  # two of NCCL's communicators are to be used in one order on all ranks
+        if self._device.type == "cuda":  # two NCCL communicators must be used in one order on all ranks
             plan = replace(plan, overlap=False)
         plan.check(shapes, world, method=choices.method)
         if self._ranks is not None:
@@ -171,7 +173,7 @@ class KFAC:
         return self._ranks.services.channel("kfac", self.plan.depth(), self.plan.topology)
 
     def _plan_again(self) -> None:
-        """Once, from the times of the second round: other messages, the same owners."""
+        """Plan once more, from the times of the second round: other messages, the same owners."""
         self._again = False
         assert self._ranks is not None
         times = agreed_times(self._ranks, self._capture, len(self._layers))
@@ -186,37 +188,37 @@ class KFAC:
                 len(self.plan.g_buckets),
             )
 
-    # --- what the hooks ask and tell -------------------------------------------------------------------------------
+    # --- calls from the hooks ---------------------------------------------------------------------------------------
 
     @property
     def passes(self) -> int:
-        """Synchronised backward passes so far."""
+        """Number of synchronised backward passes so far."""
         return self._count if self._ranks is None else self._ranks.services.state.step + self._shift
 
     def due(self) -> bool:
-        """Whether this pass's statistics are wanted."""
+        """Return whether statistics of this pass are wanted."""
         return self._blank or self.passes % self._options.factor_steps_at(self.passes) == 0
 
     def last_pass(self) -> bool:
-        """Whether the pass that now runs is the last of its step; without a sync that is known in ``step`` alone."""
+        """Return whether the current pass is the last of its step; without a sync only ``step`` can know this."""
         return self._sync is not None and self._sync.services.synchronizing
 
     def begin_round(self) -> None:
-        """The first captured forward of a step begins."""
+        """Note that the first captured forward of a step begins."""
         self._take_in()
         self._rounds.begin()
         self._wanting = self._options.fisher == "sampled"
 
     def complete(self, layer: int, side: int) -> None:
-        """A statistic is complete."""
+        """Note that a statistic is complete."""
         self._rounds.complete(layer, side)
 
     def end_round(self) -> None:
-        """The last backward of a step is over."""
+        """Note that the last backward of a step is over."""
         self._rounds.end()
 
     def loss_scale(self) -> Tensor | None:
-        """What the loss was multiplied by."""
+        """Return the factor by which the loss was multiplied."""
         return loss_scale(self._scaler, self._device)
 
     def _touch(self, _: Tensor) -> None:
@@ -234,12 +236,12 @@ class KFAC:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Precondition the gradients in ``.grad``, once for each averaged backward; the optimizers call it.
+        """Precondition the gradients in ``.grad``, once per averaged backward; the optimizers call this.
 
         All ranks must call it, after backward and before ``optimizer.step()``.
 
         Raises:
-            RuntimeError: ``fisher="sampled"`` and ``fisher_backward`` was not called in a pass that wanted it.
+            RuntimeError: ``fisher="sampled"``, and ``fisher_backward`` was not called in a pass that needed it.
         """
         if not (self._touched if self._ranks is None else self.passes > self._stepped):
             return
@@ -287,14 +289,14 @@ class KFAC:
         self._tally.steps += 1
 
     def fisher_backward(self, outputs: Tensor, distribution: str, generator: torch.Generator | None = None) -> None:
-        """With ``fisher="sampled"``: draw targets from the model's output and take the statistics of G from their loss.
+        """With ``fisher="sampled"``: sample targets from the model's output, and take the statistics G from their loss.
 
-        Between forward and ``loss.backward()``, of every step (and micro-batch). Leaves ``.grad`` alone.
+        Call it between forward and ``loss.backward()``, in every step (and micro-batch). It does not change ``.grad``.
 
         Args:
-            outputs: of this forward, with its graph.
+            outputs: of this forward, with their graph.
             distribution: "categorical" (logits, classes last) or "gaussian" (means, unit variance).
-            generator: of the draws; ranks must draw differently.
+            generator: for the sampling; ranks must draw different samples.
         """
         if self._options.fisher != "sampled":
             raise RuntimeError(
@@ -314,10 +316,10 @@ class KFAC:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state. Not between micro-batches. It is part of that of the sync, and so of its checkpoints.
+        """Return this rank's state. Not between micro-batches. The sync's state, and so its checkpoints, include it.
 
         Raises:
-            RuntimeError: a step has begun whose last backward is not over.
+            RuntimeError: the last backward of a step is not over yet.
         """
         if self._capture.open:
             raise RuntimeError(
@@ -329,10 +331,10 @@ class KFAC:
         return persistence.to_state_dict(self._state, self._inverses, values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict``: bit for bit under the same plan; on another number of ranks factors are kept.
+        """Load a ``state_dict``: bit for bit with the same plan; with another number of ranks only factors are kept.
 
         Raises:
-            ValueError: it does not fit the model, the scaling, or lacks what this rank needs.
+            ValueError: it does not match the model or the scaling, or lacks what this rank needs.
         """
         for name in _FITTING:
             if state.get(name) != self._options.facts()[name]:
@@ -346,21 +348,24 @@ class KFAC:
             self._next = 0
         elif "next_inversion" in state:
             self._next = int(state["next_inversion"])
-        else:  # of a state from before intervals could change
+        else:  # from a state saved before intervals could change
             self._next = int(state["turn"]) * self._options.inv_steps_at(0)
         self._active = not self.plan.exchange or (bool(state["active"]) and whole)
         self._count, self._shift = int(state["passes"]), self._shift + int(state["passes"]) - self.passes
         self._stepped, self._blank = self.passes, self._rounds.blank()
 
     def _follow(self, saved: KFACPlan) -> None:
-        """Keep a saved plan's messages, on as many ranks: sums of other messages round differently."""
+        """Keep a saved plan's messages if the number of ranks is the same: sums of other messages round differently."""
         same = replace(self.plan, a_buckets=saved.a_buckets, g_buckets=saved.g_buckets)
         if self._again and same == saved:
             self._again, self.plan, self._inverses.plan = False, same, same
             self._rounds.adopt(same)
 
     def close(self) -> None:
-        """Take the hooks out; the optimizer then steps with plain gradients. Idempotent, local."""
+        """Remove the hooks; the optimizer then steps with plain gradients.
+
+        May be called repeatedly, on each rank separately.
+        """
         self._capture.remove()
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Which layers of a model have Kronecker factors, and how large these are."""
+"""Which layers of a model have Kronecker factors, and how large the factors are."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from thinwire.program import working_dtype
 
 @dataclass(frozen=True, eq=False)
 class Preconditioned:
-    """One layer.
+    """One layer to precondition.
 
     Attributes:
         name: of the module. module: ``nn.Linear`` or ``nn.Conv2d``.
-        bias: its bias if that is trained, else None.
-        shape: the sizes that a plan is made of.
+        bias: its bias if it is trained, else None.
+        shape: the sizes from which a plan is made.
     """
 
     name: str
@@ -34,7 +34,9 @@ class Preconditioned:
         return self.module.weight  # type: ignore[return-value]
 
     def gradient(self) -> Tensor | None:
-        """``[d_G, d_A]``, a new tensor in the working dtype, the bias as last column; None: it has none."""
+        """Return the gradient ``[d_G, d_A]``, a new tensor in the working dtype, with the bias as last column; None if
+        missing.
+        """
         if self.weight.grad is None or (self.bias is not None and self.bias.grad is None):
             return None
         matrix = self.weight.grad.detach().to(working_dtype(self.weight.dtype), copy=True).flatten(1)
@@ -44,7 +46,7 @@ class Preconditioned:
         return torch.cat([matrix, self.bias.grad.to(matrix.dtype).unsqueeze(1)], 1)
 
     def write(self, matrix: Tensor) -> None:
-        """Put a matrix like that of ``gradient`` into ``.grad``."""
+        """Write a matrix like that of ``gradient`` into ``.grad``."""
         assert self.weight.grad is not None
         columns = self.shape.d_a - (self.bias is not None)
         self.weight.grad.copy_(matrix[:, :columns].reshape(self.weight.shape))
@@ -56,15 +58,15 @@ class Preconditioned:
 def find_layers(
     model: nn.Module, skip_layers: Sequence[str] = (), max_dim: int = 8192
 ) -> tuple[list[Preconditioned], list[str]]:
-    """The layers to precondition, in order of registration, and a sentence for each kind that is left out.
+    """Return the layers to precondition, in order of registration, and a sentence for each kind that is left out.
 
     Args:
-        model: to look through.
+        model: the model to search.
         skip_layers: names of modules to leave to the optimizer, with ``*`` and ``?``.
-        max_dim: layers with a factor larger than that are left out too.
+        max_dim: layers with a larger factor are left out too.
 
     Raises:
-        ValueError: a layer that cannot be preconditioned, or none that can; the message names it and ``skip_layers``.
+        ValueError: a layer cannot be preconditioned, or no layer can; the message names it and ``skip_layers``.
     """
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     found: list[Preconditioned] = []

@@ -1,6 +1,6 @@
-"""What a plan is made of, measured here: the network, inversions, and when the factors of a step are ready.
+"""Measurements for a plan: the network, inversions, and when the factors of a step are ready.
 
-All ranks take part, and the slowest one's times count, so all come to the same plan.
+All ranks take part, and the slowest rank's times count, so that all make the same plan.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SECONDS = 2.0
 
 
 def measured_costs(sync: GradientSync, layers: Sequence[FactorLayer], method: str) -> Costs:
-    """Prices of exchanges on this network, and of inversions of these sizes on all ranks at once."""
+    """Measure exchanges on this network, and inversions of these sizes on all ranks at once."""
     known = sync.services.probe(largest_bytes=4 << 20, seconds=_SECONDS)
     largest = max(max(layer.d_a, layer.d_g) for layer in layers)
     device = sync.services.device
-    sync.services.agree(False)  # begin together
+    sync.services.agree(False)  # start together
     points = inversion_points(curve_name(method), device, largest=largest, seconds=_SECONDS)
     slowest = _gathered(sync, [seconds for _, seconds in points]).max(0).values.tolist()
     table = curve(list(zip(sides(largest), slowest)), "measured here", "at the start of K-FAC, the slowest rank's")
@@ -36,7 +36,7 @@ def measured_costs(sync: GradientSync, layers: Sequence[FactorLayer], method: st
 
 
 def agreed_times(sync: GradientSync, capture: Capture, layers: int) -> LayerTimes:
-    """When the factors of the measured round were ready: the slowest rank's times, in rank 0's order."""
+    """Return when the factors of the measured round were ready: the slowest rank's times, in rank 0's order."""
     capture.watch.settle()
     steps, own = ([[0.0] * layers, [0.0] * layers] for _ in range(2))
     order: list[list[int]] = [[], []]
@@ -46,7 +46,7 @@ def agreed_times(sync: GradientSync, capture: Capture, layers: int) -> LayerTime
         steps[side][layer] += capture.watch.between(since, end)
         own[side][layer] += capture.watch.between(begin, end)
         before[side] = end
-        if layer in order[side]:  # called several times: the last call completes it
+        if layer in order[side]:  # called several times: the last call completes its factor
             order[side].remove(layer)
         order[side].append(layer)
     capture.marks.clear()
@@ -62,7 +62,7 @@ def agreed_times(sync: GradientSync, capture: Capture, layers: int) -> LayerTime
 
 
 def _gathered(sync: GradientSync, row: Sequence[float]) -> Tensor:
-    """Every rank's row of numbers, ``[W, n]``, on the CPU."""
+    """Return every rank's row of numbers, ``[W, n]``, on the CPU."""
     found: Tensor = sync.services.run(_gather(torch.tensor(row, dtype=torch.float64, device=sync.services.device)))
     return found.cpu()
 

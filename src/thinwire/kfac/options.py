@@ -1,4 +1,4 @@
-"""The options of :class:`~thinwire.kfac.KFAC`, checked, in one place."""
+"""The options of :class:`~thinwire.kfac.KFAC`, with their checks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FISHERS = ("empirical", "sampled")
 
 @dataclass(frozen=True)
 class Options:
-    """What is computed and when; what is sent is in :class:`~thinwire.kfac.schedules.Choices`. See ``KFAC``.
+    """What is computed and when; :class:`~thinwire.kfac.schedules.Choices` says what is sent. See ``KFAC``.
 
     Raises:
-        ValueError: a value out of range; the message names the option, the value and the choices.
+        ValueError: a value is out of range; the message names the option, the value and the choices.
     """
 
     damping: Damping = 0.03
@@ -56,25 +56,25 @@ class Options:
 
     @property
     def positions(self) -> str:
-        """How positions of an example count: as asked for, else as is usual with the scaling."""
+        """How positions of an example count: as set, otherwise as usual with the scaling."""
         return self.tokens or ("reduce" if self.scaling == "authors" else "expand")
 
     def damping_at(self, step: int) -> float:
-        """The damping of a step."""
+        """Return the damping of a step."""
         if not callable(self.damping):
             return float(self.damping)
         return check_positive(f"damping({step})", self.damping(step))
 
     def factor_steps_at(self, step: int) -> int:
-        """Steps between new statistics, at a step."""
+        """Return the steps between new statistics, at a step."""
         return interval_at("factor_update_steps", self.factor_update_steps, step)
 
     def inv_steps_at(self, step: int) -> int:
-        """Steps between inversions, at a step."""
+        """Return the steps between inversions, at a step."""
         return interval_at("inv_update_steps", self.inv_update_steps, step)
 
     def facts(self) -> dict[str, Any]:
-        """What ranks, and whoever resumes, must agree on."""
+        """Return the options on which the ranks must agree."""
         return {
             "scaling": self.scaling,
             "tokens": self.positions,

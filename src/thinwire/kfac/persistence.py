@@ -1,7 +1,7 @@
 """The state of a KFAC as a flat dict, and back, also on another number of ranks.
 
-Keys: ``factor/<factor>`` and ``updates/<factor>`` (equal on all ranks that have them), ``inverse/<factor>`` packed as
-it travels, and plain values. Neither damping nor buckets are in them.
+Keys: ``factor/<factor>`` and ``updates/<factor>`` (equal on all ranks that have them), ``inverse/<factor>`` (packed as
+it is sent) and plain values. Buckets are saved only within ``plan``; damping is not saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = 1
 
 
 def to_state_dict(state: State, inverses: Inverses, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of this rank. ``values``: plain ones, kept as they are."""
+    """Return this rank's state. ``values``: plain values, kept as they are."""
     plan = inverses.plan
     flat: dict[str, Any] = {"version": VERSION, "plan": plan.to_json(), **values}
     for (field, name), value in state.fields.items():
@@ -33,10 +33,10 @@ def to_state_dict(state: State, inverses: Inverses, values: Mapping[str, Any]) -
 
 
 def from_state_dict(state: State, inverses: Inverses, saved: Mapping[str, Any], device: torch.device) -> bool:
-    """Take it over. Returns whether all inverses are there; else they have to be made again.
+    """Load a state. Return whether all inverses are there; if not, they must be computed again.
 
     Raises:
-        ValueError: it is of another version, of other layers, or lacks a factor that this rank needs.
+        ValueError: it has another version or other layers, or lacks a factor that this rank needs.
     """
     plan = inverses.plan
     if saved.get("version") != VERSION:

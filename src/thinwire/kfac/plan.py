@@ -14,12 +14,12 @@ from thinwire.program import CROSS, NODE, WORLD, Scope, Topology
 from thinwire.program.plan import UNREADABLE
 
 TRANSPORTS = ("broadcast", "owner_fused", "allgather")
-"""How inverses travel: one message for each, one for each owner, or one for all."""
+"""How inverses are sent: one message per inverse, one per owner, or one for all."""
 
 
 @dataclass(frozen=True)
 class FactorLayer:
-    """One layer as sizes: A is ``d_a x d_a``, G is ``d_g x d_g``; ``itemsize`` bytes an element."""
+    """One layer's sizes: A is ``d_a x d_a``, G is ``d_g x d_g``, with ``itemsize`` bytes per element."""
 
     name: str
     d_a: int
@@ -28,17 +28,17 @@ class FactorLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its factors."""
+        """Dtype of its factors."""
         return torch.float64 if self.itemsize == 8 else torch.float32
 
     def packed(self, side: int) -> int:
-        """Elements on the wire of one factor's statistic: its triangle, and its count."""
+        """Return the elements sent of one factor's statistic: its triangle, and its count."""
         return packed_size((self.d_a, self.d_g)[side]) + 1
 
 
 @dataclass(frozen=True)
 class InverseMessage:
-    """Items (see ``KFACPlan.owners``) that travel together, from one rank, or (``owner`` None) from all of a group."""
+    """Items (see ``KFACPlan.owners``) sent together, by one rank or (``owner`` None) by all ranks of a group."""
 
     owner: int | None
     items: tuple[int, ...]
@@ -46,17 +46,17 @@ class InverseMessage:
 
 @dataclass(frozen=True)
 class KFACPlan:
-    """Everything that ranks must agree on.
+    """Everything about K-FAC that ranks must agree on.
 
     Attributes:
         layers: in forward order.
-        world_size: ranks.
+        world_size: number of ranks.
         schedule: its name.
         method: "inverse", "inverse_pi" or "eigen".
         a_buckets, g_buckets: indices of layers that share a message: A in forward order, G in backward order.
-        overlap: messages leave during the passes; False: when the step is made, after the gradients' (always on CUDA).
-        exchange: factors are averaged over the ranks; False: their owner uses its own batch alone.
-        workers: ranks that precondition each layer; with fewer than all, in groups of neighbours.
+        overlap: messages are sent during the passes; False: in the step, after the gradients (always on CUDA).
+        exchange: factors are averaged over the ranks; False: their owner uses only its own batch.
+        workers: number of ranks that precondition each layer; if not all, ranks form groups of neighbours.
         owners: who inverts item ``2 i`` (A of layer i) and ``2 i + 1`` (G); -1: every rank that needs it.
         transport: one of ``TRANSPORTS``.
         wire_dtype: of the statistics, "fp32" (as they are) or "bf16".
@@ -77,34 +77,36 @@ class KFACPlan:
 
     @property
     def topology(self) -> Topology:
-        """Groups of ranks that precondition the same layers, as if each were a machine."""
+        """Groups of ranks that precondition the same layers, represented as if each were a machine."""
         return Topology(self.world_size, self.workers)
 
     def dim(self, item: int) -> int:
-        """Side of an item's matrix."""
+        """Return the side of an item's matrix."""
         layer = self.layers[item // 2]
         return layer.d_g if item % 2 else layer.d_a
 
     def factor(self, item: int) -> str:
-        """An item's name: the layer's, and which side."""
+        """Return an item's name: the layer's name, and which side."""
         return f"{self.layers[item // 2].name}/{'AG'[item % 2]}"
 
     def elements(self, item: int) -> int:
-        """Of an item's inverse on the wire: its triangle and a level; of a decomposition, vectors, values, level."""
+        """Return an inverse's elements as sent: its triangle and a level; or, of a decomposition, vectors, values and
+        level.
+        """
         d = self.dim(item)
         return d * d + d + 1 if self.method == "eigen" else packed_size(d) + 1
 
     def group_of(self, layer: int) -> int:
-        """Which group of ranks preconditions a layer; 0 where every rank does."""
+        """Return which group of ranks preconditions a layer; 0 if every rank does."""
         owner = max(self.owners[2 * layer], self.owners[2 * layer + 1])
         return owner // self.workers if owner >= 0 and self.workers < self.world_size else 0
 
     def mine(self, layer: int, rank: int) -> bool:
-        """Whether a rank preconditions a layer."""
+        """Return whether a rank preconditions a layer."""
         return self.workers == self.world_size or self.group_of(layer) == rank // self.workers
 
     def messages(self, group: int = 0) -> tuple[InverseMessage, ...]:
-        """The inverses that a group sends, in the order in which they are sent. One alone has nobody to send to."""
+        """Return the inverses that a group sends, in order. A group of one rank sends none."""
         items = [i for i, owner in enumerate(self.owners) if owner >= 0 and owner // self.workers == group]
         if self.workers == 1 or not items:
             return ()
@@ -112,7 +114,7 @@ class KFACPlan:
         if self.transport == "broadcast":
             return tuple(InverseMessage(self.owners[i], (i,)) for i in items)
         made = []
-        for itemsize in itemsizes:  # a message is of one dtype
+        for itemsize in itemsizes:  # each message has one dtype
             alike = [i for i in items if self.layers[i // 2].itemsize == itemsize]
             if self.transport == "allgather":
                 made.append(InverseMessage(None, tuple(alike)))
@@ -122,7 +124,7 @@ class KFACPlan:
         return tuple(made)
 
     def returns(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(group, its layers) for each message of preconditioned gradients to the other groups."""
+        """Return (group, its layers) for each message of preconditioned gradients to the other groups."""
         if self.workers == self.world_size:
             return ()
         made: dict[tuple[int, int], list[int]] = {}
@@ -131,7 +133,7 @@ class KFACPlan:
         return tuple((group, tuple(layers)) for (group, _), layers in sorted(made.items()))
 
     def depth(self) -> dict[Scope, int]:
-        """Exchanges of one program within each scope: the lanes that a channel must open."""
+        """Return the exchanges of one program within each scope: the lanes that a channel must open."""
         sizes = {WORLD: self.world_size if self.exchange else 1, NODE: self.workers}
         sizes[CROSS] = self.world_size // self.workers
         return {scope: 1 for scope, size in sizes.items() if size > 1}
@@ -154,7 +156,7 @@ class KFACPlan:
             raise ValueError(f"the K-FAC plan does not fit: {'; '.join(wrong)}")
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Return the plan as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod

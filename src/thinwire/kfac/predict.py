@@ -1,7 +1,8 @@
-"""What a step of K-FAC will take: laid out as tasks and programs, and run on the simulator's machine.
+"""Predict what a step of K-FAC will take: laid out as tasks and programs, and run on the simulator's machine.
 
 Three parts follow one another: the passes, with statistics and the exchange of factors and gradients on one link; the
-inversions, with what they send; the preconditioning, with what is returned. One rank stands for all: the busiest.
+inversions, with the exchange of the inverses; the preconditioning, with the return of the preconditioned gradients. The
+busiest rank stands for all.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from thinwire.program import WORLD
 
 @dataclass(frozen=True)
 class KFACPrediction:
-    """Seconds of one step of each kind, and bytes that one rank sends.
+    """Seconds of one step by kind of work, and bytes that one rank sends.
 
     Attributes:
-        passes_seconds: forward and backward. gradient_seconds: exchange of gradients that nothing hides.
-        factor_compute_seconds: making statistics. factor_wait_seconds: their exchange that nothing hides.
+        passes_seconds: forward and backward. gradient_seconds: exposed exchange of gradients.
+        factor_compute_seconds: computing statistics. factor_wait_seconds: their exposed exchange.
         invert_seconds, send_seconds: of an inverse update. precondition_seconds: of every step's gradients.
-        return_seconds: sending those on, where not every rank preconditions all.
-        factor_bytes: of an exchange of statistics.
+        return_seconds: sending preconditioned gradients, if not every rank preconditions all layers.
+        factor_bytes: of one exchange of statistics.
     """
 
     passes_seconds: float
@@ -42,7 +43,7 @@ class KFACPrediction:
     factor_bytes: int
 
     def step_seconds(self, factor_update_steps: int = 1, inv_update_steps: int = 1) -> float:
-        """The mean step, with statistics and inversions every N steps."""
+        """Return the seconds of the mean step, with statistics and inversions every N steps."""
         always = self.passes_seconds + self.gradient_seconds + self.precondition_seconds + self.return_seconds
         factors = self.factor_compute_seconds + self.factor_wait_seconds
         return always + factors / factor_update_steps + (self.invert_seconds + self.send_seconds) / inv_update_steps
@@ -52,10 +53,10 @@ def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib
     """Predict a plan for a model.
 
     Args:
-        plan: of the ranks that are asked about.
+        plan: for the ranks in question.
         profile: of the model; its tensors are the gradients.
-        costs: prices of exchanges, of "multiply" and "memory", of "inverse" or "eigen" where measured.
-        gradient_mib: of a bucket of gradients.
+        costs: of exchanges, of "multiply" and "memory", and of "inverse" or "eigen" if measured.
+        gradient_mib: size of a bucket of gradients.
 
     Raises:
         LookupError: the costs lack a curve.
@@ -81,14 +82,14 @@ def predict(plan: KFACPlan, profile: ModelProfile, costs: Costs, *, gradient_mib
 
 
 class _Passes:
-    """The compute stream of forward and backward as tasks, and the messages that leave on the way as programs."""
+    """The compute stream of forward and backward as tasks, and the messages sent meanwhile as programs."""
 
     def __init__(self, plan: KFACPlan, costs: Costs, times: LayerTimes, gradient_mib: float, *, factors: bool) -> None:
         self._plan, self._costs, self._times = plan, costs, times
         self._limit, self._factors = gradient_mib * 2**20, factors
         self._tasks: list[ComputeTask] = []
         self._parts: list[ProgramPart] = []
-        self._after: list[int] = []  # bytes of messages that leave when backward is over
+        self._after: list[int] = []  # bytes of messages sent after backward
         self._left = Counter({(s, b): len(x) for s, bs in self._buckets() for b, x in enumerate(bs)})
         self._where = {(s, i): b for s, bs in self._buckets() for b, x in enumerate(bs) for i in x}
         self.statistics_seconds = 0.0
@@ -98,7 +99,7 @@ class _Passes:
         return (0, self._plan.a_buckets), (1, self._plan.g_buckets)
 
     def run(self, profile: ModelProfile) -> float:
-        """Seconds until the last message has come."""
+        """Return the seconds until the last message has arrived."""
         place = {layer.name: i for i, layer in enumerate(self._plan.layers)}
         known = sum(module.forward_seconds for module in profile.modules)
         for module in profile.modules:
@@ -129,7 +130,7 @@ class _Passes:
     def _factor(self, side: int, layer: int, seconds: tuple[float, ...]) -> None:
         if not self._factors:
             return
-        share = 1.0 if self._plan.exchange else 1 / self._plan.world_size  # else of the owner's layers alone
+        share = 1.0 if self._plan.exchange else 1 / self._plan.world_size  # otherwise only of the owner's layers
         self._compute("factor", seconds[layer] * share)
         self.statistics_seconds += seconds[layer] * share
         if not self._plan.exchange:
@@ -148,7 +149,7 @@ class _Passes:
             self._after.append(size)
 
     def _send(self, name: str, size: float) -> None:
-        """A message leaves now; its program is numbered as it leaves."""
+        """Send a message now; programs are numbered in the order of sending."""
         if self._plan.world_size == 1:
             return
         copy = self._costs.compute_seconds("memory", 2 * size)
@@ -163,7 +164,7 @@ class _Passes:
 
 
 def _precondition_seconds(plan: KFACPlan, costs: Costs) -> float:
-    """Two products for each layer, four with eigenvectors, of the group that has most to do."""
+    """Return the seconds of two products per layer (four with eigenvectors), for the group with the most work."""
     factor = 4 if plan.method == "eigen" else 2
     flops = Counter[int]()
     for i, layer in enumerate(plan.layers):
@@ -172,7 +173,7 @@ def _precondition_seconds(plan: KFACPlan, costs: Costs) -> float:
 
 
 def _return_seconds(plan: KFACPlan, costs: Costs) -> float:
-    """One broadcast for each group's layers."""
+    """Return the seconds of one broadcast for each group's layers."""
     members = plan.world_size // plan.workers
     total = 0.0
     for _, layers in plan.returns():

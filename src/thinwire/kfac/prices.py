@@ -1,4 +1,4 @@
-"""What the parts of a K-FAC step cost, in seconds, from the planner's costs."""
+"""The cost of the parts of a K-FAC step, in seconds, from the planner's costs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from thinwire.planner.costs import Costs
 from thinwire.program import WORLD
 
 INVERSE, EIGEN = "inverse", "eigen"
-"""Curves of ``Costs.compute``: seconds of one inversion or eigen-decomposition, of the side of the matrix."""
+"""Curves of ``Costs.compute``: seconds of one inversion or eigendecomposition, by the side of the matrix."""
 
 
 def curve_name(method: str) -> str:
-    """Which of the two a method needs."""
+    """Return which of the two curves a method needs."""
     return EIGEN if method == "eigen" else INVERSE
 
 
 def inversion_seconds(costs: Costs, method: str, d: int) -> float:
-    """Of one factor, as measured by ``thinwire kfac calibrate``; else d^3 FLOPs, ten times that with "eigen"."""
+    """Return the seconds for one factor, as measured by ``thinwire kfac calibrate``; else from d^3 FLOPs ("eigen": 10
+    d^3).
+    """
     name = curve_name(method)
     if name in costs.compute:
         return costs.compute_seconds(name, d)
@@ -28,13 +30,13 @@ def inversion_seconds(costs: Costs, method: str, d: int) -> float:
 
 
 def message_elements(method: str, d: int) -> int:
-    """Of one inverse on the wire, with its level."""
+    """Return the elements sent for one inverse, including its level."""
     return (d * d + d if method == "eigen" else packed_size(d)) + 1
 
 
 @dataclass(frozen=True)
 class InversionCost:
-    """Seconds of an inverse update: computing it, on the busiest rank, and sending it, one after the other."""
+    """Seconds of an inverse update: computing on the busiest rank, and then sending."""
 
     compute_seconds: float
     send_seconds: float
@@ -45,7 +47,7 @@ class InversionCost:
 
 
 def send_seconds(costs: Costs, plan: KFACPlan, group: int = 0) -> float:
-    """Of all inverses that one group of ranks sends, message after message."""
+    """Return the seconds to send all inverses of one group of ranks, one message after another."""
     total = 0.0
     for message in plan.messages(group):
         itemsize = plan.layers[message.items[0] // 2].itemsize
@@ -59,7 +61,7 @@ def send_seconds(costs: Costs, plan: KFACPlan, group: int = 0) -> float:
 
 
 def inversion_cost(costs: Costs, plan: KFACPlan) -> InversionCost:
-    """Of a plan; the group that takes longest counts."""
+    """Return the inversion cost of a plan; the slowest group counts."""
     seconds = [inversion_seconds(costs, plan.method, plan.dim(i)) for i in range(len(plan.owners))]
     everywhere = sum(s for s, owner in zip(seconds, plan.owners) if owner < 0)
     owned = [i for i, owner in enumerate(plan.owners) if owner >= 0]

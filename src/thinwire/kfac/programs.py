@@ -1,7 +1,7 @@
-"""The programs of K-FAC: statistics are averaged, inverses and preconditioned gradients go from whoever has them.
+"""The programs of K-FAC: average statistics; send inverses and preconditioned gradients from the ranks that have them.
 
 A *factor* is one side of a layer, ``<layer>/A`` or ``<layer>/G``. Each program is a method on a bucket whose slots are
-not gradients but rows of packed numbers, so the engine, LocalWorld and the simulator run it as they run any other.
+rows of packed numbers instead of gradients, so the engine, LocalWorld and the simulator run it like any other.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from thinwire.planner.costs import Costs
 from thinwire.program import AllGather, AllReduce, Broadcast, Bucket, Method, Program, Scope, State, Topology
 
 FACTOR, UPDATES = "factor", "updates"
-"""Shared fields of a factor: its packed running average, and how many updates it has taken in."""
+"""Shared fields of a factor: its packed running average, and the number of updates in it."""
 
 Decay = Callable[[Tensor], Tensor]
-"""Updates so far (0-dim) -> the weight of the old average in the next one."""
+"""Updates so far (0-dim) -> the weight of the old average in the next update."""
 
 
 @dataclass(frozen=True)
 class FactorExchange(Method):
-    """Average new statistics over the ranks that have one, and fold them into the running averages.
+    """Average new statistics over the ranks that have one, and add them to the running averages.
 
-    A slot is a packed statistic with its count behind it: 1, or 0 where this rank did not see the layer. What is
-    exchanged is the new statistic, never the average, so the averages are equal on all ranks at all times. A statistic
-    that is not finite on some rank is so on all after the sum, and changes nothing.
+    A slot is a packed statistic followed by its count: 1, or 0 if this rank did not see the layer. The new statistic is
+    exchanged, never the average, so the averages are always equal on all ranks. If a statistic is not finite on some
+    rank, the sum is not finite on any rank, and the averages do not change.
 
     Attributes:
-        decay: see ``Decay``; None: averages alone, nothing is folded.
-        wire: dtype on the wire; None: as it is.
+        decay: see ``Decay``; None: replace the old average.
+        wire: dtype in which statistics are sent; None: unchanged.
     """
 
     name: ClassVar[str] = "factors"
@@ -45,7 +45,7 @@ class FactorExchange(Method):
     wire: torch.dtype | None = None
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-reduce."""
+        """Run one all-reduce."""
         flat = bucket.flat
         total = yield AllReduce(flat if self.wire is None else flat.to(self.wire))
         for slot, row in zip(bucket.slots, bucket.split(total.to(flat.dtype))):
@@ -67,17 +67,17 @@ class FactorExchange(Method):
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Into the bucket (two passes); out of it into the averages (four)."""
+        """Return the seconds to fill the bucket (two passes over memory), and to update the averages (four)."""
         size = 4 * sum(map(math.prod, shapes))
         return [costs.compute_seconds("memory", 2 * size), costs.compute_seconds("memory", 4 * size)]
 
 
 @dataclass(frozen=True)
 class FromOwner(Method):
-    """One rank's rows to its whole group: inverses to who preconditions, preconditioned gradients to the rest.
+    """Send one rank's rows to its whole group: inverses to the preconditioning ranks, or preconditioned gradients.
 
     Attributes:
-        owner: place of the rank that has the rows, within the group; the others' slots have no value.
+        owner: position in the group of the rank that has the rows; the others' slots have no value.
         group: WORLD, NODE or CROSS.
     """
 
@@ -89,23 +89,23 @@ class FromOwner(Method):
     group: Scope = Scope.WORLD
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One broadcast."""
+        """Run one broadcast."""
         bucket.write((yield Broadcast(bucket.flat, self.group, self.owner)))
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Into the bucket, and out of it."""
+        """Return the seconds to fill the bucket, and to read it."""
         size = 4 * sum(map(math.prod, shapes))
         return [costs.compute_seconds("memory", 2 * size), costs.compute_seconds("memory", 2 * size)]
 
 
 @dataclass(frozen=True)
 class FromAll(Method):
-    """Every rank's rows to its whole group in one all-gather, padded to the longest message.
+    """Send every rank's rows to its whole group in one all-gather, padded to the longest message.
 
     Attributes:
-        owners: of each slot, a place within the group.
+        owners: for each slot, the position of its owner in the group.
         group: WORLD, NODE or CROSS.
     """
 
@@ -117,7 +117,7 @@ class FromAll(Method):
     group: Scope = Scope.WORLD
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """One all-gather."""
+        """Run one all-gather."""
         members = state.topology.members(self.group, state.rank)
         place, lengths = members.index(state.rank), [0] * len(members)
         for slot, owner in zip(bucket.slots, self.owners, strict=True):
@@ -133,21 +133,21 @@ class FromAll(Method):
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Costs
     ) -> list[float]:
-        """Into the message, and out of everybody's."""
+        """Return the seconds to fill the message, and to read all messages."""
         size = 4 * sum(map(math.prod, shapes))
         return [costs.compute_seconds("memory", 2 * size / topology.world_size), costs.compute_seconds("memory", size)]
 
 
 def constant_decay(weight: float) -> Decay:
-    """The same weight for every update; the first is taken whole."""
+    """Return the same weight for every update; the first statistic is taken as it is."""
     return lambda updates: torch.full_like(updates, weight)
 
 
 def warmup_decay(updates: Tensor) -> Tensor:
-    """``min(1 - 1/n, 0.95)`` at update n (Martens and Grosse 2015, section 5)."""
+    """Return ``min(1 - 1/n, 0.95)`` at update n (Martens and Grosse 2015, section 5)."""
     return (1 - 1 / (updates + 1)).clamp(max=0.95)
 
 
 def decay_of(decay: Any) -> Decay:
-    """A number in [0, 1] or "warmup" as a function."""
+    """Return a decay function from a number in [0, 1] or "warmup"."""
     return warmup_decay if decay == "warmup" else constant_decay(float(decay))

@@ -1,4 +1,4 @@
-"""One exchange of statistics: which messages there are, when each may leave, and what is folded when all have ended."""
+"""One exchange of statistics: which messages there are, when each may be sent, and how results update the averages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.kfac.programs import FACTOR, UPDATES, FactorExchange
 from thinwire.program import Bucket, Program, Slot, State
 
 Statistic = Callable[[int, int], Tensor]
-"""(layer, 0 for A or 1 for G) -> its packed statistic with a count behind it; asked once per round."""
+"""(layer, 0 for A or 1 for G) -> its packed statistic followed by a count; called once per round."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class _Message:
 
 
 class FactorRounds:
-    """Of one rank.
+    """The exchanges of one rank.
 
     Args:
-        plan: the messages.
-        channel: what they travel by.
-        state: takes the factors in.
-        program: averages and folds.
-        statistic: see there.
+        plan: says which factors share a message.
+        channel: sends the messages.
+        state: holds the factors.
+        program: averages the statistics and updates the factors.
+        statistic: see ``Statistic``.
         device: of the factors.
     """
 
@@ -53,21 +53,21 @@ class FactorRounds:
         self.adopt(plan)
 
     def adopt(self, plan: KFACPlan) -> None:
-        """Take another plan, between two rounds."""
+        """Switch to another plan, between two rounds."""
         self.plan = plan
         self._messages = [_Message(side, b) for side, bs in ((0, plan.a_buckets), (1, plan.g_buckets)) for b in bs]
         self._where = {(m.side, layer): i for i, m in enumerate(self._messages) for layer in m.layers}
         self._left: list[int] = []
 
     def begin(self) -> None:
-        """A captured pass begins. What is left of a round that no step has used is taken in before."""
+        """Begin a captured pass. First finish a round that no step has used."""
         self.drain()
         self._left = [len(message.layers) for message in self._messages]
         names = [[self.plan.factor(2 * i + m.side) for i in m.layers] for m in self._messages]
         self._channel.begin(names, self._make)
 
     def complete(self, layer: int, side: int) -> None:
-        """A statistic is complete; where the plan overlaps, a message whose last one it is leaves."""
+        """Note that a statistic is complete; if the plan overlaps and it was a message's last one, send the message."""
         if not (self.plan.overlap and self.plan.exchange):
             return
         index = self._where[side, layer]
@@ -76,7 +76,7 @@ class FactorRounds:
             self._leave(index)
 
     def end(self) -> None:
-        """The passes are over: where the plan overlaps, all other messages leave."""
+        """Note that the passes are over; if the plan overlaps, send all remaining messages."""
         self._closed = True
         if self.plan.overlap:
             self._leave_all()
@@ -102,16 +102,16 @@ class FactorRounds:
         return Bucket(index, slots)
 
     def drain(self) -> float:
-        """Wait for the round that has ended and fold it, once. Returns the seconds of waiting.
+        """Wait for the round that has ended and update the factors, once. Return the seconds of waiting.
 
-        Where the plan does not overlap, its messages leave here: all ranks come by in the same order, as NCCL demands.
+        If the plan does not overlap, its messages are sent here, in the same order on all ranks, as NCCL requires.
         """
         if not self._closed:
             return 0.0
         self._closed = False
         self._leave_all()
         waited = self._channel.wait()
-        if not self.plan.exchange:  # the owner's own batch
+        if not self.plan.exchange:  # use the owner's own batch
             for layer in range(len(self.plan.layers)):
                 if self.plan.mine(layer, self._state.rank):
                     run_alone(self._program.reduce(self._bucket(layer, [(layer, 0), (layer, 1)]), self._state))
@@ -120,7 +120,7 @@ class FactorRounds:
         return waited
 
     def blank(self) -> bool:
-        """Whether no G has been taken in yet: a first step may have overflowed. Reads the device."""
+        """Return whether no G has been taken in yet: the first step may have overflowed. Reads from the device."""
         counts = [value for (field, name), value in self._state.fields.items() if field == UPDATES and name[-1] == "G"]
         return not counts or not bool(torch.stack([c.to(torch.float64) for c in counts]).max() > 0)
 

@@ -1,4 +1,4 @@
-"""Options that change as training goes on: damping that falls, statistics and inversions that become rarer."""
+"""Options that change during training: decreasing damping, less frequent statistics and inversions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Number = TypeVar("Number", int, float)
 
 
 def stepped(first: Number, factor: float, at: Sequence[int]) -> Callable[[int], Number]:
-    """``first``, and from each step in ``at`` on ``factor`` times what it was; of a whole number the nearest one.
+    """Return a function: ``first``, multiplied by ``factor`` at each step in ``at``; an integer ``first`` gives
+    integers.
 
     Example:
         >>> damping = stepped(0.008, 0.5, at=(1000, 2000))
@@ -35,7 +36,7 @@ def stepped(first: Number, factor: float, at: Sequence[int]) -> Callable[[int], 
 
 
 def check_positive(name: str, value: Any) -> float:
-    """A finite number above 0.
+    """Return ``value`` as float after checking that it is a finite number above 0.
 
     Raises:
         ValueError: it is not.
@@ -47,10 +48,10 @@ def check_positive(name: str, value: Any) -> float:
 
 
 def interval_at(name: str, interval: Interval, step: int) -> int:
-    """Of a step.
+    """Return the interval at a step.
 
     Raises:
-        ValueError: the user's function gives something else than a whole number of at least 1.
+        ValueError: the user's function returned something other than an integer of at least 1.
     """
     if not callable(interval):
         return interval

@@ -1,12 +1,12 @@
-"""From the name of a schedule to a plan: which factors are fused, who inverts what, and by which transport it is sent.
+"""Turn the name of a schedule into a plan: which factors are fused, who inverts what, and how it is sent.
 
 Sources: D-KFAC and SPD-KFAC, Shi, Zhang and Li 2021 (arXiv 2107.06533; the exact rules are those of the authors' code,
 shyhuai/kfac_pytorch); MPD-KFAC, Osawa et al. 2019, Pauloski et al. 2020; KAISA, Pauloski et al. 2021 (arXiv
 2107.01739); DP-KFAC, Zhang, Shi et al. 2022 (arXiv 2206.15143).
 
-Differences from the papers: fusion by an exact optimum and placement by measured cost are the defaults, the published
-rules are options; the decomposition's eigenvalues travel in place of a d_G x d_A table, so A and G need not share an
-owner; DP-KFAC is KAISA with one worker a layer whose owner uses its own batch.
+Differences from the papers: an exact optimum for fusion and placement by measured cost are the defaults, the published
+rules are options; the decomposition's eigenvalues are sent instead of a d_G x d_A table, so A and G need not have the
+same owner; DP-KFAC is KAISA with one worker per layer, whose owner uses its own batch.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ WIRES = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of a plan, checked.
+    """The options of a plan, with their checks.
 
     Attributes:
-        schedule: one of ``SCHEDULES``. planner: of ``PLANNERS``, how factors are fused.
-        inverse_rule: of ``RULES``, what every rank inverts. inverse_weight: of ``WEIGHTS``, what balances owners.
-        inverse_comm: a transport or "auto". method: of ``METHODS``. wire_dtype: of ``WIRES``.
+        schedule: one of ``SCHEDULES``. planner: one of ``PLANNERS``, how factors are fused.
+        inverse_rule: one of ``RULES``, what every rank inverts. inverse_weight: one of ``WEIGHTS``, for balancing
+            owners.
+        inverse_comm: a transport or "auto". method: one of ``METHODS``. wire_dtype: one of ``WIRES``.
 
     Raises:
-        ValueError: an unknown word; the message lists the choices.
+        ValueError: a value is unknown; the message lists the choices.
     """
 
     schedule: str = "spd"
@@ -68,10 +69,10 @@ class Choices:
                 raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}")
 
     def workers(self, world: int) -> int:
-        """Ranks that precondition each layer.
+        """Return the number of ranks that precondition each layer.
 
         Raises:
-            ValueError: KAISA's fraction does not fit the number of ranks.
+            ValueError: KAISA's fraction does not match the number of ranks.
         """
         if self.schedule == "dp":
             return 1
@@ -106,17 +107,17 @@ def make_plan(
     costs: Costs,
     times: LayerTimes | None = None,
 ) -> KFACPlan:
-    """The plan of a schedule. The same arguments give the same plan on every rank.
+    """Return the plan of a schedule. The same arguments give the same plan on every rank.
 
     Args:
         layers: in forward order.
-        world_size: ranks.
+        world_size: number of ranks.
         choices: the options.
         costs: of exchanges ("AllReduce", "Broadcast", "AllGather" in the world) and of inversions.
-        times: when factors are ready; None: all at once.
+        times: when factors are ready; None: all at the same time.
 
     Raises:
-        ValueError: a fraction that does not fit.
+        ValueError: KAISA's fraction does not match the number of ranks.
         LookupError: the costs hold no exchange.
     """
     layers = tuple(layers)
@@ -142,7 +143,7 @@ def make_plan(
 
 
 def _placed(plan: KFACPlan, choices: Choices, costs: Costs) -> KFACPlan:
-    """The plan with owners and transport."""
+    """Return the plan with owners and transport."""
     name, world = choices.schedule.partition(":")[0], plan.world_size
     if name == "dkfac" or (world == 1):
         return plan
@@ -155,7 +156,7 @@ def _placed(plan: KFACPlan, choices: Choices, costs: Costs) -> KFACPlan:
 
 
 def _in_groups(plan: KFACPlan) -> tuple[int, ...]:
-    """Layers to groups, then their factors to the group's ranks, both longest first with d^3 as cost."""
+    """Assign layers to groups, then their factors to the group's ranks, both longest first with d^3 as cost."""
     groups = plan.world_size // plan.workers
     of_layer = place([float(x.d_a) ** 3 + float(x.d_g) ** 3 for x in plan.layers], groups).owner
     owners = [-1] * (2 * len(plan.layers))
@@ -168,7 +169,9 @@ def _in_groups(plan: KFACPlan) -> tuple[int, ...]:
 
 
 def _candidates(plan: KFACPlan, choices: Choices, costs: Costs) -> list[tuple[int, ...]]:
-    """Owners by the rule; "cost" offers three: everybody inverts all, or what is cheaper to invert, or nothing."""
+    """Return owners by the rule; "cost" gives three candidates: every rank inverts all, or what is cheap to invert, or
+    nothing.
+    """
     dims = [plan.dim(i) for i in range(len(plan.owners))]
     world = plan.world_size
     weights = [_weight(choices, costs, d) for d in dims]
@@ -197,9 +200,9 @@ def _weight(choices: Choices, costs: Costs, d: int) -> float:
 
 
 def _cheapest(plans: Sequence[KFACPlan], choices: Choices, costs: Costs) -> KFACPlan:
-    """Of all plans and transports; the first among equals."""
+    """Return the cheapest of all plans and transports; the first among equals."""
     transports = TRANSPORTS if choices.inverse_comm == "auto" else (choices.inverse_comm,)
     offers = [replace(plan, transport=transport) for plan in plans for transport in transports]
-    if len(offers) == 1:  # nothing to price
+    if len(offers) == 1:  # no choice, so no costs needed
         return offers[0]
     return min(offers, key=lambda plan: inversion_cost(costs, plan).total)

@@ -1,4 +1,4 @@
-"""What a KFAC has done, as data."""
+"""Statistics of a KFAC, as data."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from thinwire.kfac.plan import KFACPlan
 
 @dataclass(frozen=True)
 class KFACStats:
-    """Counters since the KFAC was made; seconds are this rank's, by the host's clock; bytes its share of a ring.
+    """Counters since the KFAC was created; seconds are this rank's, by the host's clock; bytes are its share of a ring.
 
     Attributes:
-        schedule: what runs. plan_hash: of the plan in force. layers: preconditioned.
+        schedule: in use. plan_hash: of the plan in force. layers: how many are preconditioned.
         steps: gradients preconditioned. factor_updates, inverse_updates: exchanges of statistics, updates of inverses.
         collectives, bytes_sent: by phase: "factors", "inverses", "returns".
-        capture_seconds: making statistics, inside the passes. factor_wait_seconds: for their exchange, in ``step``.
-        invert_seconds: inverting. inverse_wait_seconds: for others' inverses. precondition_seconds: the gradients.
-        return_wait_seconds: for gradients that others precondition.
-        levels: factor -> level that its last inversion needed (see :mod:`thinwire.kernels.inverse`), other than 0.
+        capture_seconds: computing statistics, during the passes. factor_wait_seconds: waiting for their exchange, in
+            ``step``.
+        invert_seconds: inverting. inverse_wait_seconds: waiting for others' inverses. precondition_seconds:
+            preconditioning.
+        return_wait_seconds: waiting for gradients that others precondition.
+        levels: factor -> level that its last inversion needed (see :mod:`thinwire.kernels.inverse`), if not 0.
         clip: the last factor of the KL clip; None: there was none.
     """
 
@@ -49,19 +51,19 @@ class KFACStats:
     clip: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return dataclasses.asdict(self)
 
 
 @dataclass
 class Spent:
-    """Of one phase of one step: seconds that it waited for other ranks."""
+    """One phase of one step: seconds spent waiting for other ranks."""
 
     waited: float = 0.0
 
 
 class Tally:
-    """Counts as it goes."""
+    """Collects the counters."""
 
     def __init__(self) -> None:
         self.steps = self.inverse_updates = 0
@@ -72,7 +74,7 @@ class Tally:
 
     @contextmanager
     def phase(self, name: str, channel: Channel) -> Iterator[Spent]:
-        """Time what is inside, and book to it what the channel has issued since the last phase."""
+        """Time the body, and assign to it what the channel has issued since the last phase."""
         spent, started = Spent(), time.perf_counter()
         yield spent
         self._seconds[name] += time.perf_counter() - started - spent.waited

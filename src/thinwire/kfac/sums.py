@@ -1,7 +1,7 @@
-"""Raw sums of one layer over the passes of one step, normalised once, when the last one closes.
+"""Raw sums of one layer over the passes of one step, normalised once, at the end of the last pass.
 
-So m micro-batches are one batch, and a module that is called several times in a pass adds rows. The losses of the
-micro-batches are expected to add up to the mean loss of the whole batch (the usual ``loss / m``).
+So m micro-batches count as one batch, and a module that is called several times in a pass adds rows. The losses of the
+micro-batches must add up to the mean loss of the whole batch (the usual ``loss / m``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from thinwire.kfac.layers import Preconditioned
 
 
 class LayerSums:
-    """Second moments of a layer's inputs and output gradients, and how many rows and examples are in them.
+    """Second moments of a layer's inputs and output gradients, and the numbers of rows and examples in them.
 
     Args:
-        layer: whose.
+        layer: the layer.
         scaling, tokens: see :mod:`~thinwire.kfac.factors`.
     """
 
@@ -34,23 +34,23 @@ class LayerSums:
         self._sampled = False
 
     def new_pass(self) -> None:
-        """Another forward begins: its examples are others."""
+        """Note that another forward begins, with other examples."""
         self._examples += self._batch
         self._batch = 0
 
     def add_input(self, x: Tensor) -> None:
-        """The layer is called with ``x``. A pass has as many examples as its largest call."""
+        """Add an input of the layer. A pass has as many examples as its largest call."""
         module = self._layer.module
         self._batch = max(self._batch, examples_in(module, x))
         self._add(0, input_rows(module, x, self._tokens), ones=self._layer.bias is not None)
 
     def add_gradient(self, g: Tensor, scale: Tensor | None = None, *, sampled: bool = False) -> None:
-        """The gradient of a mean loss with respect to the layer's output.
+        """Add the gradient of a mean loss with respect to the layer's output.
 
         Args:
-            g: as the layer's output.
-            scale: a loss scale that is in it.
-            sampled: the loss is the mean over this pass alone, whatever the user does with theirs.
+            g: in the shape of the layer's output.
+            scale: the loss scale contained in it.
+            sampled: the loss is the mean over this pass only, however the user scales the training loss.
         """
         rows = gradient_rows(self._layer.module, g, self._tokens)
         if scale is not None:
@@ -67,17 +67,17 @@ class LayerSums:
         self._rows[side] += rows.shape[0]
 
     def seen(self, side: int) -> bool:
-        """Whether anything was added to A (0) or G (1)."""
+        """Return whether anything was added to A (0) or G (1)."""
         return self.moments[side] is not None
 
     def statistic(self, side: int) -> Tensor:
-        """A (0) or G (1) of what was added, packed, and a one behind it: zeros if nothing was. Frees the sum."""
+        """Return A (0) or G (1), packed and followed by a one; zeros if nothing was added. Frees the sum."""
         moment, self.moments[side] = self.moments[side], None
         shape, weight = self._layer.shape, self._layer.weight
         if moment is None:
             size = packed_size((shape.d_a, shape.d_g)[side]) + 1
             return torch.zeros(size, dtype=shape.dtype, device=weight.device)
-        read_here(moment)  # made in backward, read and let go on the stream of the exchange
+        read_here(moment)  # made in backward, read and freed on the exchange's stream
         examples = self._examples + self._batch
         if side == 0:
             factor = input_scale(self._scaling, examples, self._rows[0])
