@@ -1,4 +1,4 @@
-"""How long the passes and the factors of each layer take: what fusion is planned with."""
+"""How long the passes and the factors of each layer take: the input for planning fusion."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class LayerTimes:
     """Seconds, one entry per layer, in the order of the layers.
 
     Attributes:
-        a_steps: from the A that is ready before this one, in the order of forward: what lies between, and this factor.
-        g_steps: the same of G, in the order of backward.
-        a_factor, g_factor: the share of these that is the factor's own computation.
-        a_order, g_order: the layers in the order in which their A, and their G, are ready.
+        a_steps: from the previous layer's A being ready, in forward order, to this one's: the work between, and this
+            factor.
+        g_steps: the same for G, in backward order.
+        a_factor, g_factor: the share of these for computing the factor itself.
+        a_order, g_order: the layers in the order in which their A, and their G, become ready.
     """
 
     a_steps: tuple[float, ...]
@@ -30,15 +31,15 @@ class LayerTimes:
 
     @classmethod
     def unknown(cls, layers: int) -> LayerTimes:
-        """Everything is ready at once, in the order of the layers."""
+        """Return times in which everything is ready at once, in the order of the layers."""
         nothing, order = (0.0,) * layers, tuple(range(layers))
         return cls(nothing, nothing, nothing, nothing, order, order[::-1])
 
     @classmethod
     def of_profile(cls, profile: ModelProfile, layers: Sequence[FactorLayer]) -> LayerTimes:
-        """From a model's profile. A factor's FLOPs are those of its layer's forward times d_A/d_G, or d_G/d_A.
+        """Return the times from a model's profile. A factor takes its layer's forward times d_A/d_G, or d_G/d_A.
 
-        (The layer multiplies rows of d_A by a d_A x d_G matrix; A multiplies them by one another.)
+        The layer multiplies rows of d_A by a d_A x d_G matrix; A multiplies these rows by one another.
         """
         forward = {module.name: module.forward_seconds for module in profile.modules}
         place = {layer.name: i for i, layer in enumerate(layers)}
@@ -55,7 +56,7 @@ class LayerTimes:
         a_order += place.values()
         place = {layer.name: i for i, layer in enumerate(layers)}
         g_steps, g_order, waiting = [0.0] * len(layers), [], 0.0
-        for tensor in profile.tensors:  # G is there before its layer's own backward, which its first tensor stands for
+        for tensor in profile.tensors:  # G is ready before its layer's backward, at its first tensor
             if tensor.module in place:
                 i = place.pop(tensor.module)
                 g_order.append(i)
@@ -66,6 +67,6 @@ class LayerTimes:
 
 
 def layers_of(profile: ModelProfile, *, max_dim: int = 8192) -> tuple[FactorLayer, ...]:
-    """The layers of a profile that K-FAC can take, in order of registration."""
+    """Return the layers of a profile that K-FAC can precondition, in order of registration."""
     shapes = kronecker_shapes(profile)
     return tuple(FactorLayer(name, d_a, d_g) for name, d_a, d_g in shapes if max(d_a, d_g) <= max_dim)

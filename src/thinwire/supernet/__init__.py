@@ -1,7 +1,7 @@
-"""Supernets: networks that are cut to many sizes, trained over ranks that exchange only what a step has touched.
+"""Supernets: networks that can be cut to many sizes, trained on ranks that exchange only what a step has used.
 
-The subpackage ``stereo`` is one of them, a network for stereo matching; nothing here knows it. What does not live here:
-how gradients travel (engine/, methods/).
+The subpackage ``stereo`` contains one of them, a network for stereo matching; nothing here depends on it. Not here: how
+gradients are exchanged (engine/, methods/).
 """
 
 from thinwire.supernet.active import ActiveSet

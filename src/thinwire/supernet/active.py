@@ -1,4 +1,4 @@
-"""Which gradient elements can be other than zero: known from the sub-networks alone, before any backward."""
+"""Which gradient elements can be non-zero: known from the sub-networks alone, before any backward."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class ActiveSet:
-    """One rectangle of each parameter, or nothing of it. It may hold zeros; nothing outside it is ever non-zero.
+    """One rectangle of each parameter, or none. It may contain zeros; everything outside it is zero.
 
     Attributes:
         shapes: of all parameters, by name.
-        bounds: of their rectangles, by name; None: not used at all.
+        bounds: of their rectangles, by name; None: the parameter is not used.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -29,10 +29,10 @@ class ActiveSet:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], rects: Mapping[str, Rect]) -> ActiveSet:
-        """From slices; every parameter must be named.
+        """Build a set from slices; every parameter must be named.
 
         Raises:
-            ValueError: a parameter has no rectangle, or there is one of an unknown parameter.
+            ValueError: a parameter has no entry, or an entry names an unknown parameter.
         """
         if set(shapes) != set(rects):
             raise ValueError(f"rectangles and parameters differ: {sorted(set(shapes) ^ set(rects))[:3]}")
@@ -45,12 +45,12 @@ class ActiveSet:
 
     @classmethod
     def full(cls, shapes: Mapping[str, tuple[int, ...]]) -> ActiveSet:
-        """All of every parameter."""
+        """Return the set of all elements of all parameters."""
         return cls(shapes, {name: tuple((0, n) for n in shape) for name, shape in shapes.items()})
 
     @classmethod
     def union(cls, sets: Sequence[ActiveSet]) -> ActiveSet:
-        """Of each parameter the smallest rectangle that holds those of all sets."""
+        """Return for each parameter the smallest rectangle that contains those of all sets."""
         if not sets:
             raise ValueError("the union of no sets is not defined")
         bounds: dict[str, Bounds | None] = {}
@@ -65,38 +65,38 @@ class ActiveSet:
 
     @property
     def elements(self) -> int:
-        """How many elements the rectangles hold."""
+        """Number of elements in the rectangles."""
         return sum(prod(hi - lo for lo, hi in b) for b in self.bounds.values() if b is not None)
 
     @property
     def share(self) -> float:
-        """Their share of all elements."""
+        """Share of all elements that the rectangles contain."""
         return self.elements / sum(prod(shape) for shape in self.shapes.values())
 
     @property
     def is_full(self) -> bool:
-        """Whether they hold everything."""
+        """Whether the rectangles contain all elements."""
         return self.elements == sum(prod(shape) for shape in self.shapes.values())
 
     def rect(self, name: str) -> Rect:
-        """The slices of a parameter; None: not used."""
+        """Return the slices of a parameter; None: not used."""
         bounds = self.bounds[name]
         return None if bounds is None else tuple(slice(lo, hi) for lo, hi in bounds)
 
     def whole(self, name: str) -> bool:
-        """Whether the rectangle is the parameter."""
+        """Return whether the rectangle is the whole parameter."""
         bounds = self.bounds[name]
         return bounds is not None and all(b == (0, n) for b, n in zip(bounds, self.shapes[name]))
 
     def hash8(self, step: int) -> bytes:
-        """A digest of the step and of all names and bounds, to compare over ranks."""
+        """Return a digest of the step and of all names and bounds, for comparison across ranks."""
         digest = hashlib.blake2b(str(step).encode(), digest_size=8)
         for name in sorted(self.bounds):
             digest.update(f"{name}{self.bounds[name]};".encode())
         return digest.digest()
 
     def participants(self, sets: Iterable[ActiveSet], name: str, like: Tensor) -> Tensor:
-        """How many of the sets hold each element of a parameter: a tensor of its shape."""
+        """Return how many of the sets contain each element of a parameter: a tensor in its shape."""
         count = like.new_zeros(self.shapes[name])
         for other in sets:
             rect = other.rect(name)

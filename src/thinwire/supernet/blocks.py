@@ -1,4 +1,4 @@
-"""The block of the feature pyramid: 1x1, depth-wise, squeeze and excitation, 1x1; plain, and elastic."""
+"""The block of the feature pyramid: 1x1, depthwise, squeeze-and-excitation, 1x1; plain and elastic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.supernet.space import round8
 
 
 class SqueezeExcite(nn.Module):
-    """Scale each channel by a number between 0 and 1 that depends on all channels' means."""
+    """Scale each channel by a factor between 0 and 1 that depends on the means of all channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class SqueezeExcite(nn.Module):
         self.expand = nn.Conv2d(round8(channels // 4), channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, c, H, W]``, c at most ``channels``: the first channels' part is used."""
+        """Scale ``[B, c, H, W]``, c at most ``channels``: uses the weights of the first c channels."""
         c = x.shape[1]
         q = round8(c // 4)
         s = x.mean((2, 3), keepdim=True)
@@ -30,7 +30,7 @@ class SqueezeExcite(nn.Module):
         return x * (F.relu6(s + 3) / 6)
 
     def cut(self, channels: int) -> SqueezeExcite:
-        """One of the first channels."""
+        """Return a plain copy for the first channels."""
         plain, q = SqueezeExcite(channels), round8(channels // 4)
         with torch.no_grad():
             plain.reduce.weight.copy_(self.reduce.weight[:q, :channels])
@@ -41,7 +41,7 @@ class SqueezeExcite(nn.Module):
 
     @staticmethod
     def rectangles(channels: int) -> Mapping[str, Rect]:
-        """By parameter."""
+        """Return the used rectangle of each parameter."""
         c, q, one = slice(0, channels), slice(0, round8(channels // 4)), slice(0, 1)
         return {"reduce.weight": (q, c, one, one), "reduce.bias": (q,), "expand.weight": (c, q, one, one),
                 "expand.bias": (c,)}  # fmt: skip
@@ -51,8 +51,8 @@ class MBConv(nn.Module):
     """A plain block.
 
     Args:
-        c_in, middle, c_out: channels. kernel: of the depth-wise convolution, which has the stride.
-        excite: with squeeze and excitation.
+        c_in, middle, c_out: channels. kernel: size of the depthwise convolution, which also has the stride.
+        excite: whether it has squeeze-and-excitation.
     """
 
     def __init__(self, c_in: int, middle: int, c_out: int, kernel: int, stride: int, excite: bool) -> None:
@@ -67,7 +67,7 @@ class MBConv(nn.Module):
         self.shortcut = stride == 1 and c_in == c_out
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, c_in, H, W]`` -> ``[B, c_out, H / stride, W / stride]``."""
+        """Compute ``[B, c_in, H, W]`` -> ``[B, c_out, H / stride, W / stride]``."""
         y: Tensor = F.relu(self.norm1(self.expand(x)))
         y = F.relu(self.norm2(self.depthwise(y)))
         if self.excite is not None:
@@ -77,11 +77,11 @@ class MBConv(nn.Module):
 
 
 class ElasticMBConv(nn.Module):
-    """A block whose kernel and width can be cut.
+    """A block with variable kernel size and width.
 
     Args:
         c_in, c_out: channels, fixed. kernels, expands: the allowed values, ascending.
-        stride: of the depth-wise convolution. excite: with squeeze and excitation.
+        stride: of the depthwise convolution. excite: whether it has squeeze-and-excitation.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class ElasticMBConv(nn.Module):
         self.shortcut = stride == 1 and c_in == c_out
 
     def middle(self, expand: int) -> int:
-        """Channels of the middle at an expansion ratio."""
+        """Return the number of middle channels for an expansion ratio."""
         return round8(self.c_in * expand)
 
     def forward(self, x: Tensor, kernel: int, expand: int) -> Tensor:
-        """As :class:`MBConv`, with a part of the weights."""
+        """Compute as :class:`MBConv` does, with a part of the weights."""
         m = self.middle(expand)
         y: Tensor = F.relu(self.norm1(F.conv2d(x, self.expand.weight[:m])))
         weight = self.depthwise.kernel(kernel, m)
@@ -116,7 +116,7 @@ class ElasticMBConv(nn.Module):
 
     @torch.no_grad()
     def extract(self, kernel: int, expand: int) -> MBConv:
-        """A plain block that computes the same; maps are applied, slices copied."""
+        """Return a plain block that computes the same: kernel maps are applied, slices copied."""
         m = self.middle(expand)
         plain = MBConv(self.c_in, m, self.c_out, kernel, self.stride, excite=False)
         plain.expand.weight.copy_(self.expand.weight[:m])
@@ -129,7 +129,7 @@ class ElasticMBConv(nn.Module):
         return plain
 
     def rectangles(self, kernel: int, expand: int) -> Mapping[str, Rect]:
-        """By parameter: what a pass with these values can give a gradient to."""
+        """Return for each parameter the rectangle to which a pass with these values can give a gradient."""
         m, one = self.middle(expand), slice(0, 1)
         found: dict[str, Rect] = {
             "expand.weight": (slice(0, m), slice(0, self.c_in), one, one),

@@ -1,7 +1,7 @@
-"""Layers whose kernel and width can be cut: they hold the largest weights and compute with a part of them.
+"""Layers with variable kernel size and width: they hold the largest weights and compute with a part of them.
 
 Method: Once-for-all (Cai et al., arXiv 1908.09791), as EASNet uses it. A smaller kernel is the centre of the next
-larger one, mapped by a learned linear map; a narrower layer is the first channels.
+larger one, transformed by a learned linear map; a narrower layer uses the first channels.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Rect = tuple[slice, ...] | None
-"""The part of a parameter that can have a gradient; None: nothing of it."""
+"""The part of a parameter that can have a gradient; None: no part."""
 
 
 class ElasticBatchNorm(nn.BatchNorm2d):
-    """BatchNorm over the first channels: as many as the input has ``[B, c, H, W]``."""
+    """BatchNorm over the first c channels, if the input is ``[B, c, H, W]``."""
 
     def forward(self, input: Tensor) -> Tensor:
         c = input.shape[1]
@@ -32,7 +32,7 @@ class ElasticBatchNorm(nn.BatchNorm2d):
         )  # fmt: skip
 
     def cut(self, channels: int) -> nn.BatchNorm2d:
-        """A plain BatchNorm of the first channels."""
+        """Return a plain BatchNorm for the first channels."""
         plain = nn.BatchNorm2d(channels, self.eps, self.momentum)
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -45,12 +45,12 @@ class ElasticBatchNorm(nn.BatchNorm2d):
 
     @staticmethod
     def rectangles(channels: int) -> Mapping[str, Rect]:
-        """By parameter."""
+        """Return the used rectangle of each parameter."""
         return {"weight": (slice(0, channels),), "bias": (slice(0, channels),)}
 
 
 class ElasticDepthwise(nn.Module):
-    """A depth-wise kernel ``[M, 1, K, K]`` of which centres can be used, each through a map of its own.
+    """A depthwise kernel ``[M, 1, K, K]`` whose centres can be used as smaller kernels, each through its own map.
 
     Args:
         channels: M. kernels: the sizes, ascending; the last is K.
@@ -64,7 +64,7 @@ class ElasticDepthwise(nn.Module):
         self.maps = nn.ParameterDict({f"{a}to{b}": nn.Parameter(torch.eye(b * b)) for a, b in steps})
 
     def kernel(self, size: int, channels: int) -> Tensor:
-        """The weights of a smaller kernel: ``[channels, 1, size, size]``."""
+        """Return the weights of a smaller kernel: ``[channels, 1, size, size]``."""
         weight = self.weight[:channels]
         for larger, smaller in pairwise(reversed(self.kernels)):
             if larger == size:
@@ -74,7 +74,7 @@ class ElasticDepthwise(nn.Module):
         return weight
 
     def rectangles(self, size: int, channels: int) -> Mapping[str, Rect]:
-        """By parameter: a kernel smaller than K sees the centre of the next size below K."""
+        """Return the used rectangles; a kernel smaller than K uses the centre of the next size below K."""
         largest = self.kernels[-1]
         seen = largest if size == largest else self.kernels[-2]
         edge = (largest - seen) // 2
@@ -87,6 +87,6 @@ class ElasticDepthwise(nn.Module):
 
 
 def centre(weight: Tensor, size: int) -> Tensor:
-    """The middle ``[..., size, size]`` of a kernel."""
+    """Return the centre ``[..., size, size]`` of a kernel."""
     edge = (weight.shape[-1] - size) // 2
     return weight[..., edge : edge + size, edge : edge + size]

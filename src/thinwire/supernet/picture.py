@@ -7,7 +7,7 @@ from thinwire.supernet.search import SearchResult
 
 
 def search_picture(found: SearchResult, limit_ms: float) -> Picture:
-    """Every sub-network's error against its latency, those that nothing faster beats, the limit and the answer."""
+    """Draw every sub-network's error against its latency, the Pareto front, the limit and the answer."""
     best = found.best
     assert best.measured_ms is not None  # the answer of a search
     front = found.pareto()

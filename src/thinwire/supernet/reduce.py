@@ -1,11 +1,11 @@
-"""ActiveReduce: any element-wise method on the active part of the gradient alone. As exact as the dense exchange.
+"""ActiveReduce: any element-wise method, applied only to the active part of the gradient; as exact as without it.
 
-Every rank knows the step's active set before backward, from the seed. A hash of eight bytes is compared over ranks
-once, before any payload whose size depends on it; then each bucket's rectangles are packed, one after the other, and
-what the inner method makes of them is put back among zeros. Plans are made for the whole network: a bucket keeps its
-parameters and its place, only its message is shorter.
+Every rank knows the step's active set before backward, from the seed. A hash of eight bytes is compared across ranks
+once, before any payload whose size depends on the set. Then each bucket's rectangles are packed one after another, and
+the inner method's results are put back among zeros. Plans are made for the whole network: a bucket keeps its parameters
+and its place, and only its message is shorter.
 
-DDP has no equal: with ``find_unused_parameters=True`` it still reduces every bucket whole.
+DDP has no equivalent: with ``find_unused_parameters=True`` it still reduces every bucket whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from thinwire.supernet.packing import PackedState, pack, unpack
 
 
 class ScheduleMismatch(RuntimeError):
-    """The ranks are about to reduce different parts of the gradient; raised on all of them, before any does."""
+    """The ranks are about to reduce different parts of the gradient; raised on all ranks, before anything is
+    reduced.
+    """
 
     def __init__(self, step: int, digests: Sequence[str]) -> None:
         self.step, self.digests = step, tuple(digests)
@@ -39,7 +41,7 @@ class ScheduleMismatch(RuntimeError):
 
 @dataclass(eq=False)
 class _Announced:
-    """What is in force; shared by the method and its dense one."""
+    """What is currently announced; shared by the method and its dense method."""
 
     active: ActiveSet | None = None
     everyone: tuple[ActiveSet, ...] = ()
@@ -47,7 +49,7 @@ class _Announced:
 
 
 def compare(digest: bytes, step: int, device: torch.device) -> Program:
-    """Raise :class:`ScheduleMismatch` on all ranks unless all bring the same eight bytes."""
+    """Raise :class:`ScheduleMismatch` on all ranks unless all have the same eight bytes."""
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     seen: Tensor = yield AllGather(mine)
     rows = [bytes(row).hex() for row in seen.cpu().tolist()]
@@ -57,12 +59,12 @@ def compare(digest: bytes, step: int, device: torch.device) -> Program:
 
 @dataclass(frozen=True)
 class ActiveReduce(Method):
-    """Reduce what :meth:`announce` named, by an inner method; everything, as long as nothing was announced.
+    """Reduce what :meth:`announce` named, with an inner method; everything until something has been announced.
 
     Args:
         inner: any method that works element by element and keeps at most residuals: "ssgd", "cast", "topk", ...
-        divisor: "world": the average over all ranks. "participants": each element divided by the number of ranks whose
-            own set holds it; for exact methods.
+        divisor: "world": the average over all ranks. "participants": each element is divided by the number of ranks
+            whose own set contains it; for exact methods.
     """
 
     name: ClassVar[str] = "active"
@@ -91,15 +93,16 @@ class ActiveReduce(Method):
         object.__setattr__(self, "fusion", inner.fusion)
 
     def announce(self, active: ActiveSet, sync: GradientSync, step: int, everyone: Sequence[ActiveSet] = ()) -> None:
-        """Say what this step's gradients can touch, before its backward. All ranks must call it alike.
+        """Announce what this step's gradients can touch, before its backward. All ranks must call it with the same
+        arguments.
 
         Args:
-            active: of all sub-networks of all ranks. sync: what this method is attached by.
-            step: of training, part of what is compared.
+            active: of all sub-networks of all ranks. sync: the one to which this method is attached.
+            step: of training, included in the comparison.
             everyone: each rank's own set, for ``divisor="participants"``.
 
         Raises:
-            ScheduleMismatch: the ranks announce different things. On all of them; nothing has been sent.
+            ScheduleMismatch: the ranks announce different things. Raised on all of them; nothing has been sent.
         """
         if self.divisor == "participants" and len(everyone) != sync.services.topology.world_size:
             raise ValueError('divisor="participants" needs the set of every rank')
@@ -108,7 +111,7 @@ class ActiveReduce(Method):
         self.announced.active, self.announced.everyone = active, tuple(everyone)
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """Pack, let the inner method work, unpack."""
+        """Pack, run the inner method, unpack."""
         active = self.announced.active
         if active is None or bucket.device.type == "meta":
             yield from self.inner.reduce(bucket, state)
@@ -121,35 +124,35 @@ class ActiveReduce(Method):
         unpack(packed, bucket, active, everyone)
 
     def _buffer(self, bucket: Bucket, rank: int) -> Tensor:
-        """Memory for the bucket's message, kept from step to step; in LocalWorld one method serves all ranks."""
+        """Return memory for the bucket's message, kept from step to step; in LocalWorld one method serves all ranks."""
         buffers, key = self.announced.buffers, (rank, bucket.index, bucket.slots[0].name)
         if key not in buffers or buffers[key].numel() < bucket.numel:
             buffers[key] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         return buffers[key]
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """As the inner method."""
+        """Return what the inner method returns."""
         return self.inner.dense(name, shape, embedding)
 
     def dense_method(self) -> Method:
-        """Parameters that the inner method does not compress are packed too."""
+        """Return a method that also packs parameters which the inner method does not compress."""
         plain = self.inner.dense_method() or SSGD(deterministic=self.inner.deterministic)
         return ActiveReduce(plain, announced=self.announced)
 
     def payload(self, shapes: Sequence[Sequence[int]], phase: int) -> list[int]:
-        """Of the whole network, as the inner method."""
+        """Return the inner method's payload for the whole network."""
         return self.inner.payload(shapes, phase)
 
     def compute_seconds(
         self, shapes: Sequence[Sequence[int]], phase: int, topology: Topology, costs: Any
     ) -> list[float] | None:
-        """Of the whole network, as the inner method."""
+        """Return the inner method's seconds for the whole network."""
         return self.inner.compute_seconds(shapes, phase, topology, costs)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """As the inner method."""
+        """Check as the inner method does."""
         self.inner.check_optimizer(optimizer)
 
     def options(self) -> Mapping[str, Any]:
-        """The inner method and its options."""
+        """Return the inner method and its options."""
         return {"inner": self.inner.name, "divisor": self.divisor, **self.inner.options()}

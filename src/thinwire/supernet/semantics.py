@@ -1,4 +1,6 @@
-"""What the optimizer does to weights that no sub-network of the step used: nothing, or what a zero gradient does."""
+"""What the optimizer does to weights that no sub-network of the step used: nothing, or the effect of a zero
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,19 @@ def check_semantics(semantics: str) -> None:
 
 
 class InactiveWeights:
-    """Hooks into ``optimizer.step``, until removed.
+    """Hooks into ``optimizer.step``, until they are removed.
 
-    * "skip": outside the active rectangles parameters and every state tensor of a parameter's shape are bit for bit
-      what they were. Adam's step counter is one per tensor, so a slice's bias correction follows its tensor's count.
-    * "zero": every parameter has a gradient, so momentum and weight decay move unused weights, as under torch before
-      2.0 and Horovod: for reproduction.
+    * "skip": outside the active rectangles, parameters and all state tensors in a parameter's shape keep their bits.
+    Adam
+      has one step counter per tensor, so a slice's bias correction follows the count of its tensor.
+    * "zero": every parameter has a gradient, so momentum and weight decay change unused weights, as in torch before 2.0
+      and Horovod: for reproducing results.
 
     Args:
-        optimizer: element-wise, of ``torch.optim``; others can run only steps in which everything is active.
-        net: owner of the parameters.
-        current: gives the active set of the step; None: everything.
+        optimizer: element-wise, of ``torch.optim``; with "skip", others can only run steps in which everything is
+            active.
+        net: the module with the parameters.
+        current: returns the active set of the step; None: everything.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class InactiveWeights:
         ]
 
     def remove(self) -> None:
-        """Take the hooks out."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -90,7 +94,7 @@ class InactiveWeights:
             for key, x in optimizer.state.get(p, {}).items():
                 if _shaped(x, p):
                     old = held.get(key)
-                    if old is None:  # made by this step
+                    if old is None:  # created by this step
                         old = torch.zeros_like(x)
                     old[rect] = x[rect]
                     x.copy_(old)
@@ -102,6 +106,6 @@ def _shaped(x: Any, p: Tensor) -> bool:
 
 
 def elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each weight's update depends on its own gradient and state alone."""
+    """Return whether each weight's update depends only on its own gradient and state."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE

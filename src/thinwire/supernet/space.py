@@ -1,6 +1,6 @@
 """Which sub-networks there are: the values that each dimension may take, and one choice of them.
 
-EASNet (arXiv 2207.09796) cuts a stereo network along four dimensions: the kernel and the width of every block, the
+EASNet (arXiv 2207.09796) cuts a stereo network along four dimensions: the kernel size and the width of every block, the
 number of blocks of every stage, and the number of scales.
 """
 
@@ -19,7 +19,7 @@ Block = tuple[int, int]
 
 
 def round8(width: float) -> int:
-    """The multiple of 8 that is nearest, at least 8 and at least 0.9 of ``width``: channels of a block's middle.
+    """Return the nearest multiple of 8 that is at least 8 and at least 0.9 of ``width``: a block's middle channels.
 
     Example:
         >>> [round8(3 * e) for e in (2, 4, 6, 8)]
@@ -31,11 +31,11 @@ def round8(width: float) -> int:
 
 @dataclass(frozen=True)
 class SubNet:
-    """One sub-network; hashable. It has no genes of skipped blocks, so equal networks are equal.
+    """One sub-network; hashable. It has no genes for skipped blocks, so equal networks compare equal.
 
     Attributes:
-        stages: ``stages[s][b]`` is (kernel, expand) of block b of stage s; as many stages as scales.
-        refine: (width, depth) of the refinement, where the space makes it elastic; else None.
+        stages: ``stages[s][b]`` is (kernel, expand) of block b of stage s; there are as many stages as scales.
+        refine: (width, depth) of the refinement, if the space makes it elastic; else None.
     """
 
     stages: tuple[tuple[Block, ...], ...]
@@ -47,7 +47,7 @@ class SubNet:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Blocks of each stage."""
+        """Number of blocks of each stage."""
         return tuple(map(len, self.stages))
 
     def to_json(self) -> str:
@@ -70,7 +70,7 @@ class SubNet:
 
     @property
     def key(self) -> str:
-        """A short digest, equal on all machines."""
+        """A short digest, the same on all machines."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class SubNet:
 
 @dataclass(frozen=True)
 class Space:
-    """The allowed values, ascending. A phase of training samples from a smaller space than the network's.
+    """The allowed values, ascending. A training phase samples from a smaller space than the network's.
 
     Attributes:
         kernels: sizes of the depth-wise kernels, odd.
@@ -109,19 +109,21 @@ class Space:
 
     @property
     def largest(self) -> SubNet:
-        """Every dimension at its maximum."""
+        """The sub-network with every dimension at its maximum."""
         return self.uniform(self.kernels[-1], self.depths[-1], self.expands[-1], self.scales[-1])
 
     @property
     def smallest(self) -> SubNet:
-        """Every dimension at its minimum."""
+        """The sub-network with every dimension at its minimum."""
         small = (self.refine_widths[0], self.refine_depths[0]) if self.refine_widths else None
         return self.uniform(self.kernels[0], self.depths[0], self.expands[0], self.scales[0], small)
 
     def uniform(
         self, kernel: int, depth: int, expand: int, scales: int, refine: tuple[int, int] | None = None
     ) -> SubNet:
-        """The same values in all blocks and stages; ``refine`` None: the widest and deepest."""
+        """Return a sub-network with the same values in all blocks and stages; ``refine`` None: the widest and
+        deepest.
+        """
         if refine is None and self.refine_widths:
             refine = (self.refine_widths[-1], self.refine_depths[-1])
         net = SubNet((((kernel, expand),) * depth,) * scales, refine)
@@ -129,9 +131,9 @@ class Space:
         return net
 
     def sample(self, rng: random.Random) -> SubNet:
-        """A random sub-network: kernel and expansion for every block, depth for every stage, the number of scales.
+        """Draw a random sub-network: kernel and expansion of every block, depth of every stage, the number of scales.
 
-        Genes are drawn for all blocks, skipped or not, so that a draw takes as many random numbers as any other.
+        Genes are drawn for all blocks, skipped or not, so that every draw consumes the same number of random numbers.
         """
         stages, blocks = self.scales[-1], self.depths[-1]
         kernels = [rng.choice(self.kernels) for _ in range(stages * blocks)]
@@ -166,7 +168,7 @@ class Space:
             )
 
     def count(self) -> int:
-        """Number of sub-networks, two ratios that round to one width counted as two."""
+        """Return the number of sub-networks; two ratios that round to the same width count as two."""
         blocks = len(self.kernels) * len(self.expands)
         stage = sum(int(blocks**depth) for depth in self.depths)
         refinements = max(1, len(self.refine_widths) * len(self.refine_depths))

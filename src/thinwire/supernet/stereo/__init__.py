@@ -1,6 +1,6 @@
 """EASNet: an elastic stereo network, its data, its training and its cut to a latency, built on ``supernet``.
 
-What does not live here: how gradients travel (engine/, methods/), other elastic models, other people's weights.
+Not here: how gradients are exchanged (engine/, methods/), other elastic models, other people's weights.
 """
 
 from thinwire.supernet.stereo.calibrate import calibrate, evaluate

@@ -1,7 +1,7 @@
-"""Cost aggregation: six modules that mix each scale's volume with itself, then with the other scales'.
+"""Cost aggregation: six modules that mix each scale's volume with itself, then with those of the other scales.
 
-Follows AANet (Xu and Zhang, arXiv 2004.09548), as EASNet does. Fewer scales are a matter of slicing: what would come
-from a missing scale is left out of the sums.
+Follows AANet (Xu and Zhang, arXiv 2004.09548), as EASNet does. For fewer scales, the terms of the missing scales are
+left out of the sums.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class Bottleneck(nn.Module):
         self.conv3, self.norm3 = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, D, H, W]`` -> the same shape."""
+        """Compute ``[B, D, H, W]`` -> the same shape."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = F.relu(self.norm2(self.conv2(y)))
         return F.relu(x + self.norm3(self.conv3(y)))
 
 
 def _link(source: int, target: int, widths: Sequence[int]) -> nn.Module:
-    """From a scale to another: 1x1 on the way up (the caller enlarges), strided 3x3 on the way down."""
+    """Return the link from one scale to another: 1x1 to a finer one (the caller upsamples), strided 3x3 to a coarser
+    one.
+    """
     if source > target:
         return nn.Sequential(nn.Conv2d(widths[source], widths[target], 1, bias=False), nn.BatchNorm2d(widths[target]))
     layers: list[nn.Module] = []
@@ -57,7 +59,7 @@ class Module(nn.Module):
         self.links = nn.ModuleDict({f"{j}to{i}": _link(j, i, widths) for i in scales for j in scales if i != j})
 
     def forward(self, volumes: list[Tensor]) -> list[Tensor]:
-        """As many scales as are given, the finest first."""
+        """Process the given scales, the finest first; there may be fewer than ``widths``."""
         inner = [branch(x) for branch, x in zip(self.branches, volumes)]
         return [F.leaky_relu(self._sum(i, inner), SLOPE) for i in range(len(inner))]
 
@@ -73,11 +75,11 @@ class Module(nn.Module):
 
 
 class Aggregation(nn.Module):
-    """All modules and the last convolutions.
+    """All modules and the final convolutions.
 
     Args:
-        widths: candidates for the disparity at each scale, the finest first.
-        modules: how many; the last ``deformable`` of them deform.
+        widths: number of disparity candidates at each scale, the finest first.
+        modules: how many; the last ``deformable`` of them use deformable convolutions.
     """
 
     def __init__(self, widths: Sequence[int], modules: int, deformable: int) -> None:
@@ -87,11 +89,13 @@ class Aggregation(nn.Module):
         self.last = nn.ModuleList([nn.Conv2d(width, width, 1) for width in widths])
 
     def forward(self, volumes: list[Tensor]) -> list[Tensor]:
-        """Volumes ``[B, D_s, H_s, W_s]`` of the first scales -> the same shapes."""
+        """Compute volumes ``[B, D_s, H_s, W_s]`` of the first scales -> the same shapes."""
         for module in self.stack:
             volumes = module(volumes)
         return [last(x) for last, x in zip(self.last, volumes)]
 
     def fresh(self, scales: int) -> Aggregation:
-        """Another of the first scales only, whose weights are its own; its parameters' names are among these."""
+        """Return a new one for the first scales only, with its own weights; its parameter names are a subset of
+        these.
+        """
         return Aggregation(self.widths[:scales], len(self.stack), self.deformable)

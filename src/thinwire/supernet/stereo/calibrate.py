@@ -1,7 +1,7 @@
-"""Statistics of BatchNorm for one sub-network, from training images on all ranks; and its error on others.
+"""Set BatchNorm's statistics for one sub-network, from training images on all ranks; and compute its error on others.
 
-Statistics gathered while sub-networks take turns fit none of them. Both functions are programs: ``sync.services.run``
-runs them over the ranks, ``thinwire.engine.executors.alone.run_alone`` on one.
+Statistics gathered while sub-networks take turns do not fit any of them. Both functions are programs:
+``sync.services.run`` runs them on the ranks, ``thinwire.engine.executors.alone.run_alone`` in one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from thinwire.supernet.stereo.pairs import StereoBatch
 
 
 def active_norms(net: ElasticStereo, sub_net: SubNet) -> list[tuple[nn.BatchNorm2d, int]]:
-    """The BatchNorms that a sub-network uses, and of how many channels."""
+    """Return the BatchNorms that a sub-network uses, and how many channels of each."""
     bounds = net.active_set(sub_net).bounds
     found = []
     for name, module in net.named_modules():
@@ -34,8 +34,8 @@ def active_norms(net: ElasticStereo, sub_net: SubNet) -> list[tuple[nn.BatchNorm
 def calibrate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[StereoBatch]) -> Program:
     """Set the running statistics that ``sub_net`` uses to their means over these batches of all ranks.
 
-    Batch means, and biased variances, weighted by images; both views count. Nothing else changes; the sub-network is
-    active afterwards. All ranks must run it, with batches of their own.
+    They are batch means and biased variances, weighted by images; both views count. Nothing else changes, except that
+    the sub-network is active afterwards. All ranks must run it, each with its own batches.
 
     Raises:
         ValueError: no rank has a batch.
@@ -83,7 +83,9 @@ def _add(sums: Tensor, module: nn.Module, inputs: Any) -> None:
 
 @torch.no_grad()
 def evaluate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[StereoBatch]) -> Program:
-    """The :class:`Metrics` of the finest disparity over these batches of all ranks, with the statistics as they are."""
+    """Return the :class:`Metrics` of the finest disparity over these batches of all ranks, with the current
+    statistics.
+    """
     net.activate(sub_net)
     was = net.training
     net.eval()

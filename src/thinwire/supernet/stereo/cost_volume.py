@@ -1,4 +1,4 @@
-"""From two feature maps to a disparity: correlation over shifts, and the mean of the shifts weighted by softmax."""
+"""From two feature maps to a disparity: correlation over shifts, and the softmax-weighted mean of the shifts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def correlation(left: Tensor, right: Tensor, disparities: int) -> Tensor:
-    """How well each pixel matches the one ``d`` columns to the left in the other view.
+    """Return how well each pixel matches the pixel ``d`` columns further left in the other view.
 
     Args:
         left, right: features ``[B, C, H, W]``.
-        disparities: d runs from 0 to this, exclusive.
+        disparities: d is from 0 to this, exclusive.
 
     Returns:
-        ``[B, disparities, H, W]``: the mean over channels of ``left[x] * right[x - d]``; 0 where ``x < d``.
+        ``[B, disparities, H, W]``: the mean over channels of ``left[x] * right[x - d]``; 0 if ``x < d``.
     """
     width = left.shape[3]
     shifted = F.pad(right, (disparities - 1, 0))
@@ -26,6 +26,6 @@ def correlation(left: Tensor, right: Tensor, disparities: int) -> Tensor:
 
 
 def soft_argmax(volume: Tensor) -> Tensor:
-    """``[B, D, H, W]`` -> ``[B, H, W]``: the mean of d under the softmax over d, in pixels of this scale."""
+    """Return the mean of d under the softmax over d, in pixels of this scale: ``[B, D, H, W]`` -> ``[B, H, W]``."""
     candidates = torch.arange(volume.shape[1], dtype=volume.dtype, device=volume.device)
     return (volume.softmax(1) * candidates[:, None, None]).sum(1)

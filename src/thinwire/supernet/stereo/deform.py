@@ -1,7 +1,7 @@
-"""Modulated deformable convolution: a 3x3 kernel whose taps move, by amounts that the input decides.
+"""Modulated deformable convolution: a 3x3 kernel whose taps are moved by amounts that depend on the input.
 
-Paper: Deformable ConvNets v2 (Zhu et al., arXiv 1811.11168). In plain torch, so that it runs on every device and
-exports; torchvision's kernel where that loads.
+Paper: Deformable ConvNets v2 (Zhu et al., arXiv 1811.11168). In plain torch, so that it runs on every device and can be
+exported; with torchvision's kernel if it can be loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def deform_conv2d(x: Tensor, offset: Tensor, mask: Tensor, weight: Tensor, dilat
     Args:
         x: ``[B, C, H, W]``.
         offset: ``[B, G * 2 * K * K, H, W]``, for each of G groups of channels and each tap (down, right), in pixels.
-        mask: ``[B, G * K * K, H, W]``, what each tap is multiplied by.
+        mask: ``[B, G * K * K, H, W]``, the factor of each tap.
         weight: ``[O, C, K, K]``. dilation: distance between taps.
     """
     batch, channels, height, width = x.shape
@@ -47,7 +47,7 @@ def deform_conv2d(x: Tensor, offset: Tensor, mask: Tensor, weight: Tensor, dilat
 
 @functools.cache
 def torchvision_kernel() -> Callable[..., Tensor] | None:
-    """torchvision's, where it is installed and fits this torch; else None."""
+    """Return torchvision's kernel if it is installed and matches this torch; else None."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     try:
@@ -58,7 +58,7 @@ def torchvision_kernel() -> Callable[..., Tensor] | None:
 
 
 class DeformConv(nn.Module):
-    """3x3, two groups of taps, no bias; taps start where those of a dilated convolution are, multiplied by 1."""
+    """3x3, two groups of taps, no bias; taps start at the positions of a dilated convolution, with factor 1."""
 
     groups = 2
 
@@ -69,7 +69,7 @@ class DeformConv(nn.Module):
         self.offset = nn.Conv2d(channels, self.groups * 27, 3, padding=dilation, dilation=dilation, groups=self.groups)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, C, H, W]`` -> the same shape."""
+        """Compute ``[B, C, H, W]`` -> the same shape."""
         moved = self.offset(x)
         offset, mask = moved[:, : self.groups * 18], 2 * moved[:, self.groups * 18 :].sigmoid()
         kernel: Any = None if torch.compiler.is_exporting() else torchvision_kernel()

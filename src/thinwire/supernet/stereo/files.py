@@ -1,4 +1,4 @@
-"""Pairs from a list of files, cropped and, for training, with other colours every time."""
+"""Pairs from a list of files, cropped and, for training, with changed colours."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class StereoFiles:
 
     Args:
         path: of the list, see :func:`~thinwire.supernet.stereo.readers.read_list`; every line needs a disparity.
-        crop: (height, width) of a random window, the same for a sample whenever it is asked for; None: the whole
-            picture, padded at the top and right to ``multiple``.
+        crop: (height, width) of a random window, always the same for a sample; None: the whole picture, padded at the
+            top and right to ``multiple``.
         kind: of the disparities, see :func:`~thinwire.supernet.stereo.readers.read_disparity`.
-        augment: change the colours of both views alike, and flip half of the samples upside down.
-        seed: of crops and colours. multiple: of the padding.
+        augment: change the colours of both views equally, and flip half of the samples upside down.
+        seed: for crops and colours. multiple: for the padding.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class StereoFiles:
 
 
 def coloured(left: Tensor, right: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Both views ``[3, H, W]`` in 0..1 with another contrast, gamma, brightness and saturation, each half of the time.
+    """Return both views ``[3, H, W]`` in 0..1 with changed contrast, gamma, brightness and saturation, each half the
+    time.
 
     The ranges are those of the published training; its change of hue is left out.
     """

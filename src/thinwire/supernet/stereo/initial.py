@@ -1,4 +1,4 @@
-"""The weights that training starts from, and the order of channels that the width phase starts from."""
+"""The initial weights of training, and the initial order of channels of the width phase."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from thinwire.supernet.stereo.refinement import Refinement
 
 @torch.no_grad()
 def initialise(net: nn.Module) -> None:
-    """Convolutions normal with variance 2 / (k * k * channels out), biases and offset convolutions zero.
+    """Initialise convolutions as normal with variance 2 / (k * k * output channels), biases and offset convolutions as
+    zero.
 
     The maps between kernels keep their identity, BatchNorm its ones and zeros. The refinements' last convolutions are
-    zero too, so that training starts from the estimate they refine: their one channel out would make that variance
-    2 / 9, and the noise they then add to the disparity doubles the error after short training (tiny network, 300
-    steps: 1.41 px against 0.92).
+    zero too, so that training starts from the estimate that they refine: with their one output channel the variance
+    would be 2 / 9, and the noise that they would add to the disparity doubles the error after short training (tiny
+    network, 300 steps: 1.41 px against 0.92).
     """
     for module in net.modules():
         weight = getattr(module, "weight", None)
@@ -36,7 +37,7 @@ def initialise(net: nn.Module) -> None:
 
 
 def order(importance: Tensor, edges: list[int]) -> Tensor:
-    """Indices by descending importance within each range between the edges; ties in order."""
+    """Return indices by descending importance within each range between the edges; equal ones keep their order."""
     parts = []
     for start, end in zip([0, *edges], edges):
         parts.append(start + importance[start:end].argsort(descending=True, stable=True))
@@ -45,11 +46,11 @@ def order(importance: Tensor, edges: list[int]) -> Tensor:
 
 @torch.no_grad()
 def sort_block(block: ElasticMBConv, expands: tuple[int, ...]) -> None:
-    """Order a block's middle channels by the L1 norm of the projection's columns; what it computes stays.
+    """Sort a block's middle channels by the L1 norm of the projection's columns; the block computes the same as before.
 
     Args:
         block: changed in place.
-        expands: the ratios whose widths are the edges of the ranges; the last alone: one range.
+        expands: the ratios whose widths are the edges of the ranges; with only the last ratio there is one range.
     """
     edges = sorted({block.middle(e) for e in expands})
     index = order(block.project.weight.abs().sum((0, 2, 3)), edges)
