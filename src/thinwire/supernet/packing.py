@@ -12,11 +12,11 @@ from thinwire.supernet.active import ActiveSet
 
 
 def pack(bucket: Bucket, active: ActiveSet, buffer: Tensor | None = None) -> Bucket | None:
-    """A bucket of the active rectangles, in the bucket's order, row-major inside each; None if there are none.
+    """Return a bucket of the active rectangles, in the bucket's order, each row-major; None if there are none.
 
     Args:
-        bucket: of whole gradients; not changed.
-        active: what to cut out.
+        bucket: with whole gradients; not changed.
+        active: the rectangles to cut out.
         buffer: memory for the message, of at least the bucket's size.
     """
     slots = []
@@ -32,14 +32,14 @@ def pack(bucket: Bucket, active: ActiveSet, buffer: Tensor | None = None) -> Buc
 
 
 def unpack(packed: Bucket | None, bucket: Bucket, active: ActiveSet, everyone: Sequence[ActiveSet] = ()) -> None:
-    """Deliver what was made of a packed bucket; outside the rectangles exact zeros.
+    """Deliver the results of a packed bucket; everything outside the rectangles becomes exactly zero.
 
-    A parameter that no rank uses keeps what it had, zeros or nothing.
+    A parameter that no rank uses keeps a zero gradient or none.
 
     Args:
         packed: after the inner method; None: there was nothing to send.
-        bucket: the whole one, delivered to.
-        everyone: each rank's set, if elements are to be divided by those that use them instead of all ranks.
+        bucket: the whole bucket, to which results are delivered.
+        everyone: each rank's set, to divide elements by the number of ranks that use them instead of all ranks.
     """
     made = {} if packed is None else {slot.name: slot for slot in packed.slots}
     for slot in bucket.slots:
@@ -56,7 +56,7 @@ def unpack(packed: Bucket | None, bucket: Bucket, active: ActiveSet, everyone: S
             )
             whole.copy_(result)
         else:
-            inner = result.clone() if slot.value is not None else result  # it may be a view of the gradient itself
+            inner = result.clone() if slot.value is not None else result  # it may be a view of the gradient
             whole = slot.value.zero_() if slot.value is not None else _zeros(slot)
             whole[rect] = inner
         if everyone:
@@ -69,12 +69,12 @@ def _zeros(slot: Slot) -> Tensor:
 
 
 class PackedState(State):
-    """The state of a packed bucket: residuals and momenta are cut out, and staged among those of the other elements.
+    """The state of a packed bucket: active parts of residuals and momenta are cut out, and staged back into the whole.
 
-    What belongs to inactive elements is not sent, decayed or changed.
+    State of inactive elements is not sent, decayed or changed.
 
     Args:
-        whole: the state of the whole parameters. active: what is cut out. slots: the whole ones, by name.
+        whole: the state of the whole parameters. active: what is cut out. slots: the whole slots, by name.
     """
 
     def __init__(self, whole: State, active: ActiveSet, slots: Mapping[str, Slot]) -> None:
@@ -83,14 +83,14 @@ class PackedState(State):
         self._whole, self._active, self._slots = whole, active, slots
 
     def residual(self, slot: Slot) -> Tensor:
-        """The active part of what this rank owes: a copy."""
+        """Return a copy of the active part of this rank's residual."""
         if slot.name not in self.residuals:
             owed = self._whole.residual(self._slots[slot.name])
             self.residuals[slot.name] = owed[self._active.rect(slot.name)].contiguous()
         return self.residuals[slot.name]
 
     def local(self, field: str, slot: Slot) -> Tensor:
-        """The active part of a local field: a copy."""
+        """Return a copy of the active part of a local field."""
         key = (field, slot.name)
         if key not in self.locals:
             held = self._whole.local(field, self._slots[slot.name])
@@ -104,7 +104,7 @@ class PackedState(State):
         shared: Mapping[str, Tensor] | None = None,
         local: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Stage the whole, of which only the active part is new."""
+        """Stage the whole tensors, in which only the active part is new."""
         if shared:
             raise RuntimeError(f"shared state of {name} cannot be packed")
         rect, slot = self._active.rect(name), self._slots[name]
@@ -119,5 +119,5 @@ class PackedState(State):
         self._whole.stage(name, residual=staged, local=fields)
 
     def verdict(self, flag: Tensor) -> None:
-        """Of the whole step."""
+        """Pass the verdict on to the whole state."""
         self._whole.verdict(flag)

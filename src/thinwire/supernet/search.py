@@ -1,11 +1,11 @@
-"""The best sub-network under a latency limit: evolution over predicted latencies, then measurement.
+"""Find the best sub-network under a latency limit: evolution with predicted latencies, then measurement.
 
 Method: the evolution of Once-for-all (Cai et al., arXiv 1908.09791, section 3.4). What EASNet used for stereo is not
 public.
 
-Differences from theirs: a limit below the smallest network raises at once instead of looping for ever; the smallest
-network is always among the first; the best candidates are measured, and the answer is one whose *measured* latency
-keeps the limit.
+Differences from theirs: a limit below the smallest network raises an error at once instead of looping forever; the
+smallest network is always in the first generation; the best candidates are measured, and the *measured* latency of the
+answer is within the limit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from thinwire.supernet.space import Space, SubNet
 
 Fitness = Callable[[SubNet], float]
 Milliseconds = Callable[[SubNet], float]
-_TRIES = 200  # for one child under the limit
+_TRIES = 200  # to find one child within the limit
 
 
 class Infeasible(ValueError):
-    """No sub-network keeps the limit."""
+    """No sub-network is within the limit."""
 
     def __init__(self, smallest_ms: float, limit_ms: float, unit: str = "ms") -> None:
         self.smallest_ms, self.limit_ms = smallest_ms, limit_ms
@@ -38,7 +38,7 @@ class Infeasible(ValueError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sub-network that was looked at: higher ``fitness`` is better; milliseconds by the table, and if measured."""
+    """An evaluated sub-network: higher ``fitness`` is better; milliseconds by the table, and measured if available."""
 
     sub_net: SubNet
     fitness: float
@@ -47,7 +47,7 @@ class Candidate:
 
 
 def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that nothing faster beats, fastest first."""
+    """Return the Pareto front: the candidates that no faster one equals or beats, fastest first."""
     found: list[Candidate] = []
     for c in sorted(candidates, key=lambda c: (c.predicted_ms, -c.fitness)):
         if not found or c.fitness > found[-1].fitness:
@@ -60,7 +60,7 @@ class SearchResult:
     """The answer and how it was found.
 
     Attributes:
-        best: keeps the limit, measured.
+        best: measured, and within the limit.
         candidates: those that were measured, best fitness first. archive: everything that was scored.
     """
 
@@ -69,7 +69,7 @@ class SearchResult:
     archive: tuple[Candidate, ...]
 
     def pareto(self) -> list[Candidate]:
-        """Those of the archive that nothing faster beats, fastest first."""
+        """Return the Pareto front of the archive, fastest first."""
         return pareto(self.archive)
 
 
@@ -79,8 +79,8 @@ class Evolution:
 
     Attributes:
         population: sub-networks in a generation. generations: after the first.
-        parents: share of the population that has children. mutate: probability of another value for a gene.
-        finalists: how many are measured. seed: of all draws; equal on all ranks.
+        parents: share of the population that has children. mutate: probability that a gene gets another value.
+        finalists: how many are measured. seed: for all draws; the same on all ranks.
     """
 
     population: int = 100
@@ -111,21 +111,21 @@ def search(
     device: torch.device = torch.device("cpu"),  # noqa: B008
     on_generation: Callable[[int, Candidate], None] | None = None,
 ) -> Program:
-    """A program (for ``sync.services.run`` or ``run_alone``) that returns a :class:`SearchResult`, equal on all ranks.
+    """Return a :class:`SearchResult`, equal on all ranks. A program, for ``sync.services.run`` or ``run_alone``.
 
     Args:
-        space: what to choose from.
-        fitness: of a sub-network, the higher the better, equal wherever it is computed: minus its end-point error on a
-            fixed set after calibration. New ones are shared out over the ranks.
-        limit_ms: of the latency. predict: by the table. measured: on the device; rank 0's figure counts.
+        space: the sub-networks to choose from.
+        fitness: of a sub-network, the higher the better, the same wherever it is computed: minus its end-point error on
+            a fixed set after calibration. Ranks share the evaluation of new sub-networks.
+        limit_ms: of the latency. predict: by the table. measured: on the device; rank 0's value counts.
         evolution: how to search.
-        rank, world: of the group that runs it.
-        canonical: equal networks to one of them.
-        device: of the tensors that travel.
-        on_generation: told its number and the best so far.
+        rank, world: of the group that runs the search.
+        canonical: maps equal networks to one of them.
+        device: of the tensors that are exchanged.
+        on_generation: called with its number and the best candidate so far.
 
     Raises:
-        Infeasible: even the smallest is predicted, or every finalist measured, above the limit.
+        Infeasible: the smallest network is predicted, or every finalist measured, to exceed the limit.
     """
     rng = random.Random(evolution.seed)
     smallest = canonical(space.smallest)
@@ -173,7 +173,7 @@ def _order(c: Candidate) -> tuple[float, float, str]:
 
 
 def _scored(nets: Sequence[SubNet], fitness: Fitness, rank: int, world: int, device: torch.device) -> Program:
-    """Each rank scores every ``ranks``-th; all get all."""
+    """Score every ``world``-th network on each rank, and gather all scores on all ranks."""
     if not nets:
         return []
     longest = -(-len(nets) // world)
@@ -194,7 +194,7 @@ def _finals(
     rank: int,
     device: torch.device,
 ) -> Program:
-    """Measure the best on rank 0, and the smallest if none of them keeps the limit."""
+    """Measure the best networks, and the smallest, on rank 0, and return the best within the limit."""
     best = sorted(archive.values(), key=_order)[:finalists]
     if all(c.sub_net != smallest for c in best):
         best.append(archive[smallest])
@@ -210,9 +210,9 @@ def _finals(
 
 
 def mutated(space: Space, net: SubNet, rng: random.Random, probability: float) -> SubNet:
-    """Another value for each gene with this probability, for the number of scales with 0.5.
+    """Return a copy in which each gene changes with this probability, and the number of scales with 0.5.
 
-    Stages and blocks that come new are drawn as in ``Space.sample``.
+    New stages and blocks are drawn as in ``Space.sample``.
     """
     fresh = space.sample(rng)
     full = space.uniform(space.kernels[-1], space.depths[-1], space.expands[-1], space.scales[-1])
@@ -233,7 +233,7 @@ def mutated(space: Space, net: SubNet, rng: random.Random, probability: float) -
 
 
 def crossed(a: SubNet, b: SubNet, rng: random.Random) -> SubNet:
-    """Each gene from one of two parents, where both have it; the number of scales, and of blocks, likewise."""
+    """Take each gene from one of two parents, if both have it; likewise the number of scales and of blocks."""
     scales = rng.choice((a.scales, b.scales))
     stages = []
     for s in range(scales):

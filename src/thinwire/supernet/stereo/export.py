@@ -1,4 +1,6 @@
-"""A sub-network as a file that runs without thinwire: ``torch.export``, and ONNX where its libraries are installed."""
+"""Export a sub-network to a file that runs without thinwire: ``torch.export``, or ONNX if its libraries are
+installed.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,28 @@ from thinwire.supernet.stereo.network import Stereo
 
 
 class Finest(nn.Module):
-    """A plain network of which only the last disparity is wanted."""
+    """A plain network that returns only the last disparity."""
 
     def __init__(self, net: Stereo) -> None:
         super().__init__()
         self.net = net
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """``[B, 3, H, W]`` twice -> ``[B, H, W]``, in pixels."""
+        """Compute ``[B, 3, H, W]`` twice -> ``[B, H, W]``, in pixels."""
         finest: Tensor = self.net(left, right)[-1]
         return finest
 
 
 @torch.no_grad()
 def export(net: Stereo, path: str | Path, size: tuple[int, int]) -> float:
-    """Write a ``.pt2`` file (``torch.export``) or an ``.onnx`` file, for pairs of one size, and run it against ``net``.
+    """Write a ``.pt2`` (``torch.export``) or ``.onnx`` file for pairs of one size, and compare its output with
+    ``net``'s.
 
     Returns:
         The largest difference of a disparity between the file, read back, and ``net``, in pixels.
 
     Raises:
-        ValueError: another ending, or ONNX without its libraries.
+        ValueError: the name has another ending, or libraries for ONNX are missing.
     """
     path = Path(path)
     if path.suffix not in (".pt2", ".onnx"):
@@ -44,7 +47,7 @@ def export(net: Stereo, path: str | Path, size: tuple[int, int]) -> float:
     if path.suffix == ".pt2":
         torch.export.save(torch.export.export(finest, views), path)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.9 of its own reading
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.9, when it reads
             other = torch.export.load(path).module()(*views)
     else:
         other = _onnx(finest, views, path)

@@ -1,4 +1,4 @@
-"""How long each part of a sub-network takes on this device, and with it every sub-network, without running it.
+"""How long each part of a sub-network takes on this device, to predict every sub-network without running it.
 
 Differences from the published code, which times one uniform network: parts are measured, as for Once-for-all, and the
 sum is corrected by one factor, found on whole networks; its error is part of the table.
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a call: the median and the ninth decile."""
+    """Milliseconds of a call: median and 90th percentile."""
 
     p50: float
     p90: float
@@ -36,14 +36,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Milliseconds of all parts on one device at one size of image, one pair at a time.
+    """Milliseconds of all parts on one device for one image size, one pair at a time.
 
     Attributes:
         device, size, dtype, threads, torch, repeats: what was measured, and how often.
-        blocks: of both views, by "stage.place.kernel.expand"; place 0 is a stage's first block, 1 any other.
+        blocks: time for both views, by "stage.place.kernel.expand"; place 0 is a stage's first block, 1 any other.
         aggregation: volumes, aggregation and disparity, by number of scales.
         refinement: by "width.depth", or "whole".
-        factor: what sums are multiplied by. error: largest relative error of a whole network after that.
+        factor: by which sums are multiplied. error: largest relative error of a whole network after that.
     """
 
     device: str
@@ -59,10 +59,10 @@ class LatencyTable:
     error: float = 0.0
 
     def predict(self, net: SubNet) -> float:
-        """Milliseconds of a sub-network.
+        """Return the predicted milliseconds of a sub-network.
 
         Raises:
-            ValueError: the table is of another space.
+            ValueError: the table was made for another space.
         """
         try:
             total = self.aggregation[str(net.scales)].p50
@@ -85,7 +85,7 @@ class LatencyTable:
         """
         try:
             data: dict[str, Any] = json.loads(text)
-            data.pop("load", None)  # of the machine, beside what the verb writes
+            data.pop("load", None)  # the machine's load, which the command adds
             for name in ("blocks", "aggregation", "refinement"):
                 data[name] = {key: Timing(**value) for key, value in data[name].items()}
             data["size"] = tuple(data["size"])
@@ -96,7 +96,7 @@ class LatencyTable:
 
 @torch.no_grad()
 def time_call(call: Callable[[], object], device: torch.device, repeats: int, warmup: int = 3) -> Timing:
-    """Time a call that many times after a few untimed ones."""
+    """Time a call ``repeats`` times, after ``warmup`` untimed calls."""
     for _ in range(warmup):
         call()
     settle(device)
@@ -111,7 +111,7 @@ def time_call(call: Callable[[], object], device: torch.device, repeats: int, wa
 
 
 def measure_net(net: ElasticStereo, sub_net: SubNet, size: tuple[int, int], repeats: int) -> Timing:
-    """Run a sub-network, extracted, on one pair of this size."""
+    """Time a sub-network, extracted, on one pair of this size."""
     first = next(net.parameters())
     plain = net.extract(sub_net).eval()
     view = torch.randn(1, 3, *size, dtype=first.dtype, device=first.device)
@@ -121,14 +121,14 @@ def measure_net(net: ElasticStereo, sub_net: SubNet, size: tuple[int, int], repe
 def build_table(
     net: ElasticStereo, size: tuple[int, int], repeats: int = 30, seed: int = 0, on_part: Progress | None = None
 ) -> LatencyTable:
-    """Measure every part of every sub-network on the device that the network is on.
+    """Measure every part of every sub-network on the network's device.
 
     Args:
         net: its weights do not matter.
         size: (height, width) of the images.
         repeats: timed calls of each part.
-        seed: of the whole networks that correct the sums.
-        on_part: told (done, of all).
+        seed: for drawing the whole networks that correct the sums.
+        on_part: called with (number done, number of all).
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
@@ -181,7 +181,7 @@ def build_table(
 
 @torch.no_grad()
 def _maps(net: ElasticStereo, size: tuple[int, int], view: Tensor) -> list[list[Tensor]]:
-    """What each stage's first and later blocks get, by stage; noise of the right shape."""
+    """Return, by stage, inputs for the stage's first and later blocks: noise of the right shape."""
     found, channels, (height, width), stride = [], 3, size, 3
     for stage in net.features:
         block: Any = stage[0]  # type: ignore[index]

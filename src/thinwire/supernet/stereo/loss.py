@@ -1,4 +1,4 @@
-"""What training minimises: the error of every disparity map of the pyramid at full size."""
+"""What training minimises: the error of every disparity map of the pyramid, at full size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def valid(truth: Tensor, max_disparity: float) -> Tensor:
-    """Where the truth counts: finite, above 0, below the largest disparity."""
+    """Return where the truth is used: finite, above 0, below the largest disparity."""
     return truth.isfinite() & (truth > 0) & (truth < max_disparity)
 
 
 def weights(maps: int) -> list[float]:
-    """Of the maps, coarse to fine: 1/3, 2/3, then 1."""
+    """Return the weights of the maps, coarse to fine: 1/3, 2/3, then 1."""
     return [(1 / 3, 2 / 3)[i] if i < 2 else 1.0 for i in range(maps)]
 
 
 def enlarged(disparity: Tensor, size: tuple[int, int]) -> Tensor:
-    """``[B, h, w]`` -> ``[B, H, W]``, in pixels of that size."""
+    """Resize ``[B, h, w]`` to ``[B, H, W]``, in pixels of the new size."""
     if tuple(disparity.shape[1:]) == size:
         return disparity
     larger = F.interpolate(disparity.unsqueeze(1), size, mode="bilinear", align_corners=False).squeeze(1)
@@ -30,16 +30,16 @@ def enlarged(disparity: Tensor, size: tuple[int, int]) -> Tensor:
 def pyramid_loss(
     disparities: Sequence[Tensor], truth: Tensor, max_disparity: float, valid_total: Tensor | float | None = None
 ) -> Tensor:
-    """The weighted sum over maps of the mean smooth-L1 error over valid pixels.
+    """Return the weighted sum over maps of the mean smooth-L1 error over valid pixels.
 
-    Where no pixel is valid it is 0 *with* a graph, so that no rank skips its backward.
+    If no pixel is valid, it is 0 but *with* a graph, so that no rank skips its backward.
 
     Args:
-        disparities: of ``ElasticStereo``, coarse to fine.
-        truth: ``[B, H, W]`` in pixels; invalid ones may be 0, infinite or NaN.
-        max_disparity: the truth counts below it.
-        valid_total: what to divide by instead of this batch's number of valid pixels: the number over all ranks,
-            divided by the ranks, makes their average the loss of one large batch.
+        disparities: from ``ElasticStereo``, coarse to fine.
+        truth: ``[B, H, W]`` in pixels; invalid values may be 0, infinite or NaN.
+        max_disparity: truth of at least this is not used.
+        valid_total: divisor that replaces this batch's number of valid pixels: with the number over all ranks, divided
+            by the number of ranks, the ranks' average is the loss of one large batch.
     """
     mask = valid(truth, max_disparity)
     goal = torch.where(mask, truth, 0.0)

@@ -1,4 +1,4 @@
-"""How far disparities are off, as sums that add over batches and ranks."""
+"""Errors of disparities, as sums that can be added over batches and ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Metrics:
 
     Attributes:
         pixels: how many. error: sum of absolute errors in pixels.
-        over1, over2, over3: pixels that are off by more. outliers: off by more than 3 px and 5 % (D1 of KITTI).
+        over1, over2, over3: pixels with a larger error. outliers: error above 3 px and above 5 % (D1 of KITTI).
     """
 
     pixels: float = 0.0
@@ -38,16 +38,16 @@ class Metrics:
 
     @property
     def bad3(self) -> float:
-        """Share of pixels that are off by more than 3."""
+        """Share of pixels with an error above 3."""
         return self.over3 / self.pixels if self.pixels else float("nan")
 
     def vector(self) -> Tensor:
-        """As ``[6]``, fp64: what ranks add."""
+        """Return the sums as ``[6]``, fp64, for adding over ranks."""
         return torch.tensor([getattr(self, f.name) for f in fields(self)], dtype=torch.float64)
 
     @classmethod
     def of(cls, vector: Tensor) -> Metrics:
-        """From what ``vector`` gave."""
+        """Build metrics from the result of ``vector``."""
         return cls(*vector.tolist())
 
     def __add__(self, other: Metrics) -> Metrics:
@@ -55,7 +55,7 @@ class Metrics:
 
 
 def measure(disparity: Tensor, truth: Tensor, max_disparity: float) -> Metrics:
-    """Compare ``[B, H, W]`` with the truth, where that counts."""
+    """Compare ``[B, H, W]`` with the truth where it is valid."""
     mask = valid(truth, max_disparity)
     goal = torch.where(mask, truth, 0.0).double()
     error = torch.where(mask, (disparity.double() - goal).abs(), 0.0)

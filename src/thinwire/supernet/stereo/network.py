@@ -1,12 +1,12 @@
-"""EASNet: a stereo network of which sub-networks can be trained, run and extracted.
+"""EASNet: a stereo network whose sub-networks can be trained, run and extracted.
 
 Paper: Wang et al., EASNet: Searching Elastic and Accurate Network Architecture for Stereo Matching, ECCV 2022
 (arXiv 2207.09796). Two views go through one feature pyramid; at every scale the features are correlated; the volumes
 are aggregated; the finest disparity is refined twice.
 
 Differences from the published code: the warp is corrected (:mod:`~thinwire.supernet.stereo.refinement`); channels are
-sorted over their whole range, not inside segments (``segmented=True`` does that); offset convolutions do start at zero;
-an extracted network drops the last convolutions of scales that it has not.
+sorted over their whole range, not within segments (``segmented=True`` does that); offset convolutions start at zero; an
+extracted network omits the final convolutions of scales that it does not have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thinwire.supernet.stereo.cost_volume import correlation, soft_argmax
 from thinwire.supernet.stereo.initial import initialise, sort_block
 from thinwire.supernet.stereo.refinement import Refinement
 
-STRIDES = (3, 2, 2, 2)  # of the first block of each stage; the later ones 2
+STRIDES = (3, 2, 2, 2)  # of each stage's first block; further stages: 2
 Pyramid = Callable[[Tensor], list[Tensor]]
 
 
@@ -39,7 +39,7 @@ def estimate(
     refinement: Sequence[nn.Module],
     *options: Any,
 ) -> list[Tensor]:
-    """The whole network but its feature pyramid; ``options`` go to each refinement.
+    """Compute everything except the feature pyramid; ``options`` are passed to each refinement.
 
     Returns:
         Disparities ``[B, h, w]`` in pixels of their own size, coarse to fine; the last two are refined.
@@ -61,7 +61,7 @@ def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def check_size(left: Tensor, right: Tensor, multiple: int) -> None:
-    """Raise ``ValueError``, naming the padding, unless the views fit each other and the strides."""
+    """Raise ``ValueError``, naming the padding, unless the views match each other and the strides."""
     if left.ndim != 4 or left.shape != right.shape or left.shape[1] != 3:
         raise ValueError(f"the views must both be [B, 3, H, W], not {list(left.shape)} and {list(right.shape)}")
     height, width = left.shape[2:]
@@ -74,7 +74,7 @@ def check_size(left: Tensor, right: Tensor, multiple: int) -> None:
 
 
 class Stereo(nn.Module):
-    """A network of one size: what ``ElasticStereo.extract`` returns. There is nothing left to cut."""
+    """A network of one fixed size, as ``ElasticStereo.extract`` returns it."""
 
     def __init__(
         self, stages: Sequence[Sequence[nn.Module]], aggregation: Aggregation, refinement: Sequence[nn.Module]
@@ -86,7 +86,7 @@ class Stereo(nn.Module):
         self.multiple = 3 * 2 ** (len(self.features) - 1)
 
     def pyramid(self, x: Tensor) -> list[Tensor]:
-        """One view's features, the finest first."""
+        """Return one view's features, the finest first."""
         found = []
         for stage in self.features:
             x = stage(x)
@@ -94,20 +94,20 @@ class Stereo(nn.Module):
         return found
 
     def forward(self, left: Tensor, right: Tensor) -> list[Tensor]:
-        """Views ``[B, 3, H, W]`` -> scales + 2 disparities, coarse to fine; the last is ``[B, H, W]``."""
+        """Compute views ``[B, 3, H, W]`` -> scales + 2 disparities, coarse to fine; the last is ``[B, H, W]``."""
         check_size(left, right, self.multiple)
         return estimate(left, right, self.pyramid, self.aggregation, list(self.refinement))
 
 
 class ElasticStereo(nn.Module):
-    """The network that holds all sub-networks of a space; ``activate`` chooses which one ``forward`` runs.
+    """A network that contains all sub-networks of a space; ``activate`` chooses which of them ``forward`` runs.
 
     Args:
         space: the allowed values.
-        widths: channels of each stage's output, as many as the space has scales at most.
+        widths: output channels of each stage; one entry per scale of the space's maximum.
         max_disparity: in pixels of the input; a multiple of 3 * 2 ** (scales - 1).
-        modules: of the cost aggregation, the last ``deformable`` of them with deformable convolutions; 0 of these
-            exports to every runtime.
+        modules: number of cost aggregation modules; the last ``deformable`` of them use deformable convolutions. With
+            ``deformable=0`` the network can be exported to every runtime.
         refine_width, dilations: of the two refinements.
     """
 
@@ -161,28 +161,28 @@ class ElasticStereo(nn.Module):
 
     @classmethod
     def tiny(cls, deformable: int = 1) -> ElasticStereo:
-        """40,790 parameters; trains on a laptop in minutes."""
+        """Return a network with 40,790 parameters that trains on a laptop in minutes."""
         space = Space(kernels=(3, 5, 7), depths=(1, 2), expands=(2, 4), scales=(2,))
         return cls(space, (8, 16), 48, modules=2, deformable=deformable, refine_width=8, dilations=(1, 2, 4))
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> ElasticStereo:
-        """A network of the same arguments as another's ``config``, which is plain data."""
+        """Build a network with the same arguments as another, from its ``config``, which is plain data."""
         plain: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in config.items()}
         plain["space"] = Space(**{key: tuple(value) for key, value in config["space"].items()})
         return cls(**plain)
 
     def activate(self, net: SubNet) -> None:
-        """Let ``forward`` run this sub-network from now on."""
+        """Make ``forward`` run this sub-network from now on."""
         self.space.check(net)
         self.active = net
 
     def sample(self, rng: random.Random) -> SubNet:
-        """A random sub-network of the space."""
+        """Draw a random sub-network of the space."""
         return self.space.sample(rng)
 
     def canonical(self, net: SubNet) -> SubNet:
-        """The same network with the smallest ratios that give its widths: two ratios can round to one width."""
+        """Return the same network with the smallest ratios that give its widths: two ratios can round to one width."""
         stages = []
         for chosen, stage in zip(net.stages, self.features):
             blocks = list(zip(chosen, stage))  # type: ignore[call-overload]
@@ -192,7 +192,7 @@ class ElasticStereo(nn.Module):
         return SubNet(tuple(stages), net.refine)
 
     def pyramid(self, x: Tensor) -> list[Tensor]:
-        """One view's features under the active sub-network, the finest first."""
+        """Return one view's features with the active sub-network, the finest first."""
         found = []
         for genes, stage in zip(self.active.stages, self.features):
             for (kernel, expand), block in zip(genes, stage):  # type: ignore[call-overload]
@@ -201,12 +201,12 @@ class ElasticStereo(nn.Module):
         return found
 
     def forward(self, left: Tensor, right: Tensor) -> list[Tensor]:
-        """Views ``[B, 3, H, W]`` -> scales + 2 disparities, coarse to fine; the last is ``[B, H, W]``."""
+        """Compute views ``[B, 3, H, W]`` -> scales + 2 disparities, coarse to fine; the last is ``[B, H, W]``."""
         check_size(left, right, self.multiple)
         return estimate(left, right, self.pyramid, self.aggregation, list(self.refinement), self.active.refine)
 
     def extract(self, net: SubNet) -> Stereo:
-        """A plain network that computes the same as this one with ``net`` active; its weights are copies."""
+        """Return a plain network that computes the same as this one with ``net`` active; its weights are copies."""
         self.space.check(net)
         stages = [
             [block.extract(*genes) for genes, block in zip(chosen, stage)]  # type: ignore[call-overload]
@@ -220,20 +220,20 @@ class ElasticStereo(nn.Module):
         return plain.to(first.device, first.dtype).train(self.training)
 
     def sort_channels(self, segmented: bool = False) -> None:
-        """Order every block's middle channels by importance, before narrower widths are trained.
+        """Sort every block's middle channels by importance, before narrower widths are trained.
 
-        What the largest network computes stays the same, but for the order of its sums. The optimizer's state does not
-        follow: make a new one.
+        The largest network computes the same as before, except for the order of its sums. The optimizer's state is not
+        sorted: create a new optimizer.
 
         Args:
-            segmented: sort only inside the ranges between the allowed widths, as the published code does.
+            segmented: sort only within the ranges between the allowed widths, as the published code does.
         """
         for stage in self.features:
             for block in stage:  # type: ignore[attr-defined]
                 sort_block(block, self.space.expands if segmented else self.space.expands[-1:])
 
     def active_set(self, net: SubNet) -> ActiveSet:
-        """The part of every parameter that a backward of this sub-network can give a gradient to."""
+        """Return the part of every parameter to which a backward of this sub-network can give a gradient."""
         self.space.check(net)
         rects: dict[str, Rect] = {}
         for s, stage in enumerate(self.features):
@@ -250,7 +250,7 @@ class ElasticStereo(nn.Module):
         return ActiveSet.of(self._shapes, rects)
 
     def _aggregated(self, scales: int) -> dict[str, Rect]:
-        """Rectangles of the aggregation's parameters where that many scales are used: whole, or not used."""
+        """Return the rectangles of the aggregation's parameters for that many scales: each whole, or not used."""
         if scales not in self._inside:
             with torch.device("meta"):
                 inside = {name for name, _ in self.aggregation.fresh(scales).named_parameters()}

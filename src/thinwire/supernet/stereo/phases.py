@@ -1,7 +1,7 @@
-"""Progressive shrinking as data: which sub-networks each phase draws, how many per step, at which rate.
+"""Progressive shrinking as data: which sub-networks each phase draws, how many per step, at which learning rate.
 
 Schedule of the published training (EASNet, ECCV 2022): first the largest network, then kernels, depths, widths and
-scales become elastic one after the other. A draw depends on (seed, phase, step, number) alone: it is the same for any
+scales become elastic one after another. A draw depends only on (seed, phase, step, number): it is the same for any
 number of ranks and after a resume.
 """
 
@@ -18,15 +18,15 @@ from thinwire.supernet.stereo.pairs import digest
 
 @dataclass(frozen=True)
 class Phase:
-    """One stage of training.
+    """One phase of training.
 
     Attributes:
         name: of the phase; part of every draw.
-        space: what it draws from.
-        steps: of the optimizer. flat: the first that many of them at the full rate.
-        lr: of Adam at the start; then a half cosine to zero, or, with ``halve``, halved every N steps.
-        sub_nets: drawn per step, their gradients added.
-        sort: order channels by importance first.
+        space: from which it draws.
+        steps: of the optimizer. flat: number of first steps at the full learning rate.
+        lr: of Adam at the start; then a half cosine to zero or, with ``halve``, halved every ``halve`` steps.
+        sub_nets: how many are drawn per step; their gradients are added.
+        sort: sort channels by importance first.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Phase:
             raise ValueError(f"phase {self.name}: lr={self.lr!r} must be above 0")
 
     def draw(self, seed: int, step: int, number: int) -> SubNet:
-        """A sub-network of a step."""
+        """Draw a sub-network of a step."""
         return self.space.sample(random.Random(digest("draw", seed, self.name, step, number)))
 
     def rate(self, step: int) -> float:
-        """The learning rate at a step."""
+        """Return the learning rate at a step."""
         if self.halve:
             return self.lr * 0.5 ** (step // self.halve)
         if step < self.flat:
@@ -58,7 +58,9 @@ class Phase:
 
 
 def published(epoch: int) -> tuple[Phase, ...]:
-    """The phases of the paper's Scene Flow training, of ``epoch`` steps each (its batch is 2 on each of 8 GPUs)."""
+    """Return the phases of the paper's Scene Flow training, with ``epoch`` steps per epoch (its batch: 2 on each of 8
+    GPUs).
+    """
     whole = Space()
     kernel = Space(depths=(4,), expands=(8,), scales=(4,))
     depth = replace(kernel, depths=(2, 3, 4))
@@ -73,11 +75,11 @@ def published(epoch: int) -> tuple[Phase, ...]:
 
 
 def short(space: Space, large: int = 300, shrinking: int = 300, sub_nets: int = 2) -> tuple[Phase, ...]:
-    """Two phases for small configurations: the largest network, then all dimensions at once.
+    """Return two phases for small configurations: the largest network, then all dimensions at once.
 
     Args:
         space: of the network.
-        large, shrinking: steps of each. sub_nets: per step of the second.
+        large, shrinking: steps of each phase. sub_nets: per step of the second phase.
     """
     top = {name: getattr(space, name)[-1:] for name in space.__dataclass_fields__}
     return (
@@ -87,5 +89,5 @@ def short(space: Space, large: int = 300, shrinking: int = 300, sub_nets: int = 
 
 
 def total(phases: Iterable[Phase]) -> int:
-    """Steps of all phases."""
+    """Return the steps of all phases."""
     return sum(phase.steps for phase in phases)

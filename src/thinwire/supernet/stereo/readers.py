@@ -22,19 +22,19 @@ def _pillow() -> Any:
 
 
 def read_picture(path: str | Path) -> Tensor:
-    """``[3, H, W]`` in 0..1 from any picture file; grey becomes three equal channels."""
+    """Read any picture file as ``[3, H, W]`` in 0..1; grey becomes three equal channels."""
     with _pillow().open(path) as picture:
         array = np.array(picture.convert("RGB"), dtype=np.float32)
     return torch.from_numpy(array / 255).permute(2, 0, 1).contiguous()
 
 
 def read_pfm(path: str | Path) -> Tensor:
-    """A portable float map, the format of Scene Flow: ``[H, W]``, or ``[3, H, W]`` with colours.
+    """Read a portable float map, the format of Scene Flow: ``[H, W]``, or ``[3, H, W]`` with colours.
 
-    Its rows go from the bottom to the top; a negative scale means little-endian.
+    In the file, rows are stored from bottom to top; a negative scale means little-endian.
 
     Raises:
-        ValueError: it is not one, or it is cut short.
+        ValueError: the file is not a PFM file, or it is incomplete.
     """
     data = Path(path).read_bytes()
     head = re.match(rb"(P[fF])\s+(\d+)\s+(\d+)\s+([-+.\deE]+)\s", data)
@@ -51,7 +51,7 @@ def read_pfm(path: str | Path) -> Tensor:
 
 
 def read_disparity(path: str | Path, kind: str = "") -> Tensor:
-    """``[H, W]`` in pixels, infinite where the file has no value.
+    """Read a disparity ``[H, W]`` in pixels, infinite where the file has no value.
 
     Args:
         path: of the file.
@@ -85,10 +85,10 @@ def read_disparity(path: str | Path, kind: str = "") -> Tensor:
 
 
 def read_list(path: str | Path) -> list[tuple[Path, Path, Path | None]]:
-    """A list of files: lines of ``left right [disparity]``, relative to the list; # begins a remark.
+    """Read a list of files: lines of ``left right [disparity]``, relative to the list; # begins a comment.
 
     Raises:
-        ValueError: a line has another number of names, or a file is missing.
+        ValueError: a line has another number of names, a file is missing, or the list is empty.
     """
     root, found = Path(path).parent, []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):

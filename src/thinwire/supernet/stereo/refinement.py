@@ -1,12 +1,12 @@
-"""Refinement of a disparity at a finer size, from how well the warped right image fits the left one.
+"""Refine a disparity at a larger size, using how well the warped right image matches the left one.
 
 Follows StereoDRNet (Chabra et al., arXiv 1904.02251), as EASNet does through AANet.
 
-Differences from the published code: the warp reads pixels where the disparity says (there it is off by up to half a
-pixel at the border: it normalises by width - 1 and samples without aligned corners); the two inputs of the trunk
-alternate channel by channel, so that its first channels hold both.
+Differences from the published code: the warp reads pixels exactly where the disparity says (the published warp
+normalises by width - 1 and samples without aligned corners, so it is off by up to half a pixel at the border); the two
+inputs of the trunk alternate channel by channel, so that its first channels contain both.
 
-*Extension, off by default*: the first channels and the first blocks alone.
+*Extension, off by default*: using only the first channels and the first blocks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from thinwire.supernet.stereo.aggregation import SLOPE
 
 
 def warp(image: Tensor, disparity: Tensor) -> Tensor:
-    """The left view, looked up in the right one.
+    """Reconstruct the left view by looking up its pixels in the right one.
 
     Args:
         image: right, ``[B, C, H, W]``.
-        disparity: of the left view, ``[B, H, W]``, in pixels; what it moves beyond the border reads the border.
+        disparity: of the left view, ``[B, H, W]``, in pixels; positions beyond the border read the border.
 
     Returns:
         ``[B, C, H, W]``: ``image[x - d]``, linear between columns; integer disparities are exact.
@@ -52,7 +52,7 @@ class Residual(nn.Module):
         self.norm2 = ElasticBatchNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, w, H, W]`` -> the same shape; the first w channels."""
+        """Compute ``[B, w, H, W]`` -> the same shape, with the weights of the first w channels."""
         w, d = x.shape[1], self.dilation
         y = F.leaky_relu(self.norm1(F.conv2d(x, self.conv1.weight[:w, :w], padding=d, dilation=d)), SLOPE)
         y = self.norm2(F.conv2d(y, self.conv2.weight[:w, :w], padding=d, dilation=d))
@@ -60,7 +60,7 @@ class Residual(nn.Module):
 
 
 class Refinement(nn.Module):
-    """From a disparity at one size to a better one at a larger size.
+    """Turn a disparity at one size into a better one at a larger size.
 
     Args:
         width: channels of the trunk, even. dilations: one per block.
@@ -78,7 +78,7 @@ class Refinement(nn.Module):
         self.last = nn.Conv2d(width, 1, 3, padding=1)
 
     def forward(self, disparity: Tensor, left: Tensor, right: Tensor, cut: tuple[int, int] | None = None) -> Tensor:
-        """Enlarge and correct.
+        """Upsample the disparity and correct it.
 
         Args:
             disparity: ``[B, h, w]``, in pixels of its own size.
@@ -103,7 +103,7 @@ class Refinement(nn.Module):
         return F.relu(coarse + residual).squeeze(1)
 
     def rectangles(self, cut: tuple[int, int] | None) -> Mapping[str, Rect]:
-        """By parameter: what a pass can give a gradient to."""
+        """Return for each parameter the rectangle to which a pass can give a gradient."""
         width, depth = cut or (self.width, len(self.blocks))
         w, half, three = slice(0, width), slice(0, width // 2), slice(0, 3)
         found: dict[str, Rect] = {
@@ -123,7 +123,7 @@ class Refinement(nn.Module):
 
     @torch.no_grad()
     def extract(self, cut: tuple[int, int] | None) -> Refinement:
-        """One of the first channels and blocks, whose weights are copies."""
+        """Return a plain copy of the first channels and blocks."""
         width, depth = cut or (self.width, len(self.blocks))
         plain = Refinement(width, self.dilations[:depth])
         ours = self.state_dict()

@@ -1,8 +1,8 @@
-"""Progressive shrinking: all phases one after the other, resumable at any step.
+"""Progressive shrinking: all phases one after another; can be resumed at any step.
 
-Differences from the published code: a draw follows from (seed, phase, step); the loss of a batch without a valid pixel
-is zero with a graph, so that no rank skips its backward; weights that a step did not use stay as they are
-(``semantics="zero"`` moves them).
+Differences from the published code: a draw depends only on (seed, phase, step, number); the loss of a batch without a
+valid pixel is zero with a graph, so that no rank skips its backward; weights that a step did not use do not change
+(``semantics="zero"`` changes them).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class PhaseReport:
     """What a phase did in this run.
 
     Attributes:
-        name: of the phase. steps: of the phase. done: of them, by this run (the others by an earlier one).
-        seconds: of this run. loss: of the last step; None: it was complete before.
-        bytes_sent, dense_bytes: by this rank, and what reducing everything would have sent.
-        mean_share: of the gradient that was active, mean over this run's steps.
+        name: of the phase. steps: of the phase. done: how many this run made (an earlier run made the others).
+        seconds: of this run. loss: of the last step; None: this run made no step.
+        bytes_sent, dense_bytes: sent by this rank, and what reducing everything would have sent.
+        mean_share: active share of the gradient, mean over this run's steps.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ShrinkReport:
     world_size: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
@@ -74,25 +74,25 @@ def shrink(
     checkpoint_every: int = 50,
     on_step: Progress | None = None,
 ) -> ShrinkReport:
-    """Train all sub-networks of a network. Over the ranks of the default process group, if there is one.
+    """Train all sub-networks of a network, on the ranks of the default process group if there is one.
 
-    Each phase has an optimizer, a fusion plan and checkpoints of its own. Run again with the same arguments, it goes on
-    where the newest checkpoint ends; on as many ranks bit for bit.
+    Each phase has its own optimizer, fusion plan and checkpoints. Run again with the same arguments, it continues from
+    the newest checkpoint, bit for bit on the same number of ranks.
 
     Args:
         net: trained in place.
-        data: training pairs; every rank sees all of them and takes its share of each step's.
+        data: training pairs; every rank can read all of them and uses its share of each step's.
         phases: ``published(...)``, ``short(...)`` or others, see :mod:`~thinwire.supernet.stereo.phases`.
         batch: pairs per rank and step.
         method, sampling, divisor, semantics, loss_over, seed, overlap: see
             :class:`~thinwire.supernet.stereo.step.SupernetTrainer`.
-        weight_decay: L2 on weights, not on BatchNorm or biases.
-        checkpoint_dir: on a file system that all ranks share; None: no checkpoints.
-        checkpoint_every: steps between them; there is always one at the end of a phase.
-        on_step: told of every step.
+        weight_decay: L2 on weights, but not on BatchNorm or biases.
+        checkpoint_dir: on a file system shared by all ranks; None: no checkpoints.
+        checkpoint_every: steps between checkpoints; there is always one at the end of a phase.
+        on_step: called after every step.
 
     Raises:
-        ValueError: options or sizes that do not fit.
+        ValueError: options or sizes do not match.
         ScheduleMismatch: the ranks were given different seeds, phases or spaces.
     """
     if batch < 1 or checkpoint_every < 1:

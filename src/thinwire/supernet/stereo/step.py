@@ -1,4 +1,4 @@
-"""One training step: several sub-networks, and one reduction of what they touched."""
+"""One training step: several sub-networks, and one reduction of what they used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOSS_OVER = ("rank", "world")
 
 
 def adam(net: nn.Module, lr: float, weight_decay: float = 1e-4) -> torch.optim.Adam:
-    """Adam with L2 on the weights of convolutions and kernel maps: not on BatchNorm, not on biases."""
+    """Return Adam with L2 on the weights of convolutions and kernel maps, but not on BatchNorm or biases."""
     weights = [
         p
         for module in net.modules()
@@ -46,7 +46,7 @@ def adam(net: nn.Module, lr: float, weight_decay: float = 1e-4) -> torch.optim.A
 
 
 def reduction(method: Method | str, divisor: str = "world") -> Method:
-    """What to attach: "active", "dense", or a method to run on the active part."""
+    """Return the method to attach: for "active", for "dense", or for a method to run on the active part."""
     if isinstance(method, ActiveReduce):
         return method
     if method == "dense":
@@ -58,11 +58,11 @@ def reduction(method: Method | str, divisor: str = "world") -> Method:
 
 @dataclass(frozen=True)
 class SupernetStepReport:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
-        loss: mean over its sub-networks, on this rank. sub_nets: those this rank ran.
-        share: of all gradient elements that could be non-zero on any rank. elements: how many.
+        loss: mean over its sub-networks, on this rank. sub_nets: those that this rank ran.
+        share: share of gradient elements that could be non-zero on any rank. elements: how many these are.
     """
 
     loss: float
@@ -72,21 +72,22 @@ class SupernetStepReport:
 
 
 class SupernetTrainer:
-    """A network, an optimizer and a reduction for one phase. All ranks make one and call ``step`` alike.
+    """A network, an optimizer and a reduction for one phase. All ranks create one, and all call ``step``.
 
     Args:
         net: trained in place.
-        phase: what to draw. optimizer: its parameters'.
-        method: "active" (exact, only what is touched), "dense" (exact, everything) or a method to run on the active
-            part, such as ``tw.TopK(density=0.01)``.
-        sampling: "shared": all ranks run the same sub-networks; "per-rank": each its own, known to all from the seed.
+        phase: what to draw. optimizer: of the network's parameters.
+        method: "active" (exact, only what was used), "dense" (exact, everything) or a method to run on the active part,
+            such as ``tw.TopK(density=0.01)``.
+        sampling: "shared": all ranks run the same sub-networks; "per-rank": each its own, which all derive from the
+            seed.
         divisor: "world", or "participants": each element is averaged over the ranks that used it (per-rank only).
         semantics: "skip" or "zero", see :class:`~thinwire.supernet.semantics.InactiveWeights`.
-        loss_over: "rank": each rank divides by its own valid pixels; "world": by all, so that the ranks together
-            compute the loss of one large batch.
-        seed: of the draws; equal on all ranks.
-        overlap: one backward for all sub-networks of a step, during which the exchange runs; it needs the activations
-            of all of them. False: one after the other, then the exchange.
+        loss_over: "rank": each rank divides by its own number of valid pixels; "world": by that of all ranks, so that
+            the ranks together compute the loss of one large batch.
+        seed: for the draws; the same on all ranks.
+        overlap: one backward for all sub-networks of a step, during which the exchange runs; it keeps the activations
+            of all of them. False: one backward after another, then the exchange.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class SupernetTrainer:
             raise
 
     def draws(self, step: int, rank: int) -> list[SubNet]:
-        """The sub-networks that a rank runs at a step; every rank can compute every rank's."""
+        """Return the sub-networks that a rank runs at a step; every rank can compute those of every rank."""
         count = self.phase.sub_nets
         first = rank * count if self._sampling == "per-rank" else 0
         return [self.phase.draw(self._seed, step, first + number) for number in range(count)]
@@ -155,7 +156,7 @@ class SupernetTrainer:
         return SupernetStepReport(loss, tuple(nets), self._active.share, self._active.elements)
 
     def _backward(self, batch: StereoBatch, nets: list[SubNet], own: ActiveSet, valid_total: Tensor | None) -> float:
-        """Gradients of all sub-networks, reduced. Returns the mean loss."""
+        """Compute and reduce the gradients of all sub-networks. Return the mean loss."""
         losses: list[Tensor] = []
         for n in nets:
             self.net.activate(n)
@@ -172,7 +173,7 @@ class SupernetTrainer:
         return float(torch.stack(losses).detach().mean())
 
     def close(self) -> None:
-        """Take the hooks out; the network keeps its weights."""
+        """Remove the hooks; the network keeps its weights."""
         self._inactive.remove()
         self.sync.close()
 
@@ -184,9 +185,9 @@ class SupernetTrainer:
 
 
 def whole_plan(net: nn.Module, method: Method) -> Plan | None:
-    """The fusion plan of the whole network, in the reverse order of its layers; None on one rank.
+    """Return the fusion plan of the whole network, in the reverse order of its layers; None on one rank.
 
-    The order of arrival of a first step would be that of a few sub-networks.
+    The order of arrival in a first step would only be that of a few sub-networks.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None

@@ -1,7 +1,7 @@
-"""Made-up pairs with exact truth: random dots that only stereo can read, and textured scenes.
+"""Synthetic pairs with exact truth: random dots that only stereo matching can read, and textured scenes.
 
 Random-dot stereograms: Julesz, Foundations of Cyclopean Perception, 1971. The left view is looked up in the right one,
-so that the truth holds for every left pixel that lies in the right view; the others get fresh noise and no truth.
+so the truth is exact for every left pixel inside the right view; the others get new noise and no truth.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ def random_dot_pair(
     kind: str = "pieces",
     min_disparity: float = 2.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch of stereograms.
+    """Return a batch of stereograms.
 
     Args:
-        batch, height, width: sizes. max_disparity, min_disparity: pixels, both included.
-        generator: of all randomness.
-        kind: "pieces": a far background and three rectangles at whole disparities; "plane": one slanted plane; "zero":
-            no disparity; "scene": slanted pieces with coarse and fine texture, and views of different brightness.
+        batch, height, width: sizes. max_disparity, min_disparity: in pixels, both inclusive.
+        generator: for all random numbers.
+        kind: "pieces": a far background and three rectangles at integer disparities; "plane": one slanted plane;
+            "zero": no disparity; "scene": slanted pieces with coarse and fine texture, and views of different
+            brightness.
 
     Returns:
         left, right ``[B, 3, H, W]`` in 0..1, and the left view's disparity ``[B, H, W]``, infinite where unknown.
@@ -65,11 +66,11 @@ def random_dot_pair(
 
 
 class RandomDots:
-    """A set of stereograms, each made when it is asked for, always the same; see :class:`~thinwire.supernet.Pairs`.
+    """A set of stereograms, each generated on access, always the same; see :class:`~thinwire.supernet.Pairs`.
 
     Args:
         length: how many. height, width: sizes.
-        max_disparity, kind, min_disparity: of :func:`random_dot_pair`. seed: of the set.
+        max_disparity, kind, min_disparity: see :func:`random_dot_pair`. seed: of the set.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class RandomDots:
             raise ValueError(f"a set of {length} stereograms of {height}x{width} is empty")
         self._length, self._size, self._seed = length, (height, width), seed
         self._range, self._kind = (max_disparity, min_disparity), kind
-        self[0]  # refuses what does not fit
+        self[0]  # raises if the arguments are invalid
 
     def __len__(self) -> int:
         return self._length
@@ -114,7 +115,7 @@ class _Draws:
         return low + (high - low) * float(self.uniform(1))
 
     def whole(self, low: int, high: int) -> int:
-        """From low to high, both included."""
+        """Return an integer from low to high, both inclusive."""
         return int(torch.randint(low, high + 1, (1,), generator=self._generator))
 
 
@@ -134,14 +135,14 @@ def _pieces(draw: _Draws, batch: int, height: int, width: int, low: int, high: i
 
 
 def _slanted(draw: _Draws, height: int, width: int, low: float, high: float) -> Tensor:
-    """A plane through random disparities at three corners, kept inside the range."""
+    """Return a plane through random disparities at three corners, clamped to the range."""
     a, b, c = (draw.between(low, high) for _ in range(3))
     y, x = torch.linspace(0, 1, height)[:, None], torch.linspace(0, 1, width)
     return (a + (b - a) * y + (c - a) * x).clamp(low, high)
 
 
 def _scene(draw: _Draws, height: int, width: int, low: float, high: float) -> Tensor:
-    """A far background and slanted pieces before it, the nearest last; half of them are ellipses."""
+    """Return a far background and slanted pieces in front of it, the nearest last; half of them are ellipses."""
     middle = low + 0.4 * (high - low)
     disparity = _slanted(draw, height, width, low, middle)
     depths = sorted(draw.between(low, high) for _ in range(draw.whole(3, 8)))
@@ -157,7 +158,7 @@ def _scene(draw: _Draws, height: int, width: int, low: float, high: float) -> Te
 
 
 def _texture(draw: _Draws, batch: int, height: int, width: int) -> Tensor:
-    """Noise at several sizes, with colours that go together as in pictures, and flat places."""
+    """Return noise at several sizes, with correlated colours as in pictures, and flat areas."""
     total = torch.zeros(batch, 3, height, width)
     for size in (1, 2, 4, 8, 16):
         h, w = -(-height // size), -(-width // size)
@@ -169,7 +170,7 @@ def _texture(draw: _Draws, batch: int, height: int, width: int) -> Tensor:
 
 
 def _photograph(draw: _Draws, image: Tensor) -> Tensor:
-    """Another exposure and a little noise."""
+    """Change the exposure and add a little noise."""
     batch = image.shape[0]
     gain, shift = 0.9 + 0.2 * draw.uniform(batch, 1, 1, 1), 0.1 * (draw.uniform(batch, 1, 1, 1) - 0.5)
     noise = 0.02 * (draw.uniform(*image.shape) - 0.5)

@@ -12,15 +12,15 @@ _READABLE = (_FORMAT, "thinwire elastic 1")
 
 
 def save_net(net: ElasticStereo, path: str | Path) -> None:
-    """Write its arguments and its state; whole or not at all."""
+    """Write its arguments and its state, completely or not at all."""
     write_whole(Path(path), {"format": _FORMAT, "config": net.config, "state": net.state_dict()})
 
 
 def load_net(path: str | Path) -> ElasticStereo:
-    """Read back what ``save_net`` wrote.
+    """Read what ``save_net`` wrote.
 
     Raises:
-        ValueError: there is no such file, or it is something else.
+        ValueError: the file is missing, or it is something else.
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}: thinwire supernet train writes net.pt, and search calibrated.pt")
