@@ -17,7 +17,7 @@ class VisitReport:
     """The result of one visit.
 
     Attributes:
-        device_seconds, predicted_seconds, schedule, busy_seconds, lost_devices: see
+        sums: of the whole cohort.
         device_seconds, predicted_seconds, schedule, busy_seconds, lost_devices: see
             :class:`~thinwire.federated.history.RoundRecord`.
         bytes_up, bytes_down, control_bytes: likewise.

@@ -24,9 +24,10 @@ _NOW = {"cohort": "clients_per_round", "clip": "max_grad_norm", "decay": "lr_dec
 class Restored:
     """A checkpoint that was read.
 
-    round: the next one to run.
-    server: tensors by name. versions: of the client states; None if the algorithm has none.
-    history: up to now. facts: about the run that wrote the checkpoint.
+    Attributes:
+        round: the next one to run.
+        server: tensors by name. versions: of the client states; None if the algorithm has none.
+        history: up to now. facts: about the run that wrote the checkpoint.
     """
 
     round: int

@@ -24,15 +24,15 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 @dataclass
 class ClientContext:
-    """Everything that one client's work may depend on. Created anew for every client, with nothing left of the last
-    one.
+    """Everything that one client's work may depend on. Created anew for every client.
 
-    client: its id. samples: how many it has. round, visit: in which it takes part.
-    seed: for everything random here; the generators of torch, numpy and Python have been seeded with it.
-    device: where the model is.
-    data: what ``clients.load`` returned, moved to the device if it consists of tensors.
-    workspace: holds the model; the algorithm loads the payload's weights into it.
-    loss: (model, batch) -> Tensor.
+    Attributes:
+        client: its id. samples: how many it has. round, visit: in which it takes part.
+        seed: for everything random here; the generators of torch, numpy and Python have been seeded with it.
+        device: where the model is.
+        data: what ``clients.load`` returned, moved to the device if it consists of tensors.
+        workspace: holds the model, with the payload's ``theta`` loaded if there is one.
+        loss: (model, batch) -> Tensor.
     """
 
     client: int

@@ -83,9 +83,7 @@ class Estimates:
             kept.popleft()
 
     def fits(self, visit: str, devices: int) -> list[Fit]:
-        """Return a line per device; without records it is the mean of the others', and if nobody has any, 1 s per
-        sample.
-        """
+        """Return a line per device; without records the others' mean; if nobody has any, 1 s per sample."""
         by_device: dict[int, list[Record]] = {}
         for _, records in self._rounds.get(visit, ()):
             for record in records:

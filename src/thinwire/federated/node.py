@@ -126,9 +126,7 @@ class RemoteNode:
         return int(found["round"]), [int(client) for client in found["clients"]]
 
     def _note(self, round: int, clients: Sequence[int]) -> None:
-        """Record the clients trained in this round, over all visits so far; they count once the server accepts the
-        round.
-        """
+        """Record the clients trained in this round, in all visits so far; they count once the server says so."""
         before = self._pending()
         known = set(before[1]) if before is not None and before[0] == round else set()
         noted = json.dumps({"round": round, "clients": sorted(known | set(clients))})

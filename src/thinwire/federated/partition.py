@@ -60,8 +60,7 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, *, least: int = 1, 
 
 
 def shards(labels: ArrayLike, clients: int, per_client: int = 2, seed: int = 0) -> Parts:
-    """Sort by label, cut into ``clients * per_client`` runs, give each client ``per_client`` runs (McMahan et al.
-    2017).
+    """Sort by label, cut into ``clients * per_client`` runs, ``per_client`` runs to each client (McMahan et al. 2017).
 
     Raises:
         ValueError: fewer samples than runs.

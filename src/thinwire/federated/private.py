@@ -56,8 +56,7 @@ def private_gradients(algorithm: Any, context: ClientContext) -> Iterator[Tensor
 def epsilons(
     algorithm: Any, clients: ClientData, *, rounds: int, clients_per_round: int, seed: int, delta: float = 1e-5
 ) -> dict[int, float]:
-    """Return epsilon of each client that has taken part, after the given rounds: (epsilon, delta) privacy of its
-    samples.
+    """Return the privacy cost of each client that has taken part: epsilon by client, at ``delta``, after some rounds.
 
     Args:
         algorithm: of the run, with a ``noise_multiplier``.

@@ -56,9 +56,7 @@ def check_schedule(name: str) -> None:
 
 
 def chosen(name: str, *, round: int, warmup_rounds: int, clients: int, devices: int) -> str:
-    """Return the schedule of a round: resolves ``auto``, and uses equal in the warm-up of lpt, which has no fits
-    yet.
-    """
+    """Return the schedule of a round: what ``auto`` means then, and equal in the warm-up of lpt, without fits."""
     if devices == 1 or name in ("equal", "pull"):
         return "equal" if devices == 1 else name
     if round < warmup_rounds:

@@ -86,8 +86,7 @@ class FederatedServer:
 
 
 def reduce(sums: Sums, task: RoundTask, algorithm: Any, dtype: torch.dtype) -> Reduced:
-    """Turn sums into what the algorithm requested; means are over the clients that answered, not over all of the
-    cohort.
+    """Turn sums into what the algorithm requested; means are over the clients that answered.
 
     Raises:
         AllClientsFailed: no client answered.
@@ -123,9 +122,7 @@ _EVALUATIONS = 20
 
 
 def evaluation_due(round: int, rounds: int, every: int | None) -> bool:
-    """Return whether an evaluation is due after a round (-1: before the first), see ``evaluate_every`` of
-    ``simulate``.
-    """
+    """Return whether an evaluation is due after a round (-1: before the first); ``every`` as for ``simulate``."""
     if round == rounds - 1:
         return True
     if every is None:

@@ -69,9 +69,7 @@ class Workspace:
 
     @property
     def buffers(self) -> Tensor:
-        """A copy of all floating-point buffers (BatchNorm's statistics), ``[B]``, in the dtype of the trainable
-        parameters.
-        """
+        """All floating-point buffers (BatchNorm's statistics), ``[B]``, a copy in the dtype of ``x``."""
         found = [b.detach().reshape(-1) for b in self.model.buffers() if b.dtype.is_floating_point]
         return torch.cat([b.to(self.dtype) for b in found]) if found else self.x.new_empty(0)
 

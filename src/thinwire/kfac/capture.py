@@ -117,9 +117,7 @@ class Capture:
     # --- hooks -----------------------------------------------------------------------------------------------------
 
     def _wanted(self, module: nn.Module) -> bool:
-        """Return whether this forward counts: in training, due, and not a checkpointed forward repeated inside
-        backward.
-        """
+        """Return whether this forward counts: in training, due, and not repeated by checkpointing inside backward."""
         return module.training and torch.is_grad_enabled() and current_task() == -1 and self._listener.due()
 
     def _forward_begins(self, model: nn.Module, args: Any) -> None:
@@ -224,9 +222,7 @@ class Capture:
     # --- the model's own Fisher ------------------------------------------------------------------------------------
 
     def sample(self, loss: Tensor) -> None:
-        """Take the statistics G from the gradient of a loss on sampled targets; ``.grad`` and its hooks are not
-        affected.
-        """
+        """Take the statistics G from the gradient of a loss on sampled targets; ``.grad`` and its hooks see nothing."""
         outputs, self._outputs = self._outputs, []
         if not outputs:
             return

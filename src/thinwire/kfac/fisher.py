@@ -1,6 +1,4 @@
-"""Losses on targets sampled from the model's own output: the expected second moment of their gradients is the true
-Fisher.
-"""
+"""Losses on targets sampled from the model's own output: on average, their gradients give the true Fisher."""
 
 from __future__ import annotations
 

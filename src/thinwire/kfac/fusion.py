@@ -84,9 +84,7 @@ def _broken(groups: Sequence[Sequence[int]], breaks: Sequence[int]) -> list[list
 def end_seconds(
     a: Buckets, g: Buckets, layers: Sequence[FactorLayer], world: int, costs: Costs, times: LayerTimes
 ) -> float:
-    """Return when the last message of a pass has arrived: A, G and gradients share one link, first come, first
-    served.
-    """
+    """Return when the last message of a pass has arrived: A, G and gradients, first come, first served on one link."""
     ready_a = dict(zip(times.a_order, accumulate(times.a_steps[i] for i in times.a_order)))
     forward = sum(times.a_steps)
     ready_g = dict(zip(times.g_order, accumulate(times.g_steps[i] for i in times.g_order)))

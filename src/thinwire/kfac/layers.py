@@ -34,9 +34,7 @@ class Preconditioned:
         return self.module.weight  # type: ignore[return-value]
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient ``[d_G, d_A]``, a new tensor in the working dtype, with the bias as last column; None if
-        missing.
-        """
+        """Return the gradient ``[d_G, d_A]``, a new tensor in the working dtype, the bias as last column; or None."""
         if self.weight.grad is None or (self.bias is not None and self.bias.grad is None):
             return None
         matrix = self.weight.grad.detach().to(working_dtype(self.weight.dtype), copy=True).flatten(1)

@@ -90,9 +90,7 @@ class KFACPlan:
         return f"{self.layers[item // 2].name}/{'AG'[item % 2]}"
 
     def elements(self, item: int) -> int:
-        """Return an inverse's elements as sent: its triangle and a level; or, of a decomposition, vectors, values and
-        level.
-        """
+        """Return an inverse's elements as sent: its triangle and level, or eigenvectors, eigenvalues and level."""
         d = self.dim(item)
         return d * d + d + 1 if self.method == "eigen" else packed_size(d) + 1
 

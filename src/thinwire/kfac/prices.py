@@ -20,9 +20,7 @@ def curve_name(method: str) -> str:
 
 
 def inversion_seconds(costs: Costs, method: str, d: int) -> float:
-    """Return the seconds for one factor, as measured by ``thinwire kfac calibrate``; else from d^3 FLOPs ("eigen": 10
-    d^3).
-    """
+    """Return seconds for one factor as measured by ``thinwire kfac calibrate``; else d^3 FLOPs ("eigen": 10 d^3)."""
     name = curve_name(method)
     if name in costs.compute:
         return costs.compute_seconds(name, d)

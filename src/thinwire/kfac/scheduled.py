@@ -14,8 +14,7 @@ Number = TypeVar("Number", int, float)
 
 
 def stepped(first: Number, factor: float, at: Sequence[int]) -> Callable[[int], Number]:
-    """Return a function: ``first``, multiplied by ``factor`` at each step in ``at``; an integer ``first`` gives
-    integers.
+    """Return a function: ``first``, times ``factor`` from each step in ``at`` on; rounded if ``first`` is an integer.
 
     Example:
         >>> damping = stepped(0.008, 0.5, at=(1000, 2000))

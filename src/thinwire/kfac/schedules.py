@@ -169,9 +169,7 @@ def _in_groups(plan: KFACPlan) -> tuple[int, ...]:
 
 
 def _candidates(plan: KFACPlan, choices: Choices, costs: Costs) -> list[tuple[int, ...]]:
-    """Return owners by the rule; "cost" gives three candidates: every rank inverts all, or what is cheap to invert, or
-    nothing.
-    """
+    """Return owners by the rule; "cost" gives three candidates: all, cheap or no factors are inverted everywhere."""
     dims = [plan.dim(i) for i in range(len(plan.owners))]
     world = plan.world_size
     weights = [_weight(choices, costs, d) for d in dims]

@@ -130,9 +130,7 @@ class Listener:
             duplex.close()
 
     def _is_its_own(self, badge: Badge) -> bool:
-        """Return whether a certificate's name owns its number; the first name that uses a number owns it from then
-        on.
-        """
+        """Return whether a certificate's name owns its number; the first name that uses a number owns it."""
         if badge.shown is None:
             return True
         place, name = (badge.role, badge.number), badge.shown.name

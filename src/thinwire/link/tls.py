@@ -54,9 +54,7 @@ class Credentials:
 
     @classmethod
     def of(cls, directory: str | Path) -> Credentials:
-        """Return the identity in a directory of ``thinwire keys new``: ``identity.crt``, ``identity.key``,
-        ``ca.crt``.
-        """
+        """Return the identity that ``thinwire keys new`` wrote: ``identity.crt``, ``identity.key``, ``ca.crt``."""
         folder = Path(directory)
         return cls(folder / "identity.crt", folder / "identity.key", folder / "ca.crt")
 

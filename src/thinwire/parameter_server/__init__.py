@@ -1,5 +1,6 @@
-"""Asynchronous training: a server that counts iteration numbers, leaders that sum, workers that do not wait for the
-slowest. Not here: the synchronous exchange (``engine``), virtual clocks (``planner``) and sockets (``link``).
+"""Asynchronous training: a server counts iteration numbers, leaders sum, workers do not wait for the slowest.
+
+Not here: the synchronous exchange (``engine``), virtual clocks (``planner``) and sockets (``link``).
 """
 
 from thinwire.parameter_server import presets

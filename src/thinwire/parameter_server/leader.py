@@ -82,9 +82,7 @@ class Leader:
         return fresh and self.made[worker] < self.settings.starts_per_version and self.started <= self.allowed
 
     def low(self) -> int:
-        """Return a lower bound on the base of every gradient not yet buffered: being computed, or still to be
-        started.
-        """
+        """Return a lower bound on the base of every gradient not yet buffered: being computed, or yet to start."""
         bases = [*self.computing.values(), *(row.base for row, _ in self.round)]
         if any(self.is_open(worker) for worker in self.alive):
             bases.append(self.version)

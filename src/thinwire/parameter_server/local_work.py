@@ -19,9 +19,7 @@ Gradient = Callable[[Tensor, int], Tensor]
 def local_gradient(
     model: nn.Module, layout: Layout, take: Callable[[int], Any], loss: Loss, theta: Tensor, number: int
 ) -> tuple[Tensor, float, int]:
-    """Return the flat gradient ``[D]`` of batch ``number`` at ``theta`` ``[D]``, its loss, and its number of
-    samples.
-    """
+    """Return the flat gradient ``[D]`` of batch ``number`` at ``theta`` ``[D]``, its loss and its samples."""
     batch = take(number)
     layout.write(theta, model)
     for p in model.parameters():

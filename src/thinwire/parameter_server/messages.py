@@ -211,9 +211,7 @@ class Enter:
 
 @dataclass(frozen=True)
 class Work:
-    """Leader to worker: compute ``steps`` batches from submission ``step`` on, at these weights or the previous
-    ones.
-    """
+    """Leader to worker: compute ``steps`` batches from submission ``step`` on, at these or the previous weights."""
 
     token: int
     version: int

@@ -115,8 +115,7 @@ def recipe(contributions: Iterable[Contribution], settings: Settings, full: int)
 
 
 def mean_gradient(terms: Iterable[tuple[Tensor, float]], divisor: float, deterministic: bool) -> Tensor:
-    """Return sum(scale * tensor) / divisor over at least one (tensor, scale), in this order; in fp64 if
-    ``deterministic``.
+    """Return sum(scale * tensor) / divisor over (tensor, scale), at least one, in order; ``deterministic``: in fp64.
 
     Each element is computed separately, so slices of the tensors give slices of the result, bit for bit.
     """
@@ -178,9 +177,7 @@ class Master:
             ) from error
 
     def step(self, terms: Iterable[tuple[Tensor, float]], divisor: float, factor: float) -> None:
-        """Make one update of these sums, see :func:`mean_gradient`; ``factor`` scales the learning rate of this
-        update.
-        """
+        """Make one update of these sums, see :func:`mean_gradient`; ``factor`` scales its learning rate."""
         gradient = mean_gradient(terms, divisor, self._settings.deterministic)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, rates):

@@ -45,8 +45,7 @@ def n_softsync(n: float = 1, **options: Any) -> Settings:
 
 
 def fedbuff(size: int = 10, max_staleness: int | None = None, steps: int = 20, **options: Any) -> Settings:
-    """FedBuff (Nguyen et al. 2022): ``size`` buffered differences make an update; those above max_staleness are
-    dropped.
+    """FedBuff (Nguyen et al. 2022): ``size`` differences make an update; those above max_staleness are dropped.
 
     Differences from the paper: no client population and no secure aggregation; the workers are the clients.
     """

@@ -83,8 +83,7 @@ class Discard:
 
 @dataclass(frozen=True)
 class Update:
-    """Make version + 1 from ``version``: add ``rows`` in this order, divide, step with ``factor`` times the learning
-    rate.
+    """Make version + 1 from ``version``: add ``rows`` in order, divide, step with ``factor`` times the learning rate.
 
     With ``show`` the answer carries the new slice.
     """
@@ -169,8 +168,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of the sum ``number`` (a GRAD's ``seq``) or of the weights ``number`` (a WEIGHTS' ``grant``, or
-    ``LAST``).
+    """A slice of the sum ``number`` (GRAD's ``seq``) or of the weights ``number`` (WEIGHTS' ``grant``, or ``LAST``).
 
     ``delta``: it is a compressed difference from the slice sent before.
     """

@@ -32,6 +32,9 @@ def advise(
         link: between the machines.
         measured_steps: how many steps to run here to time the computation; the first does not count. 0: none.
 
+    Returns:
+        By name: "boundary", "ffn", and the chosen plan's.
+
     Raises:
         ValueError: the model cannot be cut like this.
     """

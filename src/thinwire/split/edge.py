@@ -36,7 +36,7 @@ class EdgeEnd:
         name: by which the cloud tells edges apart if there are no certificates.
         checkpoint_dir: for checkpoints; None: none are written.
         steps: trained so far.
-        """
+    """
 
     half: Front | Back
     pair: str

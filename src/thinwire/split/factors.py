@@ -63,9 +63,7 @@ def factorise(weight: Tensor, rank: int, moment: Tensor | None = None) -> tuple[
 
 
 def principal_directions(moment: Tensor, count: int) -> Tensor:
-    """Return the eigenvectors ``[count, h]`` of a second moment ``[h, h]`` for the largest eigenvalues, largest
-    first.
-    """
+    """Return the ``count`` leading eigenvectors ``[count, h]`` of a second moment ``[h, h]``, largest value first."""
     vectors = torch.linalg.eigh(moment.double()).eigenvectors.T.flip(0)[:count]
     return _signed(vectors)[0]
 

@@ -1,6 +1,4 @@
-"""What is cut where, and what crosses the cut: a frozen plan, equal at both ends, compared by hash before the first
-step.
-"""
+"""What is cut where, and what is sent: a frozen plan, equal at both ends, compared by hash before the first step."""
 
 from __future__ import annotations
 

@@ -170,8 +170,7 @@ def received_facts(message: Message, view: View, *, slots: bool, training: bool)
 
 
 def fitted(dz: Tensor, z: Tensor, visit: Visit, step: int) -> Tensor:
-    """Return the gradient in the activation's shape: padding beyond the longest sample, which need not be sent, is
-    zero.
+    """Return the gradient in the activation's shape, with zeros at padding beyond the longest sample.
 
     Raises:
         SessionError: it has another shape.

@@ -26,9 +26,7 @@ from thinwire.supernet.packing import PackedState, pack, unpack
 
 
 class ScheduleMismatch(RuntimeError):
-    """The ranks are about to reduce different parts of the gradient; raised on all ranks, before anything is
-    reduced.
-    """
+    """The ranks are about to reduce different parts of the gradient; raised on all ranks, before any reduction."""
 
     def __init__(self, step: int, digests: Sequence[str]) -> None:
         self.step, self.digests = step, tuple(digests)
@@ -93,8 +91,7 @@ class ActiveReduce(Method):
         object.__setattr__(self, "fusion", inner.fusion)
 
     def announce(self, active: ActiveSet, sync: GradientSync, step: int, everyone: Sequence[ActiveSet] = ()) -> None:
-        """Announce what this step's gradients can touch, before its backward. All ranks must call it with the same
-        arguments.
+        """Announce what this step's gradients can touch, before its backward. All ranks must call it alike.
 
         Args:
             active: of all sub-networks of all ranks. sync: the one to which this method is attached.

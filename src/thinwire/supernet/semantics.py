@@ -1,6 +1,4 @@
-"""What the optimizer does to weights that no sub-network of the step used: nothing, or the effect of a zero
-gradient.
-"""
+"""What the optimizer does to weights that no sub-network of the step used: nothing, or a step with zero gradient."""
 
 from __future__ import annotations
 

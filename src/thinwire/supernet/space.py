@@ -121,9 +121,7 @@ class Space:
     def uniform(
         self, kernel: int, depth: int, expand: int, scales: int, refine: tuple[int, int] | None = None
     ) -> SubNet:
-        """Return a sub-network with the same values in all blocks and stages; ``refine`` None: the widest and
-        deepest.
-        """
+        """Return a sub-network with equal values in all blocks and stages; ``refine`` None: the widest and deepest."""
         if refine is None and self.refine_widths:
             refine = (self.refine_widths[-1], self.refine_depths[-1])
         net = SubNet((((kernel, expand),) * depth,) * scales, refine)

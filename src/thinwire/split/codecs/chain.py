@@ -1,6 +1,4 @@
-"""A chain of codecs for one direction: at most one value codec, then optionally "pack", which sends only real
-tokens.
-"""
+"""A chain of codecs for one direction: at most one value codec, then optionally "pack" (only real tokens)."""
 
 from __future__ import annotations
 

@@ -98,8 +98,7 @@ def preset(
 
 
 def pretrained(directory: str | Path, classes: int, seed: int = 0) -> nn.Module:
-    """Load a pre-trained encoder from a directory (``config.json``, ``model.safetensors``), with a head for
-    ``classes``.
+    """Load a pre-trained encoder from a directory (``config.json``, ``model.safetensors``), with a new head.
 
     Nothing is downloaded; no code from the directory is run; weights are read only from safetensors.
 

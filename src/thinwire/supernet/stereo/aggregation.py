@@ -34,9 +34,7 @@ class Bottleneck(nn.Module):
 
 
 def _link(source: int, target: int, widths: Sequence[int]) -> nn.Module:
-    """Return the link from one scale to another: 1x1 to a finer one (the caller upsamples), strided 3x3 to a coarser
-    one.
-    """
+    """Return the link between two scales: 1x1 to a finer one (the caller upsamples), strided 3x3 to a coarser one."""
     if source > target:
         return nn.Sequential(nn.Conv2d(widths[source], widths[target], 1, bias=False), nn.BatchNorm2d(widths[target]))
     layers: list[nn.Module] = []
@@ -95,7 +93,5 @@ class Aggregation(nn.Module):
         return [last(x) for last, x in zip(self.last, volumes)]
 
     def fresh(self, scales: int) -> Aggregation:
-        """Return a new one for the first scales only, with its own weights; its parameter names are a subset of
-        these.
-        """
+        """Return a new one for the first scales, with its own weights; its parameter names are a subset of these."""
         return Aggregation(self.widths[:scales], len(self.stack), self.deformable)

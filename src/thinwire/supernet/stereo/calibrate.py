@@ -83,9 +83,7 @@ def _add(sums: Tensor, module: nn.Module, inputs: Any) -> None:
 
 @torch.no_grad()
 def evaluate(net: ElasticStereo, sub_net: SubNet, batches: Iterable[StereoBatch]) -> Program:
-    """Return the :class:`Metrics` of the finest disparity over these batches of all ranks, with the current
-    statistics.
-    """
+    """Return the :class:`Metrics` of the finest disparity over these batches of all ranks; statistics do not change."""
     net.activate(sub_net)
     was = net.training
     net.eval()

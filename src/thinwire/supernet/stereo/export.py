@@ -1,6 +1,4 @@
-"""Export a sub-network to a file that runs without thinwire: ``torch.export``, or ONNX if its libraries are
-installed.
-"""
+"""Export a sub-network to a file that runs without thinwire: ``torch.export``, or ONNX with its libraries."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ class Finest(nn.Module):
 
 @torch.no_grad()
 def export(net: Stereo, path: str | Path, size: tuple[int, int]) -> float:
-    """Write a ``.pt2`` (``torch.export``) or ``.onnx`` file for pairs of one size, and compare its output with
-    ``net``'s.
+    """Write a ``.pt2`` (``torch.export``) or ``.onnx`` file for pairs of one size, and compare it with ``net``.
 
     Returns:
         The largest difference of a disparity between the file, read back, and ``net``, in pixels.

@@ -64,8 +64,7 @@ class StereoFiles:
 
 
 def coloured(left: Tensor, right: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Return both views ``[3, H, W]`` in 0..1 with changed contrast, gamma, brightness and saturation, each half the
-    time.
+    """Return both views ``[3, H, W]`` in 0..1, each half the time with other contrast, gamma, brightness, saturation.
 
     The ranges are those of the published training; its change of hue is left out.
     """

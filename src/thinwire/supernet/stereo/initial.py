@@ -14,8 +14,7 @@ from thinwire.supernet.stereo.refinement import Refinement
 
 @torch.no_grad()
 def initialise(net: nn.Module) -> None:
-    """Initialise convolutions as normal with variance 2 / (k * k * output channels), biases and offset convolutions as
-    zero.
+    """Initialise convolutions as normal with variance 2 / (k * k * channels out); biases, offset convolutions as 0.
 
     The maps between kernels keep their identity, BatchNorm its ones and zeros. The refinements' last convolutions are
     zero too, so that training starts from the estimate that they refine: with their one output channel the variance

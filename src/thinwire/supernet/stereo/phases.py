@@ -58,9 +58,7 @@ class Phase:
 
 
 def published(epoch: int) -> tuple[Phase, ...]:
-    """Return the phases of the paper's Scene Flow training, with ``epoch`` steps per epoch (its batch: 2 on each of 8
-    GPUs).
-    """
+    """Return the phases of the paper's Scene Flow training; ``epoch``: steps per epoch (batch 2 on each of 8 GPUs)."""
     whole = Space()
     kernel = Space(depths=(4,), expands=(8,), scales=(4,))
     depth = replace(kernel, depths=(2, 3, 4))
