@@ -38,7 +38,8 @@ def private_gradients(algorithm: Any, context: ClientContext) -> Iterator[Tensor
             taken = torch.nonzero(torch.rand(size, generator=draw) < rate).squeeze(1)
             total = torch.zeros_like(context.x)
             if len(taken):
-                with warnings.catch_warnings():  # the first layer's inputs need no gradient: warns
+                # the first layer's inputs need no gradient, and its hook warns about that
+                with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "Full backward hook is firing")
                     context.gradient(chosen_samples(context.data, taken))
                 with torch.no_grad():

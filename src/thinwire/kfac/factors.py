@@ -55,7 +55,7 @@ def examples_in(module: nn.Module, x: Tensor) -> int:
 def patches(conv: nn.Conv2d, images: Tensor) -> Tensor:
     """Return the input of each output position, ``[B, cin kh kw, positions]``, for any stride, padding and dilation."""
     (kh, kw), (dh, dw) = conv.kernel_size, conv.dilation
-    if conv.padding == "same":  # if it is uneven, torch pads one more at the end
+    if conv.padding == "same":  # if the total is odd, torch adds the extra one at the end
         high, wide = dh * (kh - 1), dw * (kw - 1)
         padding = [wide // 2, wide - wide // 2, high // 2, high - high // 2]
     elif isinstance(conv.padding, str):  # "valid"

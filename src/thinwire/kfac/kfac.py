@@ -53,7 +53,7 @@ class KFAC:
         kl_clip: bound on the step's length in the Fisher metric; None: no bound.
         factor_update_steps, inv_update_steps: steps between new statistics, and between inversions; or functions of the
             step.
-        method: "inverse", "inverse_pi" (damping divided by the factors' traces) or "eigen" (damping added to the
+        method: "inverse", "inverse_pi" (damping split by the factors' traces) or "eigen" (damping added to the
             products of eigenvalues: inverts the damped product exactly). With the same damping these are three
             different optimizers.
         fisher: "empirical": gradients of the loss; "sampled": of targets sampled from the model, see
@@ -138,7 +138,8 @@ class KFAC:
         self._count = 0  # passes, if the engine does not count them
         self._shift = -self._ranks.services.state.step if self._ranks is not None else 0
         self._stepped = self._next = 0  # passes already used by a step; pass from which inverses are due
-        self._wanting = self._touched = False  # fisher_backward is still due; a gradient is unused
+        # fisher_backward must still be called; there is a gradient that no step has used
+        self._wanting = self._touched = False
         self._handles: list[Any] = [
             layer.weight.register_post_accumulate_grad_hook(self._touch) for layer in self._layers
         ]

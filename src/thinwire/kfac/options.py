@@ -74,7 +74,7 @@ class Options:
         return interval_at("inv_update_steps", self.inv_update_steps, step)
 
     def facts(self) -> dict[str, Any]:
-        """Return the options on which the ranks must agree."""
+        """Return the options on which the ranks, and a resumed run, must agree."""
         return {
             "scaling": self.scaling,
             "tokens": self.positions,

@@ -37,7 +37,7 @@ class LayerTimes:
 
     @classmethod
     def of_profile(cls, profile: ModelProfile, layers: Sequence[FactorLayer]) -> LayerTimes:
-        """Return the times from a model's profile. A factor takes its layer's forward times d_A/d_G, or d_G/d_A.
+        """Return the times from a model's profile. A factor takes d_A/d_G, or d_G/d_A, of its layer's forward time.
 
         The layer multiplies rows of d_A by a d_A x d_G matrix; A multiplies these rows by one another.
         """
@@ -56,7 +56,8 @@ class LayerTimes:
         a_order += place.values()
         place = {layer.name: i for i, layer in enumerate(layers)}
         g_steps, g_order, waiting = [0.0] * len(layers), [], 0.0
-        for tensor in profile.tensors:  # G is ready before its layer's backward, at its first tensor
+        # G is ready before its layer's own backward, which begins with the layer's first tensor
+        for tensor in profile.tensors:
             if tensor.module in place:
                 i = place.pop(tensor.module)
                 g_order.append(i)

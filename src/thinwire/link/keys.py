@@ -48,7 +48,7 @@ def new_keys(directory: str | Path, names: Sequence[str], hosts: Sequence[str] =
     Args:
         directory: created if needed; existing files are not replaced.
         names: of the identities; the machine that others connect to comes first.
-        hosts: names and addresses of that machine; if the authority is new, localhost is added.
+        hosts: names and addresses of that machine; if the authority is new, localhost and 127.0.0.1 too.
         days: how long the certificates are valid.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from thinwire.link.errors import NotAdmitted
 
-_ANOTHER_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's codes: no trusted authority
+_ANOTHER_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's codes for certificates without a trusted authority
 _ANOTHER_HOST = (62, 64)
 
 

@@ -28,7 +28,7 @@ class BufferLayout:
     def of(cls, model: nn.Module) -> BufferLayout:
         """Return a model's layout, maybe empty.
 
-        Bool and complex buffers, and those not in ``state_dict``, are left out.
+        Left out are constants (bool masks, buffers not in ``state_dict``), and complex and empty buffers.
         """
         saved = model.state_dict()
         found = [(n, b) for n, b in model.named_buffers() if n in saved and b.numel() and b.dtype != torch.bool]

@@ -80,7 +80,7 @@ class Layout:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: the text is no layout.
+            ValueError: the text does not hold a layout.
         """
         try:
             data = json.loads(text)

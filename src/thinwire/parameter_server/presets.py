@@ -87,7 +87,7 @@ PRESETS: dict[str, Callable[..., Settings]] = {
 
 
 def preset(text: str) -> Settings:
-    """Return the settings of a preset with options: ``"inhad"``, ``"inhad:max_staleness=2:update_every=nodes"``.
+    """Return the settings of ``"inhad"``, ``"inhad:max_staleness=2:update_every=nodes"``, ``"ssp:clock_limit=0"``.
 
     Raises:
         ValueError: there is no such preset or option.

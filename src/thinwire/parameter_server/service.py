@@ -129,7 +129,8 @@ class Service:
         if checkpoint_dir is not None:
             checkpoints.prepare(checkpoint_dir)
         saved = self._load(shards)
-        first = (time.time_ns() >> 20) << 10  # above all member numbers of earlier runs
+        # above all member numbers of earlier runs, even of a run without a checkpoint
+        first = (time.time_ns() >> 20) << 10
         self.machine = Server(settings, first_member=first)
         self.buffers = RunningBuffers(self.layout.buffers)
         if saved is not None:
@@ -277,7 +278,7 @@ class Service:
         self.close()
 
     def _look_back(self) -> None:
-        """Warn if the final weights were not saved."""
+        """Set ``unsaved``, and warn, if the final weights were not saved."""
         assert self._directory is not None
         there, version = checkpoints.kept_in(self._directory).found(), self.machine.version
         if not self._over or max(there, default=-1) >= version:
@@ -322,7 +323,7 @@ class Service:
             self._links.turn_away(hello.node, hello.instance, OTHER_MODEL)
         elif self.keeper.ready:
             self._do(self.machine.on(hello, now))
-        else:  # it says HELLO again, until the weights are there
+        else:  # not yet: it says HELLO again until the weights are there
             self._links.turn_away(hello.node, hello.instance)
 
     def _came(self, pair: Pair, hello: bytes) -> None:

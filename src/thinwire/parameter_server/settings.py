@@ -176,7 +176,7 @@ class Settings:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: the text is no settings.
+            ValueError: the text does not hold settings.
         """
         try:
             data = _renamed(dict(json.loads(text)))

@@ -217,7 +217,8 @@ class Shard:
                 if value.reason != SHARD_TAKEN or time.monotonic() - self._taken_at > lease:
                     raise ShardRefused(text.format(index=self.index))
                 line.close()
-                time.sleep(min(0.5, lease / 4))  # the server knows when the lease of the other ends
+                # the shard with this index may be dead: the server knows when its lease has ended
+                time.sleep(min(0.5, lease / 4))
                 return None
             else:
                 self._taken_at = None

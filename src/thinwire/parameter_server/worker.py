@@ -178,7 +178,8 @@ class Worker:
                     connection.post(result)
         finally:
             ended.set()
-            connection.finish()  # after an error too: else the leader would wait for a lease
+            # after an error too: the process may live on, and the leader would wait for a lease
+            connection.finish()
             connection.join(2.0)
 
     @staticmethod

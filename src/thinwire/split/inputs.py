@@ -19,7 +19,7 @@ from thinwire.split.programs import check_size
 class _Frame(NamedTuple):
     kind: str
     dtype: torch.dtype | None  # as sent; None: that of the model
-    below: str  # the configuration's name for its upper limit; "": none
+    below: str  # the configuration's name for its (exclusive) upper limit; "": none
     dims: int
 
 

@@ -1,4 +1,4 @@
-"""ActiveReduce: any element-wise method, applied only to the active part of the gradient; as exact as without it.
+"""ActiveReduce: any element-wise method, on the active part of the gradient only; as exact as the dense exchange.
 
 Every rank knows the step's active set before backward, from the seed. A hash of eight bytes is compared across ranks
 once, before any payload whose size depends on the set. Then each bucket's rectangles are packed one after another, and

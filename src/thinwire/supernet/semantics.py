@@ -26,8 +26,7 @@ class InactiveWeights:
     """Hooks into ``optimizer.step``, until they are removed.
 
     * "skip": outside the active rectangles, parameters and all state tensors in a parameter's shape keep their bits.
-    Adam
-      has one step counter per tensor, so a slice's bias correction follows the count of its tensor.
+      Adam has one step counter per tensor, so a slice's bias correction follows the count of its tensor.
     * "zero": every parameter has a gradient, so momentum and weight decay change unused weights, as in torch before 2.0
       and Horovod: for reproducing results.
 

@@ -1,4 +1,4 @@
-"""Codecs for what crosses the cut: 16 bits, 8 or 4 bits per token, changes since the last visit, real tokens only.
+"""Codecs for what crosses the cut: 16 bits per number, 8 or 4 bits, changes since the last visit, real tokens.
 
 Not here: frames and sockets, and codecs for model gradients (``methods``).
 """

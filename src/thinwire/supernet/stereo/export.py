@@ -44,7 +44,8 @@ def export(net: Stereo, path: str | Path, size: tuple[int, int]) -> float:
     if path.suffix == ".pt2":
         torch.export.save(torch.export.export(finest, views), path)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.9, when it reads
+            # torch 2.9 warns about its own reading
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
             other = torch.export.load(path).module()(*views)
     else:
         other = _onnx(finest, views, path)
