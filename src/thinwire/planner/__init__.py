@@ -1,5 +1,5 @@
-"""Costs, fusion plans, placements, the simulator: decisions as pure functions of numbers.
+"""Costs, fusion plans, placements and the simulator: decisions as pure functions of numbers.
 
-Two folders sit above the methods, whose programs they run on shapes alone: ``timeline`` and ``choose``. The rest lies
-below them. What does not live here: tensors with data, ranks, anything that communicates (engine/, collectives/).
+The packages ``timeline`` and ``choose`` import the methods, whose programs they run on shapes alone. All other modules
+are imported by the methods. Tensors with data, ranks and communication do not belong here (see engine/, collectives/).
 """

@@ -1,4 +1,4 @@
-"""What asynchronous schemes and synchronous all-reduces send per gradient, and how long a synchronous step takes."""
+"""Bytes per gradient of asynchronous schemes and synchronous all-reduces, and the time of a synchronous step."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from thinwire.planner.checks import check_number
 
 CONTROL_BYTES = 128
-"""Of a control message."""
+"""Size of a control message."""
 
 BACKWARD_SHARE = 2 / 3
-"""Of a step: what a good all-reduce can hide behind (assumed)."""
+"""Share of a step that a good all-reduce can hide behind (assumed)."""
 
 
 def asp_bytes(model_bytes: float, shards: int = 0) -> float:
-    """Up and down per gradient where each goes to the server alone and is answered with the weights.
+    """Return bytes up and down per gradient if each goes to the server by itself and is answered with the weights.
 
     Args:
-        shards: of the model, each with a frame for its piece; over all links.
+        shards: shards of the model, each with a frame for its piece; the bytes are summed over all links.
 
     Example:
         >>> asp_bytes(4e6)
@@ -28,10 +28,10 @@ def asp_bytes(model_bytes: float, shards: int = 0) -> float:
 
 
 def pulled_bytes(model_bytes: float, gradients_per_pull: float, shards: int = 0) -> float:
-    """Up and down per gradient where a leader sums that many before the server pulls and answers.
+    """Return bytes up and down per gradient if a leader sums that many before the server pulls and answers.
 
     Args:
-        shards: of the model, each with a frame for its piece; over all links.
+        shards: shards of the model, each with a frame for its piece; the bytes are summed over all links.
 
     Example:
         >>> pulled_bytes(4e6, 4)
@@ -44,7 +44,7 @@ def pulled_bytes(model_bytes: float, gradients_per_pull: float, shards: int = 0)
 def server_gradients_per_second(
     model_bytes: float, bits_per_second: float, gradients_per_pull: float = 1.0, shards: int = 0
 ) -> float:
-    """Most gradients per second that the server's link lets through, or k shards' links, a slice of the model each.
+    """Return how many gradients per second fit through the server's link, or through k links of k shards of the model.
 
     Example:
         >>> [server_gradients_per_second(4e6, 1e9, shards=k) for k in (0, 2)]
@@ -55,7 +55,7 @@ def server_gradients_per_second(
 
 
 def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:
-    """Sent and received per gradient by all cards together, of a ring over nodes after a sum inside each.
+    """Return bytes per gradient, sent and received by all cards together, for a ring over nodes after a sum in each.
 
     Example:
         >>> hierarchical_bytes(4e6, 4, 4)  # a little less than pulled_bytes(4e6, 4), over all cards
@@ -65,7 +65,7 @@ def hierarchical_bytes(model_bytes: float, nodes: int, workers: int) -> float:
 
 
 def hierarchical_seconds(model_bytes: float, nodes: int, bits_per_second: float, latency_seconds: float) -> float:
-    """Duration of a ring all-reduce over the nodes' cards, without what happens inside a node."""
+    """Return the time of a ring all-reduce over the nodes' network cards, without the work inside a node."""
     check_number("bits_per_second", bits_per_second)
     return 2 * (nodes - 1) * (model_bytes * 8 / nodes / bits_per_second + latency_seconds)
 
@@ -79,12 +79,12 @@ def synchronous_step_seconds(
     draws: int = 200,
     seed: int = 0,
 ) -> float:
-    """Mean step of synchronous training: the slowest worker's, and what the exchange exceeds its backward by.
+    """Return the mean step time of synchronous training: the slowest worker plus the exchange that nothing hides.
 
     Args:
         step_seconds: (node, worker, step, random) -> seconds.
-        exchange_seconds: of the whole gradient.
-        draws: steps to average over.
+        exchange_seconds: exchange time of the whole gradient.
+        draws: number of steps to average over.
     """
     rng, total = random.Random(seed), 0.0
     for step in range(draws):

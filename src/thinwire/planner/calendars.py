@@ -1,7 +1,7 @@
 """Which layers are exchanged after which step of a period, so that the next step hides it (DreamDDP, arXiv 2502.11058).
 
-A calendar is a list with an entry for every step of the period: the layers that leave after it. Times are whole numbers
-of one unit, so that equal sums are equal on all ranks; bytes will do where nothing is measured.
+A calendar is a list with one entry per step of the period: the layers that are sent after it. Times are whole numbers
+of one unit, so that equal sums are equal on all ranks; if nothing is measured, bytes serve as the unit.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 
 LONGER = 1.05
-"""Of a period's time, from which on what leaves again is not hidden."""
+"""Factor of a period's time from which on repeated exchanges no longer count as hidden."""
 
-_PIECES, _MOST = 4, 64  # of a model: in a step, and in all; each costs its start-up
+_PIECES, _MOST = 4, 64  # pieces of a model: per step, and in total; each costs a start-up
 
 
 def cut(sizes: Sequence[int], count: int) -> Iterator[range]:
-    """Runs of consecutive places, cut where the sum passes the next count-th of all elements; none is empty."""
+    """Yield runs of consecutive indices, cut where the sum passes the next 1 / ``count`` of all; none is empty."""
     total, seen, made, begin = sum(sizes), 0, 0, 0
     for place, size in enumerate(sizes):
         seen += size
@@ -29,7 +29,7 @@ def cut(sizes: Sequence[int], count: int) -> Iterator[range]:
 
 
 def layers(names: Sequence[str], sizes: Sequence[int], every: int) -> list[range]:
-    """Runs of consecutive parameters that a calendar of so many steps moves: whole modules, small ones together.
+    """Return runs of consecutive parameters for a calendar of ``every`` steps: whole modules, small ones together.
 
     Example:
         >>> layers(["in.weight", "in.bias", "norm.weight", "out.weight"], [8, 2, 1, 8], 2)
@@ -46,14 +46,14 @@ def layers(names: Sequence[str], sizes: Sequence[int], every: int) -> list[range
 
 
 def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | None = None) -> list[list[int]]:
-    """Every layer once, in consecutive runs, so that the least is exposed; then again where a step has time left.
+    """Assign every layer once, in consecutive runs, with the least exposed time; then again where a step has time left.
 
-    Of the assignments that expose the least it is the one that loads steps most evenly, by the sum of squares.
+    Among the assignments with the least exposed time, choose the most even load, by the sum of squares.
 
     Args:
-        exchanges: time of each layer's.
-        windows: time of what runs meanwhile, for each step of the period.
-        apart: steps between two exchanges of a layer, at least; None: none leaves again.
+        exchanges: exchange time of each layer.
+        windows: time of the work that runs meanwhile, for each step of the period.
+        apart: least number of steps between two exchanges of a layer; None: no layer is sent twice.
 
     Example:
         >>> calendar([3, 1, 1, 3], [4, 6], apart=1)
@@ -66,7 +66,7 @@ def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | N
     for step, window in enumerate(windows):
         room = window - sum(exchanges[layer] for layer in steps[step])
         waits = [_waits(step, turn, len(windows)) for turn in turns]
-        # First whom it spares the most waiting, then the largest, which fits nowhere later.
+        # First the layer that is spared the most waiting, then the largest, which does not fit anywhere later.
         for layer in sorted(range(len(turns)), key=lambda i: (-waits[i][0] * waits[i][1], -exchanges[i])):
             if 0 < room >= exchanges[layer] and min(waits[layer]) >= apart:
                 room -= exchanges[layer]
@@ -76,20 +76,20 @@ def calendar(exchanges: Sequence[int], windows: Sequence[int], *, apart: int | N
 
 
 def exposed(steps: Sequence[Sequence[int]], exchanges: Sequence[int], windows: Sequence[int]) -> int:
-    """The time of a calendar's exchanges that nothing hides, over the period."""
+    """Return the time of a calendar's exchanges that nothing hides, over the period."""
     loads = (sum(exchanges[layer] for layer in some) for some in steps)
     return sum(max(0, load - window) for load, window in zip(loads, windows, strict=True))
 
 
 def nanoseconds(seconds: float) -> int:
-    """A time as a calendar takes it."""
+    """Convert seconds into the whole number that a calendar takes."""
     return round(1e9 * seconds)
 
 
 def _assigned(exchanges: Sequence[int], windows: Sequence[int]) -> list[list[int]]:
-    """The best of all ways to give each step a run of consecutive layers, in their order; a run may be empty."""
+    """Find the best way to give each step a run of consecutive layers, in order; a run may be empty."""
     sums, count = [0, *accumulate(exchanges)], len(exchanges)
-    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # of the first so many layers: what is exposed, squares of loads
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # number of layers -> (exposed, sum of squared loads)
     begins: list[dict[int, int]] = []
     for window in windows:
         found: dict[int, tuple[int, int]] = {}
@@ -110,5 +110,5 @@ def _assigned(exchanges: Sequence[int], windows: Sequence[int]) -> list[list[int
 
 
 def _waits(step: int, turns: Sequence[int], every: int) -> tuple[int, int]:
-    """Steps since a layer's last turn, and until its next one, around the period."""
+    """Return the steps since a layer's last turn and until its next one, around the period."""
     return min((step - turn) % every for turn in turns), min((turn - step) % every for turn in turns)

@@ -1,4 +1,4 @@
-"""What every planning function refuses, in one voice: the argument, the index, the value."""
+"""Argument checks of the planning functions, with uniform messages: the argument, the index, the value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Price = Callable[[int], float]
 
 
 def check_sizes(sizes: Sequence[int]) -> list[int]:
-    """The sizes as plain integers."""
+    """Return the sizes as plain integers; raise ``ValueError`` if one is not a whole number or is negative."""
     checked = []
     for i, size in enumerate(sizes):
         try:
@@ -28,7 +28,7 @@ def check_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def check_seconds(seconds: Sequence[float], count: int, name: str = "backward_seconds") -> list[float]:
-    """The times as floats, one per tensor."""
+    """Return the times as floats, one per tensor; raise ``ValueError`` if one is negative or not finite."""
     if len(seconds) != count:
         raise ValueError(f"{name} has {len(seconds)} entries where sizes has {count}")
     for i, value in enumerate(seconds):
@@ -38,14 +38,14 @@ def check_seconds(seconds: Sequence[float], count: int, name: str = "backward_se
 
 
 def check_number(name: str, value: float, least: float = 0.0) -> float:
-    """One finite number of at least ``least``."""
+    """Return the number if it is finite and at least ``least``; otherwise raise ``ValueError``."""
     if not (math.isfinite(value) and value >= least):
         raise ValueError(f"{name} must be finite and at least {least:g}, not {value}")
     return value
 
 
 def priced(name: str, price: Price, size: int) -> float:
-    """What a callable says about one size, checked."""
+    """Return the seconds that ``price`` gives for one size, checked."""
     seconds = price(size)
     if not (math.isfinite(seconds) and seconds >= 0):
         raise ValueError(f"{name}({size}) must be finite and not negative, not {seconds}")
@@ -53,7 +53,7 @@ def priced(name: str, price: Price, size: int) -> float:
 
 
 def priced_row(name: str, price: Price, sizes: Sequence[int]) -> NDArray[np.float64]:
-    """What a callable says about many sizes: called once per size, checked as a whole."""
+    """Return the seconds that ``price`` gives for many sizes: called once per size, checked together."""
     row = np.array([price(size) for size in sizes], dtype=np.float64)
     bad = ~(np.isfinite(row) & (row >= 0))
     if bad.any():
@@ -63,7 +63,7 @@ def priced_row(name: str, price: Price, sizes: Sequence[int]) -> NDArray[np.floa
 
 
 def check_breaks(breaks: Collection[int], count: int) -> list[int]:
-    """Indices that must open a group, ascending."""
+    """Return the indices that must open a group, in ascending order."""
     for position in breaks:
         if not 0 <= position < count:
             raise ValueError(f"breaks: {position} is out of range for {count} tensors")
@@ -71,7 +71,7 @@ def check_breaks(breaks: Collection[int], count: int) -> list[int]:
 
 
 def check_groups(groups: Sequence[Sequence[int]], count: int) -> None:
-    """Raise unless the groups are consecutive, in order, not empty, and cover every index once."""
+    """Raise unless the groups are consecutive, in order, not empty and cover every index once."""
     following = 0
     for g, group in enumerate(groups):
         if not group:

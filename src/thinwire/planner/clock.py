@@ -1,4 +1,4 @@
-"""The timeline that every merge rule shares: one compute clock, one link, first come first served."""
+"""The timeline used by all merge rules: one compute clock and one link, first come, first served."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ def finish(
     *,
     side_stream: bool = False,
 ) -> float:
-    """When the last message has arrived, counted from the start of backward.
+    """Return when the last message has arrived, counted from the start of backward.
 
-    Scatter and zero-fill after the exchange are the same for every grouping and left out.
+    Scatter and zero-fill after the exchange are the same for every grouping and are left out.
 
     Args:
         groups: consecutive indices, in backward order, each index once.
         sizes: elements per tensor, in backward order.
-        backward_seconds: from the gradient before to this one.
-        exchange_seconds: of a group's elements.
-        select_seconds: of a group's elements; None: nothing is selected (dense).
-        side_stream: the selection runs alongside backward and does not delay it. Without effect if dense.
+        backward_seconds: backward time of each tensor, from the previous gradient to this one.
+        exchange_seconds: exchange time of a group, as a function of its elements.
+        select_seconds: selection time of a group, as a function of its elements; None if nothing is selected (dense).
+        side_stream: the selection runs alongside backward and does not delay it. Has no effect if dense.
 
     Returns:
-        Seconds; 0 for no tensors. The exposed part is what exceeds ``sum(backward_seconds)``.
+        Seconds; 0 for no tensors. The exposed time is what exceeds ``sum(backward_seconds)``.
 
     Raises:
-        ValueError: bad groups, sizes or times, or a callable that returns a bad time.
+        ValueError: invalid groups, sizes or times, or a callable that returns an invalid time.
 
     Example:
         >>> finish([[0], [1, 2]], [4, 1, 1], [1.0, 1.0, 1.0], lambda d: 0.5 + d)

@@ -1,4 +1,4 @@
-"""What exchanges and compute cost on this cluster: measured curves, and formulas for what was not measured."""
+"""Costs of exchanges and compute on this cluster: measured curves, and formulas for what was not measured."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ _NOTHING = Linear(0.0, 0.0, "assumed", "a group of one sends nothing")
 
 @dataclass(frozen=True)
 class Costs:
-    """Curves by name. Plain data: printed, hashed, broadcast, pinned.
+    """Cost curves by name. Plain data that is printed, hashed, broadcast and pinned.
 
     Attributes:
-        exchanges: (operation, scope, members) -> seconds of one rank's message bytes, see ``planner.formulas``.
+        exchanges: (operation, scope, members) -> seconds as a function of one rank's message bytes, see
+            ``planner.formulas``.
         compute: name -> seconds. "select": of fp32 elements; "memory": of bytes read or written; "multiply" and
             "orthogonalise": of FLOPs; "thin": a product with few columns, of the large matrix's elements; other names
-            as who writes them says. Read ``seconds_per_byte`` accordingly.
-        cpu_share: operation -> CPU seconds of its message bytes that are taken from compute (Gloo); absent: none.
+            as defined by whoever writes them. Read ``seconds_per_byte`` accordingly.
+        cpu_share: operation -> CPU seconds, by message bytes, that are taken from compute (Gloo); absent: none.
     """
 
     exchanges: Mapping[Key, Curve]
@@ -55,10 +56,10 @@ class Costs:
         return hash(self.to_json())
 
     def lookup(self, kind: str, scope: Scope | str, members: int) -> Curve:
-        """The curve of an operation, with its provenance.
+        """Return the curve of an operation, with its provenance.
 
-        What was not measured is scaled by the formulas from the nearest curve (same scope first, then same operation,
-        then the closest number of members) and marked "assumed".
+        An operation that was not measured is scaled by the formulas from the nearest curve (same scope first, then same
+        operation, then the closest number of members) and marked "assumed".
 
         Raises:
             LookupError: there is nothing to scale from.
@@ -95,15 +96,15 @@ class Costs:
         return RingOrTree(ring, curve.tree.stretched(depth, 1.0, source))
 
     def seconds(self, kind: str, scope: Scope | str, members: int, message_bytes: float, share: float = 1.0) -> float:
-        """Duration of one exchange; ``message_bytes`` are those of one rank, as ``program.trace`` gives them.
+        """Return the time of one exchange; ``message_bytes`` is one rank's, as ``program.trace`` gives it.
 
-        ``share``: of a node's ranks, how many cross at once; the curves are those of all of them on one network card.
+        ``share``: fraction of a node's ranks that cross at once; the curves assume all of them on one network card.
         """
         curve = self.lookup(kind, scope, members)
         return (curve if share == 1.0 else curve.stretched(1.0, share, curve.source))(message_bytes)
 
     def compute_seconds(self, name: str, amount: float) -> float:
-        """Duration of a computation; the unit of ``amount`` is that of the curve.
+        """Return the time of a computation; the unit of ``amount`` is that of the curve.
 
         Raises:
             LookupError: there is no such curve.
@@ -113,7 +114,7 @@ class Costs:
         return self.compute[name](amount)
 
     def cpu_seconds(self, kind: str, message_bytes: float) -> float:
-        """CPU seconds that an exchange takes from compute."""
+        """Return the CPU seconds that an exchange takes from compute."""
         share = self.cpu_share.get(kind)
         return share(message_bytes) if share else 0.0
 
@@ -132,18 +133,18 @@ class Costs:
         compute: Mapping[str, Curve] | None = None,
         cpu_share: Mapping[str, Linear] | None = None,
     ) -> Costs:
-        """Assumed costs from a link's data sheet, by the formulas of rings.
+        """Build assumed costs from a link's data sheet, with the ring formulas.
 
         Args:
             bits_per_second: line rate of one machine's network card; its ranks share it.
             latency_seconds: start-up of one message.
-            workers: ranks in all.
-            ranks_per_node: of each machine.
-            efficiency: share of the line rate that payload gets.
+            workers: total number of ranks.
+            ranks_per_node: ranks of each machine.
+            efficiency: share of the line rate that the payload gets.
             node_bits_per_second: rate between ranks of one machine.
             node_latency_seconds: start-up inside one machine.
-            trees: sums may also go along trees, where that is cheaper, as with NCCL; Gloo's go in rings at every size.
-            compute: curves of compute; None: ``assumed_compute()``.
+            trees: sums may also use trees where that is cheaper, as in NCCL; Gloo always uses rings.
+            compute: compute curves; None means ``assumed_compute()``.
             cpu_share: see the class.
 
         Raises:
@@ -182,7 +183,7 @@ class Costs:
         return cls(exchanges, assumed_compute() if compute is None else compute, cpu_share or {})
 
     def to_json(self) -> str:
-        """The costs as JSON text."""
+        """Return the costs as JSON text."""
         exchanges = [[*key, curve_to_data(curve)] for key, curve in self.exchanges.items()]
         compute = {name: curve_to_data(curve) for name, curve in self.compute.items()}
         cpu_share = {kind: curve_to_data(curve) for kind, curve in self.cpu_share.items()}
@@ -209,14 +210,15 @@ class Costs:
 
     @property
     def hash(self) -> str:
-        """A short digest, the same on every machine."""
+        """Short digest, the same on every machine."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
 def assumed_compute(memory_bytes_per_second: float = 10e9, flops: float = 1e11) -> dict[str, Curve]:
-    """Compute curves from a device's data sheet; the defaults are those of a few CPU cores.
+    """Return compute curves from a device's data sheet; the defaults are those of a few CPU cores.
 
-    Selection counts as 8 passes over fp32 elements and a start-up of 60 us, orthogonalisation as a tenth of the FLOP/s.
+    Selection counts as 8 passes over fp32 elements plus a start-up of 60 us; orthogonalisation runs at a tenth of the
+    FLOP/s.
     """
     for name, value in (("memory_bytes_per_second", memory_bytes_per_second), ("flops", flops)):
         if not value > 0:

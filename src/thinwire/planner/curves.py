@@ -1,4 +1,4 @@
-"""Cost curves: bytes -> seconds, as a line or as a table, each saying where its numbers come from."""
+"""Cost curves: bytes -> seconds, as a line or a table, each with the provenance of its numbers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Provenance: TypeAlias = Literal["measured here", "measured elsewhere", "assumed"
 
 
 def check_provenance(provenance: str) -> None:
-    """Raise ``ValueError`` unless this is one of the three words."""
+    """Raise ``ValueError`` unless ``provenance`` is one of the three allowed words."""
     if provenance not in get_args(Provenance):
         raise ValueError(f"provenance={provenance!r} is unknown; use one of {', '.join(get_args(Provenance))}")
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Start-up plus a rate.
+    """A start-up time plus a rate.
 
     Attributes:
-        startup_seconds: of a message of any size.
-        seconds_per_byte: of one byte. (Compute curves may count elements or FLOPs instead: ``Costs.compute``.)
+        startup_seconds: time of a message of any size.
+        seconds_per_byte: time of one byte. (Compute curves may count elements or FLOPs instead: ``Costs.compute``.)
         provenance: where the numbers come from.
-        source: the same in free text.
+        source: provenance in free text.
     """
 
     startup_seconds: float
@@ -40,22 +40,22 @@ class Linear:
         check_provenance(self.provenance)
 
     def __call__(self, size: float) -> float:
-        """Seconds for that many bytes."""
+        """Return the seconds for that many bytes."""
         return self.startup_seconds + self.seconds_per_byte * size
 
     def stretched(self, startup: float, rest: float, source: str) -> Linear:
-        """A guess: the start-up times one factor, the rest times another."""
+        """Return a guess: the start-up times one factor, the rest times another."""
         return Linear(self.startup_seconds * startup, self.seconds_per_byte * rest, "assumed", source)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Measured points, straight lines between them; flat below the first, the last slope beyond the last.
+    """Measured points with straight lines between them: constant below the first, the last slope beyond the last.
 
     Attributes:
         points: (bytes, seconds), bytes ascending.
         provenance: where the numbers come from.
-        source: the same in free text.
+        source: provenance in free text.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -74,18 +74,18 @@ class Table:
         check_provenance(self.provenance)
 
     def __call__(self, size: float) -> float:
-        """Seconds for that many bytes."""
+        """Return the seconds for that many bytes."""
         points = self.points
         if size <= points[0][0] or len(points) == 1:
             return points[0][1]
         i = min(bisect.bisect_left(points, (size,)), len(points) - 1)
         (x0, y0), (x1, y1) = points[i - 1], points[i]
-        if size > x1:  # a last piece that falls is noise: extrapolated, it would become negative
+        if size > x1:  # a falling last segment is noise; extrapolated, it would become negative
             return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (size - x1)
         return y0 + (y1 - y0) * ((size - x0) / (x1 - x0))
 
     def stretched(self, startup: float, rest: float, source: str) -> Table:
-        """A guess: the first point's time counts as start-up and is scaled by one factor, the rest by another."""
+        """Return a guess: the first point's time, as start-up, times one factor, the rest times another."""
         first = self.points[0][1]
         points = tuple((x, max(0.0, first * startup + (y - first) * rest)) for x, y in self.points)
         return Table(points, "assumed", source)
@@ -93,14 +93,14 @@ class Table:
 
 @dataclass(frozen=True)
 class RingOrTree:
-    """The cheaper of two ways to sum, which NCCL chooses between by size.
+    """The cheaper of ring and tree, between which NCCL chooses by size.
 
-    A tree passes pieces on. With pieces of n bytes, S bytes to be sent and D steps from the leaves to the root and
-    back, there are D + S / n steps of a start-up and a piece each; for the best n they take (sqrt(D a) + sqrt(S b))^2.
+    A tree passes pieces on. With pieces of n bytes, S bytes to send and D steps from the leaves to the root and back,
+    there are D + S / n steps, each with a start-up and a piece. With the best n they take (sqrt(D a) + sqrt(S b))^2.
 
     Attributes:
-        ring: the whole of it.
-        tree: start-ups along the tree, and its bytes, as if nothing had to wait for a piece.
+        ring: cost of the whole ring.
+        tree: start-ups along the tree and time per byte, as if nothing had to wait for a piece.
     """
 
     ring: Linear
@@ -108,21 +108,21 @@ class RingOrTree:
 
     @property
     def provenance(self) -> Provenance:
-        """Of both."""
+        """Provenance of both curves."""
         return self.ring.provenance
 
     @property
     def source(self) -> str:
-        """Of both."""
+        """Source of both curves."""
         return self.ring.source
 
     def __call__(self, size: float) -> float:
-        """Seconds for that many bytes."""
+        """Return the seconds for that many bytes."""
         rest = self.tree.seconds_per_byte * size
         return min(self.ring(size), (math.sqrt(self.tree.startup_seconds) + math.sqrt(rest)) ** 2)
 
     def stretched(self, startup: float, rest: float, source: str) -> RingOrTree:
-        """A guess: all start-ups times one factor, the rest times another."""
+        """Return a guess: all start-ups times one factor, the rest times another."""
         return RingOrTree(self.ring.stretched(startup, rest, source), self.tree.stretched(startup, rest, source))
 
 
@@ -130,7 +130,7 @@ Curve: TypeAlias = Linear | Table | RingOrTree
 
 
 def curve_to_data(curve: Curve) -> dict[str, Any]:
-    """What JSON can hold of a curve."""
+    """Return a curve as data that JSON can hold."""
     numbers: dict[str, Any]
     if isinstance(curve, RingOrTree):
         return {"ring": curve_to_data(curve.ring), "tree": curve_to_data(curve.tree)}

@@ -1,8 +1,8 @@
-"""How start-up and rate of a link become the cost of a collective: rings, and where not, what Gloo does; trees of sums.
+"""Formulas for the cost of a collective from a link's latency and rate: rings, Gloo's algorithms, and NCCL's trees.
 
-A cost is ``startups * a + copies * bytes * b``, with a = seconds per message on the link, b = seconds per byte, and
-bytes those of ONE rank's message as ``program.trace`` gives them: for AllReduce the tensor, for ReduceScatter the whole
-[W*k] input, for AllToAll the whole [W, ...] input, for AllGather what this rank brings.
+A cost is ``startups * a + copies * bytes * b``, with a = seconds per message on the link and b = seconds per byte.
+``bytes`` is the size of ONE rank's message as ``program.trace`` gives it: for AllReduce the tensor, for ReduceScatter
+the whole [W*k] input, for AllToAll the whole [W, ...] input, for AllGather the part that this rank contributes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 
 KINDS = ("AllReduce", "ReduceScatter", "AllGather", "AllToAll", "Broadcast", "Exchange")
-"""The operations that can be priced: the words of ``program.ops``."""
+"""The operations that can be priced, named as in ``program.ops``."""
 
 
 def startups(kind: str, members: int) -> int:
-    """Messages that follow one another."""
+    """Return the number of messages that are sent one after the other."""
     others = members - 1
     if kind == "AllReduce":
         return 2 * others
@@ -28,13 +28,14 @@ def startups(kind: str, members: int) -> int:
 
 
 def copies(kind: str, members: int, sharing: int = 1) -> float:
-    """How many times the message's bytes pass the busiest link.
+    """Return how many times the message's bytes cross the busiest link.
 
     Args:
         kind: the operation.
         members: ranks that take part.
-        sharing: ranks that share one network card. Of a ring one edge leaves each machine, whatever it holds; of an
-            all-to-all every pair on two machines crosses, and the pairs of one machine do so through one card.
+        sharing: ranks that share one network card. A ring has one edge that leaves each machine, however many ranks the
+            machine has. In an all-to-all, every pair of ranks on two machines sends across, and all pairs of one
+            machine use the same card.
     """
     others = members - 1
     if kind == "AllReduce":
@@ -55,9 +56,9 @@ def copies(kind: str, members: int, sharing: int = 1) -> float:
 
 
 def tree(a: float, b: float, members: int) -> tuple[float, float]:
-    """Start-up and seconds per byte of an all-reduce along trees that share the links out: up, then down.
+    """Return start-up seconds and seconds per byte of an all-reduce along trees that share the links: up, then down.
 
-    Every rank sends the message twice, once on the way up and once on the way down, cut into pieces that follow one
-    another (:class:`~thinwire.planner.curves.RingOrTree`).
+    Every rank sends the message twice, once on the way up and once on the way down, cut into pieces that are pipelined
+    (:class:`~thinwire.planner.curves.RingOrTree`).
     """
     return 2 * math.ceil(math.log2(members)) * a, 2 * b

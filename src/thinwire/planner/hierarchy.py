@@ -1,7 +1,8 @@
-"""Which way of summing over nodes is fastest for a message of which size, by the costs of this cluster.
+"""Which way of summing over nodes is fastest for which message size, by the costs of this cluster.
 
-Paper: the hybrid all-reduce of Jia et al., arXiv 1807.11205, whose threshold was tuned by hand; here the table follows
-from measured costs. Its choices become part of the plan: ranks that chose differently would wait for each other.
+Paper: the hybrid all-reduce of Jia et al., arXiv 1807.11205, whose threshold was tuned by hand. Here the table follows
+from measured costs. Its choices become part of the plan: ranks that chose differently would wait for each other
+forever.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ SMALLEST, LARGEST = 1 << 10, 1 << 28
 
 @dataclass(frozen=True)
 class CollectiveTable:
-    """Message bytes -> sub-program.
+    """Table from message bytes to sub-program.
 
     Attributes:
-        entries: (bytes from which it holds, sub-program), ascending; the first holds from 0.
-        provenance: of the worst of the costs behind it.
+        entries: (smallest message in bytes, sub-program), ascending; the first begins at 0.
+        provenance: the worst provenance among the costs used.
     """
 
     entries: tuple[tuple[int, str], ...]
@@ -47,7 +48,7 @@ class CollectiveTable:
                 raise ValueError(f"{way!r} is not a way to sum; there are {', '.join(WAYS)}")
 
     def choice(self, message_bytes: int) -> str:
-        """The sub-program for a message.
+        """Return the sub-program for a message.
 
         Example:
             >>> table = CollectiveTable(((0, "three_phase"), (65536, "torus")))
@@ -58,7 +59,7 @@ class CollectiveTable:
 
     @classmethod
     def of(cls, costs: Costs, topology: Topology, smallest: int = SMALLEST, largest: int = LARGEST) -> CollectiveTable:
-        """The cheapest way at every size: on powers of two, with the crossovers between them found to the byte."""
+        """Find the cheapest way for every size: at powers of two, with the crossovers between them to the byte."""
 
         def best(size: int) -> str:
             return min(ways(topology), key=lambda way: way_seconds(way, size, costs, topology))
@@ -82,7 +83,7 @@ class CollectiveTable:
         return cls(tuple(entries), min(found, key=order.index, default="assumed"))
 
     def to_json(self) -> str:
-        """The table as JSON text."""
+        """Return the table as JSON text."""
         return json.dumps({"entries": [list(entry) for entry in self.entries], "provenance": self.provenance})
 
     @classmethod
@@ -100,14 +101,14 @@ class CollectiveTable:
 
 
 def ways(topology: Topology) -> tuple[str, ...]:
-    """The sub-programs that differ on this topology."""
+    """Return the sub-programs that differ on this topology."""
     if topology.nodes == 1 or max(topology.layout) == 1:
         return ("flat",)
     return WAYS if topology.uniform else ("flat", "three_phase")
 
 
 def way_seconds(way: str, message_bytes: float, costs: Costs, topology: Topology) -> float:
-    """Seconds of a sub-program for a message of that many bytes on each rank, without the method's own compute."""
+    """Return the seconds of a sub-program for that many bytes on each rank, without the method's own compute."""
     return sum(
         costs.seconds(kind, scope, n, message_bytes * part, share)
         for kind, scope, n, part, share in _hops(way, topology)
@@ -115,7 +116,7 @@ def way_seconds(way: str, message_bytes: float, costs: Costs, topology: Topology
 
 
 def _hops(way: str, topology: Topology) -> list[tuple[str, Scope, int, float, float]]:
-    """(operation, scope, members, part of the message, share of the node's ranks that send at once)."""
+    """Return (operation, scope, members, part of the message, share of the node's ranks that send at once) per hop."""
     ranks, nodes = max(topology.layout), topology.nodes
     if way == "flat":
         return [("AllReduce", Scope.WORLD, topology.world_size, 1.0, 1.0)]
@@ -133,12 +134,12 @@ def _hops(way: str, topology: Topology) -> list[tuple[str, Scope, int, float, fl
 
 
 def crossing_shares(steps: Sequence[TracedExchange], beside: Sequence[TracedExchange], ranks: int) -> list[float]:
-    """Per step of a node's first rank, the share of its ranks that issue it: all, or the first alone.
+    """Return, for each step of a node's first rank, the share of its ranks that issue it: all, or only the first.
 
     Args:
-        steps: of the first rank's program.
-        beside: of the second rank's, which stands for the others.
-        ranks: of the node.
+        steps: steps of the first rank's program.
+        beside: steps of the second rank's program, which stands for the others.
+        ranks: ranks of the node.
     """
     others, own, shares = sum(step.scope is Scope.CROSS for step in beside), 0, []
     for step in steps:

@@ -1,4 +1,4 @@
-"""How tensors of one kind are cut into buckets once compute and network have been measured."""
+"""Cutting tensors of one kind into buckets after compute and network have been measured."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from thinwire.program import Method, Scope, Topology
 from thinwire.program.trace import steady_step, trace
 
 RULES = ("optimal", "mgwfbp", "omgs", "lags", "tune")
-"""Ways of cutting that need a measurement; "tune" begins at the optimum."""
+"""Rules that need a measurement; "tune" begins at the optimum."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What such a rule knows.
+    """The measurements that such a rule uses.
 
     Attributes:
         profile: tensors and their backward seconds.
-        costs: prices.
-        topology: of the ranks.
-        side_stream: methods compute alongside backward, on a core or a stream of their own.
+        costs: costs of exchanges and compute.
+        topology: topology of the ranks.
+        side_stream: methods compute alongside backward, on a core or stream of their own.
     """
 
     profile: ModelProfile
@@ -39,29 +39,29 @@ class Measured:
 
 @dataclass(frozen=True)
 class BucketIndices:
-    """Indices of one bucket, and what a sparse method keeps of it (0: by its density)."""
+    """Indices of one bucket, and how many elements a sparse method keeps of it (0: as its density says)."""
 
     indices: list[int]
     kept: int = 0
 
 
 def rule_of(method: Method) -> Any:
-    """The fusion rule of a method: a word, a number of MiB, or a ``Merge``."""
+    """Return the fusion rule of a method: a word, a number of MiB, or a ``Merge``."""
     return method.fusion_rule or method.fusion
 
 
 def all_reduce_seconds(costs: Costs, topology: Topology) -> Callable[[float], float]:
-    """The price of one all-reduce over all ranks, of that many bytes."""
+    """Return a function: bytes -> seconds of one all-reduce over all ranks."""
     return lambda size: costs.seconds("AllReduce", Scope.WORLD, topology.world_size, round(size))
 
 
 def hidden_seconds(profile: ModelProfile, costs: Costs, topology: Topology) -> Callable[[float], float]:
-    """What backward can hide of such an all-reduce, for plans that follow the network."""
+    """Return a function: bytes -> all-reduce seconds that backward can hide, for plans that follow the network."""
     return gain_of_overlap(all_reduce_seconds(costs, topology), sum(t.backward_seconds for t in profile.tensors))
 
 
 def needs_measurement(method: Method) -> bool:
-    """Whether the method's plan follows from measured times."""
+    """Return whether the method's plan depends on measured times."""
     rule = rule_of(method)
     return (isinstance(rule, str) and rule in RULES) or method.collective == "auto"
 
@@ -80,13 +80,13 @@ def cut(
 
     Args:
         rule: one of ``RULES``.
-        method: their program.
-        sizes: elements, in backward order.
-        payload: of each alone, as ``Method.payload`` gives them.
-        seconds: of backward, from the tensor before (of this kind) to this one.
-        itemsize: bytes of a payload element.
-        measured: prices.
-        phase: of the method.
+        method: the method whose program handles them.
+        sizes: elements of each tensor, in backward order.
+        payload: payload of each tensor by itself, as ``Method.payload`` gives it.
+        seconds: backward time, from the previous tensor (of this kind) to this one.
+        itemsize: bytes of one payload element.
+        measured: profile, costs and topology.
+        phase: phase of the method.
     """
     if rule == "lags":
         return _layers(method, sizes, seconds, measured)
@@ -118,7 +118,7 @@ def _sparse(
 
 
 def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: Measured) -> list[BucketIndices]:
-    """LAGS: a bucket per layer; what is kept of each."""
+    """Apply LAGS: one bucket per layer, with the number of elements kept of each."""
     world, costs = measured.topology.world_size, measured.costs
     all_reduce = all_reduce_seconds(costs, measured.topology)
 
@@ -139,7 +139,7 @@ def _layers(method: Any, sizes: list[int], seconds: Sequence[float], measured: M
 
 
 def _exchange(method: Method, size: int, measured: Measured, phase: int) -> Callable[[int], float]:
-    """Seconds of the exchanges of one message of that many bytes: the kinds are those that the program yields."""
+    """Return a function: bytes of a message -> seconds of its exchanges, of the kinds that the program yields."""
     topology, costs = measured.topology, measured.costs
     if method.collective == "auto":
         return lambda size: min(way_seconds(way, size, costs, topology) for way in ways(topology))

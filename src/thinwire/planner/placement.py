@@ -1,4 +1,4 @@
-"""Sharing work out: which worker does which item, and which items every worker does for itself."""
+"""Assignment of work: which worker does which item, and which items every worker does for itself."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from thinwire.program.plan import UNREADABLE
 
 @dataclass(frozen=True)
 class Placement:
-    """Who does what. Plain data: printed, hashed, compared over ranks, pinned.
+    """Who does what. Plain data that is printed, hashed, compared across ranks and pinned.
 
     Attributes:
-        owner: per item, a worker; -1: every worker does it.
-        makespan: when the last worker is done, in the unit of the costs; sending is not counted.
+        owner: the worker of each item; -1 if every worker does it.
+        makespan: when the last worker is done, in the unit of the costs; sending is not included.
     """
 
     owner: tuple[int, ...]
     makespan: float
 
     def items(self, worker: int) -> tuple[int, ...]:
-        """What a worker does, in order: its own items and those that all do."""
+        """Return the items that a worker does, in order: its own and those that all workers do."""
         return tuple(i for i, owner in enumerate(self.owner) if owner in (worker, -1))
 
     def to_json(self) -> str:
-        """The placement as JSON text."""
+        """Return the placement as JSON text."""
         return json.dumps({"owner": self.owner, "makespan": self.makespan})
 
     @classmethod
@@ -48,20 +48,20 @@ class Placement:
 
     @property
     def hash(self) -> str:
-        """A short digest, the same on every machine."""
+        """Short digest, the same on every machine."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
 def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[float] | None = None) -> Placement:
-    """Longest first, to the least loaded worker: at most 4/3 - 1/(3 workers) of the best makespan (Graham 1969).
+    """Assign the longest item first, to the least loaded worker: at most 4/3 - 1/(3 workers) of optimal (Graham 1969).
 
-    An item that is cheaper to do than to send is done by every worker; at equal cost it is sent. Ties go to the lower
-    index and to the lower worker, so all ranks come to the same placement from the same numbers.
+    An item that is cheaper to compute than to send is computed by every worker; if the costs are equal, it is sent.
+    Ties go to the lower index and the lower worker, so all ranks derive the same placement from the same numbers.
 
     Args:
-        costs: of each item; seconds where ``communicate_seconds`` is given, else any unit.
-        workers: how many there are.
-        communicate_seconds: what sending each item's result costs; None: nothing is done twice.
+        costs: cost of each item; in seconds if ``communicate_seconds`` is given, otherwise in any unit.
+        workers: number of workers.
+        communicate_seconds: time to send each item's result; None: no item is computed twice.
 
     Raises:
         ValueError: no worker, a cost that is negative or not finite, lists of different lengths.
@@ -91,16 +91,16 @@ def place(costs: Sequence[float], workers: int, communicate_seconds: Sequence[fl
 def place_threshold(
     dims: Sequence[int], workers: int, threshold: int = 1400, weights: Sequence[float] | None = None
 ) -> Placement:
-    """As the code of SPD-KFAC places inversions (arXiv 2107.06533): what is below a side is done by every worker.
+    """Place inversions like the code of SPD-KFAC (arXiv 2107.06533): every worker does all matrices below a threshold.
 
     Args:
         dims: side of each matrix.
         workers: how many there are.
-        threshold: matrices of this side and above are given to one worker, longest first.
-        weights: what longest and loaded mean; None: the side, as published.
+        threshold: matrices of this side and above go to one worker each, longest first.
+        weights: cost of each item, for "longest" and "least loaded"; None: the side, as published.
 
     Raises:
-        ValueError: as of ``place``; a negative threshold.
+        ValueError: as in ``place``, or a negative threshold.
     """
     if threshold < 0:
         raise ValueError(f"threshold={threshold} must be a side of a matrix, at least 0")

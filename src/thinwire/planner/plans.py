@@ -15,18 +15,18 @@ from thinwire.program import Method, Plan, PlanBucket
 
 _MIB = 1 << 20
 _LOW_RANK_BYTES = 256 << 10
-"""Payload of a low-rank bucket: at rank 4 a 10 M model is one bucket, at rank 32 ten that overlap with backward."""
+"""Payload of a low-rank bucket: at rank 4 a 10 M model is one bucket; at rank 32, ten that overlap with backward."""
 
 
 @dataclass(frozen=True)
 class PlanTensor:
-    """One gradient as a plan sees it.
+    """One gradient, as a plan sees it.
 
     Attributes:
-        name: of the parameter.
-        shape: logical.
-        dense: kept out of the method's hands, in S-SGD buckets.
-        dtype: any text; tensors of one text may share a bucket.
+        name: name of the parameter.
+        shape: logical shape.
+        dense: not handled by the method, but averaged in S-SGD buckets.
+        dtype: any text; tensors with the same text may share a bucket.
         itemsize: bytes of one element.
     """
 
@@ -38,12 +38,12 @@ class PlanTensor:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def default_fusion(method: Method, backend: str) -> Any:
-    """What ``fusion="auto"`` means while nothing is known of the network: MiB of dense gradient, or "payload"."""
+    """Return what ``fusion="auto"`` means before the network is measured: MiB of dense gradient, or "payload"."""
     if backend == "nccl":
         return 25
     # Low-rank payloads are so small that start-ups outweigh overlap; dense ones gain from an early start.
@@ -51,7 +51,7 @@ def default_fusion(method: Method, backend: str) -> Any:
 
 
 def follows_network(method: Method, backend: str) -> bool:
-    """Whether ``fusion="auto"`` of a method follows the network: plain averages on Gloo, coupled, flat."""
+    """Return whether a method's ``fusion="auto"`` follows the network: plain averages on Gloo, coupled, flat."""
     plain = method.cheap_pack and method.collective == "flat" and not method.deterministic
     return plain and backend == "gloo" and not method.decoupled and rule_of(method) == "auto"
 
@@ -68,18 +68,18 @@ def make_plan(
     """Fuse tensors into buckets.
 
     Args:
-        method: gives payloads and phases.
+        method: provides payloads and phases.
         tensors: all of them.
         order: their indices in order of arrival.
-        late: indices that did not arrive; they come last, apart from those that did.
-        backend: of the process group, for the defaults.
-        measured: for the rules that need it; None: they fuse by size for the time being.
-        all_reduce: for ``fusion="auto"``: what of an all-reduce of that many bytes over all ranks backward can hide, in
-            seconds (:func:`~thinwire.planner.sizes.gain_of_overlap`); None: from ``measured``, and without that too,
-            fixed sizes.
+        late: indices that did not arrive; they come last, separate from those that did.
+        backend: backend of the process group, for the defaults.
+        measured: for the rules that need it; None: these fuse by size for the time being.
+        all_reduce: for ``fusion="auto"``: bytes -> seconds of an all-reduce over all ranks that backward can hide
+            (:func:`~thinwire.planner.sizes.gain_of_overlap`); None: derived from ``measured``, or fixed sizes if that
+            is None too.
 
     Raises:
-        ValueError: a ``Merge`` that is not of these tensors.
+        ValueError: a ``Merge`` made for other tensors.
     """
     seconds = {} if measured is None else {t.name: t.backward_seconds for t in measured.profile.tensors}
     last = set(late)
@@ -91,7 +91,7 @@ def make_plan(
         groups.setdefault((t.dense, t.dtype, index in last), []).append(index)
     if all_reduce is None and measured is not None:
         all_reduce = hidden_seconds(measured.profile, measured.costs, measured.topology)
-    table = None  # which way the sums go, where that is to be measured
+    table = None  # how sums are routed, if that depends on measurements
     if measured is not None and method.collective == "auto":
         table = CollectiveTable.of(measured.costs, measured.topology)
     phases = []
@@ -113,7 +113,7 @@ def make_plan(
                     limit = balanced(payload, all_reduce(entries[0].itemsize * sum(payload)))
                 else:
                     limit = _limit(rule, entries, payload)
-                free = rule_of(method) in ("auto", "tune")  # the user has not said how large
+                free = rule_of(method) in ("auto", "tune")  # the user has not set a size
                 soon = free and method.decoupled
                 lists = needed_soon(payload, limit) if soon else by_size(payload, limit)
                 if free and rule != "payload":
@@ -133,9 +133,9 @@ def make_plan(
 
 
 def _rule(method: Method, dense: bool, backend: str, measured: bool) -> Any:
-    """The rule for one kind of tensors. Without a measurement size decides, at first."""
+    """Return the rule for one kind of tensors. Without a measurement, size decides at first."""
     rule = rule_of(method)
-    if dense:  # the few tensors other than what the method takes
+    if dense:  # the few tensors that the method does not handle
         rule = rule if isinstance(rule, (int, float)) or rule in ("none", "single") else "auto"
     if isinstance(rule, str) and rule in RULES and not measured:
         rule = method.fusion if method.fusion_rule else "auto"
@@ -145,7 +145,7 @@ def _rule(method: Method, dense: bool, backend: str, measured: bool) -> Any:
 
 
 def _since_last_of_kind(order: Sequence[int], indices: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Backward seconds from one tensor of a kind to the next; tensors of other kinds lie between."""
+    """Return the backward seconds from one tensor of a kind to the next, counting other kinds in between."""
     wanted, waits, passed = set(indices), [], 0.0
     for index, lasted in zip(order, seconds):
         passed += lasted
@@ -162,7 +162,7 @@ def _given(merge: Merge, count: int) -> list[BucketIndices]:
 
 
 def _limit(merge: Any, entries: Sequence[PlanTensor], payload: Sequence[int]) -> float:
-    """The fusion limit in payload elements: the MiB of dense gradient, scaled to what is sent."""
+    """Return the fusion limit in payload elements: the MiB of dense gradient, scaled to what is sent."""
     if merge == "none":
         return 0.0
     if merge == "single":

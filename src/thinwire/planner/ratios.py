@@ -14,11 +14,11 @@ from thinwire.program.plan import UNREADABLE
 
 @dataclass(frozen=True)
 class Ratios:
-    """Kept elements per layer, in backward order. Part of the plan: another count on one rank corrupts the exchange.
+    """Kept elements per layer, in backward order. Part of the plan: a different count on one rank breaks the exchange.
 
     Attributes:
-        kept: elements sent; all of them where the layer is dense.
-        dense: layers that are all-reduced, without selection.
+        kept: elements sent; all of them if the layer is dense.
+        dense: whether the layer is all-reduced without selection.
         finish_seconds: end of the last message, from the start of backward.
     """
 
@@ -30,7 +30,7 @@ class Ratios:
         return hash(self.to_json())
 
     def to_json(self) -> str:
-        """The ratios as JSON text."""
+        """Return the ratios as JSON text."""
         return json.dumps({"kept": self.kept, "dense": self.dense, "finish_seconds": self.finish_seconds})
 
     @classmethod
@@ -51,7 +51,7 @@ class Ratios:
 
     @property
     def hash(self) -> str:
-        """A short digest, the same on every machine."""
+        """Short digest, the same on every machine."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
 
@@ -68,24 +68,24 @@ def lags(
 ) -> Ratios:
     """Give each layer as many elements as its exchange can hide until the next gradient is ready.
 
-    A layer is dense if its all-reduce hides. It is not made dense merely because that would be cheaper than selection
-    and exchange: then more bandwidth could mean fewer elements.
+    A layer is dense if its all-reduce can be hidden. It is not made dense merely because that is cheaper than selection
+    and exchange: otherwise more bandwidth could lead to fewer elements.
 
     Args:
         sizes: elements per layer, in backward order.
-        backward_seconds: from the gradient before to this one.
-        select_seconds: of a layer's elements.
-        exchange_seconds: of *kept* elements; non-decreasing.
-        allreduce_seconds: of a layer's elements.
+        backward_seconds: backward time of each layer, from the previous gradient to this one.
+        select_seconds: selection time, as a function of a layer's elements.
+        exchange_seconds: exchange time, as a function of the *kept* elements; non-decreasing.
+        allreduce_seconds: all-reduce time, as a function of a layer's elements.
         max_ratio: a layer of d elements sends at least d / max_ratio.
-        exposed_seconds: what the last layer's exchange may add to the step.
+        exposed_seconds: time that the last layer's exchange may add to the step.
         side_stream: selection runs alongside backward.
 
     Returns:
         Kept counts; a layer without elements sends nothing and counts as dense.
 
     Raises:
-        ValueError: bad sizes, times, ratio, or a callable that returns a bad time.
+        ValueError: invalid sizes, times or ratio, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))
@@ -114,14 +114,14 @@ def lags(
 
 
 def _largest(exchange_seconds: Price, start: float, deadline: float, low: int, high: int) -> int:
-    """The largest count in [low, high] whose exchange ends by the deadline, else ``low``."""
+    """Return the largest count in [low, high] whose exchange ends by the deadline, or ``low`` if there is none."""
 
     def fits(k: int) -> bool:
         return start + priced("exchange_seconds", exchange_seconds, k) <= deadline
 
     if fits(high):
         return high
-    while high - low > 1:  # high does not fit; low fits, or is the least
+    while high - low > 1:  # high does not fit; low fits, or is the minimum
         middle = (low + high) // 2
         if fits(middle):
             low = middle

@@ -1,4 +1,4 @@
-"""Buckets by size: how large they should be, and which tensors share one."""
+"""Buckets by size: how large they should be, and which tensors share a bucket."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from collections.abc import Callable, Sequence
 from thinwire.planner.merge import fuse
 
 _LAUNCH_SECONDS = 4e-3
-"""What one bucket more costs a step on Gloo where every core has a rank (13 against 2 of 43.6 MB, 2 ranks, 2 cores).
-With cores to spare it is less; the sum is flat round its minimum, so that one value serves both.
+"""What one more bucket adds to a step on Gloo if every core has a rank (13 against 2 of 43.6 MB, 2 ranks, 2 cores).
+With spare cores it is less. The total is flat around its minimum, so one value serves both cases.
 """
 _MIN_TAIL = 1 / 16  # of the limit
-_SMALL = 1 / 8  # of the limit: a bucket that nothing hides
-_FEW = 4  # buckets, for which one more costs more than it brings
+_SMALL = 1 / 8  # of the limit: a bucket whose exchange nothing hides
+_FEW = 4  # with fewer buckets than this, one more costs more than it gains
 
 
 def balanced(sizes: Sequence[float], seconds: float) -> float:
-    """The limit of a bucket on Gloo, for plain averages of which overlap can hide ``seconds``; in ``sizes``' unit.
+    """Return the bucket limit on Gloo for plain averages of which overlap can hide ``seconds``; unit as in ``sizes``.
 
-    n buckets cost n launches, and of what could be hidden 1 / n is not, or the last bucket's share if that is more: the
-    sum is least at n = sqrt(seconds / launch). Layers are not cut, so that a limit of an n-th leaves up to twice as
-    many: what counts is how many there are (19 for 11 wanted took 4 % of a step of 4 ranks on 2 cores).
+    n buckets cost n launches. Of the time that could be hidden, 1 / n is exposed, or the last bucket's share if that is
+    more. The sum is smallest at n = sqrt(seconds / launch). Layers are not split, so a limit of total / n can give up
+    to 2n buckets; the number of buckets is what counts (19 instead of the 11 wanted took 4 % of a step of 4 ranks on 2
+    cores).
     """
     total, wanted = sum(sizes), max(1.0, math.sqrt(seconds / _LAUNCH_SECONDS))
 
@@ -34,23 +35,24 @@ def balanced(sizes: Sequence[float], seconds: float) -> float:
 
 
 def gain_of_overlap(all_reduce: Callable[[float], float], backward_seconds: float) -> Callable[[float], float]:
-    """Seconds that backward can hide of an all-reduce of that many bytes: no more than backward lasts.
+    """Return a function: bytes -> seconds of an all-reduce that backward can hide, at most the backward time.
 
-    On a slow network more buckets than that calls for bring nothing, and each of their turns waits in its queues.
+    On a slow network, more buckets than this calls for gain nothing, and each of their ring steps waits in the queues.
     """
     return lambda size: min(all_reduce(size), backward_seconds)
 
 
 def by_size(sizes: Sequence[float], limit: float, *, first: float | None = None) -> list[list[int]]:
-    """As :func:`~thinwire.planner.merge.fuse`, but a small remainder goes with what follows it.
+    """Fuse like :func:`~thinwire.planner.merge.fuse`, but put a small remainder into the bucket that follows.
 
-    A bias that is the last in a bucket would hold it back until the layer's weight arrives, which is the next bucket's;
-    one between two weights that fill a bucket each would be a message of its own, which takes as many turns of the ring
-    as a large one.
+    If the last tensor of a bucket is a bias, the bucket would have to wait for it until the layer's weight arrives,
+    which belongs to the next bucket. A bias between two weights that each fill a bucket would be a message of its own,
+    which takes as many ring steps as a large one.
 
     Args:
-        sizes: of the tensors' messages, in the order in which they arrive, in any unit.
-        limit: in the same unit; a small remainder (up to a sixteenth of it) may exceed it. 0: one bucket per tensor.
+        sizes: message sizes of the tensors, in order of arrival, in any unit.
+        limit: in the same unit; a small remainder (up to a sixteenth of it) may exceed it. 0 means one bucket per
+            tensor.
         first: the limit of the first bucket.
 
     Example:
@@ -61,7 +63,7 @@ def by_size(sizes: Sequence[float], limit: float, *, first: float | None = None)
 
 
 def started_early(groups: list[list[int]], sizes: Sequence[float], limit: float) -> list[list[int]]:
-    """Cut a small bucket off the first one, so that the link has work early."""
+    """Split a small bucket off the first one, so that the link has work early."""
     if len(groups) < _FEW:
         return groups
     first = groups[0]
@@ -70,6 +72,6 @@ def started_early(groups: list[list[int]], sizes: Sequence[float], limit: float)
 
 
 def needed_soon(sizes: Sequence[float], limit: float) -> list[list[int]]:
-    """Buckets of a decoupled method: a small last one, since nothing hides its exchange on either side of the step."""
+    """Return buckets for a decoupled method: the last one is small, since nothing hides its exchange."""
     last = len(sizes) - 1
     return [[last - i for i in group][::-1] for group in fuse(sizes[::-1], limit, first=_SMALL * limit)][::-1]

@@ -1,10 +1,10 @@
-"""The fusion tuner: which of a few plans is fastest where it is measured, not predicted. Seconds in, a choice out.
+"""The fusion tuner: finds the fastest of a few plans by measuring, not predicting. Seconds in, a choice out.
 
 Source: the fusion tuner of DeAR (Zhang et al., arXiv 2302.12445), Bayesian optimisation of the fusion threshold.
 
-Differences from the paper: the variable is log2 of the limit, and limits of equal plans count once; the search begins
-at the planner's optimum; seconds are normalised before the acquisition function sees them; start and challenger are
-measured again, in turns, and the challenger has to win by more than the noise of that.
+Differences from the paper: the variable is log2 of the limit, and limits that give equal plans count once; the search
+begins at the planner's optimum; seconds are normalised before the acquisition function sees them; start and challenger
+are measured again alternately, and the challenger must win by more than the noise of these measurements.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from thinwire.program import Plan
 Array = NDArray[np.float64]
 
 DISTINCT = 8
-"""Plans that are measured at most."""
+"""Maximum number of plans measured."""
 TIMES = 3
-"""How often start and challenger are measured."""
+"""How many times the start and the challenger are measured."""
 _OCTAVES, _PER_OCTAVE = 3, 2
 _LENGTHS, _NOISES = (1.0, 2.0, 4.0), (1e-3, 1e-2, 0.1, 0.3)  # octaves; of the variance of log seconds
 _XI = 0.01
 
 
 def grid(start: float) -> list[float]:
-    """Fusion limits around a start, both in MiB: three octaves down and up by halves, the start left out."""
+    """Return fusion limits around a start, all in MiB: three octaves down and up in half octaves, without the start."""
     steps = range(-_OCTAVES * _PER_OCTAVE, _OCTAVES * _PER_OCTAVE + 1)
     return [start * 2.0 ** (k / _PER_OCTAVE) for k in steps if k]
 
 
 def distinct(known: dict[float, Plan], limits: Sequence[float], make: Callable[[float], Plan]) -> dict[float, Plan]:
-    """The known plans by their limits, and those of further limits that differ from all before them."""
+    """Return the known plans by limit, plus the plans of further limits that differ from all before them."""
     found = dict(known)
     seen = {plan.hash for plan in found.values()}
     for limit in limits:
@@ -48,19 +48,19 @@ def distinct(known: dict[float, Plan], limits: Sequence[float], make: Callable[[
 
 
 class FusionTuner:
-    """Asks for measurements of fusion limits and says which to keep.
+    """Asks for measurements of fusion limits and decides which limit to keep.
 
-    First the start and an outlying limit on either side, then the limits of most expected improvement under a Gaussian
-    process of log seconds over log2 MiB (Matérn 5/2), ``DISTINCT`` in all. Then the start and the best other are
-    measured again in turns, ``TIMES`` in all: the spread of these repeats is the noise. The start is kept unless the
-    gain exceeds twice the noise.
+    First it measures the start and a distant limit on either side, then the limits with the greatest expected
+    improvement under a Gaussian process of log seconds over log2 MiB (Matérn 5/2), ``DISTINCT`` in all. Then the start
+    and the best other limit are measured again alternately, ``TIMES`` each in all; the spread of these repeats is the
+    noise. The start is kept unless the gain exceeds twice the noise.
 
     Args:
         candidates: limits in MiB whose plans all differ.
         start: one of them.
 
     Raises:
-        ValueError: no candidates, a limit that is not above 0, or a start that is none of them.
+        ValueError: no candidates, a limit that is not finite and above 0, or a start that is not a candidate.
 
     Example:
         >>> tuner = FusionTuner([1.0, 2.0, 4.0], start=1.0)
@@ -82,7 +82,7 @@ class FusionTuner:
         self._challenger: float | None = None
 
     def ask(self) -> float:
-        """The limit to measure next.
+        """Return the limit to measure next.
 
         Raises:
             RuntimeError: there is nothing left to measure.
@@ -92,13 +92,13 @@ class FusionTuner:
         if self._challenger is None:
             return self._unexplored()
         pair = (self.start, self._challenger)
-        return min(pair, key=lambda limit: len(self._told[limit]))  # of equals the start
+        return min(pair, key=lambda limit: len(self._told[limit]))  # if equal, the start
 
     def tell(self, limit: float, seconds: float) -> None:
-        """What a step took under a limit.
+        """Report how long a step took with a limit.
 
         Raises:
-            ValueError: no candidate, or seconds that are not finite and above 0.
+            ValueError: the limit is not a candidate, or seconds that are not finite and above 0.
         """
         if limit not in self._limits:
             raise ValueError(f"limit={limit!r} is none of the candidates")
@@ -110,20 +110,20 @@ class FusionTuner:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to measure."""
+        """Whether nothing is left to measure."""
         if self._challenger is None:
             return False
-        # A start that is the fastest already has nothing to be compared with.
+        # If the start is the fastest, there is nothing to compare it with.
         return self._challenger == self.start or len(self._told[self._challenger]) >= TIMES
 
     @property
     def tried(self) -> tuple[float, ...]:
-        """The limits measured so far, in the order in which they were."""
+        """The limits measured so far, in order of first measurement."""
         return tuple(self._told)
 
     @property
     def noise(self) -> float | None:
-        """Standard deviation of one measurement as a part of it, over all repeats; None: nothing was repeated."""
+        """Standard deviation of one measurement as a fraction of it, over all repeats; None if nothing was repeated."""
         several = [seconds for seconds in self._told.values() if len(seconds) > 1]
         if not several:
             return None
@@ -132,19 +132,19 @@ class FusionTuner:
 
     @property
     def challenger(self) -> float | None:
-        """The fastest limit when all had been measured; None: not yet."""
+        """The fastest limit once all have been measured; None before that."""
         return self._challenger
 
     def seconds(self, limit: float) -> float:
-        """What a step took under a limit: the geometric mean of its measurements."""
+        """Return the step time with a limit: the geometric mean of its measurements."""
         return math.exp(statistics.mean(self._told[limit]))
 
     def gain(self, limit: float) -> float:
-        """By which part of the start's seconds a measured limit is faster than the start."""
+        """Return by what fraction a measured limit is faster than the start."""
         return 1 - self.seconds(limit) / self.seconds(self.start)
 
     def best(self) -> float:
-        """The limit to keep, by what is known so far."""
+        """Return the limit to keep, as far as known."""
         noise = self.noise
         if self._challenger is None or noise is None or not self.gain(self._challenger) > 2 * noise:
             return self.start
@@ -153,7 +153,7 @@ class FusionTuner:
     # --- the search ------------------------------------------------------------------------------------------------
 
     def _unexplored(self) -> float:
-        """A limit that was not measured yet."""
+        """Choose a limit that has not been measured yet."""
         left = [limit for limit in self._limits if limit not in self._told]
         first = (self.start, self.start / 4, self.start * 4)
         if len(self._told) < len(first):
@@ -168,12 +168,12 @@ class FusionTuner:
         return left[int(np.argmax(better * below + deviation * density))]
 
     def _fastest(self) -> float:
-        """Of the limits measured the one with the least posterior mean; of equals the start."""
+        """Return the measured limit with the lowest posterior mean; if equal, the start."""
         visited = [self.start, *(limit for limit in self._told if limit != self.start)]
         return visited[int(np.argmin(self._posterior(visited)[0]))]
 
     def _posterior(self, limits: Sequence[float]) -> tuple[Array, Array, float]:
-        """Mean and deviation of log seconds (normalised) at limits, and the least mean at those measured."""
+        """Return mean and deviation of normalised log seconds at the limits, and the lowest mean at measured ones."""
         x = np.log2(np.array(list(self._told)))
         y = np.array([statistics.mean(seconds) for seconds in self._told.values()])
         y = (y - y.mean()) / max(float(y.std()), 1e-9)
@@ -191,13 +191,13 @@ class FusionTuner:
 
 
 def _matern(a: Array, b: Array, length: float) -> Array:
-    """Matérn 5/2 covariance of unit variance: ``[n]``, ``[m]`` -> ``[n, m]``."""
+    """Return the Matérn 5/2 covariance of unit variance: ``[n]``, ``[m]`` -> ``[n, m]``."""
     r = math.sqrt(5) * np.abs(a[:, None] - b[None, :]) / length
     covariance: Array = (1 + r + r**2 / 3) * np.exp(-r)
     return covariance
 
 
 def _likelihood(x: Array, y: Array, length: float, noise: float) -> float:
-    """Log marginal likelihood, less its constant."""
+    """Return the log marginal likelihood, without its constant."""
     covariance = _matern(x, x, length) + noise * np.eye(len(x))
     return float(-y @ np.linalg.solve(covariance, y) / 2 - np.linalg.slogdet(covariance)[1] / 2)

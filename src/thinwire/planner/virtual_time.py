@@ -1,4 +1,4 @@
-"""Virtual time: a queue of events, and links that carry one message after another. Numbers only; nothing waits.
+"""Virtual time: a queue of events, and links that carry one message after another. Numbers only; no real waiting.
 
 The asynchronous packages run their state machines on it, with thousands of nodes in one process.
 """
@@ -13,7 +13,7 @@ from thinwire.planner.checks import check_number
 
 
 class VirtualTime:
-    """A clock that jumps from event to event. Events of one instant happen in the order in which they were made.
+    """A clock that jumps from event to event. Events at the same time happen in the order in which they were added.
 
     Example:
         >>> time = VirtualTime()
@@ -31,13 +31,13 @@ class VirtualTime:
         self._made = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something that many seconds from now."""
+        """Schedule an action that many seconds from now."""
         check_number("seconds", seconds)
         heapq.heappush(self._events, (self.now + seconds, self._made, action))
         self._made += 1
 
     def step(self) -> bool:
-        """The next event; False if there is none."""
+        """Run the next event; return False if there is none."""
         if not self._events:
             return False
         self.now, _, action = heapq.heappop(self._events)
@@ -45,7 +45,7 @@ class VirtualTime:
         return True
 
     def run(self, until: Callable[[], bool] | None = None, seconds: float = math.inf) -> int:
-        """Events until ``until`` is true, none is left, or the clock passes ``seconds``. Returns their number."""
+        """Run events until ``until`` is true, none is left or the clock passes ``seconds``; return their number."""
         count = 0
         while self._events and self._events[0][0] <= seconds and not (until is not None and until()):
             self.step()
@@ -57,9 +57,9 @@ class Card:
     """A network card: sends (or receives) one message after another at its rate.
 
     Attributes:
-        bits_per_second: None: no limit.
-        free_at: when it has done with what it was given.
-        bytes: that it has carried.
+        bits_per_second: rate; None means no limit.
+        free_at: when all messages given to it have passed.
+        bytes: total carried so far.
     """
 
     def __init__(self, bits_per_second: float | None) -> None:
@@ -72,7 +72,7 @@ class Card:
         self.bytes = 0
 
     def carry(self, ready: float, size: int) -> float:
-        """When a message of ``size`` bytes that is there at ``ready`` has passed."""
+        """Return when a message of ``size`` bytes that arrives at ``ready`` has passed."""
         self.bytes += size
         if self.bits_per_second is None:
             return ready
@@ -87,9 +87,9 @@ class VirtualChannel:
         time: the clock.
         source, target: the cards at its ends, which other channels may share.
         latency_seconds: from one end to the other.
-        jitter: seconds that each message takes longer; it still does not overtake.
+        jitter: extra seconds of each message; messages still do not overtake each other.
         small_bytes: messages of at most that size do not queue behind others at the cards (packets interleave).
-        behind: a channel that these messages do not overtake either: what was sent on it before arrives before.
+        behind: a channel that these messages do not overtake either: whatever was sent on it before arrives before.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
-"""Which method pays for a model on a cluster, over how many workers, and why: every candidate simulated and ranked.
+"""Which method pays off for a model on a cluster, with how many workers, and why: simulate and rank all candidates.
 
-What does not live here: the methods (all but the two dense ones are passed in), prices (planner/costs), measurements
-(measure/).
+The methods are passed in (all but the two dense ones); prices belong to planner/costs, measurements to measure/.
 """
 
 from thinwire.planner.choose.devices import DEVICES, DeviceSpec

@@ -1,7 +1,7 @@
 """Assumed rates of well-known devices, for questions before anything is measured. Every number is "assumed".
 
-Peaks are those of the data sheets: 16-bit tensor cores for training, fp32 for the methods' own products. Of either a
-fifth is taken, of the memory's rate four fifths; the CPU stands for a few cores.
+Peaks are those of the data sheets: 16-bit tensor cores for training, fp32 for the methods' own products. One fifth of
+each is assumed, and four fifths of the memory rate; the CPU entry stands for a few cores.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class DeviceSpec:
     """One device.
 
     Attributes:
-        name: as ``--device`` has it.
-        training_peak: FLOP/s.
+        name: as given to ``--device``.
+        training_peak: FLOP/s in training.
         product_peak: FLOP/s of fp32 products.
         memory_peak: bytes/s.
-        node_bits_per_second: between two of them in one machine.
-        node_latency_seconds: of a message inside the machine.
+        node_bits_per_second: link rate between two of them in one machine.
+        node_latency_seconds: latency of a message inside the machine.
         backend: "gloo" or "nccl".
     """
 
@@ -47,11 +47,11 @@ class DeviceSpec:
 
     @property
     def shared_compute(self) -> bool:
-        """Whether the methods' work delays backward: on a CPU."""
+        """Whether the methods' work delays backward: true on a CPU."""
         return self.backend == "gloo"
 
     def compute(self) -> dict[str, Curve]:
-        """Curves for ``Costs.compute``."""
+        """Return curves for ``Costs.compute``."""
         curves = assumed_compute(MEMORY_EFFICIENCY * self.memory_peak, EFFICIENCY * self.product_peak)
         line = curves["orthogonalise"]
         if self.backend == "nccl" and isinstance(line, Linear):
@@ -70,4 +70,4 @@ DEVICES = {
         DeviceSpec("h100", 989e12, 67e12, 3350e9, 3.6e12, 5e-6, "nccl"),
     )
 }
-"""By name."""
+"""Devices by name."""

@@ -1,4 +1,4 @@
-"""The groups of a method's plan: what shares a message, when it is ready, what it costs."""
+"""The buckets of a method's plan: which tensors share a message, when it is ready, what it costs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class ExplainedBucket:
     """One bucket of one phase.
 
     Attributes:
-        phase: of the method; ACP alternates between two.
-        bucket: place in the plan.
-        dense: kept out of the method's hands.
-        names: of the tensors, in order of arrival.
-        elements: of all of them.
-        ready_seconds: of the last gradient, from the start of backward.
-        sent_bytes: by one rank.
-        exchange_seconds: of its exchanges, without waiting.
+        phase: phase of the method; ACP alternates between two.
+        bucket: index in the plan.
+        dense: not handled by the method.
+        names: names of the tensors, in order of arrival.
+        elements: elements of all tensors together.
+        ready_seconds: when the last gradient is ready, from the start of backward.
+        sent_bytes: bytes sent by one rank.
+        exchange_seconds: time of its exchanges, without waiting.
         kept: elements that a sparse method sends; None for others.
     """
 
@@ -43,14 +43,14 @@ class ExplainedBucket:
 
     @property
     def density(self) -> float | None:
-        """Kept share."""
+        """Fraction of the elements that is kept."""
         return None if self.kept is None or not self.elements else self.kept / self.elements
 
 
 def explain(
     method: Method, model_profile: ModelProfile, topology: Topology, costs: Costs, *, backend: str = "gloo"
 ) -> tuple[ExplainedBucket, ...]:
-    """The groups of the plan that ``attach`` makes, phase by phase, in launch order."""
+    """Return the buckets of the plan that ``attach`` makes, phase by phase, in launch order."""
     tensor_of = {tensor.name: tensor for tensor in model_profile.tensors}
     place, dtype = Place(topology), DTYPES[model_profile.dtype_bytes]
     arrival, clock = {}, 0.0

@@ -1,4 +1,4 @@
-"""Which method wins where: a grid of link rates and numbers of workers."""
+"""Which method wins where: a grid over link rates and numbers of workers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Cell:
 
     Attributes:
         winner: label of the recommendation.
-        winner_exact: the same without lossy methods.
-        step_seconds: the winner's step.
-        loss_seconds: the same, times what it needs of them for one of plain averaging's.
-        dense_seconds: that of the fastest dense form.
-        why: the sentence of ``choose``, and what bounds dense.
+        winner_exact: label of the recommendation without lossy methods.
+        step_seconds: step time of the winner.
+        loss_seconds: the same, times the steps that it needs for one step of plain averaging.
+        dense_seconds: step time of the fastest dense form.
+        why: the sentence of ``choose``, and what bounds the dense form.
     """
 
     winner: str
@@ -49,11 +49,11 @@ class Map:
     cells: tuple[tuple[Cell, ...], ...]
 
     def to_data(self) -> dict[str, Any]:
-        """What JSON can hold of it."""
+        """Return the map as data that JSON can hold."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
     def to_json(self) -> str:
-        """The map as JSON text."""
+        """Return the map as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -85,22 +85,22 @@ def map_of(
     worth: WorthOf | None = None,
     on_cell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Map:
-    """The recommendation of ``choose`` for every rate and number of workers.
+    """Return the recommendation of ``choose`` for every rate and number of workers.
 
     Args:
         candidates: (label, method) pairs.
-        model_profile: of the model.
+        model_profile: profile of the model.
         bits_per_second: link rates.
-        workers: ranks in all.
-        costs: prices at a rate on a cluster, for example from ``Costs.of_link``.
-        ranks_per_node: of each machine.
+        workers: total numbers of ranks.
+        costs: returns the prices for a rate and a cluster, for example from ``Costs.of_link``.
+        ranks_per_node: ranks of each machine.
         backend: see ``choose``.
         shared_compute: see ``choose``.
         lossy, worth: see ``choose``.
-        on_cell: called after each cell with their number and all.
+        on_cell: called after each cell with the number done and the total.
 
     Raises:
-        ValueError: as ``choose``, or workers that do not fill the machines.
+        ValueError: as in ``choose``, or workers that do not fill the machines.
     """
     where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
     clusters = [Topology(count, ranks_per_node) for count in workers]

@@ -1,4 +1,4 @@
-"""From how many workers on a method no longer scales."""
+"""The number of workers from which on a method no longer scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.planner.timeline import simulate
 from thinwire.program import Method, Topology
 
 Prices: TypeAlias = Costs | Callable[[Topology], Costs]
-"""Costs, scaled by the formulas to other numbers of ranks, or a function that gives them."""
+"""Costs, scaled by the formulas to other numbers of ranks, or a function that returns them."""
 
 
 def knee(
@@ -28,25 +28,25 @@ def knee(
     most: int = 4096,
     worth: WorthOf | None = None,
 ) -> int | None:
-    """The least number of workers whose efficiency lies below a limit.
+    """Find the smallest number of workers whose efficiency lies below a limit.
 
-    Efficiency is t(1) / t(P): forward and backward alone over the predicted step, each rank keeping its batch. Machines
-    are whole: the answer is a multiple of ``ranks_per_node``. Found by doubling, then bisection, which takes efficiency
-    to fall with P.
+    Efficiency is t(1) / t(P): forward and backward alone over the predicted step, with the same batch per rank.
+    Machines are whole: the answer is a multiple of ``ranks_per_node``. It is found by doubling, then bisection, which
+    assumes that efficiency falls with P.
 
     Args:
         method: simulated at each number of workers, with its default buckets.
         model_profile: of the model.
-        costs: of exchanges and compute, or a function of the topology.
-        ranks_per_node: of each machine.
+        costs: costs of exchanges and compute, or a function of the topology.
+        ranks_per_node: ranks of each machine.
         backend: see ``simulate``.
         shared_compute: see ``simulate``.
         efficiency: the limit, in (0, 1].
-        most: workers up to which is searched.
-        worth: see ``choose``; by it local steps without a period find one.
+        most: largest number of workers to try.
+        worth: see ``choose``; used to find a period for local steps without one.
 
     Returns:
-        The number; None: efficiency stays above the limit up to ``most``.
+        The number; None if efficiency stays above the limit up to ``most``.
 
     Raises:
         ValueError: a number out of range.

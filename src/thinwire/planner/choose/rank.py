@@ -1,4 +1,4 @@
-"""Simulate every candidate, rank them by time to a loss, and say which one to use; dense is an answer."""
+"""Simulate every candidate, rank them by time to a loss, and recommend one; the answer may be dense."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Candidates = Sequence[tuple[str, Method]]
 """(label, method) pairs."""
 
 GAIN = 0.05
-"""What 16 bits, or another schedule, have to gain before they are recommended."""
+"""Gain that 16 bits, or another schedule, must reach to be recommended."""
 
 LOSSY_GAIN = 0.10
-"""What a lossy method has to gain in time to a loss over the fastest dense form, with the most steps that were seen."""
+"""Gain in time to a loss that a lossy method must reach over the fastest dense form, with its worst step count."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SimulatedMethod:
 
     @property
     def dense(self) -> bool:
-        """S-SGD or its 16-bit form."""
+        """Whether it is S-SGD or its 16-bit form."""
         return _dense(self.method)
 
     @property
@@ -65,23 +65,23 @@ class SimulatedMethod:
 
     @property
     def times(self) -> tuple[float, float, float]:
-        """Seconds of the fewest, the median and the most steps that were seen for one of plain averaging's."""
+        """Seconds for the fewest, the median and the most steps measured for one step of plain averaging."""
         return self.seconds * self.worth.low, self.loss_seconds, self.most_loss_seconds
 
     @property
     def loss_seconds(self) -> float:
-        """Of the steps for one of plain averaging's; infinite where nobody has measured how many."""
+        """Seconds of the steps that replace one step of plain averaging; infinite if that was never measured."""
         return self.seconds * self.worth.middle
 
     @property
     def most_loss_seconds(self) -> float:
-        """The same, with the most steps that were seen."""
+        """The same, with the most steps measured."""
         return self.seconds * self.worth.high
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What follows from the simulated candidates; ``dense``: the fastest form of it."""
+    """The conclusion from the simulated candidates; ``dense``: the fastest dense form."""
 
     best: SimulatedMethod
     best_exact: SimulatedMethod
@@ -100,32 +100,34 @@ def choose(
     lossy: bool = True,
     worth: WorthOf | None = None,
 ) -> Ranking:
-    """Predict each candidate's step, and its time to a loss, and recommend one.
+    """Predict each candidate's step and its time to a loss, and recommend one.
 
-    Dense fp32 and dense 16-bit are priced whether asked for or not. A lossy method is recommended only if it is more
-    than 10 % sooner at a loss than the fastest dense form, with the most steps that it has needed anywhere, and would
-    be if start-ups of messages cost nothing: else what it leaves out buys nothing. Of lossy methods that are as soon
-    the simpler one is recommended, see ``ties.py``. Of the dense forms 16 bits are recommended only if they gain 5 %.
+    Dense fp32 and dense 16-bit are always priced, requested or not. A lossy method is recommended only if it reaches a
+    loss more than 10 % sooner than the fastest dense form, with the most steps that it has needed anywhere, and would
+    still do so if start-ups of messages cost nothing; otherwise sending less gains nothing. Among lossy methods that
+    are equally fast, the simpler one is recommended, see ``ties.py``. Among the dense forms, 16 bits are recommended
+    only if they gain 5 %.
 
-    The band: the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
+    The band is the same step with every price 10 % lower or higher if it was measured here, 25 % if measured elsewhere,
     40 % if assumed. For compute the profile's provenance counts, for exchanges that of the curve at this number of
-    ranks (scaled from another number: assumed). All prices move together: what their ratio decides is not in the band.
+    ranks (scaled from another number: assumed). All prices move together: the band does not cover what depends on their
+    ratio.
 
     Args:
         candidates: (label, method) pairs; labels are unique.
         model_profile: of the model.
-        topology: of the ranks.
-        costs: of exchanges and compute.
+        topology: topology of the ranks.
+        costs: costs of exchanges and compute.
         backend: "gloo" or "nccl", see ``simulate``.
         shared_compute: see ``simulate``.
-        lossy: False: lossy candidates are left aside and never recommended.
-        worth: what a step of each is worth; None: the table that comes with the package.
+        lossy: if False, lossy candidates are listed as left out and never recommended.
+        worth: steps that each method needs for one exact step; None: the table in the package.
 
     Returns:
-        The ranking; ``left_out`` names candidates that refuse this cluster or need a price that is missing.
+        The ranking; ``left_out`` names candidates that do not work on this cluster or whose price is missing.
 
     Raises:
-        ValueError: no (label, method) pair, a label twice, a model or backend that cannot be simulated.
+        ValueError: no (label, method) pair, a duplicate label, or a model or backend that cannot be simulated.
         LookupError: the costs hold no exchange, or no price for dense.
     """
     where: dict[str, Any] = {"backend": backend, "shared_compute": shared_compute}
@@ -144,7 +146,7 @@ def choose(
             exact=point.exact,
             dense=point.dense,
             step_seconds=point.seconds,
-            low_seconds=min(point.seconds, *band),  # a schedule may be shorter for a dearer price, by a little
+            low_seconds=min(point.seconds, *band),  # a schedule may be slightly shorter at a higher price
             high_seconds=max(point.seconds, *band),
             exposed_seconds=point.timeline.exposed_seconds,
             bytes_sent=point.timeline.bytes_sent,
@@ -178,7 +180,7 @@ def price(
     lossy: bool,
     worth: WorthOf | None = None,
 ) -> tuple[list[SimulatedMethod], list[tuple[str, str]]]:
-    """Simulate the candidates and both dense forms; also (label, reason) of those that cannot be."""
+    """Simulate the candidates and both dense forms; also return (label, reason) of those that cannot be simulated."""
     worth_of = worth or shipped()
     points: list[SimulatedMethod] = []
     left_out: list[tuple[str, str]] = []
@@ -201,7 +203,7 @@ def price(
 def without_startups(
     profile: ModelProfile, topology: Topology, costs: Costs, where: Mapping[str, Any]
 ) -> Callable[[SimulatedMethod], float]:
-    """Seconds of a point's step, with its plan, on a network on which messages cost their bytes alone."""
+    """Return a function: step seconds of a point, with its plan, on a network where a message costs only its bytes."""
     free = network_free(costs, startup=0, rest=1)
 
     def seconds(point: SimulatedMethod) -> float:
@@ -259,7 +261,7 @@ def _told(point: SimulatedMethod) -> str:
 
 
 def _ratio(reference: float, point: SimulatedMethod) -> float | None:
-    """How many times sooner at the loss than dense fp32."""
+    """Return how many times sooner than dense fp32 the method reaches the loss."""
     if not point.worth.known:
         return None
     return reference / point.loss_seconds if point.loss_seconds else 1.0
@@ -270,20 +272,20 @@ def _finite(value: float) -> float | None:
 
 
 def _best_exact(points: Sequence[SimulatedMethod]) -> SimulatedMethod:
-    """The fastest; S-SGD where it is nearly as fast: another schedule asks more of the training loop."""
+    """Return the fastest; S-SGD if it is nearly as fast, since other schedules require more of the training loop."""
     fastest = min((p for p in points if p.exact), key=_seconds)
     plain = min((p for p in points if type(p.method) is SSGD), key=_seconds, default=fastest)
     return plain if (1 - GAIN) * plain.seconds <= fastest.seconds else fastest
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds, for people."""
+    """Format seconds as milliseconds."""
     value = seconds * 1e3
     return f"{value:.0f} ms" if value >= 99.95 else f"{value:.1f} ms" if value >= 9.995 else f"{value:.2f} ms"
 
 
 def plain_options(method: Method) -> dict[str, Any]:
-    """Options as JSON can hold them."""
+    """Return the options as data that JSON can hold."""
     return {
         name: value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
         for name, value in method.options().items()
@@ -291,7 +293,7 @@ def plain_options(method: Method) -> dict[str, Any]:
 
 
 def _complete(candidates: Candidates) -> list[tuple[str, Method]]:
-    """The candidates, checked, and the dense forms that they lack."""
+    """Check the candidates and add missing dense forms."""
     complete: list[tuple[str, Method]] = []
     for i, (label, method) in enumerate(candidates):
         if not isinstance(method, Method):
@@ -306,7 +308,7 @@ def _complete(candidates: Candidates) -> list[tuple[str, Method]]:
 
 
 def _dense(method: Method) -> bool:
-    """Coupled or not, under its own name; a cast that keeps a residual is a compression."""
+    """Return whether it is dense, coupled or not, under its own name; a cast with a residual is compression."""
     return type(method) in (SSGD, Cast) and not method.has_residual
 
 

@@ -1,4 +1,4 @@
-"""Local steps without a period: the one that is the soonest at a loss, on this model and network."""
+"""Local steps without a period: choose the one that reaches a loss soonest, on this model and network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def resolved(
     worth: WorthOf | None = None,
     **where: Any,
 ) -> Method:
-    """The method, with a period and a delay if it is local steps without; ``where``: as of ``simulate``."""
+    """Return the method, with period and delay chosen if it is local steps without; ``where``: as in ``simulate``."""
     if not isinstance(method, Periodic) or (method.every is not None and method.delay != "auto"):
         return method
     step = model_profile.forward_seconds + sum(model_profile.backward_seconds)

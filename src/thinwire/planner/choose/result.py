@@ -17,22 +17,22 @@ class Entry:
     """One candidate, predicted.
 
     Attributes:
-        label: as the caller wrote it.
-        method: its registry name.
-        options: of the method; what JSON cannot hold as text.
+        label: as given by the caller.
+        method: name in the registry.
+        options: options of the method; values that JSON cannot hold are stored as text.
         exact: whether the result is the plain average.
-        dense: S-SGD, or its 16-bit form: what lossy methods have to beat.
+        dense: S-SGD or its 16-bit form, which lossy methods have to beat.
         step_seconds: from one forward to the next.
         low_seconds, high_seconds: the band, see ``choose``.
         exposed_seconds: communication while nothing is computed.
-        bytes_sent: by one rank per step.
+        bytes_sent: bytes sent by one rank per step.
         bound_by: the resource without which the step would be shortest.
         every: steps between two exchanges.
-        steps: to a loss, over those of plain averaging; None: not measured.
-        most_steps: the most that were seen; None: not measured, or some seed did not get there.
-        steps_source: where that comes from.
-        speedup: how many times sooner than dense fp32 at that loss; None: not known.
-        measured_share: of the step, the part whose price was measured here.
+        steps: steps to a loss, relative to plain averaging; None: not measured.
+        most_steps: the most measured; None: not measured, or some seed did not reach the loss.
+        steps_source: source of the step counts.
+        speedup: how many times sooner than dense fp32 it reaches that loss; None: unknown.
+        measured_share: fraction of the step whose price was measured here.
     """
 
     label: str
@@ -59,16 +59,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All candidates in order, and what follows.
+    """All candidates in order, and the conclusions.
 
     Attributes:
         model: name of the profile.
-        workers: ranks in all.
-        entries: exact ones first, then lossy ones; the soonest at a loss first within each, those of which that is not
-            known last.
+        workers: total number of ranks.
+        entries: exact ones first, then lossy ones; within each, the soonest to reach a loss first and unknown ones
+            last.
         best: the recommendation.
-        best_exact: the same without lossy methods.
-        sentence: why.
+        best_exact: the recommendation without lossy methods.
+        sentence: the reason.
         left_out: (label, reason) of candidates that cannot run on this cluster or have no price.
     """
 
@@ -91,14 +91,14 @@ class Ranking:
 
     @property
     def measured_share(self) -> float:
-        """Of the best entry's step, the part whose price was measured here."""
+        """Fraction of the best entry's step whose price was measured here."""
         return self.best.measured_share
 
     def entry(self, label: str) -> Entry:
-        """The entry of a label.
+        """Return the entry of a label.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such label.
         """
         for entry in self.entries:
             if entry.label == label:
@@ -106,7 +106,7 @@ class Ranking:
         raise ValueError(f"no entry {label!r}; there are {', '.join(entry.label for entry in self.entries)}")
 
     def to_data(self) -> dict[str, Any]:
-        """What JSON can hold of it."""
+        """Return the ranking as data that JSON can hold."""
         return {
             "model": self.model,
             "workers": self.workers,
@@ -119,7 +119,7 @@ class Ranking:
         }
 
     def to_json(self) -> str:
-        """The ranking as JSON text."""
+        """Return the ranking as JSON text."""
         return json.dumps(self.to_data())
 
     @classmethod
@@ -149,5 +149,5 @@ class Ranking:
 
     @property
     def hash(self) -> str:
-        """A short digest, the same on every machine."""
+        """Short digest, the same on every machine."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()

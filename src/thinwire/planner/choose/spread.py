@@ -1,4 +1,4 @@
-"""How far a prediction may be off, and how much of it rests on measurements made here."""
+"""The uncertainty of a prediction, and how much of it rests on measurements made here."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from thinwire.planner.timeline.result import COMPUTE, EXCHANGE_CPU, METHOD, Even
 from thinwire.program import Scope, Topology
 
 UNCERTAINTY: Mapping[Provenance, float] = {"measured here": 0.10, "measured elsewhere": 0.25, "assumed": 0.40}
-"""By how much a price may be off, by where it comes from: rules of thumb, no confidence interval."""
+"""Relative error of a price, by its provenance: rules of thumb, not confidence intervals."""
 
 
 def spread_costs(costs: Costs, topology: Topology, sign: int) -> Costs:
-    """All prices at one end of their uncertainty: -1 cheap, 1 dear.
+    """Return all prices at one end of their uncertainty: -1 cheap, 1 expensive.
 
-    Curves are looked up first, so that what is scaled from another group size counts as assumed.
+    Curves are looked up first, so that curves scaled from another group size count as assumed.
     """
     exchanges = {}
     for scope, members in Place(topology).members.items():
@@ -40,15 +40,15 @@ def spread_costs(costs: Costs, topology: Topology, sign: int) -> Costs:
 
 
 def spread_profile(profile: ModelProfile, sign: int) -> ModelProfile:
-    """The model's compute at one end of its uncertainty."""
+    """Return the model's compute at one end of its uncertainty."""
     return profile.scaled(1 + sign * UNCERTAINTY[profile.provenance])
 
 
 def measured_share(timeline: Timeline, profile: ModelProfile, topology: Topology, costs: Costs) -> float:
-    """Share of the step whose price was measured here.
+    """Return the fraction of the step whose price was measured here.
 
-    Each moment counts once: for forward and backward if they run, else for the methods' own work, else for the
-    exchange under way. Method work counts as measured if every compute curve was.
+    Each moment counts once: for forward and backward if they run, otherwise for the methods' own work, otherwise for
+    the exchange in flight. Method work counts as measured if every compute curve was measured.
     """
     members = Place(topology).members
     method = bool(costs.compute) and all(c.provenance == "measured here" for c in costs.compute.values())
@@ -68,7 +68,7 @@ def measured_share(timeline: Timeline, profile: ModelProfile, topology: Topology
         ranks.setdefault((place, measured(event)), []).append((event.start_seconds, event.end_seconds))
     covered: list[tuple[float, float]] = []
     share = before = 0.0
-    for (_, counts), intervals in sorted(ranks.items()):  # what is not measured first
+    for (_, counts), intervals in sorted(ranks.items()):  # unmeasured ones first
         covered += intervals
         after = union_seconds(covered)
         share += (after - before) if counts else 0.0

@@ -1,4 +1,4 @@
-"""Of methods that are as soon at a loss the simpler one is taken: of predicted times and of raced ones, by one rule."""
+"""Among methods that reach a loss equally soon, take the simpler one: the same rule for predicted and raced times."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 TIE = 0.10
-"""By how much the time to a loss may be longer, by the median and at its worst, for a method to count as as soon."""
+"""Relative delay in time to a loss, by the median and the maximum, up to which a method counts as equally fast."""
 
 
 class Rival(Protocol):
-    """A method, and when it is at a loss."""
+    """A method, and when it reaches a loss."""
 
     @property
     def times(self) -> tuple[float, float, float]:
-        """Seconds: the least, the median and the most over seeds; infinite where a seed did not get there."""
+        """Seconds: minimum, median and maximum over seeds; infinite if a seed did not reach the loss."""
 
     @property
     def apart(self) -> bool:
@@ -22,22 +22,22 @@ class Rival(Protocol):
 
     @property
     def bytes_sent(self) -> float:
-        """In a step."""
+        """Bytes sent per step."""
 
 
 _Rival = TypeVar("_Rival", bound=Rival)
 
 
 def overlap(one: Rival, other: Rival) -> bool:
-    """Whether what their seeds took has something in common."""
+    """Return whether the ranges of the seeds' times overlap."""
     return one.times[0] <= other.times[2] and other.times[0] <= one.times[2]
 
 
 def as_soon(one: Rival, first: Rival) -> bool:
-    """Whether its seeds overlap with those of ``first``, and their median and their most are at most 10 % later."""
+    """Return whether the seeds overlap with those of ``first``, and median and maximum are at most 10 % later."""
     return overlap(one, first) and all(a <= (1 + TIE) * b for a, b in zip(one.times[1:], first.times[1:]))
 
 
 def simplest(first: _Rival, tied: Sequence[_Rival]) -> _Rival:
-    """Of methods that are as soon as ``first``: one that keeps workers together, then the one that sends the most."""
+    """Among methods as fast as ``first``, prefer those that keep workers together, then the one that sends the most."""
     return min((first, *tied), key=lambda one: (one.apart, -one.bytes_sent))

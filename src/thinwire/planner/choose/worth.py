@@ -1,7 +1,7 @@
-"""How many steps a method needs for one of plain averaging's: a compressed step is worth less than an exact one.
+"""How many steps a method needs for one step of plain averaging: a compressed step is worth less than an exact one.
 
-The table was measured by ``benchmarks/race.py``: each row at the learning rate that served it best, on seeds other than
-those on which that was found. What was not measured has no factor, and is never recommended.
+The table was measured by ``benchmarks/race.py``: each row at its best learning rate, on seeds other than those used to
+find that rate. A method that was not measured has no factor and is never recommended.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TABLE = Path(__file__).with_name("worth.json")
 
 @dataclass(frozen=True)
 class Worth:
-    """Steps to a loss, over those of plain averaging.
+    """Steps to a loss, relative to plain averaging.
 
     Attributes:
-        low, middle, high: the least, the median and the most over seeds; infinite where a seed did not get there.
-        source: where that comes from, in words.
+        low, middle, high: minimum, median and maximum over seeds; infinite if a seed did not reach the loss.
+        source: where the numbers come from, in words.
     """
 
     low: float
@@ -39,15 +39,15 @@ class Worth:
 
     @property
     def known(self) -> bool:
-        """Whether half of the seeds got there."""
+        """Whether half of the seeds reached the loss."""
         return math.isfinite(self.middle)
 
 
 WorthOf: TypeAlias = Callable[[Method, int, int], Worth]
-"""(method, elements of the model, ranks) -> what its steps are worth; ``UNKNOWN``: nobody has measured it."""
+"""(method, elements of the model, ranks) -> what its steps are worth; ``UNKNOWN`` if it was never measured."""
 
 _FAR_STEPS, _FAR_SIZE = 1.5, 4
-"""A method that needed half as many steps again may need any number on a model several times as large."""
+"""A method that needed 1.5 times the steps may need any number on a model at least four times as large."""
 
 EXACT = Worth(1.0, 1.0, 1.0, "exact")
 UNKNOWN = Worth(math.inf, math.inf, math.inf, "not measured")
@@ -58,12 +58,12 @@ class MeasuredWorth:
     """One row of the table.
 
     Attributes:
-        method: name of the method, or of the codec of local steps.
-        options: numbers are the least that the row speaks for (more is sent), words have to be equal.
-        every: steps between two exchanges; 1: each is exchanged.
-        delay: steps that go on while an exchange travels, at most.
-        elements, workers: of the model, and of the run.
-        factors: one for each seed; None: it did not get there.
+        method: name of the method, or of the codec with local steps.
+        options: numbers are minimum values for which the row holds (more is sent); words must be equal.
+        every: steps between two exchanges; 1: every step is exchanged.
+        delay: largest number of steps that run while an exchange is in flight.
+        elements, workers: elements of the model and workers of the run.
+        factors: one per seed; None: that seed did not reach the loss.
     """
 
     method: str
@@ -75,7 +75,7 @@ class MeasuredWorth:
     factors: tuple[float | None, ...]
 
     def speaks_for(self, method: Method) -> bool:
-        """Whether a method sends as much as this row's, as often and as little late, or more, oftener and sooner."""
+        """Return whether the row holds for a method: it sends at least as much, at least as often, and no later."""
         every, delay = 1, 0
         if isinstance(method, Periodic):
             if method.every is None or method.delay == "auto" or method.outer or method.schedule != "strided":
@@ -89,7 +89,7 @@ class MeasuredWorth:
         return all(_covers(getattr(method, k), v) for k, v in self.options.items())
 
     def worth(self, by: str = "measured") -> Worth:
-        """As figures; fewer steps than exact averaging's are luck. ``by``: begins their source."""
+        """Return the figures; needing fewer steps than exact averaging is luck. ``by``: how their source begins."""
         ordered = sorted(math.inf if factor is None else max(1.0, factor) for factor in self.factors)
         source = f"{by} with {self.elements / 1e6:.2g} M parameters, {self.workers} workers"
         return Worth(ordered[0], ordered[len(ordered) // 2], ordered[-1], source)
@@ -102,11 +102,11 @@ def _covers(value: Any, least: Any) -> bool:
 
 
 def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf:
-    """Look up the row that speaks for a method: nearest in ranks, then in size, then in what it sends.
+    """Return a look-up of the row that holds for a method: nearest in ranks, then in size, then in what it sends.
 
     Args:
         rows: the table.
-        by: begins the source of what is found.
+        by: how the source of the result begins.
     """
 
     def worth_of(method: Method, elements: int, workers: int) -> Worth:
@@ -136,21 +136,21 @@ def worth_from(rows: tuple[MeasuredWorth, ...], by: str = "measured") -> WorthOf
 
 
 def period_worth(worth: WorthOf, codec: Method, elements: int, workers: int) -> Callable[[int, int], float]:
-    """(period, delay) -> steps to a loss of local steps with a codec; of one that was not measured, with 8 bits."""
+    """Return (period, delay) -> steps to a loss of local steps with a codec; if it was not measured, with 8 bits."""
 
     def steps_with(code: Method) -> Callable[[int, int], float]:
         return lambda every, delay: worth(Periodic(code, every, delay), elements, workers).middle
 
     own = steps_with(codec)
-    measured = any(math.isfinite(own(EVERY[0], delay)) for delay in (0, 1))  # what any row speaks for
+    measured = any(math.isfinite(own(EVERY[0], delay)) for delay in (0, 1))  # delays that any row covers
     return own if measured else steps_with(Cast("int8"))
 
 
 def read_worth(path: Path, by: str = "your race") -> WorthOf:
-    """The table of a file that ``thinwire race`` or ``benchmarks/race.py`` wrote. ``by`` begins the source of its rows.
+    """Read the table of a file that ``thinwire race`` or ``benchmarks/race.py`` wrote. ``by``: how sources begin.
 
     Raises:
-        ValueError: it cannot be read, or holds none.
+        ValueError: it cannot be read, or holds no table.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -163,5 +163,5 @@ def read_worth(path: Path, by: str = "your race") -> WorthOf:
 
 @cache
 def shipped() -> WorthOf:
-    """The table that comes with the package."""
+    """Return the table in the package."""
     return read_worth(TABLE, "measured")

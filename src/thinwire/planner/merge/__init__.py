@@ -1,6 +1,6 @@
 """Which gradients share a message: fusion by size, the exact merges and the published greedy rules.
 
-What does not live here: what is in a message (methods/), when it is sent (engine/).
+What a message contains belongs to methods/, when it is sent to engine/.
 """
 
 from thinwire.planner.merge.dense import optimal_dense

@@ -1,4 +1,4 @@
-"""Where groups may begin and end: prefix sums, forced borders, the memory cap, and joining when there are too many."""
+"""Where groups may begin and end: prefix sums, forced borders, the memory cap, and joining if there are too many."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class Cuts:
-    """Allowed borders between groups, with the sums up to each of them.
+    """Allowed borders between groups, with the sums up to each border.
 
     Attributes:
         at: tensor indices of the borders, from 0 to the number of tensors.
         elements: elements before each border.
         backward: backward seconds before each border.
-        earliest: for a group that ends at border j, the first border where it may begin.
+        earliest: for a group that ends at border j, the first border at which it may begin.
     """
 
     at: list[int]
@@ -26,7 +26,7 @@ class Cuts:
     earliest: list[int]
 
     def groups(self, borders: Sequence[int]) -> list[list[int]]:
-        """Tensor indices between the chosen borders, which include the first and the last."""
+        """Return the tensor indices between the chosen borders, which include the first and the last."""
         return [list(range(self.at[i], self.at[j])) for i, j in pairwise(borders)]
 
 
@@ -37,7 +37,7 @@ def cuts(
     max_elements: int | None,
     at_most: int | None = None,
 ) -> Cuts:
-    """The borders between tensors; with ``at_most`` the smallest neighbours are joined until that many are left."""
+    """Return the borders between tensors; with ``at_most``, join the smallest neighbours until that many are left."""
     at = list(range(len(sizes) + 1))
     if at_most is not None and len(sizes) > at_most:
         at = _join(sizes, set(breaks), max_elements, at_most)
@@ -47,7 +47,7 @@ def cuts(
     earliest = [0]
     for j in range(1, len(at)):
         first = earliest[-1]
-        if max_elements is not None:  # a single tensor above the cap stands alone
+        if max_elements is not None:  # a single tensor above the cap is a group of its own
             first = max(first, min(j - 1, bisect.bisect_left(elements, elements[j] - max_elements)))
         k = bisect.bisect_left(breaks, at[j])
         if k:
@@ -57,7 +57,7 @@ def cuts(
 
 
 def _join(sizes: list[int], breaks: set[int], max_elements: int | None, at_most: int) -> list[int]:
-    """Borders that are left when the pair of neighbours with the fewest elements is joined again and again."""
+    """Return the borders left after repeatedly joining the pair of neighbours with the fewest elements."""
     count = len(sizes)
     size, before, after = list(sizes), list(range(-1, count - 1)), list(range(1, count + 1))
     alive = [True] * count

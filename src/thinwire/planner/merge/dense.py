@@ -1,4 +1,4 @@
-"""The fastest grouping for dense all-reduce: an exact dynamic programme, any cost function."""
+"""The fastest grouping for dense all-reduce: an exact dynamic programme for any cost function."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def optimal_dense(
 ) -> Merge:
     """Group tensors so that the last all-reduce ends as early as possible.
 
-    The end of a prefix depends on its grouping through the link alone, since grouping does not move the backward
-    pass: one number per prefix is enough, O(L^2) in time.
+    The end of a prefix depends on its grouping only through the link, since grouping does not move the backward pass.
+    So one number per prefix is enough, and the time is O(L^2).
 
     Args:
         sizes: elements per tensor, in backward order.
-        backward_seconds: from the gradient before to this one.
-        allreduce_seconds: of a group's elements; need not be monotone.
+        backward_seconds: backward time of each tensor, from the previous gradient to this one.
+        allreduce_seconds: all-reduce time of a group, by its elements; need not be monotone.
         breaks: indices that must open a group (another dtype, device or rule).
-        max_elements: a group holds no more, unless it is one tensor.
+        max_elements: largest number of elements in a group, unless it is a single tensor.
 
     Returns:
-        The merge; among equals the one whose last group is longest, at every step back.
+        The merge; among equal ones, the one whose last group is longest, at every step backwards.
 
     Raises:
-        ValueError: bad sizes, times, breaks or cap, or a callable that returns a bad time.
+        ValueError: invalid sizes, times, breaks or cap, or a callable that returns an invalid time.
 
     Example:
         >>> optimal_dense([8, 1, 1], [1.0, 1.0, 1.0], lambda d: 1.0 + d / 4).groups

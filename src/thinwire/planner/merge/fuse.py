@@ -1,4 +1,4 @@
-"""Fusion by size: the rule of DDP's buckets, on the sizes of what is really sent."""
+"""Fusion by size: the rule of DDP's buckets, applied to the sizes of what is really sent."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ def fuse(
     first: float | None = None,
     min_tail: float = 0.0,
 ) -> list[list[int]]:
-    """Group tensors, in backward order, greedily: a bucket is closed when the next tensor would exceed the limit.
+    """Group tensors greedily, in backward order: a bucket is closed when the next tensor would exceed the limit.
 
-    A tensor is never split; one that is larger than the limit has a bucket of its own. For a compressed method the
-    limit is that of the dense gradient, scaled: ``threshold * sum(payload) / sum(numel)``, which keeps the number of
-    buckets, and with it the overlap, about that of S-SGD.
+    A tensor is never split; one that is larger than the limit has its own bucket. For a compressed method the limit is
+    that of the dense gradient, scaled: ``threshold * sum(payload) / sum(numel)``. This keeps the number of buckets, and
+    so the overlap, about the same as with S-SGD.
 
     Args:
-        sizes: of the tensors' messages, in any unit.
-        limit: in the same unit; 0: one bucket per tensor.
+        sizes: message sizes of the tensors, in any unit.
+        limit: in the same unit; 0 means one bucket per tensor.
         breaks: indices at which a new bucket must begin.
         first: the limit of the first bucket, so that the link has work early; None: ``limit``.
-        min_tail: tensors at the end of a bucket that are less than this together go on to the next one, which may then
-            exceed the limit; a last bucket of so little joins the one before. Not over a break.
+        min_tail: tensors at the end of a bucket that together are smaller than this move to the next one, which may
+            then exceed the limit; if the last bucket is smaller than this, it joins the one before. Never across a
+            break.
 
     Returns:
         Lists of indices.
@@ -56,7 +57,7 @@ def fuse(
 
 
 def _parted(group: Sequence[int], sizes: Sequence[float], least: float) -> tuple[list[int], list[int]]:
-    """A group without the last tensors that are less than so much together, and those; it keeps nothing or enough."""
+    """Split off the last tensors that together are smaller than ``least``; the rest is empty or at least that large."""
     end, weight = len(group), 0.0
     while end and (weight := weight + sizes[group[end - 1]]) < least:
         end -= 1

@@ -1,4 +1,4 @@
-"""The two published greedy rules, for fidelity. Both look one tensor ahead and neither is optimal."""
+"""The two published greedy rules, for comparison. Both look one tensor ahead and neither is optimal."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from thinwire.planner.merge.result import Merge
 
 
 def greedy_mgwfbp(sizes: Sequence[int], backward_seconds: Sequence[float], allreduce_seconds: Price) -> Merge:
-    """Merge-or-close as MG-WFBP has it (1811.11141, 1912.09268), in backward order.
+    """Merge or close groups as in MG-WFBP (1811.11141, 1912.09268), in backward order.
 
-    The next tensor joins the open group if its gradient is there before the group's message would have ended, and
+    The next tensor joins the open group if its gradient is ready before the group's message would have ended, and
     waiting for it costs less than the start-up it saves.
 
     Args:
         sizes: elements per tensor, in backward order.
-        backward_seconds: from the gradient before to this one.
-        allreduce_seconds: of a group's elements.
+        backward_seconds: backward time of each tensor, from the previous gradient to this one.
+        allreduce_seconds: all-reduce time of a group, by its elements.
 
     Raises:
-        ValueError: bad sizes or times, or a callable that returns a bad time.
+        ValueError: invalid sizes or times, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))
     groups: list[list[int]] = []
-    clock = free = held = 0.0  # backward so far, link, gradient of the open group that came last
+    clock = free = held = 0.0  # backward so far, link, latest gradient of the open group
     size = 0
     for j, (more, step) in enumerate(zip(sizes, seconds, strict=True)):
         clock += step
@@ -53,21 +53,22 @@ def greedy_omgs(
     *,
     startup_seconds: float | None = None,
 ) -> Merge:
-    """Merge-or-close as OMGS has it (INFOCOM 2020), in backward order, selection on the backward stream.
+    """Merge or close groups as in OMGS (INFOCOM 2020), in backward order, with selection on the backward stream.
 
-    The authors' code (HKBU-HPML/OMGS-SGD) begins its loop one pair later: the two tensors that backward yields first
-    always share a message there, and may be parted here. Let it begin with that pair, and its groups are these.
+    The loop in the authors' code (HKBU-HPML/OMGS-SGD) begins one pair later: there, the two tensors that backward
+    yields first always share a message; here they may be separated. If its loop began with that pair, it would give
+    these groups.
 
     Args:
         sizes: elements per tensor, in backward order.
-        backward_seconds: from the gradient before to this one.
-        select_seconds: of a group's elements.
-        exchange_seconds: of a group's elements.
-        startup_seconds: what a merge saves, in place of the difference of exchange times: the rule of the authors'
+        backward_seconds: backward time of each tensor, from the previous gradient to this one.
+        select_seconds: selection time of a group, by its elements.
+        exchange_seconds: exchange time of a group, by its elements.
+        startup_seconds: saving of a merge, instead of the difference of exchange times: the rule of the authors'
             plotting script.
 
     Raises:
-        ValueError: bad sizes or times, or a callable that returns a bad time.
+        ValueError: invalid sizes or times, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))

@@ -12,11 +12,11 @@ from thinwire.program.plan import UNREADABLE
 
 @dataclass(frozen=True)
 class Merge:
-    """Groups of consecutive tensors in backward order. Plain data: printed, hashed, broadcast, pinned.
+    """Groups of consecutive tensors in backward order. Plain data that is printed, hashed, broadcast and pinned.
 
     Attributes:
         groups: indices; every index once, in order.
-        finish_seconds: end of the last message by the clock of ``planner.clock``.
+        finish_seconds: end of the last message, by the timeline of ``planner.clock``.
         rule: how it was made: "optimal", "mgwfbp" or "omgs".
         exact: whether no other grouping can be faster under the same costs.
     """
@@ -30,7 +30,7 @@ class Merge:
         return hash(self.to_json())
 
     def to_json(self) -> str:
-        """The merge as JSON text."""
+        """Return the merge as JSON text."""
         return json.dumps(
             {"groups": self.groups, "finish_seconds": self.finish_seconds, "rule": self.rule, "exact": self.exact}
         )
@@ -51,5 +51,5 @@ class Merge:
 
     @property
     def hash(self) -> str:
-        """A short digest, the same on every machine."""
+        """Short digest, the same on every machine."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()

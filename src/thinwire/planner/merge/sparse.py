@@ -1,12 +1,12 @@
-"""The fastest grouping where selection costs time too: a dynamic programme over Pareto frontiers.
+"""The fastest grouping if selection costs time too: a dynamic programme over Pareto frontiers.
 
 Paper: Shi et al.: Communication-efficient distributed deep learning with merged gradient sparsification on GPUs
 (OMGS-SGD), INFOCOM 2020.
 
 Differences from the paper: this is the exact optimum under the paper's own cost model, which its greedy rule
-(``greedy_omgs``) misses; that rule decides on the pair of layers that backward yields first too, which the authors'
-code never parts; costs are measured at start for any number of workers; a message is values and indices together;
-selection runs alongside backward where a core or a stream is free.
+(``greedy_omgs``) misses; that rule also decides on the first two layers that backward yields, which the authors' code
+never separates; costs are measured at start for any number of workers; a message holds values and indices together;
+selection runs alongside backward if a core or a stream is free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXACT_UP_TO = 512
 """With more tensors than this, the smallest neighbours are joined first, until JOINED_TO are left."""
 JOINED_TO = 256
 _SCOUT = 24  # states per border in the first sweep, which only finds a good plan
-WIDEST = 4096  # states per border in the second; reached only by costs that no network has
+WIDEST = 4096  # states per border in the second; only unrealistic costs reach it
 _SLACK = 1e-9  # relative; keeps rounding from pruning the plan that set the bound
 
 _Floats = NDArray[np.float64]
@@ -50,19 +50,20 @@ def optimal_sparse(
 
     Args:
         sizes: elements per tensor, in backward order.
-        backward_seconds: from the gradient before to this one.
-        select_seconds: of a group's elements.
-        exchange_seconds: of a group's elements (the callable knows density, message format and workers).
+        backward_seconds: backward time of each tensor, from the previous gradient to this one.
+        select_seconds: selection time of a group, by its elements.
+        exchange_seconds: exchange time of a group, by its elements (the callable knows density, message format and
+            workers).
         side_stream: selection runs alongside backward (this library's engine); False: it delays the rest of backward
             (the model of the papers).
         breaks: indices that must open a group.
-        max_elements: a group holds no more, unless it is one tensor.
+        max_elements: largest number of elements in a group, unless it is a single tensor.
 
     Returns:
         The merge. ``exact`` is False if tensors had to be joined beforehand (more than 512 of them).
 
     Raises:
-        ValueError: bad sizes, times, breaks or cap, or a callable that returns a bad time.
+        ValueError: invalid sizes, times, breaks or cap, or a callable that returns an invalid time.
     """
     sizes = check_sizes(sizes)
     seconds = check_seconds(backward_seconds, len(sizes))
@@ -83,9 +84,9 @@ def optimal_sparse(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Prices of every allowed group, and bounds on what is still to come after each border.
+    """Prices of every allowed group, and bounds on the remaining time after each border.
 
-    ``select[j]`` and ``exchange[j]`` hold the prices of the groups that end at border j, by where they begin.
+    ``select[j]`` and ``exchange[j]`` hold the prices of the groups that end at border j, indexed by where they begin.
     ``link_left[i]``: least link time of any grouping from border i on. ``ready_left[i]``: least time from the
     selection clock at i to the end of the last message.
     """
@@ -117,10 +118,10 @@ class _Problem:
         return cls(table, select, exchange, side_stream, link_left, ready_left)
 
     def sweep(self, bound: float, width: int) -> tuple[float, list[int], bool]:
-        """Best end, its borders, and whether no state was dropped for want of room.
+        """Return the best end, its borders, and whether no state was dropped for lack of room.
 
         States lie in four arrays, border by border: border, parent, selection clock, link clock. At most ``width``
-        are kept per border, those with the least bound first.
+        states are kept per border, those with the lowest bounds.
         """
         table, last = self.table, len(self.table.at) - 1
         backward = np.array(table.backward)
@@ -156,7 +157,7 @@ class _Problem:
 
 
 def _borders(border: _Ints, parent: _Ints, state: int, last: int) -> list[int]:
-    """The borders of a plan, from its last state back."""
+    """Return the borders of a plan, followed back from its last state."""
     chosen = [last]
     while state >= 0:
         chosen.append(int(border[state]))

@@ -1,6 +1,6 @@
-"""Models as numbers: tensors in backward order with their seconds, by name or from a file.
+"""Models as numbers: tensors in backward order with their backward seconds, by name or from a file.
 
-What does not live here: measuring them (measure/), deciding anything from them (planner/merge, planner/choose).
+Measuring them belongs to measure/, decisions based on them to planner/merge and planner/choose.
 """
 
 from thinwire.planner.profiles.builtin import BUILTIN, builtin

@@ -1,4 +1,4 @@
-"""Well-known models by name, with compute seconds from FLOPs: for questions before anything is measured."""
+"""Well-known models by name, with compute seconds derived from FLOPs, for questions before anything is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thinwire.planner.profiles.profile import ModelProfile
 from thinwire.planner.profiles.resnet import bottleneck_resnet
 from thinwire.planner.profiles.transformer import bert, gpt2
 
-# Name: samples per rank (as the papers' scripts have it, where they do), positions per sample, layers.
+# Name: samples per rank (as in the papers' scripts, if they set it), positions per sample, layers.
 _MODELS: dict[str, tuple[int, int, Callable[[int], list[Layer]]]] = {
     "resnet50": (64, 0, lambda _: bottleneck_resnet((3, 4, 6, 3))),
     "resnet152": (32, 0, lambda _: bottleneck_resnet((3, 8, 36, 3))),
@@ -21,7 +21,7 @@ _MODELS: dict[str, tuple[int, int, Callable[[int], list[Layer]]]] = {
     "gpt2": (8, 512, lambda positions: gpt2(768, 12, positions)),
 }
 BUILTIN = tuple(_MODELS)
-"""The names that ``builtin`` knows."""
+"""The names that ``builtin`` accepts."""
 
 
 def builtin(
@@ -31,16 +31,16 @@ def builtin(
     device_flops: float = 1e13,
     sequence_length: int | None = None,
 ) -> ModelProfile:
-    """The profile of a well-known model; its shapes are exact, its seconds are assumed.
+    """Return the profile of a well-known model; its shapes are exact, its seconds are assumed.
 
     Args:
         name: one of ``BUILTIN``.
-        batch_size: samples per rank; None: a usual one.
+        batch_size: samples per rank; None: a common one.
         device_flops: FLOP/s that the device sustains.
         sequence_length: positions per sample, for BERT (at most 512) and GPT-2 (at most 1,024).
 
     Raises:
-        ValueError: an unknown name or an option that does not fit.
+        ValueError: an unknown name, or an option that does not apply.
 
     Example:
         >>> builtin("resnet50").elements

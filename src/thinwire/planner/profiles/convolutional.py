@@ -1,4 +1,4 @@
-"""DenseNet and VGG, parameters as torchvision registers them."""
+"""DenseNet and VGG, with parameters as torchvision registers them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from thinwire.planner.profiles.layers import Layer, convolution, linear, norm
 
 
 def densenet(blocks: Sequence[int], growth: int = 32, stem: int = 64, image: int = 224) -> list[Layer]:
-    """The layers of DenseNet-121 (6, 12, 24, 16), -201 (6, 12, 48, 32)."""
+    """Return the layers of DenseNet-121 (6, 12, 24, 16) or -201 (6, 12, 48, 32)."""
     side = image // 2
     layers = [convolution("features.conv0", 3, stem, 7, side), norm("features.norm0", stem, side**2)]
     side //= 2
@@ -30,7 +30,7 @@ def densenet(blocks: Sequence[int], growth: int = 32, stem: int = 64, image: int
 
 
 def vgg16(image: int = 224) -> list[Layer]:
-    """The layers of VGG-16 without normalisation."""
+    """Return the layers of VGG-16 without normalisation."""
     layers: list[Layer] = []
     inputs, side, place = 3, image, 0
     for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):

@@ -1,4 +1,4 @@
-"""The layers of a profile that have Kronecker factors, and the sides of these."""
+"""The layers of a profile that have Kronecker factors, and the sizes of the factors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from thinwire.planner.profiles.profile import ModelProfile
 
 
 def kronecker_shapes(profile: ModelProfile) -> list[tuple[str, int, int]]:
-    """(module, d_A, d_G) in order of registration: weights of two or four dimensions; embeddings have none.
+    """Return (module, d_A, d_G) in order of registration: weights with two or four dimensions; not embeddings.
 
     Args:
         profile: its tensors are named ``<module>.weight`` and ``<module>.bias``; a bias adds a row to A.

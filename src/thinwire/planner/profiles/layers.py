@@ -1,4 +1,4 @@
-"""From layers with FLOPs to a profile: who has which parameters, and how long each gradient takes."""
+"""From layers with FLOPs to a profile: which module has which parameters, and how long each gradient takes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Layer:
     """One module in forward order.
 
     Attributes:
-        name: as in the model.
+        name: name in the model.
         flops: forward FLOPs of one sample.
         parameters: (short name, shape) in order of registration; none for attention cores and tied heads.
-        kind: class of the module, where a method may care.
+        kind: class of the module, if it matters to a method.
     """
 
     name: str
@@ -40,13 +40,13 @@ class FlopsEstimate:
 
 
 def linear(name: str, inputs: int, outputs: int, positions: int = 1) -> Layer:
-    """A fully connected layer with bias, applied at that many positions of a sample."""
+    """Return a fully connected layer with bias, applied at that many positions of a sample."""
     parameters = (("weight", (outputs, inputs)), ("bias", (outputs,)))
     return Layer(name, 2.0 * inputs * outputs * positions, parameters)
 
 
 def convolution(name: str, inputs: int, outputs: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
-    """A square convolution whose output is ``side`` x ``side``."""
+    """Return a square convolution whose output is ``side`` x ``side``."""
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = (("weight", (outputs, inputs, kernel, kernel)),)
     if bias:
         parameters += (("bias", (outputs,)),)
@@ -54,15 +54,16 @@ def convolution(name: str, inputs: int, outputs: int, kernel: int, side: int, *,
 
 
 def norm(name: str, channels: int, positions: int) -> Layer:
-    """Batch or layer normalisation: two vectors; 8 FLOPs per element, a guess."""
+    """Return batch or layer normalisation: two vectors; 8 FLOPs per element, a guess."""
     return Layer(name, 8.0 * channels * positions, (("weight", (channels,)), ("bias", (channels,))))
 
 
 def estimate(name: str, layers: Sequence[Layer], how: FlopsEstimate, source: str) -> ModelProfile:
-    """A profile in which compute time is FLOPs over the device's rate, and backward costs twice the forward.
+    """Build a profile whose compute time is FLOPs over the device's rate; backward costs twice as much as forward.
 
-    The gradients of one module arrive together: the one that was registered last carries the module's time, the
-    others none. The first layer needs no gradient of its input. Modules without parameters add to the next gradient.
+    The gradients of one module arrive together: the parameter registered last carries the module's time, the others
+    none. The first layer needs no gradient of its input. The time of modules without parameters is added to the next
+    gradient.
     """
     rate = how.device_flops / how.batch_size
     tensors: list[TensorTime] = []

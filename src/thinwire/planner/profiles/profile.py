@@ -1,4 +1,4 @@
-"""What the planner knows of a model: its tensors in backward order and how long compute takes."""
+"""What the planner knows of a model: its tensors in backward order, and how long compute takes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from thinwire.program.plan import UNREADABLE
 
 @dataclass(frozen=True)
 class TensorTime:
-    """One parameter, and the backward seconds from the gradient before to this one.
+    """One parameter, and the backward seconds from the previous gradient to this one.
 
-    ``kind``: class of the module that owns it ("Embedding"), as far as known: some methods keep some kinds dense.
+    ``kind``: class of the module that owns it ("Embedding"), if known: some methods keep some kinds dense.
     """
 
     name: str
@@ -27,7 +27,7 @@ class TensorTime:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -49,13 +49,13 @@ class ModelProfile:
     """A model as numbers, for one batch size and device.
 
     Attributes:
-        name: of the model.
-        tensors: in backward order: the first gradient that is ready comes first.
+        name: name of the model.
+        tensors: in backward order: the gradient that is ready first comes first.
         forward_seconds: the whole forward pass; may exceed the sum over modules.
-        modules: in forward order; a tensor belongs to the module its name begins with.
-        dtype_bytes: of one gradient element.
+        modules: in forward order; a tensor belongs to the module whose name its own name begins with.
+        dtype_bytes: bytes of one gradient element.
         provenance: where the seconds come from.
-        source: the same in free text.
+        source: provenance in free text.
     """
 
     name: str
@@ -80,12 +80,12 @@ class ModelProfile:
 
     @property
     def sizes(self) -> list[int]:
-        """Elements per tensor, in backward order: what the merge rules take."""
+        """Elements per tensor, in backward order, as the merge rules need them."""
         return [tensor.size for tensor in self.tensors]
 
     @property
     def backward_seconds(self) -> list[float]:
-        """Seconds per tensor, in backward order: what the merge rules take."""
+        """Seconds per tensor, in backward order, as the merge rules need them."""
         return [tensor.backward_seconds for tensor in self.tensors]
 
     @property
@@ -94,7 +94,7 @@ class ModelProfile:
         return sum(self.sizes)
 
     def scaled(self, factor: float) -> ModelProfile:
-        """The same model on a device that takes ``factor`` times as long."""
+        """Return the same model on a device that takes ``factor`` times as long."""
         check_number("factor", factor)
         tensors = tuple(replace(t, backward_seconds=t.backward_seconds * factor) for t in self.tensors)
         modules = tuple(replace(m, forward_seconds=m.forward_seconds * factor) for m in self.modules)
@@ -109,7 +109,7 @@ class ModelProfile:
         )
 
     def to_json(self) -> str:
-        """The profile as JSON text."""
+        """Return the profile as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -145,5 +145,5 @@ class ModelProfile:
 
     @property
     def hash(self) -> str:
-        """A short digest, the same on every machine."""
+        """Short digest, the same on every machine."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""ResNet with bottleneck blocks, parameters as torchvision registers them."""
+"""ResNet with bottleneck blocks, with parameters as torchvision registers them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from thinwire.planner.profiles.layers import Layer, convolution, linear, norm
 
 
 def bottleneck_resnet(blocks: Sequence[int], image: int = 224) -> list[Layer]:
-    """The layers of ResNet-50 (3, 4, 6, 3), -101 (3, 4, 23, 3), -152 (3, 8, 36, 3)."""
+    """Return the layers of ResNet-50 (3, 4, 6, 3), -101 (3, 4, 23, 3) or -152 (3, 8, 36, 3)."""
     layers: list[Layer] = []
 
     def add(conv: str, bn: str, inputs: int, outputs: int, kernel: int, side: int) -> None:

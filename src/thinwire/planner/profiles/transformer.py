@@ -1,4 +1,4 @@
-"""BERT and GPT-2, parameters as transformers registers them."""
+"""BERT and GPT-2, with parameters as transformers registers them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ def _table(name: str, rows: int, hidden: int, positions: int) -> Layer:
 
 
 def _attention(name: str, hidden: int, positions: int) -> Layer:
-    """Scores and weighted sum: no parameters, two products of positions x positions x hidden."""
+    """Return scores and weighted sum: no parameters, two products of positions x positions x hidden."""
     return Layer(name, 4.0 * positions**2 * hidden)
 
 
 def bert(hidden: int, depth: int, positions: int, *, vocabulary: int = 30522, heads: bool = False) -> list[Layer]:
-    """The layers of a BERT encoder with pooler; ``heads=True`` adds the two of pre-training, the decoder tied."""
+    """Return the layers of a BERT encoder with pooler; ``heads=True`` adds both pre-training heads, decoder tied."""
     layers = [
         _table("embeddings.word_embeddings", vocabulary, hidden, positions),
         _table("embeddings.position_embeddings", 512, hidden, positions),
@@ -43,7 +43,7 @@ def bert(hidden: int, depth: int, positions: int, *, vocabulary: int = 30522, he
 
 
 def gpt2(hidden: int, depth: int, positions: int, *, vocabulary: int = 50257) -> list[Layer]:
-    """The layers of GPT-2; the output head is tied to the embedding and costs time alone."""
+    """Return the layers of GPT-2; the output head is tied to the embedding and only costs time."""
     layers = [
         _table("transformer.wte", vocabulary, hidden, positions),
         _table("transformer.wpe", 1024, hidden, positions),
@@ -62,6 +62,6 @@ def gpt2(hidden: int, depth: int, positions: int, *, vocabulary: int = 50257) ->
 
 
 def _product(name: str, inputs: int, outputs: int, positions: int) -> Layer:
-    """A fully connected layer that stores its matrix as inputs x outputs."""
+    """Return a fully connected layer that stores its matrix as inputs x outputs."""
     parameters = (("weight", (inputs, outputs)), ("bias", (outputs,)))
     return Layer(name, 2.0 * inputs * outputs * positions, parameters)

@@ -1,6 +1,6 @@
-"""The timeline simulator: a method's own programs on shapes alone, priced, in the order in which the engine runs them.
+"""The timeline simulator: runs a method's own programs on shapes alone, with prices, in the engine's order.
 
-What does not live here: prices (planner/costs, the methods), real runs (engine/), decisions (planner/choose).
+Prices belong to planner/costs and the methods, real runs to engine/, decisions to planner/choose.
 """
 
 from thinwire.planner.timeline.bottleneck import bound_by

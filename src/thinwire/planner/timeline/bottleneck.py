@@ -1,4 +1,4 @@
-"""What bounds a step: each resource made free in turn, and the one that shortens the step most."""
+"""What bounds a step: make each resource free in turn, and find the one that shortens the step most."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def bound_by(
     slowdown: float | Sequence[float] = 1.0,
     steps: int = 2,
 ) -> Bound:
-    """The resource without whose price the step would be shortest; arguments as ``simulate``, the plan stays.
+    """Return the resource whose removal shortens the step most; arguments as in ``simulate``, the plan stays the same.
 
-    "compute" is forward, backward and optimizer; "method compute" the methods' segments. What exchanges take from the
-    CPU belongs to the network: its rate to the bandwidth, its start-up to the latency.
+    "compute" is forward, backward and optimizer; "method compute" is the methods' segments. CPU time of the exchanges
+    counts as network: its rate as bandwidth, its start-up as latency.
     """
     plan = plan_of(method, model_profile, backend, topology, costs) if plan is None else plan
 
@@ -61,7 +61,7 @@ def bound_by(
 
 
 def network_free(costs: Costs, *, startup: int, rest: int) -> Costs:
-    """The same costs with the network's start-ups or rates made free."""
+    """Return the same costs with the network's start-ups or rates made free."""
     return replace(
         costs,
         exchanges={key: curve.stretched(startup, rest, "made free") for key, curve in costs.exchanges.items()},

@@ -1,4 +1,4 @@
-"""Local steps on the timeline: a period of steps that exchange nothing, and one round beside or between them."""
+"""Local steps on the timeline: a period of steps without exchange, and one round beside or between them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from thinwire.program.plan import PlanBucket
 
 @dataclass(frozen=True)
 class Periodic(Method):
-    """What the planner knows of local steps (``thinwire.Local``): a codec's program now and then, in one bucket.
+    """Local steps (``thinwire.Local``) as the planner sees them: a codec's program every few steps, in one bucket.
 
     Args:
         codec: carries the weights, or their changes.
         every: steps between two rounds; None: ``planner.choose.resolved`` chooses.
-        delay: steps that go on while a round travels; "full": all but one; "auto": chosen with ``every``.
-        most: steps between two rounds, where ``every`` is None.
-        outer: an outer optimizer makes something else of the mean change.
-        schedule: "dream": layers leave after the steps that hide them.
+        delay: steps that run while a round is in flight; "full": all but one; "auto": chosen with ``every``.
+        most: largest number of steps between two rounds, if ``every`` is None.
+        outer: an outer optimizer is applied to the mean change.
+        schedule: "dream": layers are sent after the steps that hide them.
     """
 
     name: ClassVar[str] = "local"
@@ -40,19 +40,19 @@ class Periodic(Method):
     schedule: str = "strided"
 
     def reduce(self, bucket: Bucket, state: State) -> Program:
-        """The codec's own."""
+        """Return the codec's own program."""
         yield from self.codec.reduce(bucket, state)
 
     def dense(self, name: str, shape: Sequence[int], embedding: bool) -> bool:
-        """As the codec has it."""
+        """Return what the codec says."""
         return self.codec.dense(name, shape, embedding)
 
     @property
     def travelling(self) -> int:
-        """Steps that go on while a round travels.
+        """Number of steps that run while a round is in flight.
 
         Raises:
-            ValueError: it is without a period yet.
+            ValueError: the period has not been chosen yet.
         """
         if self.every is None or self.delay == "auto":
             raise ValueError("local steps without a period: planner.choose.resolved chooses one")
@@ -60,12 +60,12 @@ class Periodic(Method):
 
     @property
     def carrier(self) -> Method:
-        """The codec, with all of the model in one bucket."""
+        """Return the codec, with the whole model in one bucket."""
         flat = {"collective": "flat"} if self.codec.collective == "auto" else {}
         return replace(self.codec, fusion="single", **flat)  # type: ignore[type-var]
 
     def fragments(self, profile: ModelProfile) -> dict[str, int]:
-        """By name, in which fragment a tensor travels by a calendar; empty: all of the model at once."""
+        """Return, by tensor name, the fragment in which a calendar sends it; empty: the whole model is sent at once."""
         if self.schedule != "dream" or self.every is None:
             return {}
         tensors = profile.tensors[::-1]  # in the model's order
@@ -74,7 +74,7 @@ class Periodic(Method):
 
 
 def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:
-    """Every bucket cut into one for each fragment."""
+    """Split every bucket into one per fragment."""
 
     def cut(bucket: PlanBucket) -> list[PlanBucket]:
         names: dict[int, list[str]] = {}
@@ -87,14 +87,14 @@ def in_fragments(plan: Plan, fragments: Mapping[str, int]) -> Plan:
 
 @dataclass(frozen=True)
 class Period:
-    """A simulated period, or a step of one whose layers leave by a calendar.
+    """A simulated period, or one step of it if its layers are sent by a calendar.
 
     Attributes:
-        every: its steps.
-        seconds: of all of them.
-        exposed_seconds: in which nothing is computed.
-        events: of all of them.
-        bytes_sent: by this rank.
+        every: number of steps.
+        seconds: time of all steps.
+        exposed_seconds: time of communication in which nothing is computed.
+        events: events of all steps.
+        bytes_sent: bytes sent by this rank.
     """
 
     every: int
@@ -114,17 +114,18 @@ def simulate_period(
     streams: int | None,
     optimizer_seconds: float,
 ) -> list[Period]:
-    """One period in the steady state: its round begins with it, and is merged ``delay`` steps later.
+    """Simulate one period in the steady state: its round starts at the beginning and is merged ``delay`` steps later.
 
-    By a calendar what leaves after a step begins with the next one, and is priced as merged at its end.
+    With a calendar, what is sent after a step starts with the next one, and is priced as merged at the end of that
+    step.
 
     Args:
-        method: how often, and what goes on meanwhile.
-        profile: of the model.
-        parts: the round's programs.
-        buckets: theirs.
-        shared, streams: as of ``Machine``.
-        optimizer_seconds: of a whole update.
+        method: sets how often, and what runs meanwhile.
+        profile: profile of the model.
+        parts: the programs of the round.
+        buckets: the buckets of these programs.
+        shared, streams: as in ``Machine``.
+        optimizer_seconds: time of a whole update.
     """
     backward = sum(t.backward_seconds for t in profile.tensors)
     step = [("forward", profile.forward_seconds), ("backward", backward), ("optimizer", optimizer_seconds)]

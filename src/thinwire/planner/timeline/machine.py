@@ -1,4 +1,4 @@
-"""One step of one rank as discrete events: a compute stream, a worker for the methods, links that serve in turn."""
+"""One step of one rank as discrete events: a compute stream, a worker for the methods, links that serve in order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ComputeTask:
     """A piece of forward, backward or optimizer; the tasks of a step run in order.
 
     Attributes:
-        name: for the event.
-        seconds: of compute.
-        bucket: it belongs to, for the event.
-        needs: position of the deferred program that must have ended before.
-        completes: position of the program that may start after.
-        last: it waits for all programs of the step.
+        name: name of the event.
+        seconds: compute time.
+        bucket: the bucket it belongs to, for the event.
+        needs: position of the deferred program that must have ended before this task.
+        completes: position of the program that may start after this task.
+        last: whether it waits for all programs of the step.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ComputeTask:
 
 @dataclass(frozen=True)
 class _Job:
-    """Work for the worker: a program's next segment, or (``wave`` None) what an exchange takes from the CPU."""
+    """Work for the worker: a program's next segment, or (``wave`` None) the CPU time of an exchange."""
 
     wave: Wave | None
     position: int
@@ -45,14 +45,14 @@ class _Job:
 
 
 class Machine:
-    """Runs one step.
+    """Simulates one step.
 
     Args:
-        tasks: of the compute stream, in order.
-        deferred: parts left over from the step before; all of them start at once.
+        tasks: tasks of the compute stream, in order.
+        deferred: parts left over from the previous step; all of them start at once.
         current: parts of this step; each starts when its task is done.
-        shared: the worker has no core of its own: while it works, the compute stream stands still.
-        streams: on that many side streams programs run by turns (NCCL); None: each when it is ready.
+        shared: the worker has no core of its own: while it works, the compute stream is paused.
+        streams: number of side streams on which programs alternate (NCCL); None: each program runs when it is ready.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ class Machine:
         self._count = 0
         self._task: ComputeTask | None = None
         self._left = self._since = 0.0
-        self._running = False  # a task that is paused is not
-        self._turn = 0  # of running; an end that was set for an earlier one is void
+        self._running = False  # False while the task is paused
+        self._turn = 0  # number of the current run; an end scheduled for an earlier run is ignored
         self._jobs: list[tuple[bool, int, int, _Job]] = []
         self._job: _Job | None = None
         self._links: dict[str, deque[tuple[Wave, int, Hop]]] = {}
         self._busy: set[str] = set()
 
     def run(self) -> float:
-        """Play all events. Returns the seconds of the step."""
+        """Process all events. Return the seconds of the step."""
         for position in range(len(self._deferred.parts)):
             self._ready(self._deferred, position)
         self._dispatch()
         while self._heap:
             self.now = self._heap[0][0]
-            while self._heap and self._heap[0][0] == self.now:  # all that happens now, before anything is chosen
+            while self._heap and self._heap[0][0] == self.now:  # everything due now, before anything new is chosen
                 heapq.heappop(self._heap)[2]()
             self._dispatch()
         stuck = self._tasks or self._current.left or self._deferred.left
@@ -157,7 +157,7 @@ class Machine:
         self._queue(_Job(wave, position, wave.segment(position), wave.parts[position].bucket))
 
     def _queue(self, job: _Job) -> None:
-        """The oldest program goes first; what the exchanges take cannot wait."""
+        """Queue a job. The oldest program goes first; CPU time of exchanges cannot wait."""
         self._count += 1
         heapq.heappush(self._jobs, (job.wave is not None, job.position, self._count, job))
 

@@ -1,9 +1,10 @@
 """Which exchange may be issued when: the engine's rule, for programs in a given order.
 
-The k-th exchange that a program issues within a scope goes to lane (scope, k). Within a lane, the order of the programs
-holds: one waits until all before it have issued theirs there, or have ended with fewer. With ``streams`` it is the rule
-of side streams that take turns (NCCL): a program begins when the one before it on its stream has ended, and all its
-exchanges come after all those of the program before it, as the host issues them.
+The k-th exchange that a program issues within a scope goes to lane (scope, k). Within a lane, programs issue in order:
+one waits until all programs before it have issued their exchange in that lane, or have ended with fewer. With
+``streams``, the rule is that of alternating side streams (NCCL): a program begins when the previous one on its stream
+has ended, and all its exchanges come after all those of the previous program, in the order in which the host issues
+them.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from thinwire.program import Scope
 
 Lane = tuple[Scope | None, int]
 _ISSUED: Lane = (None, 0)
-"""Of all exchanges, where one program's follow another's."""
+"""The single lane of all exchanges, if one program's follow another's."""
 
 
 class Wave:
-    """Programs that run together. A position counts in their order.
+    """Programs that run together. A position is an index in their order.
 
     Args:
         parts: the programs, in order.
-        streams: see above; None: as many as programs.
+        streams: see above; None: as many streams as programs.
     """
 
     def __init__(self, parts: list[ProgramPart], *, streams: int | None) -> None:
@@ -39,18 +40,18 @@ class Wave:
         self._begun = 0
 
     def ready(self, position: int) -> list[int]:
-        """The gradients of a program are there. Returns the positions that may begin."""
+        """Note that the gradients of a program are ready. Return the positions that may begin."""
         if self._streams is None:
             return [position]
         self._waiting.add(position)
         return self._beginners()
 
     def segment(self, position: int) -> float:
-        """Seconds of the segment that a program stands before."""
+        """Return the seconds of a program's next segment."""
         return self.parts[position].segments[self._next[position]]
 
     def advance(self, position: int) -> tuple[list[tuple[int, Hop]], list[int]]:
-        """The segment is done. Returns the exchanges that may be issued, and the positions that may begin."""
+        """Note that the segment is done. Return the exchanges that may be issued, and the positions that may begin."""
         part, number = self.parts[position], self._next[position]
         self._next[position] += 1
         if number == len(part.hops):
@@ -69,7 +70,7 @@ class Wave:
         return self._flush(lane), []
 
     def _beginners(self) -> list[int]:
-        """The next in order, as far as they are ready and their streams are free."""
+        """Return the next programs in order, as far as they are ready and their streams are free."""
         assert self._streams is not None
         found = []
         while self._begun in self._waiting and (self._begun < self._streams or self.ended[self._begun - self._streams]):
@@ -79,7 +80,7 @@ class Wave:
         return found
 
     def _in_turn(self) -> list[tuple[int, Hop]]:
-        """The exchanges that the host could have issued by now, program after program."""
+        """Return the exchanges that the host could have issued by now, program after program."""
         held, front, issued = self._held.setdefault(_ISSUED, {}), self._front[_ISSUED], []
         while front < len(self.parts):
             if front in held:

@@ -33,7 +33,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class ProgramPart:
-    """A piece of one bucket's program without a pause: a segment, an exchange, a segment, ..., a segment."""
+    """A piece of one bucket's program without a pause: segment, exchange, segment, ..., segment."""
 
     bucket: int
     segments: tuple[float, ...]
@@ -66,7 +66,7 @@ class _Short(Method):
 
 
 class Place:
-    """The rank that stands for all: the first of the largest machine, so that its groups are the largest."""
+    """The rank that stands for all: the first on the largest machine, so that its groups are the largest."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -87,9 +87,9 @@ class Place:
 def _traced(
     method: Method, shapes: Shapes, place: Place, phase: int, itemsize: int, yields: int | None, kept: int
 ) -> list[tuple[TracedExchange, float]]:
-    """The exchanges of a bucket, and the share of the node's ranks that issue each.
+    """Return the exchanges of a bucket, and for each the share of the node's ranks that issue it.
 
-    A method knows shapes, not names, so equal shapes are one trace.
+    A method knows shapes, not names, so equal shapes share one trace.
     """
     try:
         hash(method)
@@ -119,7 +119,7 @@ def _steps(
 def parts_of(
     method: Method, dense: Method, plan: Plan, phase: int, profile: ModelProfile, place: Place, costs: Costs
 ) -> list[tuple[ProgramPart, ProgramPart | None]]:
-    """Per bucket of a phase: what runs during backward, and what may wait for the next forward (None: nothing)."""
+    """Return, per bucket of a phase, what runs during backward and what may wait for the next forward, if any."""
     if profile.dtype_bytes not in DTYPES:
         raise ValueError(f"gradients of {profile.dtype_bytes} bytes cannot be simulated, only of 2, 4 or 8")
     shape_of = {tensor.name: tensor.shape for tensor in profile.tensors}
@@ -147,7 +147,7 @@ def parts_of(
 def _split(
     bucket: int, seconds: list[float], steps: list[tuple[TracedExchange, float]], place: Place, costs: Costs
 ) -> tuple[ProgramPart, ProgramPart | None]:
-    """Cut a program at its first pause; a second one stands for nothing."""
+    """Split a program at its first pause; further pauses have no meaning."""
     segments: list[list[float]] = [[seconds[0]]]
     hops: list[list[Hop]] = [[]]
     for (step, share), after in zip(steps, seconds[1:]):

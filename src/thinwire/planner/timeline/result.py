@@ -1,4 +1,4 @@
-"""What a simulated step looks like: its events by lane, its length, and how much communication nothing hides."""
+"""The result of a simulated step: its events by lane, its length, and the communication that nothing hides."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ COMPUTE, METHOD = "compute", "method"
 LANES = (COMPUTE, METHOD, "link world", "link node", "link cross")
 """Forward, backward and optimizer; the methods' own work; the exchanges of each scope."""
 EXCHANGE_CPU = "exchange on the CPU"
-"""The name of what exchanges themselves take from the compute resource: it counts as communication."""
+"""Event name for the CPU time that exchanges take from compute: it counts as communication."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that took time.
+    """Something that took time.
 
     Attributes:
         name: the operation, the module, the parameter, ...
         lane: one of ``LANES``.
-        start_seconds: from the start of what was recorded.
-        duration_seconds: from then on.
-        bucket: its place in the plan, where it belongs to one.
-        bytes: sent by this rank.
+        start_seconds: time from the start of the recording.
+        duration_seconds: length.
+        bucket: its index in the plan, if it belongs to a bucket.
+        bytes: bytes sent by this rank.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Event:
 
     @property
     def end_seconds(self) -> float:
-        """When it was over."""
+        """When it ended."""
         return self.start_seconds + self.duration_seconds
 
 
@@ -45,12 +45,12 @@ class Timeline:
     """A simulated step in the steady state.
 
     Attributes:
-        step_seconds: from one forward to the next; the mean over the method's phases.
-        exposed_seconds: communication while nothing is computed, method work included; the mean over the phases.
-        events: of one step of each phase, one after the other.
-        bytes_sent: by this rank per step; the mean over the phases, rounded.
+        step_seconds: from one forward to the next; mean over the method's phases.
+        exposed_seconds: communication while nothing is computed, method work included; mean over the phases.
+        events: events of one step of each phase, one after the other.
+        bytes_sent: bytes sent by this rank per step; mean over the phases, rounded.
         plan: the buckets.
-        every: steps between two exchanges; the means above are over so many.
+        every: steps between two exchanges; the means above cover that many steps.
     """
 
     step_seconds: float
@@ -62,7 +62,7 @@ class Timeline:
 
 
 def exposed_seconds(events: Iterable[Event]) -> float:
-    """Measure of the communication intervals minus the compute intervals."""
+    """Return the total length of the communication intervals minus the compute intervals."""
     working: list[tuple[float, float]] = []
     sending: list[tuple[float, float]] = []
     for event in events:
@@ -73,7 +73,7 @@ def exposed_seconds(events: Iterable[Event]) -> float:
 
 
 def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of (start, end) pairs."""
+    """Return the length of the union of (start, end) pairs."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(intervals):
         if last > end:

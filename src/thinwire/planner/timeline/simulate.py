@@ -34,31 +34,31 @@ def simulate(
     slowdown: float | Sequence[float] = 1.0,
     steps: int = 2,
 ) -> Timeline:
-    """Run a training step without data and without a network.
+    """Simulate a training step, without data and without a network.
 
-    One rank stands for all: the slowest, on the largest machine. An exchange takes its price from when this rank issues
-    it; one link serves first come, first served; WORLD and CROSS share the network card, and what stays inside a
+    One rank stands for all: the slowest, on the largest machine. An exchange takes its priced time from when this rank
+    issues it; each link serves first come, first served. WORLD and CROSS share the network card; traffic inside a
     machine has a link of its own.
 
     Args:
         method: its own programs are run on shapes, once per distinct bucket.
-        model_profile: tensors in backward order; their times.
-        topology: of the ranks.
+        model_profile: tensors in backward order, with their times.
+        topology: topology of the ranks.
         costs: prices of exchanges and of the methods' compute.
-        plan: which tensors share a bucket; None: what ``attach`` makes of this order.
+        plan: which tensors share a bucket; None: the plan that ``attach`` makes of this order.
         backend: "gloo" or "nccl", for the plan's defaults and the order of programs: on NCCL one after the other.
         dense: program of the plan's dense buckets; None: S-SGD.
-        shared_compute: the method's segments, and what the exchanges take from the CPU, delay forward and backward;
-            False: they have a core or a stream of their own.
-        optimizer_seconds: of the whole update; a deferred bucket's share comes before its first layer's forward.
+        shared_compute: the method's segments and the CPU time of the exchanges delay forward and backward; False: they
+            have a core or a stream of their own.
+        optimizer_seconds: time of the whole update; a deferred bucket's share comes before its first layer's forward.
         slowdown: factor on all compute, or one per rank, of which the largest counts.
-        steps: the last of that many is reported (with phases: of that many rounds); 1: before it nothing was deferred.
+        steps: number of steps (with phases: of rounds); the last is reported. With 1, nothing was deferred before it.
 
     Returns:
         The timeline.
 
     Raises:
-        ValueError: arguments out of range, a plan that does not fit, a method whose prices do not fit its program.
+        ValueError: arguments out of range, a plan that does not fit, or a method whose prices do not fit its program.
         LookupError: the costs lack a curve.
     """
     factor = _slowest(slowdown, topology)
@@ -118,7 +118,7 @@ def simulate(
 def plan_of(
     method: Method, profile: ModelProfile, backend: str, topology: Topology | None = None, costs: Costs | None = None
 ) -> Plan:
-    """The plan that ``attach`` makes for tensors that arrive in the profile's order, once it knows the network."""
+    """Return the plan that ``attach`` makes for tensors arriving in the profile's order, once it knows the network."""
     fragments: dict[str, int] = {}
     if isinstance(method, Periodic):
         fragments, method = method.fragments(profile), method.carrier
@@ -131,12 +131,12 @@ def plan_of(
 
 
 def _from(start: float, events: Sequence[Event]) -> Sequence[Event]:
-    """The same, so much later."""
+    """Return the same events, shifted by ``start``."""
     return [replace(e, start_seconds=e.start_seconds + start) for e in events] if start else events
 
 
 def _mean_of(periods: Sequence[Period], plan: Plan, every: int | None) -> Timeline:
-    """Periods one after the other, as the mean of their steps."""
+    """Combine periods that follow one another into the mean of their steps."""
     steps, start = sum(period.every for period in periods), 0.0
     events: list[Event] = []
     for period in periods:

@@ -1,4 +1,4 @@
-"""What the compute stream does in one step: pending updates, forward by module, backward by tensor, the optimizer."""
+"""The tasks of the compute stream in one step: pending updates, forward by module, backward by tensor, optimizer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def tasks_of(
 
     Args:
         profile: the model.
-        buckets: of this step.
-        deferring: those that are updated in the next forward.
-        buckets_before: of the step before.
-        deferred: what that step left over.
-        optimizer_seconds: of the whole update.
+        buckets: buckets of this step.
+        deferring: buckets that are updated in the next forward.
+        buckets_before: buckets of the previous step.
+        deferred: parts that the previous step left over.
+        optimizer_seconds: time of the whole update.
     """
     modules = _modules(profile)
     size_of = {tensor.name: tensor.size for tensor in profile.tensors}
@@ -65,7 +65,7 @@ def tasks_of(
 
 
 def _backward(profile: ModelProfile, buckets: Sequence[PlanBucket]) -> list[ComputeTask]:
-    """One task per gradient; the one that fills a bucket starts its program."""
+    """Return one task per gradient; the task that fills a bucket starts its program."""
     bucket_of = {name: index for index, bucket in enumerate(buckets) for name in bucket.names}
     left = Counter(bucket_of.values())
     tasks = []
@@ -78,9 +78,10 @@ def _backward(profile: ModelProfile, buckets: Sequence[PlanBucket]) -> list[Comp
 
 
 def _modules(profile: ModelProfile) -> list[ModuleTime]:
-    """The modules in forward order; their seconds add up to the profile's forward pass.
+    """Return the modules in forward order; their seconds add up to the profile's forward pass.
 
-    Without modules: the owners of the tensors, the last gradient's first, in proportion to their backward seconds.
+    If the profile has no modules: the owners of the tensors, the last gradient's first, in proportion to their backward
+    seconds.
     """
     modules = list(profile.modules)
     if not modules:
@@ -95,7 +96,7 @@ def _modules(profile: ModelProfile) -> list[ModuleTime]:
 
 
 def _first_need(profile: ModelProfile, modules: Sequence[ModuleTime]) -> dict[str, int]:
-    """Tensor -> place of the module that needs it: its owner, else the nearest module around that, else the first."""
+    """Map each tensor to the index of the module that needs it: its owner, else the nearest enclosing one, else 0."""
     places: dict[str, int] = {}
     for place, module in enumerate(modules):
         places.setdefault(module.name, place)

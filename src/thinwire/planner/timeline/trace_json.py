@@ -1,4 +1,4 @@
-"""Timelines as Chrome-trace JSON, which Perfetto and chrome://tracing open; real and predicted ones alike.
+"""Timelines, real or predicted, as Chrome-trace JSON, which Perfetto and chrome://tracing open.
 
 Complete events ("X") with times in microseconds, one process per rank, one thread per lane.
 """
@@ -15,10 +15,10 @@ from thinwire.planner.timeline.result import LANES, Event
 
 
 def to_chrome_trace(events: Sequence[Event], rank: int = 0, label: str = "predicted") -> dict[str, Any]:
-    """The trace of one rank as plain data.
+    """Return the trace of one rank as plain data.
 
     Args:
-        events: of a timeline; lanes beyond ``LANES`` come after them.
+        events: events of a timeline; lanes beyond ``LANES`` come after these.
         rank: the process number.
         label: the process name.
 
