@@ -1,4 +1,4 @@
-"""Time to a loss: rows train side by side, in turns, from the same weights on the same data, each until it is there."""
+"""Time to a loss: rows train in turns, from the same weights on the same data, each until it reaches the loss."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from thinwire.bench.spec import BenchSpec
 
 
 def compare(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], round_robin: RoundRobin) -> None:
-    """Turns of ``spec.every`` steps until a row's held-out loss is at most ``spec.target`` or it made ``spec.steps``.
+    """Take turns of ``spec.every`` steps until each row reaches ``spec.target`` or has made ``spec.steps``.
 
-    A row's seconds are all of its training: also the first steps, and those in which a plan is measured. What does not
-    count is building it and judging it. The row without exchange takes ``spec.rounds`` turns: it is there to be timed.
+    A row's seconds cover all of its training, including the first steps and those in which a plan is measured, but not
+    building and evaluating it. The row without exchange takes ``spec.rounds`` turns: it is only there to be timed.
     """
     for row, row_run in zip(rows, row_runs):
         round_robin.build(spec, row, row_run)

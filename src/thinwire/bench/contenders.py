@@ -1,4 +1,4 @@
-"""A contender: one row come alive in one rank, with its own copy of the model and its own optimizer."""
+"""A contender: one row built in one rank, with its own copy of the model and its own optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE_BUCKET_MB = 1_000_000
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of one rank: seconds in all, of the forward pass, of the main thread's CPU; the loss of its batch."""
+    """One step of one rank: seconds in total, of forward, and of the main thread's CPU; the loss of its batch."""
 
     seconds: float
     forward_seconds: float
@@ -57,7 +57,7 @@ class Contender:
             self._wrap(group)
 
     def step(self, rank: int) -> StepTime:
-        """One whole training step."""
+        """Run one whole training step."""
         host = time.thread_time()
         start = time.perf_counter()
         self.optimizer.zero_grad()
@@ -71,7 +71,7 @@ class Contender:
 
     @property
     def period(self) -> int:
-        """Steps after which what it sends repeats itself."""
+        """Number of steps after which its traffic repeats."""
         return getattr(self.sync, "period", self._period)
 
     @property
@@ -87,11 +87,11 @@ class Contender:
         return self.sync is not None and not self.sync.stats().settled
 
     def rest(self) -> None:
-        """Give back the gradients' memory until the next turn."""
+        """Free the gradients' memory until the next turn."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def bytes_sent(self) -> int | None:
-        """What thinwire's own ledger says this rank sent so far; None for other rows."""
+        """Bytes that this rank sent so far, by thinwire's own counters; None for other rows."""
         return None if self.sync is None else int(self.sync.stats().bytes_sent)
 
     def waited(self) -> tuple[float, float] | None:
@@ -102,14 +102,14 @@ class Contender:
         return stats.exposed_seconds - stats.deferred_seconds, stats.deferred_seconds
 
     def evaluate(self, rank: int) -> float | None:
-        """Loss on this rank's held-out data."""
+        """Return the loss on this rank's held-out data."""
         if self.workload.evaluate is None:
             return None
         with self._evaluated():
             return self.workload.evaluate(self.workload.model, 0, rank).item()
 
     def close(self) -> None:
-        """Let go of hooks and groups."""
+        """Release hooks and groups."""
         self._close()
 
     def _attach(self, optimizer: Optimizer) -> None:
@@ -148,7 +148,7 @@ class Contender:
 
 
 def at_rate(workload: Workload, factor: float) -> Workload:
-    """The same with its optimizer's learning rates times ``factor``."""
+    """Return the same workload with its optimizer's learning rates times ``factor``."""
 
     def optimizer(model: nn.Module) -> Optimizer:
         made = workload.optimizer(model)
@@ -160,17 +160,17 @@ def at_rate(workload: Workload, factor: float) -> Workload:
 
 
 def dense_ring_bytes(gradient_bytes: int, workers: int) -> float:
-    """Bytes each rank sends in one ring all-reduce of the whole gradient."""
+    """Return the bytes that each rank sends in one ring all-reduce of the whole gradient."""
     return 2 * (workers - 1) / workers * gradient_bytes
 
 
 def new_group(seconds: float) -> Any:
-    """A Gloo group of all ranks of its own, so that a row that fails does not break the next one's."""
+    """Create a separate Gloo group of all ranks, so that a row that fails does not break the next row's group."""
     from datetime import timedelta
 
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
 
 def prepare_rank() -> None:
-    """One thread a rank, as one core a worker; deterministic kernels are not asked for."""
+    """Use one thread per rank, as if each worker had one core; deterministic kernels are not requested."""
     torch.set_num_threads(1)

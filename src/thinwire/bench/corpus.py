@@ -1,4 +1,4 @@
-"""Real text without a download: the source of Python's standard library, split, in batches by (step, rank)."""
+"""Real text without a download: the source of Python's standard library, split into batches by (step, rank)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST = 200_000
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes of text, as uint8 tensors."""
+    """Text bytes, as uint8 tensors."""
 
     train: Tensor
     validation: Tensor
@@ -26,9 +26,9 @@ class Corpus:
     def batch(
         self, size: int, length: int, *, step: int, rank: int, validation: bool = False, shares: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and next characters, ``(size, length)`` int64 each; the same arguments give the same batch.
+        """Return inputs and next characters, ``(size, length)`` int64 each; the same arguments give the same batch.
 
-        With ``shares`` the text is cut into as many pieces, and the batch is of the rank's.
+        With ``shares`` the text is cut into that many pieces, and the batch is taken from this rank's piece.
         """
         text = self.validation if validation else self.train
         text = text.tensor_split(shares)[rank % shares]
@@ -40,10 +40,10 @@ class Corpus:
 
 @lru_cache(maxsize=2)
 def standard_library(most_bytes: int = 4_000_000, validation_share: float = 0.1) -> Corpus:
-    """The sources of the standard library in sorted order, at most ``most_bytes``; the end is held out.
+    """Return the sources of the standard library in sorted order, at most ``most_bytes``; the end is held out.
 
     Raises:
-        ValueError: this Python came without its sources.
+        ValueError: this Python was installed without its sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()

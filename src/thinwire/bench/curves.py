@@ -17,7 +17,7 @@ COMPUTE_STEPS = 4
 
 
 def draw_curves(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], round_robin: RoundRobin) -> None:
-    """Each row trains ``spec.steps`` steps; after the first, where ``loss_as``, until it has the loss of that one."""
+    """Train each row ``spec.steps`` steps; with ``loss_as``, rows after the first until they reach its loss."""
     goal: Point | None = None
     for row, row_run in zip(rows, row_runs):
         round_robin.build(spec, row, row_run)
@@ -36,7 +36,7 @@ def draw_curves(spec: BenchSpec, rows: tuple[Row, ...], row_runs: list[RowRun], 
 
 
 def _train(spec: BenchSpec, row_run: RowRun, round_robin: RoundRobin, goal: Point | None) -> None:
-    """As many steps as the spec says; with a goal until two points in a row are as good, which luck seldom gives."""
+    """Train as many steps as the spec says; with a goal, until two consecutive points reach it, to rule out luck."""
     record = row_run.record
     note(row_run, round_robin)
     while row_run.contender is not None:
@@ -51,7 +51,7 @@ def _train(spec: BenchSpec, row_run: RowRun, round_robin: RoundRobin, goal: Poin
 
 
 def note(row_run: RowRun, round_robin: RoundRobin) -> None:
-    """One more point of a row's curve, if the row still trains."""
+    """Add one point to a row's curve, if the row still trains."""
     if row_run.contender is None or row_run.record.kind == COMPUTE:
         return
     record = row_run.record
@@ -68,7 +68,7 @@ def note(row_run: RowRun, round_robin: RoundRobin) -> None:
 
 
 def _evaluate(row_run: RowRun, round_robin: RoundRobin) -> float | None:
-    """Held-out loss, each rank on its own share of the held-out text."""
+    """Return the held-out loss, with each rank on its own share of the held-out text."""
     if row_run.contender is None:
         return None
     contender = row_run.contender

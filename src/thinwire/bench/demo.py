@@ -1,4 +1,4 @@
-"""The demonstration: the same model, text and weights under DDP and compressed, each until DDP's loss."""
+"""The demonstration: the same model, text and weights with DDP and compressed, each until DDP's final loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.bench.summary import BenchResult, summarise
 from thinwire.bench.words import attach_line
 
 ROWS = (Row("ddp", "ddp"), Row("thinwire powersgd", "powersgd", {"rank": 4}))
-_LEAD = 0.9  # of DDP's seconds: more is no lead
+_LEAD = 0.9  # of DDP's seconds: a time above this is no lead
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class DemoRow:
     """One line of the demonstration's table.
 
     Attributes:
-        steps, seconds: until the loss was DDP's, from the first step on; None: it never was.
-        predicted_seconds: of a step on the link where that could not be emulated, and ``seconds`` are so many steps of
-            that; None: they were measured.
+        steps, seconds: from the first step until the loss reached DDP's; None: it never did.
+        predicted_seconds: predicted time of a step, if the link could not be emulated; ``seconds`` is then the number
+            of steps times this. None: the times were measured.
     """
 
     label: str
@@ -37,7 +37,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """All rows, DDP's loss at its end, and the bench figures they come from."""
+    """All rows, DDP's final loss, and the bench figures behind them."""
 
     bench: BenchResult
     target: float | None
@@ -46,7 +46,7 @@ class DemoResult:
 
     @property
     def times_sooner(self) -> float | None:
-        """DDP's seconds over those of the first of the others; None: none has got there, or DDP has failed."""
+        """DDP's seconds over those of the fastest other row; None if no other row reached the loss or DDP failed."""
         ddp, first = self.row("ddp"), self.first
         if ddp is None or ddp.seconds is None or first is None or first.seconds is None:
             return None
@@ -54,22 +54,22 @@ class DemoResult:
 
     @property
     def ahead(self) -> bool:
-        """Whether one of the others was there so much sooner that it counts."""
+        """Whether another row was sooner by a large enough margin."""
         return self.times_sooner is not None and self.times_sooner * _LEAD >= 1
 
     @property
     def first(self) -> DemoRow | None:
-        """Of those that are not DDP, the one that was there first; None: none was."""
+        """The non-DDP row that reached the loss first; None if none did."""
         there = [row for row in self.rows if row.label != "ddp" and row.seconds is not None]
         return min(there, key=lambda row: row.seconds or 0.0, default=None)
 
     def row(self, label: str) -> DemoRow | None:
-        """By its label; None: there is none."""
+        """Return a row by its label; None if there is none."""
         return next((row for row in self.rows if row.label == label), None)
 
 
 def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpec:
-    """What the demonstration runs."""
+    """Return the spec that the demonstration runs."""
     return BenchSpec(
         model="chargpt:layers=4:width=160:heads=4" if quick else "chargpt:width=352:heads=8:batch=2",
         rows=ROWS,
@@ -86,7 +86,7 @@ def demo_spec(*, quick: bool, link: str, link_bits: int, steps: int) -> BenchSpe
 
 
 def judge_demo(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) -> DemoResult:
-    """Steps and seconds of every row to the loss that DDP ended with."""
+    """Return steps and seconds of every row until the loss that DDP ended with."""
     bench = summarise(spec, record, emulated=emulated, note=note)
     curves = {row.label: row.curve for row in record.rows if row.curve}
     target = next((row.curve[-1].judged for row in record.rows if row.kind == "ddp" and row.curve), None)
@@ -108,7 +108,7 @@ def _demo_row(row: RowRecord, spec: BenchSpec, bench: BenchResult, target: float
 
 
 def headline(result: DemoResult) -> str:
-    """One sentence on who was sooner."""
+    """Return one sentence that says which row was sooner."""
     ddp, first, times = result.row("ddp"), result.first, result.times_sooner
     if ddp is None or result.target is None or ddp.seconds is None:
         return ""
@@ -122,7 +122,7 @@ def headline(result: DemoResult) -> str:
 
 
 def advice(result: DemoResult) -> str:
-    """What to write into a script, if it has won in the figures that the table shows; or why nothing."""
+    """Return the line to add to a script if thinwire won in the table's figures, or why there is none."""
     first = result.first
     if result.target is None or not any(row.label != "ddp" and not row.error for row in result.rows):
         return ""

@@ -1,7 +1,7 @@
-"""Rows of which only the best counts: which it is, and what it takes.
+"""Families of rows of which only the best counts: which one it is, and its time.
 
-The least of several noisy medians lies below what any of the variants takes, so a rival that was chosen and timed by
-the same steps would be too fast. Each round therefore counts the variant that was the fastest in the other rounds.
+The minimum of several noisy medians lies below the true time of every variant, so a rival chosen and timed by the same
+steps would look too fast. Each round therefore counts the variant that was fastest in the other rounds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from thinwire.bench.record import RowRecord
 
 
 def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, dict[str, float]]]:
-    """Every row, and of each family only its fastest member.
+    """Return all rows, but only the fastest member of each family.
 
     Args:
-        rows: of a run.
-        rounds: in which their steps were timed.
+        rows: rows of a run.
+        rounds: rounds in which their steps were timed.
 
     Returns:
-        Rows, and for those that stand for a family the median seconds of all its members, by label.
+        The rows, each with the median seconds of all members by label if it represents a family.
     """
     found: list[tuple[RowRecord, dict[str, float]]] = []
     seen: set[str] = set()
@@ -39,14 +39,14 @@ def families(rows: Sequence[RowRecord], rounds: int) -> list[tuple[RowRecord, di
 
 
 def chosen_elsewhere(seconds: Mapping[str, Sequence[float]], rounds: int) -> list[float]:
-    """The steps of each round, of the variant whose median over the other rounds is the least.
+    """Return the steps of each round, taken from the variant with the lowest median over the other rounds.
 
     Args:
-        seconds: of each variant's timed steps, round after round, equally many in each.
-        rounds: their number.
+        seconds: timed steps of each variant, round after round, equally many in each.
+        rounds: number of rounds.
 
     Returns:
-        As many seconds as one variant has; none if there is one round or one variant, or steps are missing.
+        As many seconds as one variant has; empty if there is only one round or variant, or if steps are missing.
     """
     counts = {len(steps) for steps in seconds.values()}
     if rounds < 2 or len(seconds) < 2 or len(counts) != 1 or (count := counts.pop()) % rounds:

@@ -1,6 +1,6 @@
-"""Federations that need no download: the digits split over clients, and the standard library with a file for each.
+"""Federations that need no download: the digits split over clients, and the standard library with one file per client.
 
-What does not live here: algorithms, partitions and readers (federated/).
+Algorithms, partitions and readers belong to federated/.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from thinwire.federated import ArrayClients, FedAvg, Federation, FunctionClients
 def digits(
     clients: int = 100, alpha: float = 0.5, split: str = "dirichlet", width: int = 8, hidden: int = 64
 ) -> Federation:
-    """Scikit-learn's digits: 1,437 to train on, split over clients, 360 held out; a small convolutional network.
+    """Build a federation of scikit-learn's digits: 1,437 for training, split over clients, 360 held out; a small CNN.
 
     Args:
-        clients: how many.
-        alpha: of the Dirichlet draws.
+        clients: number of clients.
+        alpha: parameter of the Dirichlet distribution.
         split: "dirichlet", "iid" or "shards".
-        width, hidden: of the network.
+        width, hidden: sizes of the network.
     """
     from thinwire.bench.models.digits import HELD_OUT, images, network
 
@@ -66,11 +66,11 @@ def digits(
 
 
 def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> Federation:
-    """The standard library of this Python, each file a client: a small character GPT guesses the next byte.
+    """Build a federation of Python's standard library, one file per client: a small character GPT predicts bytes.
 
     Args:
-        width, layers: of the model.
-        length: bytes of a sample. most: samples of a client.
+        width, layers: size of the model.
+        length: bytes per sample. most: largest number of samples per client.
     """
     from thinwire.bench.models.chargpt import CharGPT
 
@@ -100,7 +100,7 @@ def text(width: int = 64, layers: int = 2, length: int = 64, most: int = 64) -> 
 
 
 def million(clients: int = 1_000_000, samples: int = 10, features: int = 100) -> Federation:
-    """A population of any size: client i's samples are drawn when they are needed. Logistic regression, SCAFFOLD."""
+    """Build a population of any size: client i's samples are drawn when needed. Logistic regression, SCAFFOLD."""
     from thinwire.federated import Scaffold
     from thinwire.kernels.seeding import generator
 
@@ -124,10 +124,10 @@ BUILT_IN: Mapping[str, Callable[..., Federation]] = {"digits": digits, "text": t
 
 
 def build_federation(name: str) -> Federation:
-    """``"digits"``, ``"digits:clients=50"``, or ``"my_module:build"`` of the user's own.
+    """Build ``"digits"``, ``"digits:clients=50"``, or a user's own ``"my_module:build"``.
 
     Raises:
-        ValueError: there is no such thing, or it is no ``Federation``.
+        ValueError: the name does not exist, or the result is not a ``Federation``.
     """
     from thinwire.federated.federation import check_federation
 
@@ -151,18 +151,18 @@ TUNED: Mapping[str, Mapping[str, Any]] = {
     "Scaffold": {"max_grad_norm": 1.0},
     "FedDyn": {"max_grad_norm": 1.0},
 }
-"""What these need otherwise than FedAvg, by trial on ``digits``: with local rates that suit FedAvg, an adaptive server
-that takes steps of 1, and variates of unlike clients that are seldom seen, diverge."""
+"""Settings in which these differ from FedAvg, found by trial on ``digits``: with local learning rates that suit FedAvg,
+an adaptive server with steps of 1 diverges, and so do control variates of dissimilar, rarely seen clients."""
 
 
 def build_algorithm(text: str, base: Any = None, compress: str | None = None) -> Any:
-    """``"scaffold:lr=0.1"``; ``compress`` as ``"topk:density=0.01"``.
+    """Build an algorithm from text such as ``"scaffold:lr=0.1"``; ``compress`` is like ``"topk:density=0.01"``.
 
-    What is not named is as in ``base``, the algorithm of a federation, where it sets more than the defaults; of another
-    algorithm's own needs (``TUNED``) nothing is taken over.
+    Options that are not given are taken from ``base``, a federation's algorithm, where it sets more than the defaults;
+    options that another algorithm needs for itself (``TUNED``) are not taken over.
 
     Raises:
-        ValueError: a name or an option that is not there, or options that do not go together.
+        ValueError: an unknown name or option, or options that cannot be combined.
     """
     from thinwire import federated
 
@@ -179,7 +179,7 @@ def build_algorithm(text: str, base: Any = None, compress: str | None = None) ->
     kept = {key: value for key, value in _set_in(_inner(base)).items() if key in fields and key not in given}
     if type(_inner(base)) is not cls:
         kept = {key: value for key, value in kept.items() if key not in TUNED.get(type(_inner(base)).__name__, {})}
-        if given.get("rule") != "sgd":  # a server that is FedAvg's
+        if given.get("rule") != "sgd":  # the server of FedAvg
             kept |= TUNED.get(cls.__name__, {})
     try:
         made = cls(**{**kept, **given})
@@ -192,19 +192,19 @@ def build_algorithm(text: str, base: Any = None, compress: str | None = None) ->
 
 
 def _inner(algorithm: Any) -> Any:
-    """Without the compression around it."""
+    """Return the algorithm without the compression around it."""
     return getattr(algorithm, "inner", algorithm)
 
 
 def _set_in(algorithm: Any) -> dict[str, Any]:
-    """The options of an algorithm that are not the defaults of its class."""
+    """Return the options of an algorithm that differ from the defaults of its class."""
     fields = dataclasses.fields(algorithm) if dataclasses.is_dataclass(algorithm) else ()
     return {f.name: getattr(algorithm, f.name) for f in fields if f.init and getattr(algorithm, f.name) != f.default}
 
 
 def compressed(algorithm: Any, compress: str | None, base: Any = None) -> Any:
-    """The algorithm, with its clients' changes compressed by a method such as ``"topk:density=0.01"``, else as in
-    ``base``."""
+    """Return the algorithm with its clients' changes compressed by a method such as ``"topk:density=0.01"``, or as in
+    ``base`` if ``compress`` is None."""
     from thinwire.federated import Compressed
 
     if compress is not None:

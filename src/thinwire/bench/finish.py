@@ -1,4 +1,4 @@
-"""How each row of a race ended: what its steps cost, how many it needed, and so when it was there."""
+"""The result of each row in a race: the cost of its steps, how many it needed, and so when it reached the loss."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from thinwire.bench.record import RowRecord
 
 @dataclass(frozen=True)
 class Pace:
-    """What steps of a row cost.
+    """The cost of a row's steps.
 
     Attributes:
-        seconds: of a step on the link: the mean over whole periods, the median of turns.
-        least, most: of turns.
-        start_seconds: what the first steps took more than that.
-        apart_seconds: of a step on ranks that nothing slows down.
-        error: why the row has no pace.
+        seconds: time of a step on the link: mean over whole periods, median over turns.
+        least, most: minimum and maximum over turns.
+        start_seconds: extra time of the first steps.
+        apart_seconds: time of a step on ranks without a slow link.
+        error: why the row has no result.
     """
 
     seconds: float = math.inf
@@ -31,9 +31,9 @@ class Pace:
 
 
 def pace_of(row: RowRecord, turns: int, compute: RowRecord) -> Pace:
-    """From what was recorded on the link, in so many turns; ``compute``: the row that exchanges nothing.
+    """Return the pace of a row recorded on the link in that many turns; ``compute``: the row without exchange.
 
-    Without a link a step is what it takes of the CPU, and as much longer as one without exchange is, where ranks share
+    Without a link, a step takes its CPU time, stretched by the same amount as a step without exchange if ranks share
     cores.
     """
     if row.error or not row.step_seconds:
@@ -50,19 +50,19 @@ def pace_of(row: RowRecord, turns: int, compute: RowRecord) -> Pace:
 
 @dataclass(frozen=True)
 class Finish:
-    """One row's end of the race.
+    """The final result of one row.
 
     Attributes:
-        rate: the factor on the learning rate that served it best.
-        steps: median of the steps to the loss, over DDP's; None: it was not trained, or did not get there.
-        fewest_steps, most_steps: over seeds; None: a seed did not get there.
-        seeds: on how many.
-        seconds: to the loss, start-up included.
-        least_seconds, most_seconds: over seeds and turns.
+        rate: the best factor on the learning rate.
+        steps: median of the steps to the loss, relative to DDP's; None: it was not trained, or did not reach the loss.
+        fewest_steps, most_steps: over seeds; None: some seed did not reach the loss.
+        seeds: number of seeds.
+        seconds: time to the loss, start-up included.
+        least_seconds, most_seconds: minimum and maximum over seeds and turns.
         sooner: how many times sooner than DDP.
-        note: why it was left behind, or failed.
-        apart: whether workers train apart between exchanges: less simple than what keeps them together.
-        bytes_per_step: that were sent.
+        note: why it was dropped, or failed.
+        apart: whether workers train apart between exchanges; such rows count as less simple.
+        bytes_per_step: bytes sent per step.
     """
 
     label: str
@@ -84,7 +84,7 @@ class Finish:
 
     @property
     def times(self) -> tuple[float, float, float]:
-        """Seconds to the loss: the least, the median and the most; infinite where it is not there."""
+        """Seconds to the loss: minimum, median and maximum; infinite if it was not reached."""
         least, median, most = (
             math.inf if seconds is None else seconds
             for seconds in (self.least_seconds, self.seconds, self.most_seconds)
@@ -93,14 +93,14 @@ class Finish:
 
     @property
     def bytes_sent(self) -> float:
-        """In a step; 0 where that is not known."""
+        """Bytes sent per step; 0 if unknown."""
         return self.bytes_per_step or 0.0
 
 
 def finish(
     label: str, pace: Pace, compute: float, factor: StepsFactor | None, ddp_steps: float, note: str = ""
 ) -> Finish:
-    """A row's figures; ``factor`` None: it was not trained."""
+    """Return a row's figures; ``factor`` is None if it was not trained."""
     if pace.error:
         return Finish(label, note=f"failed: {pace.error}")
     timed = Finish(label, pace.seconds, pace.seconds / compute, pace.start_seconds, note=note)

@@ -1,4 +1,4 @@
-"""``module:function`` of the user's own: found from the current directory too, its options checked, its errors told."""
+"""User functions as ``module:function``: import, also from the current directory, option checks and readable errors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NOT_THE_USERS = (_OURS, "<", *(sysconfig.get_paths()[name] for name in ("stdlib
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
-    """Import ``module:function``; ``what`` says in errors what it was meant to be, such as ``"model"``.
+    """Import ``module:function``; ``what`` names its role in error messages, such as ``"model"``.
 
     Raises:
-        ValueError: there is no such module, no such function in it, or its import fails.
+        ValueError: the module or the function does not exist, or the import fails.
     """
     module_name, _, function_name = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -42,7 +42,7 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """An exception in code of the user's becomes ``ValueError``, one sentence with its place; ``what`` has failed."""
+    """Turn an exception in user code into a one-sentence ``ValueError`` with its place; ``what`` names what failed."""
     try:
         yield
     except Exception as error:
@@ -50,7 +50,7 @@ def told(what: str) -> Iterator[None]:
 
 
 def in_words(error: Exception) -> str:
-    """``file, line: Type: message``; the place is the innermost one that is neither thinwire's nor a library's."""
+    """Return ``file, line: Type: message``; the place is the innermost frame outside thinwire and libraries."""
     own = _own_frames(error)
     place: tuple[str, int | None] | None = (own[-1].filename, own[-1].lineno) if own else None
     words = str(error)
@@ -62,7 +62,7 @@ def in_words(error: Exception) -> str:
 
 
 def is_users(error: Exception) -> bool:
-    """Whether it came out of code of the user's."""
+    """Return whether the error was raised in user code."""
     return bool(_own_frames(error))
 
 
@@ -72,10 +72,10 @@ def _own_frames(error: Exception) -> list[traceback.FrameSummary]:
 
 
 def check_options(label: str, function: Callable[..., Any], options: Mapping[str, Any], *, ours: bool) -> None:
-    """Raise ``ValueError`` for an option that a function does not take.
+    """Raise ``ValueError`` for an option that a function does not accept.
 
-    Of a function of ``ours`` the values are checked too, against the kind of each default: counts are at least 1 (0
-    where the default is), rates above 0.
+    For a function of ``ours`` the values are checked too, against the type of each default: counts must be at least 1
+    (0 if the default is 0), rates above 0.
     """
     accepted = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
@@ -88,7 +88,7 @@ def check_options(label: str, function: Callable[..., Any], options: Mapping[str
 
 
 def _wanted(default: Any, value: Any) -> str | None:
-    """What stands for a default of such a kind; None: the value does."""
+    """Return what is expected in place of ``value``, given the default; None if the value is valid."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"

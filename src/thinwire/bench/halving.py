@@ -1,4 +1,4 @@
-"""Successive halving: every round compares rows on one seed more, and only the better half of them goes on."""
+"""Successive halving: every round compares rows on one more seed, and only the better half goes on."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from thinwire.bench.race import StepsFactor, Trajectory, tuned
 
 BASE = "ddp"
 SHARE = 0.4
-"""Of DDP's run, at which its loss is the target: what needs 2.5 times its steps is still seen to arrive."""
+"""Point of DDP's run at which its loss is the target: a method that needs 2.5 times the steps still reaches it."""
 
 FEWEST, ENOUGH, MOST = 48, 120, 480
-"""Steps of a run: at least, before more seeds are better, and at most."""
+"""Steps of a run: minimum, enough before more seeds are better, and maximum."""
 
 RATES = (0.5, 1.0, 2.0)
-"""Factors on the learning rate that are tried where the time suffices."""
+"""Factors on the learning rate that are tried if there is time."""
 
-_POINTS = 24  # of a run, at which losses are taken
+_POINTS = 24  # points of a run at which losses are measured
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What is trained.
+    """What will be trained.
 
     Attributes:
-        steps: of every run.
+        steps: steps of every run.
         rates: factors on the learning rate that are tried on seed 0.
-        seeds: on which rows are compared; where several rates are tried, seed 0 is not among them in the end.
+        seeds: seeds on which rows are compared; if several rates are tried, seed 0 does not count in the end.
     """
 
     steps: int
@@ -42,21 +42,21 @@ class Budget:
 
     @property
     def reach(self) -> int:
-        """Steps on either side of a point, whose losses its smoothed one is the mean of."""
+        """Steps on either side of a point over which its loss is averaged."""
         return 2 * self.every
 
     @property
     def rounds(self) -> int:
-        """Of the halving; the first one tries the rates."""
+        """Number of rounds; the first one tries the rates."""
         return self.seeds + (len(self.rates) > 1)
 
     def judged_on(self, round_: int) -> tuple[int, ...]:
-        """The seeds that count in a round, from 0: in the first the one that rates are tried on."""
+        """Return the seeds that count in a round, numbered from 0: in the first, the one on which rates are tried."""
         first = int(len(self.rates) > 1 and round_ > 0)
         return tuple(range(first, round_ + 1))
 
     def row_runs(self, rows: int) -> list[tuple[int, int]]:
-        """(rows, runs of each) of every round, beside those of DDP."""
+        """Return (rows, runs of each) for every round, apart from the runs of DDP."""
         made = []
         for round_ in range(self.rounds):
             made.append((rows, 1 if round_ else len(self.rates)))
@@ -65,25 +65,25 @@ class Budget:
 
 
 def kept(rows: int) -> int:
-    """How many go on: the better half, and two at least, so that the first has a rival."""
+    """Return how many rows go on: the better half, and at least two, so that the first has a rival."""
     return min(rows, max(2, math.ceil(rows / 2)))
 
 
 def fit(
     base: float, others: Sequence[float], seconds: float, *, start: float, seeds: int | None = None
 ) -> Budget | None:
-    """What can be trained in ``seconds``; None: not even a short run of every row.
+    """Return what can be trained in ``seconds``; None if not even a short run of every row fits.
 
-    Rates are tried where the time suffices for that, then come more seeds, then more steps.
+    If there is time, learning rates are tried; then come more seeds, then more steps.
 
     Args:
-        base: seconds of a step of DDP, apart.
-        others: of each other row.
-        seconds: in all.
-        start: seconds until ranks train.
-        seeds: as many are wished for; None: up to three.
+        base: step seconds of DDP, on ranks without a slow link.
+        others: step seconds of each other row.
+        seconds: total time.
+        start: seconds until the ranks train.
+        seeds: wanted number of seeds; None: up to three.
     """
-    dearest = sorted(others, reverse=True)  # as if the dearest went on: what halving leaves is never more
+    dearest = sorted(others, reverse=True)  # assume the most expensive rows go on, as an upper bound
     wished = [(RATES, 3), ((1.0,), 3), ((1.0,), 2), ((1.0,), 1)] if seeds is None else [(RATES, seeds), ((1.0,), seeds)]
     for place, (rates, count) in enumerate(wished):
         budget = Budget(0, rates, count)
@@ -103,13 +103,13 @@ def halve(
     budget: Budget,
     goes_on: Callable[[int, Sequence[str]], bool] = lambda round_, labels: True,
 ) -> dict[str, StepsFactor]:
-    """Steps to DDP's loss of every row, over DDP's own, on as many seeds as the row stayed in the race for.
+    """Return the steps of every row to DDP's loss, relative to DDP's, on all seeds for which the row was in the race.
 
     Args:
         run: (labels, factor on the rate, seed) -> their trajectories.
-        labels: of the rows beside DDP.
-        seconds_to_loss: of a row with such a factor; infinite: it does not get there.
-        budget: of rates and seeds.
+        labels: labels of the rows besides DDP.
+        seconds_to_loss: seconds of a row with that factor; infinite if it does not reach the loss.
+        budget: rates and seeds.
         goes_on: asked before each round but the first, with its rows; False ends the race.
     """
     alive, found = list(labels), dict[str, StepsFactor]()

@@ -1,4 +1,4 @@
-"""Short runs of K-FAC over dampings and rates, with SGD beside them: what ``thinwire kfac tune`` tries."""
+"""Short runs of K-FAC over dampings and learning rates, and SGD for comparison: what ``thinwire kfac tune`` tries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from thinwire.bench.models.registry import build_model, loss_of
 from thinwire.kfac import KFAC
 from thinwire.pictures import Level, Panel, Picture, Series
 
-_LOOKS = 20  # at the loss, in a run
-_AWAY = 3.0  # times the loss of the start: it diverges
+_LOOKS = 20  # evaluations of the loss in a run
+_AWAY = 3.0  # times the initial loss counts as diverged
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Trial:
     """One run.
 
     Attributes:
-        damping: None: SGD alone.
-        rate: of SGD with momentum 0.9, which takes the step.
-        steps, seconds, losses: at each look, from the start on; evaluation takes no seconds here.
-        diverged: whether it was ended for that.
+        damping: None: plain SGD.
+        rate: learning rate of SGD with momentum 0.9, which makes the step.
+        steps, seconds, losses: at each evaluation, from the start on; the time of evaluation is not counted.
+        diverged: whether the run was ended because it diverged.
     """
 
     damping: float | None
@@ -39,11 +39,11 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Without the rate."""
+        """Name of the setting, without the rate."""
         return "SGD" if self.damping is None else f"K-FAC damping {self.damping:g}"
 
     def reached(self, target: float) -> tuple[int, float] | None:
-        """The steps and seconds after which the loss was at the target; None: it never was."""
+        """Return the steps and seconds until the loss reached the target; None if it never did."""
         for step, seconds, loss in zip(self.steps, self.seconds, self.losses):
             if loss <= target:
                 return step, seconds
@@ -52,7 +52,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is tried, on a model of the bench or the user's own ``module:function``."""
+    """The settings to try, on a model of the bench or a user's ``module:function``."""
 
     model: str
     dampings: Sequence[float]
@@ -62,22 +62,22 @@ class Tuning:
 
     @property
     def grid(self) -> list[tuple[float | None, float]]:
-        """The runs, SGD's first."""
+        """Return the runs, those of SGD first."""
         return [(damping, rate) for damping in (None, *self.dampings) for rate in self.rates]
 
     def seconds_at_most(self) -> float:
-        """What all runs take, and half as much again: from a first few steps of SGD and of K-FAC, with an inversion."""
+        """Estimate the time of all runs plus one half, from a few first steps of SGD and of K-FAC with an inversion."""
         few = min(self.steps, 10)
         alone = self._run(None, self.rates[0], few, 1, lambda step: None)
         inverting = min(self.steps, max(few, int(self.options.get("inv_update_steps", few))))
         began = time.perf_counter()
         both = self._run(self.dampings[0], self.rates[0], inverting, 1, lambda step: None)
-        look = max(0.0, time.perf_counter() - began - both.seconds[-1]) / 2  # two looks, and building
+        look = max(0.0, time.perf_counter() - began - both.seconds[-1]) / 2  # two evaluations, and building
         per_rate = alone.seconds[-1] / few + len(self.dampings) * both.seconds[-1] / max(1, both.steps[-1])
         return 1.5 * (len(self.rates) * self.steps * per_rate + len(self.grid) * (_LOOKS + 1) * look)
 
     def trial(self, damping: float | None, rate: float, on_step: Callable[[int], None]) -> Trial:
-        """One run."""
+        """Run one setting."""
         return self._run(damping, rate, self.steps, min(_LOOKS, self.steps), on_step)
 
     def _run(self, damping: float | None, rate: float, steps: int, looks: int, on_step: Callable[[int], None]) -> Trial:
@@ -119,9 +119,9 @@ class Tuning:
 
 
 def best(trials: Sequence[Trial], target: float | None) -> list[Trial]:
-    """Those first that are soonest at the target, then by their last loss; those that diverge last.
+    """Sort the trials: soonest to reach the target first, then by last loss; diverged ones last.
 
-    Sooner by their steps, at the median price of a step with K-FAC and of one without: single runs are noisy.
+    Time is steps times the median time of a step, with and without K-FAC, since single runs are noisy.
     """
     prices = {
         alone: statistics.median([one.seconds[-1] / one.steps[-1] for one in trials if (one.damping is None) is alone])
@@ -138,12 +138,12 @@ def best(trials: Sequence[Trial], target: float | None) -> list[Trial]:
 
 
 def lowest_of_sgd(trials: Sequence[Trial]) -> float | None:
-    """The lowest loss that SGD alone has come to; None: it diverged with every rate."""
+    """Return the lowest loss that plain SGD reached; None if it diverged with every rate."""
     return min((min(one.losses[1:]) for one in trials if one.damping is None and not one.diverged), default=None)
 
 
 def tuning_picture(trials: Sequence[Trial], target: float | None, title: str) -> Picture:
-    """Loss against steps and seconds: SGD and each damping, with its best rate; those that diverge are left out."""
+    """Draw loss against steps and seconds: SGD and each damping, at its best rate; diverged runs are left out."""
     chosen: dict[str, Trial] = {}
     for one in best([trial for trial in trials if not trial.diverged], target):
         chosen.setdefault(one.name, one)

@@ -1,4 +1,4 @@
-"""Pictures: bars of step times, curves of loss against seconds."""
+"""Plots: bars of step times, and curves of loss against seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.pictures.draw import plotly, pyplot, save_png
 
 
 def plot_bench(result: BenchResult, path: Path) -> None:
-    """One bar per row: compute and exposed communication; the floor as a line."""
+    """Plot one bar per row, with compute and exposed communication, and the floor as a line."""
     rows = [row for row in result.rows if row.step_seconds is not None]
     names = [row.label for row in rows]
     compute = [min(result.compute_seconds, row.step_seconds or 0.0) for row in rows]
@@ -40,8 +40,8 @@ def plot_bench(result: BenchResult, path: Path) -> None:
 def loss_picture(
     curves: Mapping[str, Sequence[Point]], title: str, target: float | None = None, *, log: bool = False
 ) -> Picture:
-    """Held-out loss (training loss where there is none) against seconds of training, with a mark where each is at
-    ``target``; ``log``: on a logarithmic axis, on which no line begins at 0.
+    """Draw held-out loss (or training loss if there is none) against seconds of training, with a mark where each row
+    reaches ``target``; ``log``: on a logarithmic axis, on which no line begins at 0.
     """
     lines = []
     for label, points in curves.items():

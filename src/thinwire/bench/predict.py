@@ -1,4 +1,4 @@
-"""What the planner would have said: each row's step from the measured network and the measured model."""
+"""The planner's prediction: each row's step time from the measured network and the measured model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PROBE_SECONDS = 8.0
 
 
 class Predictor:
-    """Measures once on all ranks at the same time, before the rows run.
+    """Measures once, on all ranks at the same time, before the rows run.
 
     Args:
-        spec: of the run.
-        topology: of its ranks.
+        spec: spec of the run.
+        topology: topology of its ranks.
     """
 
     def __init__(self, spec: BenchSpec, topology: Topology) -> None:
@@ -38,13 +38,13 @@ class Predictor:
             workload.model, count(), lambda model, step: workload.loss(model, step, rank), steps=10, warmup=3
         )
         largest = min(16 << 20, max(1 << 16, workload.gradient_bytes))
-        scopes = 3 if topology.two_levels else 1  # as many groups to measure
+        scopes = 3 if topology.two_levels else 1  # number of groups to measure
         self.costs: Costs = probe(
             None, topology, largest_bytes=largest, seconds=PROBE_SECONDS * scopes, kernel_seconds=2.0
         ).costs
 
     def predict(self, row: Row, compute: RowRecord) -> float | None:
-        """Seconds of a step of a thinwire row; ``compute`` is the row without exchange."""
+        """Return the seconds of a thinwire row's step; ``compute`` is the row without exchange."""
         from thinwire.engine.controller.planning import price_plan
         from thinwire.engine.parameters import managed_parameters
         from thinwire.measure.cores import spare_cores
@@ -59,6 +59,6 @@ class Predictor:
         measured = Measured(self.profile, self.costs, self._topology, side_stream)
         alone = statistics.median(compute.step_seconds)
         passes = self.profile.forward_seconds + sum(self.profile.backward_seconds)
-        rest = max(0.0, alone - passes)  # of a step without exchange: the optimizer, the data
+        rest = max(0.0, alone - passes)  # rest of a step without exchange: optimizer and data
         managed = managed_parameters(self._model, method, "auto")
         return price_plan(method, managed, "gloo", measured, None, rest).step_seconds

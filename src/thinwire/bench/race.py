@@ -1,7 +1,7 @@
-"""Steps to a loss: what a step of each method is worth, apart from how long it takes.
+"""Steps to a loss: what a step of each method is worth, independent of its duration.
 
-A synchronous method's losses do not depend on the network. So they are measured once, on ranks that nothing slows
-down, and kept: seconds per step times steps to a loss is what a user waits for.
+The losses of a synchronous method do not depend on the network. So they are measured once, on ranks without a slow
+link, and kept: seconds per step times steps to a loss is the time that a user waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from thinwire.methods.registry import METHODS
 
 _AROUND = (0.75, 0.875, 1.0, 1.125, 1.25)
 _DECIDE = ("program", "kernels", "methods", "local", "bench/models", "bench/corpus.py")
-"""Parts of the package whose text decides losses."""
+"""Parts of the package whose source determines the losses."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Trajectory:
 
     Attributes:
         steps: optimizer steps at each point, in order.
-        losses: on held-out data, there; without such data, of training since the point before.
+        losses: at these points, on held-out data; without such data, training losses since the previous point.
         error: why the row failed; "" if it did not.
     """
 
@@ -50,14 +50,14 @@ class Trajectory:
     error: str = ""
 
     def steps_to(self, target: float) -> float | None:
-        """Steps until the loss is at or below ``target``, linear between points; None: it never is."""
+        """Return the steps until the loss is at or below ``target``, linear between points; None if it never is."""
         return reached(zip(map(float, self.steps), self.losses), target)
 
     def smoothed(self, reach: float) -> Trajectory:
-        """The mean over the points within so many steps on either side: one evaluation is a matter of luck.
+        """Return the mean over the points within ``reach`` steps on either side, since a single evaluation is noisy.
 
-        On both sides as many. The curve falls ever more slowly, so a wider mean is a higher one: rows are compared with
-        the same reach, also where one has fewer points.
+        Both sides cover the same distance. The curve falls ever more slowly, so a wider mean is higher: rows are
+        compared with the same reach, even if one has fewer points.
         """
         made = []
         for place, here in enumerate(self.steps):
@@ -68,7 +68,7 @@ class Trajectory:
         return replace(self, losses=tuple(made))
 
     def loss_at(self, step: float) -> float:
-        """The loss after so many steps, linear between points.
+        """Return the loss after that many steps, linear between points.
 
         Raises:
             ValueError: the run was shorter.
@@ -81,14 +81,14 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Track:
-    """What is the same for all rows of a race.
+    """The settings shared by all rows of a race.
 
     Attributes:
-        model: as the bench reads it, without a rate.
+        model: as the bench reads it, without a learning rate.
         workers: ranks.
-        steps: of each row.
-        every: between two evaluations.
-        rate: the learning rate that factors multiply; None: the one that the model's optimizer has.
+        steps: steps of each row.
+        every: steps between two evaluations.
+        rate: the learning rate that factors multiply; None: that of the model's optimizer.
     """
 
     model: str
@@ -98,7 +98,7 @@ class Track:
     rate: float | None = 1e-3
 
     def spec(self, rows: Iterable[Row], factor: float, seed: int) -> BenchSpec:
-        """Of one run with the rate times ``factor``."""
+        """Return the spec of one run with the rate times ``factor``."""
         named = self.rate is not None
         model = f"{self.model}:lr={self.rate * factor:g}" if self.rate is not None else self.model
         return BenchSpec(model=model, rows=tuple(rows), workers=self.workers, steps=self.steps, warmup=0, seed=seed,
@@ -107,7 +107,7 @@ class Track:
 
 
 def cache_folder() -> Path:
-    """Where trajectories are kept."""
+    """Return the folder where trajectories are kept."""
     return user_cache() / "race"
 
 
@@ -121,7 +121,7 @@ def trajectories(
     folder: Path | None = None,
     on_progress: Progress = lambda event: None,
 ) -> dict[str, Trajectory]:
-    """The losses of every row, by label: from the cache, or trained on real ranks.
+    """Return the losses of every row, by label: from the cache, or trained on real ranks.
 
     Raises:
         BenchError: the ranks ended without a record.
@@ -135,7 +135,7 @@ def trajectories(
 
         def keep(row: RowRecord) -> None:
             points = [(p.step, p.judged) for p in row.curve]
-            points = [(step, loss) for step, loss in points if math.isfinite(loss)]  # training: none before it begins
+            points = [(step, loss) for step, loss in points if math.isfinite(loss)]  # no training loss at the start
             made = Trajectory(tuple(step for step, _ in points), tuple(loss for _, loss in points), row.error)
             found[row.label] = made
             if not row.error:
@@ -143,19 +143,19 @@ def trajectories(
                 write_whole(places[row.label], json.dumps(asdict(made)), synced=False)
 
         def follow(event: dict[str, Any]) -> None:
-            if "trained" in event:  # kept now, whatever becomes of the rows after it
+            if "trained" in event:  # saved at once, even if later rows fail
                 keep(RowRecord.from_data(event["trained"]))
             on_progress(event)
 
         record, _ = run_session(replace(spec, rows=tuple(missing)), launch, follow)
         for row in record.rows:
-            if row.label in places and row.label not in found:  # not the one that exchanges nothing
+            if row.label in places and row.label not in found:  # not the row without exchange
                 keep(row)
     return {row.label: found[row.label] for row in rows}
 
 
 def _key(spec: BenchSpec, row: Row) -> str:
-    """A digest of everything that a trajectory follows from."""
+    """Return a digest of everything that determines a trajectory."""
     told = {"model": spec.model, "workers": spec.workers, "steps": spec.steps, "every": spec.every, "seed": spec.seed,
             "row": [row.kind, row.options], "text": text_digest(), "python": sys.version}  # fmt: skip
     if spec.rate_factor != 1:
@@ -167,18 +167,18 @@ def _key(spec: BenchSpec, row: Row) -> str:
 
 
 def digest_of(told: Any) -> str:
-    """Of what JSON can hold."""
+    """Return a digest of data that JSON can hold."""
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def own_digest(name: str) -> str:
-    """Of the file of the user's ``module:function``, and of those beside and below it that it has imported."""
+    """Return a digest of a user's ``module:function``: its file and those beside and below it that it imported."""
     load_function(name, "function")
     main = Path(str(sys.modules[name.partition(":")[0]].__file__)).resolve()
     loaded = {Path(file).resolve() for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None))}
     libraries = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")]
     digest = hashlib.blake2b(digest_size=12)
-    for file in sorted(file for file in loaded if file.is_file()):  # torch has modules whose file is none
+    for file in sorted(file for file in loaded if file.is_file()):  # the file of some torch modules is not a real file
         if file == main or (main.parent in file.parents and not any(place in file.parents for place in libraries)):
             digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -186,7 +186,7 @@ def own_digest(name: str) -> str:
 
 @cache
 def text_digest() -> str:
-    """Of everything in the package that decides losses, and of torch."""
+    """Return a digest of everything in the package that determines losses, and of torch."""
     import torch
 
     digest = hashlib.blake2b(torch.__version__.encode(), digest_size=12)
@@ -205,11 +205,11 @@ def _read(place: Path) -> Trajectory:
 
 @dataclass(frozen=True)
 class StepsFactor:
-    """How many steps a row needs for one of DDP's.
+    """How many steps a row needs for one step of DDP.
 
     Attributes:
-        rate: the factor on the learning rate that served it best.
-        factors: one for each seed, in order; None: it did not get there.
+        rate: the best factor on the learning rate.
+        factors: one per seed, in order; None: that seed did not reach the loss.
     """
 
     rate: float
@@ -217,13 +217,13 @@ class StepsFactor:
 
     @property
     def median(self) -> float | None:
-        """Of the seeds; None: half of them or more did not get there."""
+        """Median over the seeds; None if half of them or more did not reach the loss."""
         middle = statistics.median(float("inf") if f is None else f for f in self.factors)
         return None if middle == float("inf") else middle
 
     @property
     def ends(self) -> tuple[float | None, float | None]:
-        """The smallest and the largest."""
+        """The smallest and the largest factor."""
         ordered = sorted(self.factors, key=lambda f: float("inf") if f is None else f)
         return ordered[0], ordered[-1]
 
@@ -239,20 +239,20 @@ def tuned(
     seeds: Sequence[int] = (1, 2, 3),
     tuned_on: Sequence[int] = (0,),
 ) -> dict[str, StepsFactor]:
-    """Tune every row's rate alike, and compare them on other seeds, by smoothed losses. One rate is not tuned.
+    """Tune every row's learning rate in the same way, and compare rows on other seeds by smoothed losses.
 
-    A factor is the median over five targets around the share, of the base on the same seed: one target is a matter of
-    luck, and so is how fast a seed's weights learn.
+    A single rate is not tuned. A factor is the median over five targets around the share, relative to the base on the
+    same seed, because a single target is subject to luck, and so is how fast a seed's weights learn.
 
     Args:
         run: (labels, factor on the rate, seed) -> their trajectories.
-        labels: of the rows.
-        base: the label to whose best rate's loss, at ``share`` of its run, all have to come.
-        share: of the run, in 0 to 1.
-        reach: of the smoothing, in steps.
-        rates: that are tried.
-        seeds: on which rows are compared.
-        tuned_on: seeds whose median says which rate serves a row best: near the largest that is stable one is luck.
+        labels: labels of the rows.
+        base: label of the row whose loss, with its best rate and at ``share`` of its run, all must reach.
+        share: part of the run, from 0 to 1.
+        reach: steps of smoothing.
+        rates: factors to try.
+        seeds: seeds on which rows are compared.
+        tuned_on: seeds whose median decides the best rate of a row: near the largest stable rate, one seed is luck.
     """
 
     def smooth(labels: Sequence[str], rate: float, seed: int) -> dict[str, Trajectory]:
@@ -264,7 +264,7 @@ def tuned(
     around = [last * share * near for near in _AROUND]
 
     def steps_to(row: Trajectory, mark: Trajectory) -> float:
-        """Over those of ``mark``, at its losses around the share."""
+        """Return the steps relative to those of ``mark``, at its losses around the share."""
         return statistics.median(_or_never(row.steps_to(mark.loss_at(at))) / at for at in around)
 
     fastest = {}
@@ -292,7 +292,7 @@ def _or_never(steps: float | None) -> float:
 
 
 def spoken_for(row: Row) -> dict[str, Any] | None:
-    """What a row of the planner's table (``MeasuredWorth``) says of itself; None: it has no place there."""
+    """Return how a row identifies itself in the planner's table (``MeasuredWorth``); None if it has no place there."""
     if row.kind == "local":
         settings = local_settings("local", row.options)
         every = settings.sync_every

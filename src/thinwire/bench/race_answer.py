@@ -1,4 +1,4 @@
-"""What a race says: three lines, the line to write, and the JSON that report, plan and ``attach`` read."""
+"""The answer of a race: three sentences, the line to write, and the JSON that report, plan and ``attach`` read."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from thinwire.planner.choose.ties import TIE, as_soon, overlap, simplest
 
 
 def duration(seconds: float) -> str:
-    """Of a training, for people."""
+    """Format the duration of a training run."""
     if seconds >= 6000:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds:.0f} s" if seconds >= 99.5 else f"{seconds:.1f} s" if seconds >= 10 else short(seconds)
 
 
 def winner(rows: Sequence[Finish]) -> Finish:
-    """The simplest of those that are as soon as the soonest; DDP where none is sooner."""
+    """Return the simplest of those that are as fast as the fastest; DDP if none is sooner."""
     ddp = next(row for row in rows if row.label == BASE)
     if (rows[0].sooner or 0.0) <= 1 + TIE:
         return ddp
@@ -36,7 +36,7 @@ def winner(rows: Sequence[Finish]) -> Finish:
 
 
 def sentences(found: RaceResult) -> tuple[str, str, str]:
-    """Who is first and how many times sooner than DDP, what that costs in steps, and how sure it is."""
+    """Say who is first and how much sooner than DDP, what that costs in steps, and how certain it is."""
     rows = {row.label: row for row in found.rows}
     first, ddp = winner(found.rows), rows[BASE]
     assert ddp.seconds is not None
@@ -68,7 +68,7 @@ def _told(row: Finish) -> str:
 
 
 def steps_range(row: Finish) -> str:
-    """Over seeds."""
+    """Format the range over seeds."""
     ends = ["never" if end is None else f"{end:.2f}" for end in (row.fewest_steps, row.most_steps)]
     return ends[0] if ends[0] == ends[1] else " - ".join(ends)
 
@@ -85,7 +85,7 @@ def _cost(found: RaceResult, row: Finish) -> str:
 
 
 def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
-    """Against DDP, and against the next."""
+    """Say how certain the result is, against DDP and against the next row."""
     ddp = next(row for row in found.rows if row.label == BASE)
     trained = f"{found.budget.steps} steps a run"
     if first is ddp:
@@ -109,7 +109,7 @@ def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
 
 
 def _last_rate(rates: Sequence[float], best: float) -> str:
-    """Where DDP's best rate is an end of what was tried: at a rate beyond it all rows may stand otherwise."""
+    """Note when DDP's best rate is the first or last one tried: with a rate beyond it, the result may differ."""
     if len(rates) == 1 or min(rates) < best < max(rates):
         return ""
     last, further = ("lowest", "lower") if best == min(rates) else ("highest", "higher")
@@ -126,7 +126,7 @@ def _span(row: Finish) -> str:
 
 
 def line_to_write(rows: Sequence[Row], label: str) -> str:
-    """In the user's script, for the row of this label."""
+    """Return the line for the user's script, for the row with this label."""
     row = next(row for row in rows if row.label == label)
     if not row.is_thinwire:
         kept = f"keep DDP, or take the same average without a wrapper: {attach_line('ssgd', {})}"
@@ -135,7 +135,7 @@ def line_to_write(rows: Sequence[Row], label: str) -> str:
 
 
 def curves(found: RaceResult) -> dict[str, list[Point]]:
-    """Losses over seconds on the link, of seed 0."""
+    """Return the losses over seconds on the link, for seed 0."""
     made = {}
     for row in found.rows:
         if (path := found.curves.get(row.label)) is not None and path.steps and row.step_seconds is not None:
@@ -149,7 +149,7 @@ def curves(found: RaceResult) -> dict[str, list[Point]]:
 
 
 def race_data(asked: RaceSpec, found: RaceResult) -> dict[str, Any]:
-    """The file: what was found, and what report (``bench``, ``curves``), plan and ``attach`` (``rows``) read of it."""
+    """Return the file's content: the result, and what report (``bench``, ``curves``), plan and ``attach`` (``rows``) use."""
     measured = found.measured
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,
                      ranks_per_node=asked.ranks_per_node, link=asked.link, link_bits=asked.link_bits)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a race is asked, and the first thing it learns: the seconds of every row's steps on the link."""
+"""The settings of a race, and its first measurement: the seconds of every row's steps on the link."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from thinwire.durable import write_whole
 from thinwire.local.named import named_local
 from thinwire.methods.registry import METHODS, method
 
-_WARMUP = 3  # steps before timed ones: those that are exact at first, and connections
+_WARMUP = 3  # steps before timed ones: for initial exact steps, and connections
 
 
 @dataclass(frozen=True)
 class RaceSpec:
-    """What a race was asked.
+    """The settings of a race.
 
     Attributes:
         model: as the bench reads it.
-        rows: that race against DDP.
+        rows: rows that race against DDP.
         workers, ranks_per_node, link, link_bits, delay: the cluster; ``link_bits`` None: no limit.
-        minutes: that it may take.
-        seeds: on which rows are compared; None: what fits.
+        minutes: time limit.
+        seeds: number of seeds on which rows are compared; None: as many as fit.
     """
 
     model: str
@@ -68,7 +68,7 @@ class RaceSpec:
 
     @property
     def key(self) -> str:
-        """A digest of what seconds per step follow from, this machine among it."""
+        """A digest of everything that determines seconds per step, including this machine."""
         told = {**asdict(self), "minutes": None, "seeds": None, "text": text_digest(), "machine": platform.node()}
         name = split_options(self.model)[0]
         return digest_of({**told, "model's text": own_digest(name) if ":" in name else ""})
@@ -76,13 +76,13 @@ class RaceSpec:
 
 @dataclass(frozen=True)
 class Course:
-    """Where a race is run, and who is told.
+    """Where a race is run, and who is informed.
 
     Attributes:
-        on_link, apart: start ranks on the links, and on ranks that nothing slows down.
-        tell: (what is learnt now, steps until it is known).
-        on_progress: of the ranks.
-        folder: where what was learnt is kept; None: the user's cache.
+        on_link, apart: launchers of ranks on the links, and of ranks without a slow link.
+        tell: called with (what is being measured, number of steps).
+        on_progress: called with progress of the ranks.
+        folder: where results are kept; None: the user's cache.
     """
 
     on_link: Launch
@@ -94,7 +94,7 @@ class Course:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """What was recorded on the link, in so many turns; ``wall_seconds``: in all."""
+    """What was recorded on the link, in that many turns; ``wall_seconds``: total time."""
 
     record: RunRecord
     turns: int
@@ -105,25 +105,25 @@ class LinkTimes:
 
     @property
     def compute(self) -> RowRecord:
-        """The row that exchanges nothing."""
+        """The row without exchange."""
         return next(row for row in self.record.rows if row.kind == COMPUTE)
 
     @property
     def start_seconds(self) -> float:
-        """Until ranks train."""
+        """Seconds until the ranks train."""
         steps = sum(row.untimed_seconds + sum(row.step_seconds) for row in self.record.rows)
         return max(0.0, self.wall_seconds - steps)
 
     def paces(self) -> dict[str, Pace]:
-        """Of every row, by label."""
+        """Return the pace of every row, by label."""
         return {row.label: pace_of(row, self.turns, self.compute) for row in self.record.rows}
 
 
 def measure(asked: RaceSpec, course: Course) -> LinkTimes:
-    """Every row's seconds per step: as they are known of this machine, or measured now.
+    """Return every row's seconds per step: as already known for this machine, or measured now.
 
     Raises:
-        BenchError: the model or DDP does not train, or not within the minutes.
+        BenchError: the model or DDP does not train, or not within the time limit.
         ValueError: the user's loss fails.
     """
     place = (course.folder or cache_folder()) / f"measured-{asked.key}.json"
@@ -150,7 +150,7 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
 
 
 def _computing(model: str, workers: int) -> tuple[float, int]:
-    """Seconds of forward and backward on a rank, by those of this process, and bytes of the gradients."""
+    """Return seconds of forward and backward on a rank, as measured in this process, and the bytes of the gradients."""
     import torch
 
     workload = build_model(model)
@@ -168,7 +168,7 @@ def _computing(model: str, workers: int) -> tuple[float, int]:
 
 
 def _timed(asked: RaceSpec, alone: float, gradient_bytes: int) -> tuple[int, int]:
-    """(steps, turns): two turns within a fifth of the minutes, or a short one, by what exact averages have to send."""
+    """Return (steps, turns): two turns within a fifth of the time, or a short one, by the traffic of exact averages."""
     nodes = asked.workers // asked.ranks_per_node
     wire = 2 * (nodes - 1) / nodes * gradient_bytes * 8 / asked.link_bits if asked.link_bits else 0.0
 
@@ -188,7 +188,7 @@ def _timed(asked: RaceSpec, alone: float, gradient_bytes: int) -> tuple[int, int
 
 
 def _steps_of(row: Row, steps: int, turns: int) -> int:
-    """That a row makes in so many turns, in whole periods."""
+    """Return the steps that a row makes in that many turns, in whole periods."""
     settings = named_local(row.kind, row.options)
     period = settings.sync_every if settings is not None and isinstance(settings.sync_every, int) else 1
     parts = [_WARMUP, *[1] * (turns - 1), *[steps] * turns]
@@ -196,7 +196,7 @@ def _steps_of(row: Row, steps: int, turns: int) -> int:
 
 
 def is_exact(row: Row) -> bool:
-    """Whether its steps are worth DDP's, as they are the same up to rounding."""
+    """Return whether its steps are worth the same as DDP's, since they are the same up to rounding."""
     if row.kind in METHODS:
         return method(row.kind, **row.options).exact
     return row.kind == BASE or (row.kind == "auto" and not row.options.get("lossy", False))

@@ -1,7 +1,7 @@
-"""A race within minutes: which method is first at DDP's loss on a link, and how sure that is.
+"""A race within minutes: which method reaches DDP's loss first on a link, and how certain that is.
 
-Seconds per step are measured in turns on the link, steps to a loss apart, on ranks that nothing slows down. What cannot
-win by its seconds alone is not trained; the others are halved.
+Seconds per step are measured in turns on the link, steps to a loss separately, on ranks without a slow link. Rows that
+cannot win by their seconds alone are not trained; the others go through successive halving.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ DEFAULT_METHODS = (
     "ssgd,cast:dtype=int8,powersgd:rank=4,local:sync_every=8:codec=int8,"
     "local:sync_every=8:codec=int8:fragment_sync_delay=3,local:sync_every=16:codec=int2"
 )
-"""What wins somewhere by the shipped table, and the exact average; what cannot win here is not trained."""
+"""Methods that win somewhere in the table in the package, and the exact average; hopeless ones are not trained."""
 
-_SPEND = 0.8  # of the minutes is planned: evaluations, and a machine that is not always as fast
+_SPEND = 0.8  # of the time is planned; the rest is for evaluations and slower phases
 
 
 @dataclass(frozen=True)
 class RaceResult:
-    """A race that was run.
+    """A race that has been run.
 
     Attributes:
         measured: seconds per step.
-        budget: of the training.
+        budget: budget of the training.
         target: DDP's loss on seed 0, at its best rate, after ``ddp_steps``.
-        rows: the soonest first; what did not get there last.
-        raced: steps to the loss, over DDP's, of the rows that were trained.
+        rows: the soonest first; those that did not reach the loss last.
+        raced: steps to the loss, relative to DDP's, of the rows that were trained.
         curves: losses on seed 0 at each row's best rate, over steps, smoothed as they are compared.
-        trained, known: trajectories that were trained now, and that were known before.
-        left_out: rounds that the minutes did not suffice for.
+        trained, known: numbers of trajectories trained now and known before.
+        left_out: number of rounds for which there was no time.
     """
 
     measured: LinkTimes
@@ -67,7 +67,7 @@ class RaceResult:
 
 @dataclass
 class _Runs:
-    """The trajectories of a race: trained once, and found again by all who ask."""
+    """The trajectories of a race: each is trained once and then looked up."""
 
     asked: RaceSpec
     course: Course
@@ -83,7 +83,7 @@ class _Runs:
             at = f", {rate:g} x the learning rate" if len(self.budget.rates) > 1 else ""
             told = f"losses of {', '.join(missing)}: {track.steps} steps, seed {seed}{at}"
 
-            def launch(command: list[str], **options: Any) -> Launched:  # only where something is not known yet
+            def launch(command: list[str], **options: Any) -> Launched:  # only if something is not known yet
                 self.course.tell(told, len(missing) * track.steps)
                 return self.course.apart(command, **options)
 
@@ -99,10 +99,10 @@ class _Runs:
 
 
 def run_race(asked: RaceSpec, course: Course) -> RaceResult:
-    """Measure, drop what cannot win, and halve what is left.
+    """Measure, drop rows that cannot win, and halve the rest.
 
     Raises:
-        BenchError: DDP does not train or does not learn, or the minutes do not suffice.
+        BenchError: DDP does not train or does not learn, or there is not enough time.
     """
     began = time.monotonic()
     measured = measure(asked, course)
@@ -129,7 +129,7 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
         falls = f"DDP's loss does not fall in {budget.steps} steps: there is nothing to race to"
         raise BenchError(f"{falls}; another learning rate, or more --minutes")
     for row in asked.rows:
-        if is_exact(row) and not paces[row.label].error:  # its losses are DDP's
+        if is_exact(row) and not paces[row.label].error:  # its losses equal DDP's
             factors.setdefault(row.label, StepsFactor(factors[BASE].rate, (1.0,)))
             curves.setdefault(row.label, curves[BASE])
     for label, factor in factors.items():
@@ -150,7 +150,7 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
 def _starters(
     asked: RaceSpec, measured: LinkTimes, paces: Mapping[str, Pace]
 ) -> tuple[list[str], Budget, dict[str, str]]:
-    """What is trained beside DDP, how much, and why the others are not."""
+    """Return which rows are trained besides DDP, how much, and why the others are not."""
     rows, notes = [], {}
     for row in asked.rows[1:]:
         pace = paces[row.label]
@@ -177,7 +177,7 @@ def _starters(
 
 
 def _ordered(asked: RaceSpec, measured: LinkTimes, rows: Sequence[Finish]) -> tuple[Finish, ...]:
-    """The soonest first, compared with DDP, which is the first of ``rows``."""
+    """Sort the rows, the soonest first, compared with DDP, which is the first of ``rows``."""
     base = rows[0].seconds
     sent = {row.label: row.wire_bytes for row in measured.record.rows}
     apart = {row.label for row in asked.rows if row.kind in PRESETS}
@@ -194,7 +194,7 @@ def _ordered(asked: RaceSpec, measured: LinkTimes, rows: Sequence[Finish]) -> tu
 
 
 def _prior(row: Row, record: RunRecord) -> float:
-    """Steps that a row may be expected to need, by the table that comes with the package."""
+    """Return the number of steps that a row is expected to need, by the table in the package."""
     from thinwire.planner.choose.worth import shipped
 
     if row.kind not in METHODS and row.kind != "local":

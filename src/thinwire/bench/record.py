@@ -1,4 +1,4 @@
-"""What one rank run leaves behind: plain data, written by rank 0, read by the parent."""
+"""The record of one run of ranks: plain data, written by rank 0, read by the parent."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class Point:
 
     @property
     def judged(self) -> float:
-        """By which rows are compared: the held-out loss, or the training loss where nothing is held out."""
+        """The loss by which rows are compared: held-out loss, or training loss if nothing is held out."""
         return self.loss if self.validation is None else self.validation
 
 
 @dataclass
 class RowRecord:
-    """What was measured of one row.
+    """The measurements of one row.
 
     Attributes:
         step_seconds: one per timed step: the slowest rank's seconds.
-        forward_seconds: the same for the forward pass.
+        forward_seconds: the same for forward.
         host_seconds: one per timed step: CPU seconds of the main thread, the largest over ranks.
-        losses: one per step from the first, warm-up included: the mean over ranks.
+        losses: one per step from the first, warm-up included: mean over ranks.
         wire_bytes: bytes sent per step, mean over nodes ("interface") or ranks ("stats", "formula").
-        wire_source: where that comes from.
-        untimed_seconds: of the steps before the timed ones, the slowest rank's: warm-up, measuring for a plan.
-        curve: only where curves were asked for.
-        predicted_seconds: of a step, where a prediction was asked for.
-        waited_seconds: of thinwire's rows, how long rank 0's backward and forward waited for communication in a step.
+        wire_source: source of that number.
+        untimed_seconds: seconds of the steps before the timed ones, of the slowest rank: warm-up, measuring for a plan.
+        curve: only if curves were requested.
+        predicted_seconds: predicted seconds of a step, if requested.
+        waited_seconds: for thinwire rows, how long rank 0's backward and forward waited for communication in a step.
         error: why the row failed; "" if it did not.
     """
 
@@ -62,13 +62,13 @@ class RowRecord:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RowRecord:
-        """Read back what ``asdict`` made, or some of it."""
+        """Read back what ``asdict`` made, or part of it."""
         return cls(**{**data, "curve": [Point(**point) for point in data["curve"]]})
 
 
 @dataclass
 class RunRecord:
-    """All rows of one run and what they share."""
+    """All rows of one run, and what they share."""
 
     describe: str
     parameters: int
@@ -79,7 +79,7 @@ class RunRecord:
     rows: list[RowRecord]
 
     def write(self, path: Path) -> None:
-        """Write it whole or not at all."""
+        """Write the record atomically."""
         write_whole(path, json.dumps(asdict(self)), synced=False)
 
     @classmethod
@@ -94,13 +94,13 @@ class RunRecord:
 
 
 def seconds_to(curve: list[Point], target: float) -> float | None:
-    """When a curve first is at or below a loss, linear between points; None if it never is."""
+    """Return when a curve first is at or below a loss, linear between points; None if it never is."""
     return reached(((p.seconds, p.judged) for p in curve), target)
 
 
 def reached(points: Iterable[tuple[float, float]], target: float) -> float | None:
-    """Where (place, loss) first is at or below a loss, linear between points; None if it never is."""
-    start, above = 0.0, math.nan  # of the point before
+    """Return where (place, loss) first is at or below a loss, linear between points; None if it never is."""
+    start, above = 0.0, math.nan  # place and loss of the previous point
     for place, loss in points:
         if loss <= target:
             share = 1.0 if math.isnan(above) else (above - target) / (above - loss)

@@ -1,4 +1,4 @@
-"""A turn: one row runs some steps on all ranks, is timed, and all ranks agree on what came of it."""
+"""Turns: one row runs some steps on all ranks and is timed, and all ranks agree on the result."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class RowRun:
 
     @property
     def seconds(self) -> float:
-        """Of training so far, the slowest rank's in every step; also of first steps, and of those that measure."""
+        """Seconds of training so far, of the slowest rank in every step; first and measuring steps included."""
         return self.record.untimed_seconds + sum(self.record.step_seconds)
 
 
 @dataclass
 class RoundRobin:
-    """Runs turns; holds the group that agreements go over, so that they do not mix with a row's own traffic."""
+    """Runs turns; holds the group used for agreements, so that they do not mix with a row's own traffic."""
 
     rank: int
     workers: int
@@ -62,7 +62,7 @@ class RoundRobin:
         return result
 
     def build(self, spec: BenchSpec, row: Row, row_run: RowRun) -> None:
-        """Bring a row to life on every rank."""
+        """Build a row on every rank."""
         say(self.rank, row=row.label, state="building")
         own = row.kind != COMPUTE and not row.is_thinwire
         group = new_group(spec.operation_seconds) if own else None
@@ -70,17 +70,18 @@ class RoundRobin:
         row_run.contender = self.guarded(row_run, made)
 
     def run(self, row_run: RowRun, steps: int, untimed: int = 0) -> None:
-        """``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end.
+        """Run ``untimed`` steps, then ``steps`` timed ones. Ranks start the timed ones together and agree at the end.
 
-        A row that exchanges now and then runs whole periods, and goes on until what it has sent is merged, as nothing
-        may travel while others have their turn. Those steps count where there are no untimed ones.
+        A row that exchanges only every few steps runs whole periods, and goes on until everything it has sent is
+        merged, since nothing may be in flight during the turns of others. Those steps count if there are no untimed
+        ones.
         """
         contender, label = row_run.contender, row_run.record.label
         if contender is None:
             return
 
         def some(number: int) -> list[StepTime]:
-            if row_run.contender is None:  # it has failed, on all ranks
+            if row_run.contender is None:  # the row has failed, on all ranks
                 return []
             return self.guarded(row_run, lambda: [self._step(contender, label) for _ in range(number)]) or []
 
@@ -91,7 +92,7 @@ class RoundRobin:
             return made
 
         early = some(_whole(untimed, contender.period))
-        while row_run.contender is not None and contender.settling:  # a plan is being measured: as long on all ranks
+        while row_run.contender is not None and contender.settling:  # measuring for a plan; equal on all ranks
             early += some(1)
         before, idle = self._sent(contender), contender.waited()
         times = some(_whole(steps, contender.period))
@@ -169,12 +170,12 @@ class RoundRobin:
 
 
 def _whole(steps: int, period: int) -> int:
-    """At least so many, in whole periods."""
+    """Round up to whole periods."""
     return -(-steps // period) * period
 
 
 def _by_period(times: list[StepTime], period: int) -> list[list[float]]:
-    """Seconds of each step: in all, of the forward pass, of the CPU. Those of a period each count as its mean."""
+    """Return each step's seconds in all, of forward and of the CPU. Steps of one period all count as its mean."""
     rows = [[t.seconds, t.forward_seconds, t.host_seconds] for t in times]
     if period == 1:
         return rows
@@ -183,6 +184,6 @@ def _by_period(times: list[StepTime], period: int) -> list[list[float]]:
 
 
 def say(rank: int, **fields: Any) -> None:
-    """Rank 0 reports progress."""
+    """Report progress, from rank 0 only."""
     if rank == 0:
         tell_event(fields)

@@ -1,4 +1,4 @@
-"""The rows of a comparison: how ``ddp,ddp-best,acp:rank=4`` is read. Plain data; nothing is built here."""
+"""The rows of a comparison: parses ``ddp,ddp-best,acp:rank=4``. Plain data; nothing is built here."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TORCH_ROWS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, measured by itself.
+    """One way to train, measured separately.
 
     Attributes:
-        label: unique; what the table says.
-        kind: one of ``TORCH_ROWS``, the name of a thinwire method, or ``module:function`` of your own
+        label: unique; shown in the table.
+        kind: one of ``TORCH_ROWS``, the name of a thinwire method, or a user's ``module:function``
             (``bench/trainer.py`` says what that returns).
         options: the kind's options.
         family: rows of one family are variants of which the table shows the fastest.
@@ -37,12 +37,12 @@ class Row:
 
     @property
     def is_thinwire(self) -> bool:
-        """Whether ``attach`` makes it."""
+        """Whether it uses ``attach``."""
         return self.kind not in TORCH_ROWS and not self.is_custom
 
     @property
     def is_custom(self) -> bool:
-        """Whether a function of the user's own makes it."""
+        """Whether it is a user's function."""
         return ":" in self.kind
 
 
@@ -50,7 +50,7 @@ def parse_rows(text: str) -> tuple[Row, ...]:
     """Read ``--methods``. ``thinwire acp`` and ``acp`` are the same.
 
     Raises:
-        ValueError: an unknown row, option or method option, a row given twice, or none at all.
+        ValueError: an unknown row, option or method option, a duplicate row, or none at all.
     """
     rows: list[Row] = []
     for part in filter(None, (part.strip() for part in text.split(","))):

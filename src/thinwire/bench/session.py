@@ -1,4 +1,4 @@
-"""The parent's side of a run: start the ranks through a given launcher, follow their progress, read the record."""
+"""The parent's side of a run: start the ranks with a given launcher, follow their progress, read the record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Launched(Protocol):
 
     @property
     def exit_code(self) -> int:
-        """0 when every rank ended well; 124 when time ran out."""
+        """0 if every rank succeeded; 124 if time ran out."""
 
     @property
     def emulated(self) -> bool:
@@ -48,7 +48,7 @@ def run_session(
     """Run a spec on fresh ranks.
 
     Raises:
-        BenchError: with the ranks' last words.
+        BenchError: with the last output of the ranks.
     """
     words = LastWords(lambda rank, event: on_progress(event))
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:

@@ -1,4 +1,4 @@
-"""What a run is told: one frozen dataclass, as JSON on the worker's command line."""
+"""The settings of a run: one frozen dataclass, passed as JSON on the worker's command line."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class BenchSpec:
 
     Attributes:
         model: as ``build_model`` reads it.
-        rows: what is compared.
+        rows: the rows to compare.
         workers: number of ranks.
-        ranks_per_node: of them, how many share a node and its link.
-        link: the user's words, or None for no limit; ``link_bits`` the same in bits per second.
+        ranks_per_node: number of ranks that share a node and its link.
+        link: as the user wrote it, or None for no limit; ``link_bits`` is the same in bits per second.
         steps: timed steps of one row in one round.
-        rounds: how often every row gets its turn.
+        rounds: number of turns of every row.
         warmup: untimed steps before a row's first turn; later turns begin with one untimed step.
-        loss_as: curves only: rows after the first train until they have its last loss, at most as many seconds as it.
+        loss_as: curves only: rows after the first train until they reach its last loss, for at most as many seconds.
         predict: also say what the planner predicts for each row.
-        target: a held-out loss: rows train in turns of ``every`` steps, each until it is there or made ``steps``.
+        target: a held-out loss: rows train in turns of ``every`` steps, each until it reaches it or has made ``steps``.
         every: curves and target only: steps between two points of the curve.
         operation_seconds: time-out of one collective.
         timeout_seconds: time-out of the whole run.
-        rate_factor: times the learning rates of the model's optimizer.
+        rate_factor: factor on the learning rates of the model's optimizer.
     """
 
     model: str
@@ -58,7 +58,7 @@ class BenchSpec:
             raise ValueError("time-outs must be positive")
 
     def to_json(self) -> str:
-        """The spec as JSON text."""
+        """Return the spec as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod

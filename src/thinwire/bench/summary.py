@@ -1,4 +1,4 @@
-"""From records to figures: medians, spreads, exposed communication, the floor under every exact coupled method."""
+"""From records to figures: medians, spreads, exposed communication, and the floor for every exact coupled method."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class RowSummary:
     Attributes:
         step_seconds: median over steps of the slowest rank's wall-clock seconds.
         spread_seconds: interquartile range of the same.
-        exposed_seconds: step less the same ranks' step without any exchange.
+        exposed_seconds: step time minus that of the same ranks without any exchange.
         bytes_per_step: sent per step; ``bytes_source`` is "interface" (per node, headers included), "stats" (thinwire's
             ledger, per rank) or "formula" (per rank).
         host_seconds: median CPU seconds of the main thread in a step.
         loss: training loss, mean over ranks and the last steps, after ``loss_steps`` steps.
         speedup: how many times faster a step is than that of the ``ddp`` row; None without one.
-        predicted_seconds: what the planner makes of measured network and model.
-        waited_backward_seconds, waited_forward_seconds: of a step of thinwire's, for communication, on rank 0.
-        variants: label -> step seconds of the variants of which this is the fastest; see ``families``.
+        predicted_seconds: the planner's prediction from the measured network and model.
+        waited_backward_seconds, waited_forward_seconds: time of a thinwire step waiting for communication, on rank 0.
+        variants: label -> step seconds of all variants, if this is the fastest of them; see ``families``.
         error: why the row failed, or "".
     """
 
@@ -54,8 +54,9 @@ class BenchResult:
     """The whole comparison.
 
     Attributes:
-        floor_seconds: no exact method that ends with its backward can beat ``max(compute, forward + bytes / rate)``.
-        emulated: whether the links were emulated; if not, the link is only what the floor was computed for.
+        floor_seconds: ``max(compute, forward + bytes / rate)``, below which no exact method that ends with backward can
+            be.
+        emulated: whether the links were emulated; if not, the link is only used to compute the floor.
     """
 
     model: str
@@ -73,7 +74,7 @@ class BenchResult:
     rows: tuple[RowSummary, ...]
 
     def row(self, label: str) -> RowSummary:
-        """The row whose label is this text, else the first that begins with it."""
+        """Return the row with this label, or the first whose label begins with it."""
         for row in self.rows:
             if row.label == label:
                 return row
@@ -84,15 +85,15 @@ class BenchResult:
 
 
 def floor(compute: float, forward: float, ring_bytes: float, bits_per_second: int | None) -> float:
-    """Seconds that a step cannot beat when the average must be there at the end of backward."""
+    """Return the lower bound of a step's seconds if the average must be complete at the end of backward."""
     return compute if not bits_per_second else max(compute, forward + ring_bytes * 8 / bits_per_second)
 
 
 def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) -> BenchResult:
-    """The figures of a run.
+    """Return the figures of a run.
 
     Raises:
-        RuntimeError: not even training without exchange worked.
+        RuntimeError: even training without exchange failed.
     """
     compute_row = next(row for row in record.rows if row.kind == COMPUTE)
     if compute_row.error:
@@ -101,7 +102,7 @@ def summarise(spec: BenchSpec, record: RunRecord, *, emulated: bool, note: str) 
     forward = statistics.median(compute_row.forward_seconds)
     baseline = next((r for r in record.rows if r.label == "ddp" and not r.error and r.step_seconds), None)
     reference = statistics.median(baseline.step_seconds) if baseline else None
-    nodes = max(1, record.workers // spec.ranks_per_node)  # what is summed inside one costs its link nothing
+    nodes = max(1, record.workers // spec.ranks_per_node)  # sums inside a node do not use its link
     ring = 2 * (nodes - 1) / nodes * record.gradient_bytes
     return BenchResult(
         model=spec.model,

@@ -10,7 +10,7 @@ from thinwire.bench.summary import BenchResult, RowSummary
 
 
 def seconds(value: float | None) -> str:
-    """Seconds as people read them."""
+    """Format seconds for people."""
     if value is None:
         return "-"
     if abs(value) >= 0.9995:
@@ -19,14 +19,14 @@ def seconds(value: float | None) -> str:
 
 
 def megabytes(value: float | None) -> str:
-    """Bytes in MB."""
+    """Format bytes in MB."""
     if value is None:
         return "-"
     return f"{value / 1e6:.2f}" if value < 10e6 else f"{value / 1e6:.1f}"
 
 
 def bench_table(result: BenchResult) -> RenderableType:
-    """The table and the lines under it."""
+    """Return the table and the lines below it."""
     table = Table(title=_title(result), title_justify="left")
     table.add_column("method")
     predicted = any(row.predicted_seconds is not None for row in result.rows)

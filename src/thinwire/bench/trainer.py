@@ -1,4 +1,4 @@
-"""A row of one's own: ``module:function`` that makes a workload train on the ranks of a group, in its own way."""
+"""Custom rows: a user's ``module:function`` that makes a workload train on the ranks of a group in its own way."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from thinwire.bench.rows import Row
 
 
 class OptimizerLike(Protocol):
-    """As much of an optimizer as a training loop needs."""
+    """The part of an optimizer that a training loop needs."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Before the forward pass."""
+        """Called before forward."""
 
     def step(self) -> Any:
-        """After the backward pass."""
+        """Called after backward."""
 
 
 def _nothing() -> None:
@@ -29,15 +29,15 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What the function of a row returns.
+    """The return value of a row's function.
 
     Attributes:
         module: called in the forward pass: the workload's model or a wrapper around it.
-        optimizer: its ``zero_grad`` and ``step`` are called once per step; whatever the row does besides (averaging of
-            parameters, a vote) happens in there.
-        close: ends what the row started (threads, servers).
-        period: steps after which what it sends repeats itself, as those between two averages of the parameters: a step
-            is then timed as the mean of so many.
+        optimizer: its ``zero_grad`` and ``step`` are called once per step; whatever else the row does (averaging of
+            parameters, a vote) happens in them.
+        close: stops what the row started (threads, servers).
+        period: steps after which its traffic repeats, such as those between two averages of the parameters; the time of
+            a step is then the mean over that many.
     """
 
     module: nn.Module
@@ -51,10 +51,10 @@ class Trainer:
 
 
 def build_trainer(row: Row, workload: Workload, group: Any) -> Trainer:
-    """Call the row's function: ``function(workload, group, **options)``, on all ranks of ``group`` at once.
+    """Call the row's function: ``function(workload, group, **options)``, on all ranks of ``group``.
 
     Raises:
-        ValueError: it returned something else than a ``Trainer``.
+        ValueError: it returned something other than a ``Trainer``.
     """
     trainer = load_function(row.kind, "row")(workload, group, **row.options)
     if not isinstance(trainer, Trainer):

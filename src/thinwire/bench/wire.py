@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def interface() -> str | None:
-    """The interface Gloo was told to use, when it is a wire: None for loopback or when nothing was said."""
+    """Return the interface that Gloo was told to use; None if it is the loopback or was not set."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return name if name and name != "lo" and transmitted_bytes(name) is not None else None
 
 
 def transmitted_bytes(name: str) -> int | None:
-    """Bytes sent through an interface so far, headers included.
+    """Return the bytes sent through an interface so far, headers included.
 
-    ``/proc/self/net/dev`` follows the process's namespace; ``/sys/class/net`` follows whoever mounted it.
+    ``/proc/self/net/dev`` shows the process's namespace; ``/sys/class/net`` shows that of whoever mounted it.
     """
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
@@ -29,5 +29,5 @@ def transmitted_bytes(name: str) -> int | None:
 
 
 def is_node_leader() -> bool:
-    """Whether this rank reads the counter for its node (ranks of a node share one interface)."""
+    """Return whether this rank reads the counter for its node (ranks of a node share one interface)."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""The little grammar of the command line: ``name:option=value:option=value``, and nearest matches for typing errors."""
+"""The syntax of the command line, ``name:option=value:option=value``, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Value = bool | int | float | str
 
 
 def value(text: str) -> Value:
-    """An option's value: a bool, an int, a float, else the text."""
+    """Parse an option's value: a bool, an int, a float, or else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float) if text.isascii() else ():
@@ -21,10 +21,10 @@ def value(text: str) -> Value:
 
 
 def split_options(text: str) -> tuple[str, dict[str, Value]]:
-    """``"acp:rank=4"`` -> ``("acp", {"rank": 4})``; parts without ``=`` belong to the name.
+    """Parse ``"acp:rank=4"`` as ``("acp", {"rank": 4})``; parts without ``=`` belong to the name.
 
     Raises:
-        ValueError: an option without a name or a value, or after which more of the name comes.
+        ValueError: an option without a name or a value, or followed by more of the name.
     """
     name, *parts = text.strip().split(":")
     options: dict[str, Value] = {}
@@ -40,17 +40,17 @@ def split_options(text: str) -> tuple[str, dict[str, Value]]:
 
 
 def arguments(name: str, options: Mapping[str, Value]) -> str:
-    """As a call in Python has them: ``"acp", rank=4``."""
+    """Format as arguments of a Python call: ``"acp", rank=4``."""
     return ", ".join([f'"{name}"', *(f"{key}={given!r}" for key, given in options.items())])
 
 
 def attach_line(name: str, options: Mapping[str, Value]) -> str:
-    """What to write into a script."""
+    """Return the line to write into a script."""
     return f"sync = tw.attach(model, optimizer, {arguments(name, options)})"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest known name, and all of them."""
+    """Return the end of an error message: the nearest known name, and all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(known)

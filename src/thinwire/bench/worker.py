@@ -21,7 +21,7 @@ from thinwire.bench.spec import BenchSpec
 
 
 def main() -> None:
-    """Join the group, run every row, let rank 0 write the record."""
+    """Join the group, run every row, and let rank 0 write the record."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec", required=True)
     parser.add_argument("--out", required=True, type=Path)
@@ -37,9 +37,9 @@ def main() -> None:
 
 
 def run(spec: BenchSpec) -> RunRecord:
-    """All rows of a spec on the ranks of the default group."""
+    """Run all rows of a spec on the ranks of the default group."""
     rank, workers = dist.get_rank(), dist.get_world_size()
-    # Ranks that wait for one that hangs in a row's collective wait longer than that collective's own time-out.
+    # Ranks that wait for one that hangs in a row's collective must wait longer than that collective's own time-out.
     round_robin = RoundRobin(rank, workers, new_group(2 * spec.operation_seconds + 60))
     workload = build_model(spec.model, spec.seed)
     parameters = [p for p in workload.model.parameters() if p.requires_grad]

@@ -1,6 +1,6 @@
 """Probe the network and profile the model.
 
-What does not live here: decisions (planner/).
+Decisions belong to planner/.
 """
 
 from thinwire.measure.probe import probe

@@ -1,4 +1,4 @@
-"""Batches by number, from what users give: a function of the number, or something to iterate over."""
+"""Batches by number, from what users pass: a function of the number, or an iterable."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 
 Batches = Callable[[int], Any] | Iterable[Any]
-"""number -> batch; or an iterable, which starts over at its end."""
+"""number -> batch; or an iterable, which restarts at its end."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> mean loss of the batch, a scalar."""
 
 
 def numbered(batches: Batches) -> Callable[[int], Any]:
-    """A function of the number; of an iterable it gives the next batch, whatever the number.
+    """Return a function of the number; for an iterable, it returns the next batch, whatever the number.
 
     Raises:
-        ValueError: when it is called, if the iterable is empty.
+        ValueError: the iterable is empty; raised when the function is called.
     """
     if callable(batches):
         return batches

@@ -1,4 +1,4 @@
-"""The network card that a backend of torch.distributed will use on this machine, as far as one can know."""
+"""The network card that a backend of torch.distributed will use on this machine, as far as can be told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.measure.doctor.sockets import gloo_choice, nccl_choice
 
 
 def card(backend: str) -> tuple[str, int | None]:
-    """Its name, and the megabits per second that its driver says; ("", None): unknown."""
+    """Return its name and the megabits per second that its driver reports; ("", None) if unknown."""
     names = {key: value for key, value in os.environ.items() if key.startswith(("GLOO_", "NCCL_"))}
     facts = Facts("", "", "", interfaces=network.interfaces(), environment=names)
     if backend == "nccl":

@@ -1,4 +1,4 @@
-"""How many cores this process may use, and whether the threads of all ranks on a machine have any to spare."""
+"""How many cores this process may use, and whether the threads of all ranks on a machine have spare cores."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers an
 
 
 def usable_cores() -> int:
-    """Cores that the scheduler may give to this process."""
+    """Return the number of cores that the scheduler may give to this process."""
     return len(_cores())
 
 
 def spare_cores(ranks: int) -> bool:
-    """Whether the communicator threads of that many ranks on this machine have cores of their own."""
+    """Return whether the communicator threads of that many ranks on this machine have cores of their own."""
     return spare_places([place()] * ranks, 0)
 
 
 def place() -> bytes:
-    """Which machine this process is on, and which of its cores it may use; for :func:`spare_places`."""
+    """Identify the machine of this process and the cores that it may use, for :func:`spare_places`."""
     machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
     return json.dumps([machine, _cores()]).encode()
 
 
 def spare_places(places: Sequence[bytes], rank: int) -> bool:
-    """The same of the ranks that really share this one's cores, wherever a launcher says that they are.
+    """Return the same for the ranks that really share this rank's cores, wherever a launcher says they are.
 
     Args:
         places: every rank's ``place()``.
-        rank: whose cores are asked for.
+        rank: the rank that asks.
     """
     rows = [json.loads(text) for text in places]
     machine, mine = rows[rank]

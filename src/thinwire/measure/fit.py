@@ -13,7 +13,7 @@ _TINY = 1e-9
 
 @dataclass(frozen=True)
 class LinearFit:
-    """Start-up plus a rate, and how well that describes the points.
+    """A start-up time plus a rate, and how well they describe the points.
 
     Attributes:
         startup_seconds: at least 0.
@@ -27,19 +27,19 @@ class LinearFit:
 
     @property
     def worst(self) -> float:
-        """The largest residual in size."""
+        """The residual with the largest absolute value."""
         return max(map(abs, self.residuals), default=0.0)
 
     def __call__(self, size: float) -> float:
-        """Seconds for that many bytes."""
+        """Return the seconds for that many bytes."""
         return self.startup_seconds + self.seconds_per_byte * size
 
 
 def fit_line(points: Sequence[Point]) -> LinearFit:
-    """The line through measured points; neither its start-up nor its rate is negative.
+    """Fit a line through measured points; neither its start-up nor its rate is negative.
 
-    Least squares weighted by 1 / seconds, between absolute (small messages would not count) and relative (a kink
-    among small messages would bend the rate of large ones).
+    Least squares weighted by 1 / seconds, a compromise between absolute errors (small messages would not count) and
+    relative ones (a kink among small messages would distort the rate of large ones).
 
     Raises:
         ValueError: there is no point.
@@ -63,9 +63,9 @@ def fit_line(points: Sequence[Point]) -> LinearFit:
 
 
 def never_falling(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The points, ascending, where a larger message costs more: points that fall are noise and become their mean.
+    """Return the points in ascending order without falling costs: falling points are noise, replaced by their mean.
 
-    Kinks upwards stay as they are.
+    Upward kinks are kept.
     """
     pools: list[tuple[float, float, int]] = []  # mean bytes, mean seconds, points
     for x, y in sorted(points):
@@ -78,9 +78,9 @@ def never_falling(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def continued(points: Sequence[Point], factor: float = 4.0) -> tuple[Point, ...]:
-    """The points and one far beyond, on the slope of the last factor of sizes: the last two points alone are too noisy.
+    """Return the points plus one far beyond, on the slope over the last factor of sizes; two points are too noisy.
 
-    A table goes on from its last two points.
+    A table extrapolates from its last two points.
     """
     x_end, y_end = points[-1]
     x_from, y_from = next((p for p in reversed(points) if p[0] * factor <= x_end), points[0])

@@ -1,8 +1,8 @@
-"""A probe in pieces, between steps of training and on the connections that these use, so that nobody stops for it.
+"""A probe in pieces, between training steps and on the connections that these use, so that nobody has to stop.
 
-What it costs: of every operation two sizes (4 and 64 KiB), whatever they cost, repeated for up to a millisecond; larger
-ones as far as the time reaches that was given for all of it. A piece ends with the measurement in which its share runs
-out. Compute, where it is asked for, is one curve or two a piece: each some tens of milliseconds, on tensors of up to a
+Its cost: for every operation two sizes (4 and 64 KiB) are always measured, repeated for up to a millisecond; larger
+ones as far as the total time allows. A piece ends with the measurement in which its share of the time runs out.
+Compute, if requested, is one curve or two per piece: each takes some tens of milliseconds, on tensors of up to a
 million elements.
 """
 
@@ -29,24 +29,24 @@ _LARGEST, _REPEATS = 4 << 20, 5
 _ELEMENTS = 1 << 20
 _CHECKS, _CHECK_SECONDS = 5, 0.01
 _IDLE_SECONDS = 0.005
-_SHARE_SECONDS = 0.002  # half of it for the repeats of one measurement
+_SHARE_SECONDS = 0.002  # half of it is for the repeats of one measurement
 _FAR = 4.0  # times the largest message
 _OVER = object()
 
 
 class GradualProbe:
-    """Of ranks that train. Every method is a call of all of them, between two steps.
+    """A probe during training. All ranks call every method together, between two steps.
 
     Args:
-        lanes: theirs, with those of their buckets.
-        topology: of them.
-        rank: this one's place.
-        device: of the messages.
+        lanes: the ranks' lanes, including those of their buckets.
+        topology: topology of the ranks.
+        rank: this rank.
+        device: device of the messages.
         backend: "gloo" or "nccl".
         mesh_only: see ``Lanes.get``.
 
     Attributes:
-        checked: exchanges that ``check`` has timed.
+        checked: number of exchanges that ``check`` has timed.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class GradualProbe:
 
     @property
     def measured(self) -> int:
-        """Exchanges that were timed for curves."""
+        """Number of exchanges timed for curves."""
         return self._run.exchanged
 
     def check(self, costs: Costs) -> float:
-        """How many times as long a short all-reduce takes as these costs say: the median of five.
+        """Return how many times longer a short all-reduce takes than these costs say: the median of five.
 
-        Of the sizes that a probe takes it is the largest that needs at most 10 ms by the costs.
+        The size is the largest of the probe's sizes that takes at most 10 ms by the costs.
         """
         world = self._topology.world_size
         said, sizes = costs.lookup("AllReduce", Scope.WORLD, world), message_sizes()
@@ -83,7 +83,7 @@ class GradualProbe:
         return slowest[_CHECKS // 2] / max(said(self._wire.message_bytes(size, world)), 1e-9)
 
     def begin(self, seconds: float, pieces: int, *, exchanges: bool, compute: Sequence[str]) -> None:
-        """Say what is to be measured in so many pieces: exchanges, for so long in all; and these curves of compute."""
+        """Set what to measure in that many pieces: exchanges for ``seconds`` in all, and these compute curves."""
         self._share = seconds / pieces
         self._least, self._curves = -(-self._run.always // pieces), -(-len(compute) // pieces)
         self._source = self._wire.text(source_of(self._backend, self._topology.world_size))
@@ -94,7 +94,7 @@ class GradualProbe:
             self._kernels = self._run.kernels(0.0, self._source, names=compute, largest=_ELEMENTS, least=1)
 
     def advance(self) -> None:
-        """One piece: exchanges for its share of the time, then its curves of compute."""
+        """Run one piece: exchanges for its share of the time, then its compute curves."""
         end, count = self._run.elapsed + self._share, 0
         while (self._run.elapsed < end or count < self._least) and next(self._exchanges, _OVER) is not _OVER:
             count += 1
@@ -102,13 +102,12 @@ class GradualProbe:
             next(self._kernels, None)
 
     def costs(self, seen: Point | None, known: Costs) -> Costs:
-        """What was measured.
+        """Return what was measured.
 
         Args:
-            seen: bytes and seconds of an all-reduce in steps of training. Where it is larger than what was measured, it
-                gives the rate of large messages; that of the other operations by how often their bytes pass the busiest
-                link.
-            known: stands in for what was not measured.
+            seen: bytes and seconds of an all-reduce in training steps. If it is larger than what was measured, it sets
+                the rate of large messages, and that of other operations by how often their bytes pass the busiest link.
+            known: used for what was not measured.
         """
         found = self._run.result(self._backend, self._topology.layout, self._source).costs
         exchanges = found.exchanges or known.exchanges
@@ -118,13 +117,13 @@ class GradualProbe:
 
 
 def with_seen(exchanges: Mapping[Key, Curve], world: int, seen: Point) -> dict[Key, Curve]:
-    """Curves over all ranks, which go on beyond what was measured through what was seen."""
+    """Return the curves over all ranks, extended beyond the measured sizes through the point that was seen."""
     made = dict(exchanges)
     for kind in KINDS:
         key = (kind, Scope.WORLD.value, world)
         curve = made[key]
         assert isinstance(curve, Table)
-        measured = curve.points[:-1] or curve.points  # of several, the last one is extrapolated
+        measured = curve.points[:-1] or curve.points  # if there are several, the last one is extrapolated
         (x, y), size = measured[-1], seen[0] * copies("AllReduce", world) / copies(kind, world)
         if size < 2 * x or seen[1] <= y:
             continue

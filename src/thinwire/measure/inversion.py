@@ -1,7 +1,7 @@
-"""How long this device takes to invert or to decompose a symmetric matrix, by its side.
+"""How long this device takes to invert or decompose a symmetric matrix, by its side.
 
-From the packed triangle and, inverted, back to one, as K-FAC keeps factors and sends inverses: at a side of 512 packing
-and unpacking take half as long again as the inversion.
+Measured from the packed triangle and, for inverses, back to one, as K-FAC keeps factors and sends inverses: at a side
+of 512, packing and unpacking take half as long as the inversion itself.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from thinwire.planner.curves import Provenance, Table
 KINDS = ("inverse", "eigen")
 """The curves, named as in ``planner.Costs.compute``."""
 _SMALLEST = 64
-_BETWEEN = 4  # points that a straight line is drawn between, in each doubling
+_BETWEEN = 4  # interpolation points in each doubling
 
 Point = tuple[int, float]
 
 
 def sides(largest: int) -> list[int]:
-    """64, 128, ... up to the first that is at least ``largest``."""
+    """Return 64, 128, ... up to the first that is at least ``largest``."""
     if largest < 1:
         raise ValueError(f"largest={largest} must be a side of a matrix, at least 1")
     return [_SMALLEST << n for n in range(max(0, math.ceil(math.log2(largest / _SMALLEST))) + 1)]
@@ -45,14 +45,14 @@ def inversion_points(
     clock: Clock = time.perf_counter,
     on_point: Callable[[int], None] = lambda d: None,
 ) -> list[Point]:
-    """(side, seconds) at each of ``sides(largest)``, the same sides whatever the clock says.
+    """Return (side, seconds) at each of ``sides(largest)``, always the same sides however long they take.
 
     Args:
         kind: "inverse" or "eigen".
-        device: where.
-        largest: side that must be covered.
-        seconds: for all; a side that would not fit any more is taken from the one before, times eight.
-        on_point: told each side before it is measured.
+        device: device to measure.
+        largest: largest side to cover.
+        seconds: total time; a side that would not fit is estimated as the previous one times eight.
+        on_point: called with each side before it is measured.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
@@ -81,7 +81,7 @@ def _decomposed(packed: Tensor) -> Tensor:
 
 
 def curve(points: Sequence[Point], provenance: Provenance, source: str) -> Table:
-    """A table of the side, straight in the logarithms of both: more points between, and one beyond by d^3."""
+    """Return a table over the side, linear in the logarithms of both: with points between, and one beyond by d^3."""
     known = never_falling([(float(d), s) for d, s in points])
     rising = [*known, (2 * known[-1][0], 8 * known[-1][1])]
     dense: list[tuple[float, float]] = []

@@ -1,6 +1,6 @@
-"""What selection, orthogonalisation, skinny products and passes over memory cost on this device, by size.
+"""The cost of selection, orthogonalisation, thin products and memory passes on this device, by size.
 
-Tensors come from a pool larger than the caches, and so does the memory of sums, as in a training step.
+Tensors come from a pool larger than the caches, and so do the outputs of sums, as in a training step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KERNELS = ("select", "orthogonalise", "memory", "multiply", "thin")
 """The curves, named as in ``planner.Costs.compute``."""
 DENSITY = 0.01
 LEAST_CALLS = 3
-RANK, THIN = 16, 4  # products of more columns take as long as their FLOPs; of few, as the large matrix
+RANK, THIN = 16, 4  # the cost of products follows their FLOPs; with few columns, the large matrix
 
 POOL = 1 << 25  # elements: 128 MiB
 RANDOM = 1 << 22
@@ -34,24 +34,24 @@ TALL = ((64, 4), (256, 4), (1024, 4), (4096, 4), (4096, 16), (4096, 32))
 
 
 def orthogonalise_flops(rows: int, columns: int) -> int:
-    """4 n r^2: a Householder QR, and as much again for its basis."""
+    """Return 4 n r^2: a Householder QR, and the same again for its basis."""
     return 4 * rows * columns**2
 
 
 def multiply_flops(rows: int, columns: int, rank: int) -> int:
-    """2 n m r: one product of an n x m matrix with a thin one."""
+    """Return 2 n m r: one product of an n x m matrix with a thin one."""
     return 2 * rows * columns * rank
 
 
 def measure_kernels(
     device: torch.device | None = None, *, seconds: float = 4.0, meet: Callable[[], None] = lambda: None
 ) -> dict[str, Curve]:
-    """Curves for ``Costs.compute``: "select" and "thin" of fp32 elements, "memory" of bytes, the others of FLOPs.
+    """Return curves for ``Costs.compute``: "select" and "thin" of fp32 elements, "memory" of bytes, others of FLOPs.
 
     Args:
-        device: None is the CPU.
-        seconds: for all of them.
-        meet: called before each, so that the ranks of a machine measure at the same time.
+        device: None means the CPU.
+        seconds: total time.
+        meet: called before each curve, so that the ranks of a machine measure at the same time.
     """
     device = device or torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -62,7 +62,7 @@ def measure_kernels(
 def kernel_points(
     device: torch.device, *, seconds: float, meet: Callable[[], None] = lambda: None, clock: Clock = time.perf_counter
 ) -> dict[str, list[Point]]:
-    """(amount, seconds) by curve; the amounts are the same on all ranks."""
+    """Return (amount, seconds) by curve; the amounts are the same on all ranks."""
     return dict(kernel_cases(device, seconds=seconds, meet=meet, clock=clock))
 
 
@@ -76,16 +76,16 @@ def kernel_cases(
     largest: int | None = None,
     least: int = LEAST_CALLS,
 ) -> Iterator[tuple[str, list[Point]]]:
-    """The same, curve after curve: each is measured when it is asked for.
+    """Yield the same, curve after curve: each is measured when it is requested.
 
     Args:
-        device: that computes.
-        seconds: for all of them.
-        meet: called before each.
-        clock: seconds.
-        names: of the curves.
-        largest: elements of the largest tensor, an eighth of what they come from; None: as large as is of interest.
-        least: calls that are timed of each, whatever they cost.
+        device: device that computes.
+        seconds: total time.
+        meet: called before each curve.
+        clock: returns seconds.
+        names: names of the curves.
+        largest: elements of the largest tensor, an eighth of the pool; None: as large as is useful.
+        least: number of timed calls of each, however long they take.
     """
     pool_size, random = (POOL, RANDOM) if largest is None else (8 * largest, largest)
     generator = torch.Generator(device).manual_seed(0)
@@ -109,7 +109,7 @@ def kernel_cases(
 
 
 Case = tuple[float, int, Callable[[], object]]
-"""Amount of one operation, operations in a call, the call."""
+"""Amount of one operation, operations per call, the call."""
 
 
 def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
@@ -121,7 +121,7 @@ def _sides(largest: int) -> list[int]:
 
 
 def _pieces(pool: Tensor, size: int) -> Callable[[], Tensor]:
-    """Another piece of the pool with each call."""
+    """Return a function that gives another piece of the pool with each call."""
     places = pool.numel() // size
     turn = count()
     return lambda: pool.narrow(0, next(turn) % places * size, size)
@@ -144,20 +144,20 @@ def _orthogonalise(pool: Tensor, largest: int) -> Iterator[Case]:
 
 
 def _memory(pool: Tensor, largest: int) -> Iterator[Case]:
-    """A sum of two pieces into a third: 3 passes, all over memory that is not in a cache."""
+    """Add two pieces into a third: 3 passes, all over memory outside the caches."""
     for size in _up_to(largest, MEMORY):
         piece = _pieces(pool, size)
         yield 3 * 4 * size, 1, lambda piece=piece: torch.add(piece(), piece(), out=piece())  # type: ignore[misc]
 
 
 def _multiply(pool: Tensor, largest: int) -> Iterator[Case]:
-    """A projection and a reconstruction, as in ``kernels.lowrank``."""
+    """Measure a projection and a reconstruction, as in ``kernels.lowrank``."""
     for side in _sides(largest):
         yield multiply_flops(side, side, RANK), 2, _products(pool, side, RANK)
 
 
 def _thin(pool: Tensor, largest: int) -> Iterator[Case]:
-    """The same with few columns, by the elements of the large matrix."""
+    """Measure the same with few columns, by the elements of the large matrix."""
     for side in _sides(largest):
         yield side * side, 2, _products(pool, side, THIN)
 

@@ -1,4 +1,4 @@
-"""Whether this machine had the time for what was measured on it: its load, and what was taken away. Linux alone."""
+"""Whether a measurement on this machine was disturbed: the machine's load, and CPU time taken away. Linux only."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_BUSY = 0.75  # of the cores: others' processes that wait for one, or have it
+_BUSY = 0.75  # of the cores: other processes that run or wait for a core
 _STOLEN = 0.02  # of the CPU's time
 _THROTTLED = 0.05  # of the periods
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of this machine, while something was measured.
+    """The load of this machine during a measurement.
 
     Attributes:
-        cores: of the machine.
-        before, after: processes that ran or waited for a core, in the mean over a minute; what is measured is in the
-            second figure.
+        cores: cores of the machine.
+        before, after: mean number of processes over a minute that ran or waited for a core; ``after`` includes the
+            measured processes.
         stolen: share of the CPU's time that the host of a virtual machine gave to others.
-        throttled, periods: of the control group: how often its share of the CPU was used up, of how many times.
+        throttled, periods: of the control group: in how many periods its CPU share was used up, out of how many.
     """
 
     cores: int
@@ -32,7 +32,7 @@ class Load:
     periods: int
 
     def sentence(self, own: int = 0) -> str:
-        """One line if figures are not to be trusted, else nothing; ``own``: processes that were measured."""
+        """Return one line if the figures are not to be trusted, else ""; ``own``: number of measured processes."""
         said = []
         if self.before > _BUSY * self.cores:
             said.append(f"load average {self.before:.1f} on {_cores(self.cores)} before the start")
@@ -45,12 +45,12 @@ class Load:
         return f"this machine is overloaded: {'; '.join(said)}: figures are too high, and scatter" if said else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
 class LoadWatch:
-    """Looks from when it is made until ``load``.
+    """Observes the load from its creation until ``load`` is called.
 
     Args:
         root: where /proc and /sys are.
@@ -62,7 +62,7 @@ class LoadWatch:
         self._cpu, self._group = self._cpu_times(), self._throttling()
 
     def load(self) -> Load | None:
-        """Since then; None where the system does not say."""
+        """Return the load since creation; None if the system does not report it."""
         after = self._average()
         if self._before is None or after is None:
             return None
@@ -77,7 +77,7 @@ class LoadWatch:
         return float(words[0]) if words else None
 
     def _cpu_times(self) -> tuple[int, int]:
-        """Stolen, and all: in the kernel's ticks."""
+        """Return stolen and total time, in the kernel's ticks."""
         ticks = [int(word) for word in self._words("proc/stat")[1:9]]  # of all cores: the first line
         return (ticks[7], sum(ticks)) if len(ticks) == 8 else (0, 0)
 

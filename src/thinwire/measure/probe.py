@@ -1,7 +1,7 @@
-"""Measures every collective of the language on the real process group, over message sizes, within a time budget.
+"""Measure every collective of the language on the real process group, over message sizes, within a time budget.
 
-All ranks gather all figures before anything is decided, so they take the same sizes, stop at the same time and end
-with the same costs.
+All ranks gather all figures before any decision, so they use the same sizes, stop at the same time and end with the
+same costs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def probe(
     """Measure this process group. Every rank of it calls this and gets the same result.
 
     Args:
-        process_group: of Gloo or NCCL; None: the default one.
+        process_group: a Gloo or NCCL group; None: the default one.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE. With several ranks on
             several machines the groups of a machine and across machines are measured too.
-        largest_bytes: of a message.
-        seconds: for the exchanges; what does not fit is left out, the largest messages first.
-        kernel_seconds: for compute, on all ranks at once; 0: leave it out.
-        device: of the messages; None: the current GPU for NCCL, else the CPU.
-        timeout: of the collectives; None keeps torch's.
+        largest_bytes: largest message.
+        seconds: time for the exchanges; what does not fit is left out, the largest messages first.
+        kernel_seconds: time for compute, on all ranks at once; 0: leave it out.
+        device: device of the messages; None: the current GPU for NCCL, else the CPU.
+        timeout: time-out of the collectives; None keeps torch's.
         on_progress: see ``Progress``; called on every rank.
 
     Raises:
@@ -83,5 +83,5 @@ def probe(
 
 
 def source_of(backend: str, world: int) -> str:
-    """Where figures come from that are measured now, by this rank among so many."""
+    """Describe the source of figures measured now, by this rank among that many."""
     return f"{platform.node()}, {date.today()}, {backend}, torch {torch.__version__}, {world} ranks"

@@ -1,4 +1,4 @@
-"""What a probe does, piece after piece: what is known so far, and what is left of its time."""
+"""The steps of a probe, piece by piece: what is known so far, and how much time is left."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from thinwire.planner.formulas import KINDS
 from thinwire.program.ops import Scope
 
 Progress = Callable[[float, str], None]
-"""Called with the share that is done and what comes next."""
+"""Called with the finished share and what comes next."""
 
-_ALWAYS = 2  # sizes that are measured whatever they cost: without two there is no rate
-_MOST_BYTES = 1 << 30  # that an all-gather may fill
+_ALWAYS = 2  # sizes that are always measured: without two there is no rate
+_MOST_BYTES = 1 << 30  # largest output of an all-gather
 
 
 class ProbeRun:
-    """One probe. Every method, and every piece of what the generators do, is a call of all ranks alike.
+    """One probe. All ranks call every method, and advance every generator, together.
 
     Args:
         wire: times exchanges.
-        seconds: for them; what does not fit is left out, the largest messages first.
-        most: repeats of one measurement.
-        least_share: of the time, for one measurement.
+        seconds: time for the exchanges; what does not fit is left out, the largest messages first.
+        most: largest number of repeats of one measurement.
+        least_share: least share of the time for one measurement.
         on_progress: see ``Progress``.
 
     Attributes:
-        elapsed: seconds in measurements of exchanges so far, of the slowest rank.
-        exchanged: exchanges timed so far.
+        elapsed: seconds spent on measuring exchanges so far, on the slowest rank.
+        exchanged: number of exchanges timed so far.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class ProbeRun:
 
     @property
     def always(self) -> int:
-        """Measurements of exchanges, the first ones, that are made whatever they cost."""
+        """Number of the first exchange measurements, which are always made."""
         return _ALWAYS * len(KINDS) * len(self._wire.scopes)
 
     def exchanges(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Measure every operation in every scope, coarse sizes first; stops after each that was measured."""
+        """Measure every operation in every scope, coarse sizes first; yields after each measurement."""
         wanted = [(kind, scope) for scope in self._wire.scopes for kind in KINDS]
         order = coarse_to_fine(list(sizes))
         for position, size in enumerate(order):
@@ -80,7 +80,7 @@ class ProbeRun:
                     ]
 
     def flow(self) -> None:
-        """Measure one pair of ranks that exchanges alone, with the largest broadcast that was measured."""
+        """Measure one pair of ranks that exchanges alone, with the size of the largest measured broadcast."""
         size, lasted = max(self._known["Broadcast", Scope.WORLD].items())
         times = self._wire.time_flow(size, repeats(lasted, max(1.0, self._seconds - self.elapsed)))
         self._flow = 8 * size / max(statistics.median(of_rank.seconds) for of_rank in times)
@@ -114,9 +114,9 @@ class ProbeRun:
         largest: int | None = None,
         least: int = LEAST_CALLS,
     ) -> Iterator[None]:
-        """Measure compute on all ranks at once, of which the slowest counts; stops after each curve.
+        """Measure compute on all ranks at once, counting the slowest; yields after each curve.
 
-        Arguments as of :func:`~thinwire.measure.kernels.kernel_cases`; ``source``: what the curves say of themselves.
+        Arguments as in :func:`~thinwire.measure.kernels.kernel_cases`; ``source``: the source recorded in the curves.
         """
         self._progress(0.9, "compute")
         for name, points in kernel_cases(
@@ -128,7 +128,7 @@ class ProbeRun:
             yield
 
     def result(self, backend: str, layout: tuple[int, ...], source: str) -> ProbeResult:
-        """What was found so far."""
+        """Return what was found so far."""
         found = tuple(sorted(self._found, key=lambda m: (*m.key, m.bytes)))
         dropped = tuple(sorted(self._dropped))
         return ProbeResult(source, backend, layout, found, dropped, self._flow, dict(self._compute), self.elapsed)

@@ -1,4 +1,4 @@
-"""Profiles a model: when each gradient is complete in backward, and how long each module takes forward."""
+"""Profile a model: when each gradient is complete in backward, and how long each module takes in forward."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def profile_model(
     clock: Clock = time.perf_counter,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelProfile:
-    """Time forward and backward steps of a model; medians over the steps, gradients in the order of arrival.
+    """Time forward and backward of a model; medians over the steps, gradients in order of arrival.
 
-    Gradients, buffers and torch's random numbers are afterwards as they were; no optimizer runs. Frozen parameters are
+    Gradients, buffers and torch's random number state are restored afterwards; no optimizer runs. Frozen parameters are
     left out; those without a gradient come last, with 0 seconds. Other state that the loss changes stays changed.
 
     Args:
-        model: on the device where it trains, in training mode.
-        batches: step -> batch; or an iterable, which starts over at its end.
+        model: on the device on which it trains, in training mode.
+        batches: step -> batch; or an iterable, which restarts at its end.
         loss: (model, batch) -> a scalar.
         steps: timed steps.
         warmup: steps before them.
-        name: of the profile; None: the model's class.
-        batch: what a batch is, for the profile's source.
-        seconds: after which no further step begins, once three are timed; None: no limit.
+        name: name of the profile; None: the model's class.
+        batch: description of a batch, for the profile's source.
+        seconds: time after which no further step begins, once three are timed; None: no limit.
         clock: for tests.
-        on_step: called after each step with their number and all.
+        on_step: called after each step with the number done and the total.
 
     Raises:
-        ValueError: nothing to train, no scalar, or numbers out of range.
+        ValueError: no trainable parameters, a loss that is not a scalar, or numbers out of range.
     """
     if steps < 1 or warmup < 0:
         raise ValueError(f"steps={steps} must be at least 1 and warmup={warmup} not negative")
@@ -131,9 +131,9 @@ class _Record:
             self._modules.setdefault(name, []).append(seconds)
 
     def backward(self, names: list[str]) -> dict[str, float]:
-        """Seconds from one gradient to the next. Medians are taken of arrivals, so the sum is that of a whole pass.
+        """Return the seconds from one gradient to the next: medians of arrivals, so they add up to a whole backward.
 
-        Steps in which some gradients are missing would mix up the order: they count only if there are few others.
+        Steps in which some gradients are missing would disturb the order; they count only if there are few others.
         """
         most = max(map(len, self._arrivals))
         full = [step for step in self._arrivals if len(step) == most]
@@ -150,12 +150,12 @@ class _Record:
         return {**seconds, **{name: 0.0 for name in names if name not in seconds}}
 
     def modules(self) -> dict[str, float]:
-        """Seconds of each module, in forward order."""
+        """Return the seconds of each module, in forward order."""
         return {name: statistics.median(times) for name, times in self._modules.items()}
 
 
 def _element_bytes(parameters: list[nn.Parameter]) -> int:
-    """Of most elements."""
+    """Return the bytes per element of most elements."""
     sizes: Counter[int] = Counter()
     for parameter in parameters:
         sizes[parameter.element_size()] += parameter.numel()

@@ -1,4 +1,4 @@
-"""What a probe found: measured messages in nccl-tests' words, lines, costs, and a verdict."""
+"""The result of a probe: measured messages in the terms of nccl-tests, fitted lines, costs, and a verdict."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Measurement:
         kind: the operation.
         scope: "world", "node" or "cross".
         members: ranks of the group.
-        bytes: of one rank's message, as ``planner.formulas`` counts them.
-        seconds: median over repeats, of the slowest rank.
-        repeats: how often it was timed.
-        cpu_seconds: of the process, of the rank that used most; None where the device does the work.
+        bytes: size of one rank's message, as ``planner.formulas`` counts it.
+        seconds: median over repeats, on the slowest rank.
+        repeats: number of timed repeats.
+        cpu_seconds: CPU time of the process, on the rank that used most; None if the device does the work.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class Measurement:
 
     @property
     def key(self) -> Key:
-        """Its place in ``Costs``."""
+        """Its key in ``Costs``."""
         return self.kind, self.scope, self.members
 
     @property
     def algbw(self) -> float:
-        """Bytes per second as nccl-tests counts them: its size of an all-gather is everybody's message."""
+        """Bytes per second as nccl-tests counts them: the size of an all-gather is the total of all ranks' messages."""
         size = self.bytes * self.members if self.kind == "AllGather" else self.bytes
         return size / max(self.seconds, 1e-12)
 
@@ -59,23 +59,23 @@ class Measurement:
         return self.algbw * _BUS[self.kind] * (self.members - 1) / self.members
 
     def row(self) -> dict[str, Any]:
-        """All figures by name; ``count`` is that of fp32 elements, bandwidths are bytes per second."""
+        """Return all figures by name; ``count`` is that of fp32 elements, bandwidths are bytes per second."""
         return {**asdict(self), "count": self.bytes // 4, "dtype": "float32", "algbw": self.algbw, "busbw": self.busbw}
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe found.
+    """The result of a probe.
 
     Attributes:
         source: host, date, backend, torch version.
         backend: "gloo" or "nccl".
         layout: ranks of each machine.
         measurements: by operation, scope and size.
-        dropped: (operation, scope, members, bytes) of sizes that the time did not suffice for.
-        flow_bits_per_second: of one pair of ranks that exchanges alone; None for a single rank.
+        dropped: (operation, scope, members, bytes) of sizes for which there was no time.
+        flow_bits_per_second: rate of one pair of ranks that exchanges alone; None for a single rank.
         compute: curves of compute, measured on all ranks at once.
-        seconds: the probe's own duration.
+        seconds: duration of the probe.
     """
 
     source: str
@@ -89,7 +89,7 @@ class ProbeResult:
 
     @property
     def series(self) -> dict[Key, list[Measurement]]:
-        """Measurements of one curve, ascending in size; all ranks first, then those of a machine, then across."""
+        """Return the measurements by curve, ascending in size; all ranks first, then those of a machine, then across."""
         found: dict[Key, list[Measurement]] = {}
         for m in sorted(self.measurements, key=lambda m: m.bytes):
             found.setdefault(m.key, []).append(m)
@@ -99,12 +99,12 @@ class ProbeResult:
 
     @property
     def lines(self) -> dict[Key, LinearFit]:
-        """Start-up, seconds per byte and residuals of each curve."""
+        """Return start-up, seconds per byte and residuals of each curve."""
         return {key: fit_line([(m.bytes, m.seconds) for m in row]) for key, row in self.series.items()}
 
     @property
     def costs(self) -> Costs:
-        """What the planner reads: a table for each operation, scope and size of group."""
+        """Return what the planner reads: a table for each operation, scope and group size."""
         exchanges: dict[Key, Curve] = {}
         shares: dict[str, Linear] = {}
         for key, row in self.series.items():
@@ -119,11 +119,11 @@ class ProbeResult:
         return Costs(exchanges, self.compute, shares)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each measurement, as nccl-tests prints them."""
+        """Return one row per measurement, as nccl-tests prints them."""
         return [m.row() for row in self.series.values() for m in row]
 
     def to_json(self) -> str:
-        """Everything, with the costs and the fitted lines, as JSON text."""
+        """Return everything, including costs and fitted lines, as JSON text."""
         lines = [[*key, asdict(line)] for key, line in self.lines.items()]
         data = {
             "source": self.source,
@@ -141,7 +141,7 @@ class ProbeResult:
 
     @classmethod
     def from_json(cls, text: str) -> ProbeResult:
-        """Read back what ``to_json`` wrote; lines and costs follow from the rows.
+        """Read back what ``to_json`` wrote; lines and costs are derived from the rows.
 
         Raises:
             ValueError: the text holds no result.

@@ -1,4 +1,4 @@
-"""Which message is measured next and how often, within a time budget. Pure numbers: all ranks decide alike."""
+"""Which message is measured next and how often, within a time budget. Numbers only: all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_REPEATS = 15
 
 
 def message_sizes(smallest: int = SMALLEST, largest: int = LARGEST) -> list[int]:
-    """Bytes: powers of two times the smallest, and the largest.
+    """Return sizes in bytes: powers of two times the smallest, and the largest.
 
     Raises:
         ValueError: the largest is below twice the smallest, so no line could be fitted.
@@ -26,7 +26,7 @@ def message_sizes(smallest: int = SMALLEST, largest: int = LARGEST) -> list[int]
 
 
 def coarse_to_fine(sizes: list[int]) -> list[int]:
-    """Both ends and a few between first, then what lies between them: a budget that runs out leaves a whole curve."""
+    """Put both ends and a few between first, then the rest: if time runs out, the curve is still covered."""
     order: list[int] = []
     for stride in _STRIDES:
         chosen = [*range(0, len(sizes), stride), *([len(sizes) - 1] if stride == _STRIDES[0] else [])]
@@ -35,7 +35,7 @@ def coarse_to_fine(sizes: list[int]) -> list[int]:
 
 
 def expected_seconds(size: int, measured: Mapping[int, float]) -> float:
-    """At most so long: the next smaller message in proportion, the next larger one as it is. 0 if nothing is known."""
+    """Return an upper estimate: the next smaller message scaled up, or the next larger one as it is; 0 if unknown."""
     above = [known for known in measured if known >= size]
     below = [known for known in measured if known < size]
     bounds = [measured[min(above)]] if above else []
@@ -45,9 +45,9 @@ def expected_seconds(size: int, measured: Mapping[int, float]) -> float:
 
 
 def repeats(first_seconds: float, share_seconds: float) -> int:
-    """How often in all, after a first run of so long: half a second's worth, 3 up to half a second each, 1 if long.
+    """Return the total number of repeats, given the first time: half a second's worth, at least 3, or 1 if it is long.
 
-    Never more than half of the share, so that something is left for the sizes between.
+    Never more than half of the share, so that time is left for the sizes between.
     """
     wanted = min(share_seconds / 2, max(_SLICE_SECONDS, min(3 * first_seconds, 3 * _SLICE_SECONDS)))
     return max(1, min(MOST_REPEATS, int(wanted / max(first_seconds, 1e-6) + 1e-6)))

@@ -1,4 +1,4 @@
-"""Clocks: marks in a device's own time, and the median duration of a call."""
+"""Clocks: marks on a device's own timeline, and the median duration of a call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Clock = Callable[[], float]
 
 
 class Stopwatch:
-    """Marks moments in the order of a device's work: CUDA events there, a clock elsewhere.
+    """Marks moments in the order of a device's work: with CUDA events, or with a clock elsewhere.
 
     Args:
         device: where the work runs.
-        clock: seconds; for devices without events, and for tests.
+        clock: returns seconds; for devices without events, and for tests.
     """
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
@@ -26,7 +26,7 @@ class Stopwatch:
         self._events = device.type == "cuda" and clock is time.perf_counter
 
     def mark(self) -> Any:
-        """This moment; nobody waits for the device."""
+        """Mark this moment without waiting for the device."""
         if not self._events:
             return self._clock()
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
@@ -37,12 +37,12 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds from one mark to another, after ``settle``."""
+        """Return the seconds from one mark to another, after ``settle``."""
         return float(start.elapsed_time(end) / 1e3 if self._events else end - start)
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -56,7 +56,7 @@ def median_seconds(
     most: int = 15,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Median duration of a call after one untimed call, repeated for about that many seconds."""
+    """Return the median duration of a call after one untimed call, repeated for about that many seconds."""
     call()
     settle(device)
     times: list[float] = []

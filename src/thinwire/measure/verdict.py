@@ -1,4 +1,4 @@
-"""What a probe's figures say, in sentences."""
+"""The figures of a probe, summarised in sentences."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from thinwire.planner.costs import Key
 
 _FALLS = 0.7  # of the best bus bandwidth
 _BENT = 0.25  # of a measured time
-_COUNTS = 64 << 10  # bytes: below, being off by a lot is being off by little
+_COUNTS = 64 << 10  # bytes: below this, a large relative error is a small absolute one
 
 
 def verdict(result: ProbeResult) -> list[str]:
-    """The all-reduce in one line; then what is unusual: a kink, a collective far below one flow, sizes left out."""
+    """Describe the all-reduce in one line, then anything unusual: a kink, a slow collective, sizes left out."""
     said: list[str] = []
     series = result.series
     for key, row in series.items():
@@ -44,7 +44,7 @@ def verdict(result: ProbeResult) -> list[str]:
 
 
 def _compute(result: ProbeResult) -> str:
-    """A few figures of the compute curves, each at a size that a bucket of some MiB has."""
+    """Return a few figures of the compute curves, each at the size of a bucket of a few MiB."""
     amounts = {"select": 1e6, "memory": 1e7, "multiply": 1e7, "orthogonalise": 1e6}
     select, memory, multiply, orthogonalise = (result.compute[n](a) for n, a in amounts.items())
     rates = [
@@ -57,13 +57,13 @@ def _compute(result: ProbeResult) -> str:
 
 
 def line_error(result: ProbeResult, key: Key) -> float:
-    """How far the straight line is off the measured seconds, at worst, from 64 KiB on."""
+    """Return the largest relative error of the straight line, from 64 KiB on."""
     pairs = zip(result.series[key], result.lines[key].residuals)
     return max((abs(off) for m, off in pairs if m.bytes >= _COUNTS), default=0.0)
 
 
 def _left_out(result: ProbeResult) -> list[str]:
-    """What the time did not suffice for."""
+    """Describe the sizes for which there was no time."""
     largest = {key: row[-1].bytes for key, row in result.series.items()}
     beyond: dict[int, list[str]] = {}
     between = 0
@@ -88,7 +88,7 @@ def _group(scope: str, members: int) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """Bits per second, for people."""
+    """Format as bits per second."""
     bits = bytes_per_second * 8
     for unit, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
         if bits >= unit:
@@ -97,7 +97,7 @@ def rate(bytes_per_second: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes, for people."""
+    """Format bytes."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"
@@ -105,7 +105,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, for people."""
+    """Format seconds."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"

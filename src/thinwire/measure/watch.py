@@ -1,4 +1,4 @@
-"""Hooks that note when modules run and when gradients are complete, and leave a model as it was."""
+"""Hooks that note when modules run and when gradients are complete, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from thinwire.measure.timing import Stopwatch
 
 
 class Watch:
-    """Notes the marks of one training step; a context that removes its hooks.
+    """Notes the marks of one training step; a context manager that removes its hooks.
 
     Attributes:
         started: mark of the first module that ran; None if none did.
-        arrivals: parameter -> mark of its gradient, the last one if it came in parts.
+        arrivals: parameter -> mark of its gradient, the last one if it arrived in parts.
         calls: (module, True on entry or False on return, mark), in order.
     """
 
@@ -48,16 +48,16 @@ class Watch:
             handle.remove()
 
     def begin(self) -> None:
-        """A step's forward pass comes next."""
+        """Note that a forward pass comes next."""
         self._forward, self.started = True, None
         self.arrivals, self.calls = {}, []
 
     def turn(self) -> None:
-        """Its backward pass comes next; forwards that activation checkpointing repeats there do not count."""
+        """Note that the backward pass comes next; forwards repeated there by activation checkpointing do not count."""
         self._forward = False
 
     def module_seconds(self) -> dict[str, float]:
-        """Seconds of each module, without those of watched modules inside it, in order of first entry."""
+        """Return the seconds of each module, without those of watched modules inside it, in order of first entry."""
         seconds: dict[str, float] = {}
         open_: list[tuple[str, Any, float]] = []  # module, mark of entry, seconds of modules inside
         for name, entry, mark in self.calls:
@@ -91,7 +91,7 @@ class Watch:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, gradients, buffers and torch's random numbers are afterwards as they were."""
+    """Restore gradients, buffers and torch's random number state on exit."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())

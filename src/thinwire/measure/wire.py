@@ -1,4 +1,4 @@
-"""The probe's hands: one timed exchange on a leased lane, and figures of all ranks on all ranks."""
+"""Timed exchanges for the probe on a leased lane, and figures of all ranks on all ranks."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Times:
 
 
 class ExchangeTimer:
-    """Times exchanges. Every method is called by all ranks, in the same order.
+    """Times exchanges. All ranks call every method, in the same order.
 
     Args:
-        lanes: to lease from.
-        topology: of their ranks.
+        lanes: the pool to lease from.
+        topology: topology of its ranks.
         rank: this rank's place in it.
-        device: of the messages.
+        device: device of the messages.
         counts_cpu: whether the process itself moves the bytes (Gloo).
-        purpose: of the lanes that are timed.
-        mesh_only: of the one over all ranks, see ``Lanes.get``.
-        idle_seconds: in which it is found out what the process computes besides.
+        purpose: purpose of the timed lanes.
+        mesh_only: for the lane over all ranks, see ``Lanes.get``.
+        idle_seconds: time in which to find out how much else the process computes.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ExchangeTimer:
         self.device, self.counts_cpu = device, counts_cpu
         self.scopes = tuple(Scope) if topology.two_levels else (Scope.WORLD,)
         self._control: Lane = lanes.get("agreement", Scope.WORLD, 0)
-        for scope in self.scopes:  # also groups of one: torch names groups by how many a rank has, so all need as many
+        for scope in self.scopes:  # also groups of one: torch names groups by their number, so every rank needs as many
             world = scope is Scope.WORLD
             lanes.get(purpose, scope, 0, bidirectional=world, mesh_only=world and mesh_only)
         self._tick = torch.zeros(1, device=device)
@@ -88,7 +88,7 @@ class ExchangeTimer:
         settle(self.device)
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Everybody's figures, in rank order; the same number from each."""
+        """Return the figures of all ranks, in rank order; each rank passes the same number of figures."""
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         everyone = torch.empty(self._control.size * len(values), dtype=torch.float64, device=self.device)
         all_gather_flat(everyone, mine, group=self._control.group)
@@ -96,7 +96,7 @@ class ExchangeTimer:
         return rows
 
     def text(self, mine: str) -> str:
-        """The first rank's text."""
+        """Return the first rank's text."""
         raw = mine.encode()
         length = torch.tensor([len(raw)], device=self.device)
         dist.broadcast(length, self._control.ranks[0], group=self._control.group)
@@ -108,23 +108,23 @@ class ExchangeTimer:
         return bytes(data.tolist()).decode()
 
     def members(self, scope: Scope) -> int:
-        """Size of the largest group of a scope."""
+        """Return the size of the largest group of a scope."""
         return max(self.counts_of_ranks(scope))
 
     def counts_of_ranks(self, scope: Scope) -> list[int]:
-        """Per rank, the size of its group."""
+        """Return the size of its group for each rank."""
         return [len(self._topology.members(scope, r)) for r in range(self._topology.world_size)]
 
     def counts(self, scope: Scope) -> list[int]:
-        """The sizes of groups that exchange anything."""
+        """Return the sizes of groups that exchange anything."""
         return sorted({n for n in self.counts_of_ranks(scope) if n > 1})
 
     def message_bytes(self, size: int, members: int) -> int:
-        """The next size that fp32 elements fill and ``members`` ranks divide."""
+        """Return the next size that consists of whole fp32 elements and is divisible by ``members``."""
         return -(-size // (4 * members)) * 4 * members
 
     def time(self, kind: str, scope: Scope, size: int, count: int) -> list[Times]:
-        """Time an operation so often, in all groups of the scope at once; everybody's times, in rank order."""
+        """Time an operation ``count`` times, in all groups of the scope at once; return all ranks' times, in rank order."""
         if len(self._topology.members(scope, self._rank)) < 2:
             return self._timed(lambda: None, count)
         lane = self._lanes.get(self._purpose, scope, 0)
@@ -132,7 +132,7 @@ class ExchangeTimer:
         return self._timed(lambda: issue(op, lane).wait(), count)
 
     def time_flow(self, size: int, count: int) -> list[Times]:
-        """The same for one message from the first rank to the first of the upper half, alone and in one direction."""
+        """Do the same for one message from the first rank to the first of the upper half, alone and in one direction."""
         lane = self._lanes.get(self._purpose, Scope.WORLD, 0)
         x, to = torch.empty(size // 4, device=self.device).fill_(0.0), lane.size // 2
 
@@ -163,7 +163,7 @@ class ExchangeTimer:
             return AllToAll(x.view(lane.size, -1), scope)
         if kind != "Exchange":
             return _PLAIN[kind](x, scope)
-        # Lower half with upper half: ranks are numbered machine by machine, so these pairs cross the wire.
+        # Lower half with upper half: ranks are numbered machine by machine, so these pairs cross the network.
         half = lane.size // 2
         peer = lane.rank + half if lane.rank < half else lane.rank - half if lane.rank < 2 * half else None
         return Exchange(x, scope, peer)

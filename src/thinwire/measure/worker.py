@@ -21,10 +21,10 @@ _TIMEOUT = timedelta(seconds=120)
 def join_and_probe(
     *, backend: str, largest_bytes: int, seconds: float, on_progress: Progress = lambda done, text: None
 ) -> tuple[int, ProbeResult]:
-    """Join torchrun's ranks, probe, leave. Returns this rank's number and the result.
+    """Join torchrun's ranks, probe, leave. Return this rank's number and the result.
 
     Args:
-        backend: "gloo", "nccl", or "auto": NCCL where each rank of this machine has a GPU of its own.
+        backend: "gloo", "nccl", or "auto": NCCL if each rank of this machine has a GPU of its own.
         largest_bytes: see ``probe``.
         seconds: see ``probe``.
         on_progress: see ``probe``.
@@ -45,7 +45,7 @@ def join_and_probe(
 
 
 def main() -> None:
-    """Probe; the first rank writes the result and tells how far it is."""
+    """Probe; the first rank writes the result and reports progress."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--backend", default="gloo")

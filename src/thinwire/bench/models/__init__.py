@@ -1,4 +1,4 @@
-"""The built-in workloads, one model a file, and the registry of their names.
+"""The built-in workloads, one model per file, and the registry of their names.
 
-What does not live here: text (corpus.py), timing (rounds.py), anything that communicates.
+Text belongs to corpus.py, timing to round_robin.py; nothing here communicates.
 """

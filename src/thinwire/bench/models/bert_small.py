@@ -12,7 +12,7 @@ MASK = 103
 
 
 def build(batch: int = 4, length: int = 64, lr: float = 1e-4) -> Workload:
-    """The workload: 15 % of the characters are hidden and guessed.
+    """Build the workload: 15 % of the characters are masked and predicted.
 
     Raises:
         ValueError: transformers is not installed.

@@ -50,7 +50,7 @@ class CharGPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Logits of the next character, ``(batch, length, 256)``."""
+        """Return the logits of the next character, ``(batch, length, 256)``."""
         x = self.characters(text) + self.positions(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x)
@@ -68,9 +68,9 @@ def build(
     fused: bool = True,
     shares: int = 1,
 ) -> Workload:
-    """The workload; ``batch`` sequences of ``block`` characters per rank and step; AdamW, fused or torch's default.
+    """Build the workload: ``batch`` sequences of ``block`` characters per rank and step; AdamW, fused or default.
 
-    With ``shares`` the training text is cut into as many pieces, and rank r trains on piece r alone: other packages.
+    With ``shares`` the training text is cut into that many pieces, and rank r trains on piece r alone (other packages).
     """
     if shares < 1:
         raise ValueError(f"chargpt: shares={shares} must be at least 1")
@@ -95,7 +95,7 @@ def build(
             model.parameters(),
             lr=lr,
             weight_decay=0.01,
-            fused=fused or None,  # None leaves the form to torch, False forbids one
+            fused=fused or None,  # None leaves the choice to torch, False turns it off
         ),
         describe=f"character GPT, {layers} layers, width {width}, batch {batch} x {block}, text: the standard library"
         + (f" in {shares} shares" if shares > 1 else "")

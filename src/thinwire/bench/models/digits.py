@@ -1,4 +1,4 @@
-"""A small convolutional network on scikit-learn's 1,797 real handwritten digits: trained to its end in a minute."""
+"""A small convolutional network on scikit-learn's 1,797 real handwritten digits: trained to the end in a minute."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from thinwire.bench.models.workload import Workload
 
 HELD_OUT = 360
-SMOOTHING = 0.1  # a floor under the loss, so that ratios of losses mean something once every digit is known
+SMOOTHING = 0.1  # a floor under the loss, so that ratios stay meaningful once every digit is known
 
 
 def network(width: int = 32, hidden: int = 256) -> nn.Module:
-    """Two convolutions and two linear layers, 8 x 8 pixels to 10 classes."""
+    """Return two convolutions and two linear layers, from 8 x 8 pixels to 10 classes."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1), nn.ReLU(),
         nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -22,7 +22,7 @@ def network(width: int = 32, hidden: int = 256) -> nn.Module:
 
 
 def images() -> tuple[Tensor, Tensor]:
-    """All digits in one fixed random order: ``[1797, 1, 8, 8]`` in [0, 1], and labels. The last 360 are held out."""
+    """Return all digits in a fixed random order: ``[1797, 1, 8, 8]`` in [0, 1], and labels; the last 360 held out."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -34,14 +34,14 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 def enlarged(copies: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Enough digits for batches of thousands: training images and labels, then the 360 held-out ones, untouched.
+    """Return enough digits for batches of thousands: training images and labels, then the 360 held-out ones, unchanged.
 
-    Each of 1,437 digits at nine places, up to a pixel apart, ``copies`` times with noise of 0.05: 64,665 in all. What a
-    shift uncovers is blank; rolled round instead, ink of the lowest row comes in at the top, and every accuracy is
-    about a point lower.
+    Each of 1,437 digits at nine positions, up to a pixel apart, ``copies`` times with noise of 0.05: 64,665 in all.
+    Pixels uncovered by a shift are blank; if they wrapped around instead, ink of the lowest row would appear at the
+    top, and all accuracies would be about a point lower.
 
     Args:
-        copies: of each digit at each place.
+        copies: number of copies of each digit at each position.
     """
     pixels, labels = images()
     known = len(labels) - HELD_OUT
@@ -53,7 +53,7 @@ def enlarged(copies: int = 5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def build(width: int = 32, hidden: int = 256, batch: int = 32, lr: float = 0.05) -> Workload:
-    """The workload; random batches, ``batch`` digits per rank and step, shifted by up to one pixel."""
+    """Build the workload: random batches, ``batch`` digits per rank and step, shifted by up to one pixel."""
     pixels, labels = images()
     known = len(labels) - HELD_OUT
 

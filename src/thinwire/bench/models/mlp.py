@@ -1,4 +1,4 @@
-"""A wide perceptron: 100 million parameters and hardly any compute, so that the network is all there is to see."""
+"""A wide perceptron: 100 million parameters and hardly any compute, so that the network dominates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLASSES = 10
 
 
 def build(width: int = 4480, layers: int = 5, batch: int = 8, lr: float = 0.05) -> Workload:
-    """``layers`` square layers and a head. The label of a random vector is the largest of its first ten entries."""
+    """Build ``layers`` square layers and a head. A random vector's label is the index of its largest of ten entries."""
     widths = [width] * (layers + 1)
     if width < CLASSES:
         raise ValueError(f"mlp: width={width} must be at least {CLASSES}")

@@ -1,4 +1,4 @@
-"""Names of models -> workloads. ``module:function`` of the user's own is a name too."""
+"""Names of models -> workloads. A user's ``module:function`` is a name too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = {
 
 
 def check_model(text: str) -> None:
-    """Raise ``ValueError`` for what no model has, or takes; imports the model's file, builds nothing."""
+    """Raise ``ValueError`` for an unknown model or option; imports the model's file, but builds nothing."""
     name, options = split_options(text)
     check_options(f"model {name!r}", _function(name), options, ours=name in FILES)
 
@@ -33,7 +33,7 @@ def check_model(text: str) -> None:
 def build_model(text: str, seed: int = 0) -> Workload:
     """Build ``"chargpt"``, ``"mlp:width=512"`` or ``"my_module:my_function"`` from a seed.
 
-    The user's function returns ``(model, loss)`` with ``loss(model, step, rank) -> Tensor``, or a ``Workload``.
+    A user's function returns ``(model, loss)`` with ``loss(model, step, rank) -> Tensor``, or a ``Workload``.
     """
     import torch
 
@@ -49,7 +49,7 @@ def build_model(text: str, seed: int = 0) -> Workload:
 
 
 def loss_of(workload: Workload, rank: int) -> Callable[[nn.Module, int], Any]:
-    """(model, step) -> loss, of ``rank``'s batches; what a user's own raises is told in one sentence."""
+    """Return (model, step) -> loss on ``rank``'s batches; errors in user code are reported in one sentence."""
 
     def loss(model: nn.Module, step: int) -> Any:
         with told(f"the loss of {workload.name!r}"):

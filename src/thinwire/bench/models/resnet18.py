@@ -1,4 +1,4 @@
-"""ResNet-18 for 32 x 32 images (3 x 3 stem, no pooling after it), on synthetic images."""
+"""ResNet-18 for 32 x 32 images (3 x 3 stem without pooling), on synthetic images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
-    """The network, 11.17 million parameters with 10 classes."""
+    """Return the network, 11.17 million parameters with 10 classes."""
     blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     inputs = width
     for stage in range(4):
@@ -39,7 +39,7 @@ def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
 
 
 def build(classes: int = 10, batch: int = 8, width: int = 64, lr: float = 0.005) -> Workload:
-    """The workload: an image is its class's pattern under noise."""
+    """Build the workload: an image is the pattern of its class plus noise."""
     if classes < 2:
         raise ValueError(f"resnet18: classes={classes} must be at least 2")
     patterns = torch.randn(classes, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""A student learns a two-layer teacher from inputs whose scales span two decades: where first order is slow.
+"""A student learns a two-layer teacher from inputs whose scales span two decades: slow for first-order methods.
 
 x = Q diag(s) z with z Gaussian in R^32, s from 1 down to 0.01 and Q a rotation; the teacher undoes the scales, so that
 all directions matter alike: y = W2 relu(W1 x) with W1 = N(0, 2/32) diag(1/s) Q', 48 x 32, and W2 = N(0, 2/48), 10 x 48.
@@ -16,7 +16,7 @@ SAMPLES, INPUTS, HIDDEN, OUTPUTS = 2048, 32, 48, 10
 
 
 def data(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """All samples: x ``[2048, 32]`` and y ``[2048, 10]``."""
+    """Return all samples: x ``[2048, 32]`` and y ``[2048, 10]``."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -31,7 +31,7 @@ def data(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def student(seed: int = 0) -> nn.Module:
-    """32-48-10 with a ReLU; weights as the teacher's without the scales, biases zero."""
+    """Return a 32-48-10 network with a ReLU; weights like the teacher's without the scales, biases zero."""
     draw = torch.Generator().manual_seed(1000 + seed)
     layers = [nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, OUTPUTS)]
     with torch.no_grad():
@@ -42,12 +42,12 @@ def student(seed: int = 0) -> nn.Module:
 
 
 def half_squares(out: Tensor, y: Tensor) -> Tensor:
-    """Half the squared error, summed over outputs, mean over samples."""
+    """Return half the squared error, summed over outputs, mean over samples."""
     return 0.5 * (out - y).square().sum() / len(y)
 
 
 def build(batch: int = 256, ranks: int = 1, lr: float = 0.1, seed: int = 0) -> Workload:
-    """The workload: ``batch`` samples per step, split over ``ranks``."""
+    """Build the workload: ``batch`` samples per step, split over ``ranks``."""
     if ranks < 1 or batch < ranks or batch % ranks or SAMPLES % batch:
         raise ValueError(f"teacher: batch={batch} must divide {SAMPLES} and be a multiple of ranks={ranks}")
     x, y = data(seed)

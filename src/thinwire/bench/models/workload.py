@@ -1,4 +1,4 @@
-"""A workload: a model, the loss of one rank's batch at one step, an optimizer. What a row trains."""
+"""A workload: a model, the loss of one rank's batch at one step, and an optimizer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Loss = Callable[[nn.Module, int, int], Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
+    """A training task.
 
     Attributes:
         name: the model's name as the user wrote it.
         model: the module, freshly initialised.
         loss: ``loss(model, step, rank)``: the loss of that rank's batch; the same arguments give the same batch. The
             model passed in may be a wrapper (DDP), so only calling it is allowed.
-        optimizer: makes the optimizer of a module.
-        describe: one line for people.
+        optimizer: creates the optimizer of a module.
+        describe: one-line description.
         evaluate: ``evaluate(model, 0, rank)``: loss on held-out data of that rank, or None.
     """
 

@@ -1,6 +1,6 @@
-"""A machine's facts, as a bug report needs them, and what is wrong with its network set-up, in plain words.
+"""A machine's facts, as a bug report needs them, and problems of its network set-up, in plain words.
 
-What does not live here: measurements of the network (``measure/probe.py``), printing (cli/).
+Measurements of the network belong to ``measure/probe.py``, printing to cli/.
 """
 
 from thinwire.measure.doctor.collect_facts import collect_facts

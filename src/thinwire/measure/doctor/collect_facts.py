@@ -1,4 +1,4 @@
-"""Gathers the facts of this machine; judges nothing."""
+"""Collect the facts of this machine, without judging them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TOOLS = ("dev", "docs")
 
 
 def collect_facts(lab: str = "loopback", lab_reason: str = "", lab_congestion_control: str | None = None) -> Facts:
-    """Look around.
+    """Collect the facts of this machine.
 
     Args:
-        lab: by which right the lab emulates links; this layer cannot ask it.
-        lab_reason: why not by a better one.
-        lab_congestion_control: what TCP has on those links.
+        lab: with which rights the lab emulates links; this layer cannot ask it.
+        lab_reason: why no better rights are available.
+        lab_congestion_control: TCP's congestion control on those links.
     """
     from thinwire import __version__
 
@@ -75,7 +75,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _installed() -> tuple[dict[str, str], list[str]]:
-    """Versions of what thinwire needs and of what its extras need, and the extras of which nothing is missing."""
+    """Return versions of what thinwire and its extras need, and the extras of which nothing is missing."""
     versions = {name: found for name in ("numpy", "typer", "rich") if (found := _version(name))}
     needs: dict[str, list[str]] = {}
     for package, extra in _optional(_requirements()):
@@ -90,12 +90,12 @@ def _installed() -> tuple[dict[str, str], list[str]]:
 def _requirements() -> list[str]:
     try:
         return metadata.requires("thinwire") or []
-    except metadata.PackageNotFoundError:  # run from a source tree that was not installed
+    except metadata.PackageNotFoundError:  # run from a source tree without installation
         return []
 
 
 def _optional(requirements: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """(package, extra) of each requirement that belongs to an extra."""
+    """Yield (package, extra) for each requirement that belongs to an extra."""
     for line in requirements:
         if found := _REQUIREMENT.match(line):
             yield found[1], found[2]
@@ -109,7 +109,7 @@ def _version(name: str) -> str | None:
 
 
 def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Cores that the control group grants, in its second or first version."""
+    """Return the cores that the control group grants, version 2 or version 1."""
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             words = " ".join((folder / name).read_text() for name in files).split()

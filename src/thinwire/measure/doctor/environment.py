@@ -1,4 +1,4 @@
-"""Whether torch, the limits of this process and the lab are as training needs them."""
+"""Whether torch, the limits of this process and the lab are suitable for training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from thinwire.measure.doctor.findings import ERROR, NOTE, WARNING, Finding, Sett
 
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 9)
 _FILES = 1024
-_SHARED = 256 << 20  # bytes; containers are given 64 MiB
+_SHARED = 256 << 20  # bytes; containers get 64 MiB by default
 
 
 def environment(setting: Setting) -> Iterator[Finding]:
-    """All findings of this file."""
+    """Yield all findings of this file."""
     facts = setting.facts
     for name, have, oldest in (("Python", facts.python, OLDEST_PYTHON), ("torch", facts.torch, OLDEST_TORCH)):
         if _version(have) < oldest:

@@ -1,4 +1,4 @@
-"""What is known of a machine, as plain data: gathered here, read back from a report, or written by a test."""
+"""What is known of a machine, as plain data: collected here, read back from a report, or written by a test."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Interface:
 
     Attributes:
         name: as in ``ip link``.
-        up: it is switched on and has a carrier.
+        up: whether it is switched on and has a carrier.
         kind: "loopback", "ethernet", "wireless", "bridge", "virtual" or "tunnel".
         addresses: IPv4 first, each group in the kernel's order.
-        mbits: megabits per second that the driver reports; None: it does not say (most virtual ones).
-        mtu: bytes of the largest packet.
-        packets, errors, drops: since it was made, both directions together.
+        mbits: megabits per second that the driver reports; None: it reports none (most virtual ones).
+        mtu: largest packet in bytes.
+        packets, errors, drops: since the interface was created, both directions together.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Interface:
 
 @dataclass(frozen=True)
 class Name:
-    """What a host name leads to.
+    """The result of looking up a host name.
 
     Attributes:
         name: the name.
-        addresses: that the resolver gives, in its order.
-        bound: those among them that a socket of this machine can be bound to.
-        seconds: that the look-up took.
-        error: the resolver's words, if it has none.
+        addresses: addresses that the resolver returns, in its order.
+        bound: those to which a socket of this machine can be bound.
+        seconds: duration of the look-up.
+        error: the resolver's message, if it failed.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Facts:
         thinwire, python, torch: versions. platform: operating system and kernel.
         packages: version of each optional package that is installed. extras: the extras that are complete.
         backends: of torch.distributed. gpus: their names, as torch sees them.
-        gpu_driver: a GPU's driver is loaded, whether torch uses it or not.
+        gpu_driver: whether a GPU driver is loaded, even if torch does not use it.
         cores: that this process may use. quota: cores that its control group grants; None: no limit.
         threads: of torch, in this process. memory_bytes: of the machine.
         interfaces: all of them. default_route: the interface that leads elsewhere.
@@ -69,8 +69,8 @@ class Facts:
         tcp: settings of the kernel. segments, retransmitted: TCP segments sent since the start, and those sent again.
         open_files: how many this process may have open, soft and hard limit; None: unknown.
         shm_bytes: size of /dev/shm; None: there is none.
-        lab: by which right the lab emulates links: "root", "user" or "loopback" (it cannot). lab_reason: why not.
-        lab_congestion_control: what TCP has on those links; None: unknown, or there are none.
+        lab: with which rights the lab emulates links: "root", "user" or "loopback" (it cannot). lab_reason: why not.
+        lab_congestion_control: TCP's congestion control on those links; None: unknown, or there are no links.
     """
 
     thinwire: str
@@ -102,7 +102,7 @@ class Facts:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Facts:
-        """From ``asdict``, or from what ``thinwire doctor --json`` printed; what is unknown here is left out.
+        """Build facts from ``asdict`` or the output of ``thinwire doctor --json``; unknown fields are ignored.
 
         Raises:
             ValueError: it holds no facts.
@@ -119,16 +119,16 @@ class Facts:
         return facts
 
     def interface(self, name: str | None) -> Interface | None:
-        """The interface of that name."""
+        """Return the interface with that name."""
         return next((one for one in self.interfaces if one.name == name), None)
 
     def interface_of(self, address: str) -> Interface | None:
-        """The interface that has an address; all of 127.0.0.0/8 is the loopback's."""
+        """Return the interface that has an address; all of 127.0.0.0/8 belongs to the loopback."""
         if address.startswith("127."):
             return next((one for one in self.interfaces if one.kind == "loopback"), None)
         return next((one for one in self.interfaces if address in one.addresses), None)
 
 
 def _made(kind: type[Any], data: Mapping[str, Any]) -> Any:
-    """A dataclass from plain data: lists become tuples."""
+    """Build a dataclass from plain data: lists become tuples."""
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})

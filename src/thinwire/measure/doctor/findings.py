@@ -1,4 +1,4 @@
-"""A finding: what is wrong in one sentence, and what to do about it."""
+"""A finding: one sentence on what is wrong, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from thinwire.measure.doctor.facts import Facts, Interface
 from thinwire.measure.doctor.sockets import Choice
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
-"""Training cannot start or cannot work; it works worse than it could, or will not on several machines; good to know."""
+"""Training cannot start or work; it works worse than it could, or fails on several machines; good to know."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Finding:
 
     Attributes:
         level: "error": it prevents training; "warning"; "note".
-        code: its name, under which docs/doctor.md lists it.
+        code: its name in docs/doctor.md.
         what: one sentence.
         remedy: what to do.
     """
@@ -30,9 +30,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the checks go by: the facts, what the backends will use, and over how many machines.
+    """The input of the checks: the facts, what the backends will use, and the number of machines.
 
-    ``nodes``: machines of the job; None: not known, so that what fails on several is a warning.
+    ``nodes``: machines of the job; None: unknown, so that problems on several machines are only warnings.
     """
 
     facts: Facts
@@ -47,15 +47,15 @@ class Setting:
 
     @property
     def choices(self) -> list[Choice]:
-        """Of the backends that this machine can use."""
+        """Choices of the backends that this machine can use."""
         return [choice for choice in (self.gloo, self.nccl) if choice is not None]
 
     @property
     def interface(self) -> Interface | None:
-        """The one that carries the gradients: NCCL's where there are GPUs for it, else Gloo's."""
+        """The interface that carries the gradients: NCCL's if there are GPUs for it, else Gloo's."""
         names = (self.nccl or self.gloo).interfaces
         return self.facts.interface(names[0]) if names else None
 
     def on_several(self) -> str:
-        """The level of what fails on several machines alone."""
+        """Level of findings that matter only on several machines."""
         return ERROR if self.several else WARNING

@@ -1,4 +1,4 @@
-"""From facts to findings: pure, so that any machine can be judged anywhere."""
+"""From facts to findings: a pure function, so that any machine can be judged anywhere."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ORDER = (ERROR, WARNING, NOTE)
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the facts say.
+    """The conclusions from the facts.
 
     Attributes:
-        nodes: machines of the job, as asked for or as torchrun's variables say; None: not known.
-        gloo, nccl: what the backends will use; ``nccl`` None: there is no GPU for it.
+        nodes: machines of the job, as given or as in torchrun's variables; None: unknown.
+        gloo, nccl: what the backends will use; ``nccl`` is None if there is no GPU for it.
         findings: the worst first.
     """
 
@@ -32,16 +32,16 @@ class Diagnosis:
 
     @property
     def prevents_training(self) -> bool:
-        """Whether some finding does."""
+        """Whether some finding prevents training."""
         return any(finding.level == ERROR for finding in self.findings)
 
 
 def judge(facts: Facts, nodes: int | None = None) -> Diagnosis:
-    """Say what is wrong.
+    """Return the findings for a machine.
 
     Args:
-        facts: of the machine.
-        nodes: machines that the job shall run on; None: what torchrun's variables say, if they are set.
+        facts: facts of the machine.
+        nodes: machines of the job; None: as in torchrun's variables, if they are set.
 
     Returns:
         What Gloo and NCCL will use, and the findings.

@@ -1,4 +1,4 @@
-"""Whether the variables of torchrun fit together."""
+"""Whether torchrun's variables are consistent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REMEDY = "Start with torchrun, which sets them all, or unset what is left of an
 
 
 def nodes_of(facts: Facts) -> int | None:
-    """Over how many machines torchrun's variables spread the job, at least; None: they do not say."""
+    """Return the least number of machines that torchrun's variables imply; None if they do not say."""
     world, local = (_number(facts, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if world is None or local is None or local < 1:
         return None
@@ -21,7 +21,7 @@ def nodes_of(facts: Facts) -> int | None:
 
 
 def launch(setting: Setting) -> Iterator[Finding]:
-    """All findings of this file."""
+    """Yield all findings of this file."""
     facts = setting.facts
     there = [name for name in _NEEDED if name in facts.environment]
     missing = [name for name in _NEEDED if name not in facts.environment]

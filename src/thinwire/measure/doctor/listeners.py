@@ -1,4 +1,4 @@
-"""What of this package listens while it runs: the doctor prints it, and the page on security shows the same."""
+"""The ports that this package opens while it runs: printed by the doctor and shown on the security page."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class OpenPort:
     """A kind of port.
 
     Attributes:
-        what: opens it.
-        address: it listens at.
-        lasts: for how long.
-        admits: who may come in.
-        encrypted: how.
+        what: what opens it.
+        address: address at which it listens.
+        lasts: how long it stays open.
+        admits: who may connect.
+        encrypted: how it is encrypted.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""Gathers what the machine's network looks like: interfaces, routes, names, TCP's settings."""
+"""Collect the machine's network set-up: interfaces, routes, names, TCP settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SETTINGS = (
 
 
 class _IfAddrs(ctypes.Structure):
-    """``struct ifaddrs`` of getifaddrs(3), as far as it is needed; equal on Linux and macOS."""
+    """``struct ifaddrs`` of getifaddrs(3), as far as needed; the same on Linux and macOS."""
 
 
 _IfAddrs._fields_ = [
@@ -37,7 +37,7 @@ _IfAddrs._fields_ = [
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """All interfaces with their addresses, in the order in which Gloo and NCCL see them."""
+    """Return all interfaces with their addresses, in the order in which Gloo and NCCL see them."""
     flags: dict[str, int] = {}
     addresses: dict[str, list[str]] = {}
     for name, bits, address in _listed():
@@ -49,7 +49,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def _listed() -> list[tuple[str, int, str | None]]:
-    """(interface, flags, address) of each entry; one without an address stands for the interface itself."""
+    """Return (interface, flags, address) of each entry; an entry without address stands for the interface itself."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "getifaddrs"):
         return [(name, _UP | _RUNNING, None) for _, name in socket.if_nameindex()]
@@ -67,7 +67,7 @@ def _listed() -> list[tuple[str, int, str | None]]:
 
 
 def _address(at: int | None) -> str | None:
-    """The text of a ``struct sockaddr``; None: it is neither IPv4 nor IPv6."""
+    """Return the text of a ``struct sockaddr``; None if it is neither IPv4 nor IPv6."""
     if not at:
         return None
     start = ctypes.string_at(at, 2)
@@ -101,7 +101,7 @@ def _interface(name: str, flags: int, addresses: tuple[str, ...]) -> Interface:
 
 
 def _kind(folder: Path) -> str:
-    """By what sysfs has for it."""
+    """Determine the kind from sysfs."""
     if (folder / "wireless").exists():
         return "wireless"
     if (folder / "bridge").exists():
@@ -114,8 +114,7 @@ def _kind(folder: Path) -> str:
 
 
 def default_route() -> str | None:
-    """The interface that leads to the rest of the world: of IPv4, else of IPv6; None: there is none, or it is "
-    "unknown."""
+    """Return the interface of the default route: of IPv4, else of IPv6; None if there is none or it is unknown."""
     for line in _text(Path("/proc/net/route")).splitlines()[1:]:
         fields = line.split()
         if len(fields) > 7 and fields[1] == fields[7] == "00000000":
@@ -128,7 +127,7 @@ def default_route() -> str | None:
 
 
 def look_up(name: str) -> Name:
-    """What a name leads to, as Gloo asks; gives up after some seconds."""
+    """Look up a name as Gloo does; gives up after some seconds."""
     began = time.perf_counter()
     answer: list[Name] = []
     thread = threading.Thread(target=lambda: answer.append(_resolved(name)), daemon=True)
@@ -161,13 +160,13 @@ def _binds(family: int, kind: int, protocol: int, address: tuple[object, ...]) -
 
 
 def tcp_settings() -> dict[str, str]:
-    """The kernel's settings that bear on long transfers; empty where there is no /proc."""
+    """Return the kernel settings that matter for long transfers; empty if there is no /proc."""
     found = {path.rpartition("/")[2]: " ".join(_text(_SYSCTL / path).split()) for path in _SETTINGS}
     return {name: value for name, value in found.items() if value}
 
 
 def tcp_segments() -> tuple[int, int]:
-    """Segments sent since the start of the machine, and those sent again."""
+    """Return the segments sent since the machine started, and those sent again."""
     rows = [line.split()[1:] for line in _text(Path("/proc/net/snmp")).splitlines() if line.startswith("Tcp:")]
     if len(rows) != 2:
         return 0, 0

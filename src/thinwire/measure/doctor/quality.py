@@ -1,4 +1,4 @@
-"""Whether the interface in use is as good as it could be: losses, rates, packet sizes, TCP's buffers."""
+"""Whether the interface in use is as good as it could be: losses, rate, packet size, TCP buffers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from thinwire.measure.doctor.findings import NOTE, WARNING, Finding, Setting
 
-_BROKEN, _DROPPED = 1e-3, 1e-2  # of the packets; the kernel also counts those as dropped that nobody wanted
+_BROKEN, _DROPPED = 1e-3, 1e-2  # of the packets; the kernel also counts unwanted packets as dropped
 _AGAIN = 1e-2  # of the segments
-_COUNTED = 10_000  # packets: below, a share says nothing
+_COUNTED = 10_000  # packets: with fewer, a share means nothing
 _BUFFER = 4 << 20  # bytes: fills 1 Gbit/s over 32 ms, 10 Gbit/s over 3 ms
 
 
 def quality(setting: Setting) -> Iterator[Finding]:
-    """All findings of this file."""
+    """Yield all findings of this file."""
     facts, one = setting.facts, setting.interface
     if one is not None and one.kind != "loopback":
         if one.packets >= _COUNTED and (one.errors > _BROKEN * one.packets or one.drops > _DROPPED * one.packets):
@@ -71,6 +71,6 @@ def quality(setting: Setting) -> Iterator[Finding]:
 
 
 def _largest(triple: str) -> int:
-    """The last number of such a setting."""
+    """Return the last number of such a setting."""
     last = (triple.split() or [""])[-1]
     return int(last) if last.isdecimal() else 0

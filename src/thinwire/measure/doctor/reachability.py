@@ -1,4 +1,4 @@
-"""Whether other machines can reach what the backends listen on: names, addresses, the choice of the interface."""
+"""Whether other machines can reach the backends: names, addresses, the choice of the interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "flannel")
 
 
 def reachability(setting: Setting) -> Iterator[Finding]:
-    """All findings of this file."""
+    """Yield all findings of this file."""
     yield from _cannot_start(setting)
     yield from _loopback(setting)
     yield from _wrong_interface(setting)
@@ -79,7 +79,7 @@ def _loopback(setting: Setting) -> Iterator[Finding]:
 
 
 def _wrong_interface(setting: Setting) -> Iterator[Finding]:
-    """It can be reached, but hardly is the right one."""
+    """Report an interface that can be reached but is probably the wrong one."""
     one, facts = setting.interface, setting.facts
     if one is None or one.kind == "loopback":
         return
@@ -108,7 +108,7 @@ def _wrong_interface(setting: Setting) -> Iterator[Finding]:
         others
         and variable not in facts.environment
         and facts.default_route not in (None, one.name)
-        and not one.name.startswith("ib")  # InfiniBand is for this, and leads nowhere else
+        and not one.name.startswith("ib")  # InfiniBand is meant for this, and has no default route
     ):
         yield Finding(
             NOTE,
@@ -181,7 +181,7 @@ def _differences(setting: Setting) -> Iterator[Finding]:
 
 
 def _others(setting: Setting) -> list[str]:
-    """Interfaces that could lead to other machines: up, with an address; the default route's first, Ethernet next."""
+    """Return interfaces that could reach other machines: up, with an address; default route first, Ethernet next."""
     facts = setting.facts
     usable = [one for one in facts.interfaces if one.up and one.addresses and one.kind != "loopback"]
     kinds = ("ethernet", "wireless", "tunnel", "virtual", "bridge")

@@ -1,11 +1,11 @@
-"""Which interface Gloo and NCCL will use on a machine, and why: their rules, as functions of its facts.
+"""Which interface Gloo and NCCL will use on a machine, and why: their rules as functions of its facts.
 
-Gloo (torch's ``ProcessGroupGloo``): ``GLOO_SOCKET_IFNAME`` names interfaces, of each the first address counts; else the
-first address of the host's own name that a socket can be bound to; else 127.0.0.1.
+Gloo (torch's ``ProcessGroupGloo``): ``GLOO_SOCKET_IFNAME`` names interfaces, and the first address of each is used;
+otherwise the first address of the host's own name to which a socket can be bound; otherwise 127.0.0.1.
 
-NCCL (``src/misc/socket.cc``): ``NCCL_SOCKET_IFNAME`` lists prefixes, after ``^`` such as are not wanted, after ``=``
-whole names; else what begins with ``ib``; else what begins with none of ``docker``, ``lo``, ``virbr``; else those, in
-this order.
+NCCL (``src/misc/socket.cc``): ``NCCL_SOCKET_IFNAME`` lists prefixes; after ``^`` those to exclude, after ``=`` whole
+names. Otherwise names that begin with ``ib``; otherwise those that begin with none of ``docker``, ``lo``, ``virbr``;
+otherwise those, in this order.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Choice:
 
     Attributes:
         backend: "gloo" or "nccl".
-        interfaces: names; empty: none, and ``problem`` says why.
-        address: that it listens on, of the first interface.
-        why: the rule that led there.
+        interfaces: names; empty if there is none, and ``problem`` says why.
+        address: address of the first interface, on which it listens.
+        why: the rule that led to it.
         problem: why it cannot start.
     """
 
@@ -43,17 +43,17 @@ class Choice:
 
     @property
     def loopback(self) -> bool:
-        """Whether no other machine can reach it."""
+        """Whether other machines cannot reach it."""
         return is_loopback(self.address)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads back to the machine itself."""
+    """Return whether an address leads back to the machine itself."""
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def gloo_choice(facts: Facts) -> Choice:
-    """Where Gloo will listen."""
+    """Return where Gloo will listen."""
     named = facts.environment.get("GLOO_SOCKET_IFNAME", "")
     if named:
         return _named(facts, named)
@@ -68,7 +68,7 @@ def gloo_choice(facts: Facts) -> Choice:
 
 
 def _named(facts: Facts, named: str) -> Choice:
-    """By ``GLOO_SOCKET_IFNAME``."""
+    """Choose by ``GLOO_SOCKET_IFNAME``."""
     why = f"GLOO_SOCKET_IFNAME={named}"
     names = tuple(named.split(","))
     found = [facts.interface(name) for name in names]
@@ -82,7 +82,7 @@ def _named(facts: Facts, named: str) -> Choice:
 
 
 def nccl_choice(facts: Facts) -> Choice:
-    """Where NCCL's sockets will listen (GPU to GPU it may take InfiniBand or shared memory)."""
+    """Return where NCCL's sockets will listen (between GPUs it may use InfiniBand or shared memory)."""
     usable = [one for one in facts.interfaces if one.up and _addresses(facts, one)]
     named = facts.environment.get("NCCL_SOCKET_IFNAME", "")
     if len(named) > 1:
@@ -107,14 +107,14 @@ def _chosen(facts: Facts, found: Sequence[Interface], why: str) -> Choice:
 
 
 def _addresses(facts: Facts, one: Interface) -> list[str]:
-    """Those that NCCL may use, by ``NCCL_SOCKET_FAMILY``."""
+    """Return the addresses that NCCL may use, by ``NCCL_SOCKET_FAMILY``."""
     family = facts.environment.get("NCCL_SOCKET_FAMILY")
     wanted = {"AF_INET": (False,), "AF_INET6": (True,)}.get(family or "", (False, True))
     return [a for a in one.addresses if (":" in a) in wanted and a != "::1"]
 
 
 def _matching(interfaces: Sequence[Interface], listed: str) -> list[Interface]:
-    """The interfaces that a list in NCCL's words means."""
+    """Return the interfaces that a list in NCCL's syntax selects."""
     unwanted, exact = listed.startswith("^"), listed.lstrip("^").startswith("=")
     words = [word.split(":")[0] for word in listed.lstrip("^").lstrip("=").split(",") if word]
 
