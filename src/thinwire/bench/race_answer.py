@@ -149,7 +149,7 @@ def curves(found: RaceResult) -> dict[str, list[Point]]:
 
 
 def race_data(asked: RaceSpec, found: RaceResult) -> dict[str, Any]:
-    """Return the file's content: the result, and what report (``bench``, ``curves``), plan and ``attach`` (``rows``) use."""
+    """Return the file's content: the result, and what report (``bench``, ``curves``) and plan (``rows``) read of it."""
     measured = found.measured
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, rounds=measured.turns,
                      ranks_per_node=asked.ranks_per_node, link=asked.link, link_bits=asked.link_bits)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line: one thin file per verb, and the application that turns our errors into one sentence.
+"""The command line: one thin file per verb, and the application that turns errors into one sentence.
 
-What does not live here: anything a verb does; verbs call other packages and print.
+What a verb does belongs to other packages; verbs call them and print.
 """

@@ -1,4 +1,4 @@
-"""What verbs print with: a bar on stderr, plain tables; and whether a path that they were given can be written."""
+"""Output of the verbs: a progress bar on stderr, plain tables; and checks that given paths can be written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-EVERY_SECONDS = 15.0  # of lines where there is no bar
+EVERY_SECONDS = 15.0  # between two lines if there is no bar
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Bar:
         if self.shown.disable and time.monotonic() - self.told > EVERY_SECONDS:
             task, self.told = self.shown.tasks[0], time.monotonic()
             of = "" if task.total is None else f" of {task.total:.0f}"
-            counts = f"  {task.completed:.0f}{of}" if of or task.completed else ""  # some only say what goes on
+            counts = f"  {task.completed:.0f}{of}" if of or task.completed else ""  # some only say what is happening
             self.shown.console.print(f"{task.description}{counts}", markup=False, highlight=False)
 
     @property

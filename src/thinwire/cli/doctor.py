@@ -146,7 +146,7 @@ def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
     }
     table = Table("what", "found", show_header=False)
     for name, value in rows.items():
-        table.add_row(name, Text(value))  # whatever brackets are in it
+        table.add_row(name, Text(value))  # brackets are not markup
     return table
 
 
@@ -158,7 +158,7 @@ def _listeners() -> Table:
 
     table = Table()
     for name in ("what listens, while it runs", "at", "who may come in", "encrypted"):
-        table.add_column(name, overflow="fold")  # variables are long words, and are typed as they stand here
+        table.add_column(name, overflow="fold")  # variable names are long, and users copy them
     for one in LISTENERS:
         table.add_row(one.what, one.address, one.admits, one.encrypted)
     return table

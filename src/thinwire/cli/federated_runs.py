@@ -1,4 +1,4 @@
-"""What ``thinwire federated run`` runs: a federation for each algorithm that was named, one after another."""
+"""The runs of ``thinwire federated run``: one federation per named algorithm, one after another."""
 
 from __future__ import annotations
 

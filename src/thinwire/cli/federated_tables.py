@@ -1,4 +1,4 @@
-"""The tables of ``thinwire federated``: a line for each round, a line for each schedule."""
+"""The tables of ``thinwire federated``: one line per round, or one line per schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 25
 _CONSTANT = ("lr_decay", 1.0)
-"""A rate that stays."""
+"""A constant learning rate."""
 
 
 def in_force(algorithm: Any) -> str:

@@ -1,4 +1,4 @@
-"""What ``thinwire plan`` tells those who stay with DDP: the sizes of its buckets."""
+"""The advice of ``thinwire plan`` for users who stay with DDP: the sizes of its buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``thinwire plan`` was asked: words and files become a profile, a cluster, prices and candidates."""
+"""The question of ``thinwire plan``: options and files become a profile, a cluster, prices and candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``thinwire plan`` prints."""
+"""The output of ``thinwire plan``."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _join(backend: str, max_bytes: int, seconds: float) -> tuple[int, ProbeResul
                 seconds=seconds,
                 on_progress=lambda done, text: status.update(f"{done:4.0%} {text}"),
             )
-        except RuntimeError as error:  # torch's words about ranks that do not answer
+        except RuntimeError as error:  # torch's message about ranks that do not answer
             raise RunFailed(f"the ranks could not be probed: {str(error).splitlines()[0]}") from error
 
 

@@ -1,4 +1,4 @@
-"""``thinwire ps simulate``: a setting in virtual time, next to what it has to beat."""
+"""``thinwire ps simulate``: a setting in virtual time, next to its alternatives."""
 
 from __future__ import annotations
 

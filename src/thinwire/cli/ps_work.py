@@ -1,4 +1,4 @@
-"""What the verbs of ``thinwire ps`` do in one process: serve, keep a shard, lead a node, work, replay."""
+"""The verbs of ``thinwire ps`` within one process: serve, keep a shard, lead a node, work, replay."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def run_node(
         number = zlib.crc32(socket.gethostname().encode()) & 0xFFFF
     split_address(server)
     secret = read_secret_file(secret_file)
-    find_trust(secret, keys)  # refuses what it cannot use before a word is said
+    find_trust(secret, keys)  # refuses unusable secrets or keys before any output
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if secret_file is not None:
         environment[VARIABLE] = str(secret_file.absolute())

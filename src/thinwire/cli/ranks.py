@@ -1,4 +1,4 @@
-"""Ranks of verbs: those that torchrun has started, and those of the lab, under a bar that follows them."""
+"""Ranks of verbs: those started by torchrun and those of the lab, with a progress bar that follows them."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def edge(
     if leaves:
         typer.echo(leaves, err=True)
     with _steps(f"the edge's half of {facts['class']}") as on_step, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "front_on='cloud'")  # said just now
+        warnings.filterwarnings("ignore", "front_on='cloud'")  # already reported
         report = split_finetune(
             None, half, task, role="edge", recipe=recipe, address=address, tls=trust, insecure=insecure, name=name,
             checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, reconnect_seconds=reconnect,
@@ -297,7 +297,7 @@ def _finish(report: SplitReport, facts: dict[str, Any], out: Path | None, json: 
     seen = f"{report.steps} steps in {report.seconds:.1f} s"
     if report.steps:
         seen += f", {report.training.wire / report.steps / 1e3:.1f} kB per step through the socket"
-        seen += ", evaluation included" if report.score is None else ""  # the cloud's ledger does not tell them apart
+        seen += ", evaluation included" if report.score is None else ""  # the cloud's counters do not separate them
     typer.echo(seen)
     if report.score is not None:
         typer.echo(f"score on the held-out samples: {report.score:.4f}")

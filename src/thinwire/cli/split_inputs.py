@@ -1,4 +1,4 @@
-"""What the verbs of ``thinwire split`` read from the command line: a model, a task, a plan, a link, an address."""
+"""Command-line inputs of ``thinwire split``: a model, a task, a plan, a link, an address."""
 
 from __future__ import annotations
 

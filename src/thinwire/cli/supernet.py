@@ -261,7 +261,7 @@ def search(
                 raise ValueError(f"{latency} is for images of {timings.size[0]}x{timings.size[1]}, not {size}")
         else:
             timings = _measure(made, size, repeats)
-        # rank 0's: the limit must cut the same sub-networks everywhere
+        # rank 0's: the limit must exclude the same sub-networks everywhere
         timings = LatencyTable.from_json(sync.services.gather(timings.to_json().encode())[0].decode())
         if limit_ms is None:
             limit_ms = round((timings.predict(made.space.smallest) + timings.predict(made.space.largest)) / 2, 2)

@@ -1,4 +1,4 @@
-"""What the verbs of ``thinwire supernet`` read: sizes, networks, pairs, phases."""
+"""Inputs of the verbs of ``thinwire supernet``: sizes, networks, pairs, phases."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
         data = json.loads(content)
         content = json.dumps(data["sub_net"]) if "sub_net" in data else content
     except (TypeError, ValueError, RecursionError):
-        pass  # from_json says what is wrong
+        pass  # from_json reports what is wrong
     made = SubNet.from_json(content)
     net.space.check(made)
     return made

@@ -1,6 +1,6 @@
-"""Cached, partitioned input: decoded samples in memory that a node's processes share, and the order to read them in.
+"""Cached, partitioned input: decoded samples in memory shared by a node's processes, and the order to read them in.
 
-What does not live here: decoders, downloaders and loaders (torch, torchdata, mosaicml-streaming, webdataset).
+Decoders, downloaders and loaders do not belong here (see torch, torchdata, mosaicml-streaming, webdataset).
 """
 
 from thinwire.data import policy, stall

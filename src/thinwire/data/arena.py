@@ -1,7 +1,7 @@
-"""A memory-mapped file of byte strings that all processes of a machine share: filled once, never evicted.
+"""A memory-mapped file of byte strings shared by all processes of a machine: filled once, never evicted.
 
-One file: a header, rows of counters, a slot table (open addressing on the key), then the data. Space is reserved on the
-file system before it is mapped, since a store into a hole of a full tmpfs ends the process with SIGBUS.
+The file holds a header, rows of counters, a slot table (open addressing on the key), then the data. Space is reserved
+on the file system before it is mapped, since a store into a hole of a full tmpfs kills the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _guard = threading.Lock()
 class Arena:
     """The arena at a path. Get it with :meth:`open`; a process has one object per path.
 
-    One, because closing *any* descriptor of a file drops all locks that the process holds on it.
+    Only one, because closing *any* descriptor of a file drops all locks that the process holds on it.
 
-    Who puts holds the lock of the slot, which the kernel frees if the process is killed. A slot is READY only after all
-    of it is written, and its checksum is compared when a process first reads it: what a killed writer left is never
-    served, and the next writer of that key takes the slot over.
+    A writer holds the lock of the slot, which the kernel releases if the process is killed. A slot becomes READY only
+    after all of it is written, and its checksum is compared when a process first reads it: data left by a killed writer
+    is never served, and the next writer of that key takes over the slot.
     """
 
     def __init__(self, path: Path, slots: int, limit: int) -> None:
@@ -57,12 +57,12 @@ class Arena:
 
     @classmethod
     def open(cls, path: Path, slots: int, limit: int) -> Arena:
-        """This process's arena at ``path``; the file is made if it is not there.
+        """Return this process's arena at ``path``; create the file if it does not exist.
 
         Args:
-            path: of the file; its folder must exist.
-            slots: for how many keys, if the file is made now.
-            limit: bytes of the whole file from which on this process admits nothing more.
+            path: path of the file; its folder must exist.
+            slots: number of keys, if the file is created now.
+            limit: size of the whole file in bytes, above which this process adds nothing more.
         """
         with _guard:
             arena = _arenas.get(path)
@@ -73,7 +73,7 @@ class Arena:
             return arena
 
     def close(self) -> None:
-        """Give it back; the last user in a process closes the file."""
+        """Release it; the last user in a process closes the file."""
         with _guard:
             self.users -= 1
             if self.users == 0:
@@ -83,7 +83,7 @@ class Arena:
                 os.close(self._file)
 
     def get(self, key: bytes, *, always: bool = False) -> bytes | None:
-        """The value of a key, or None. ``always``: compare its checksum at every read, not only at the first."""
+        """Return the value of a key, or None. ``always``: compare its checksum at every read, not only at the first."""
         for index in self._probe(key):
             held, offset, length, crc, state = self._slot(index)
             if state == EMPTY:
@@ -104,12 +104,12 @@ class Arena:
         """Store a value.
 
         Returns:
-            True: stored. False: no room, neither now nor later. None: it was there.
+            True: stored. False: no room, neither now nor later. None: the key was already there.
         """
         crc = zlib.crc32(value)
         with self._mutex:
             for index in self._probe(key):
-                state, held = self._slot(index)[4], self._slot(index)[0]  # in this order: keys are written first
+                state, held = self._slot(index)[4], self._slot(index)[0]  # read in this order: keys are written first
                 if state != EMPTY and held != key:
                     continue
                 if state == READY:
@@ -120,7 +120,7 @@ class Arena:
                         continue
                     if state == READY:
                         return None
-                    if state == EMPTY or length < len(value):  # else: a killed writer's place
+                    if state == EMPTY or length < len(value):  # else: reuse a killed writer's space
                         reserved = self._reserve(len(value))
                         if reserved is None:
                             return False
@@ -130,22 +130,22 @@ class Arena:
         return False
 
     def renew(self) -> None:
-        """In the child of a fork: descriptors and maps go on, the mutex and the counters' row are the parent's."""
+        """Prepare the child of a fork: descriptors and maps stay valid, the mutex and the row of counters are the parent's."""
         self._mutex = threading.Lock()
         self.counters.renew()
 
     def held(self) -> tuple[int, int]:
-        """(number of values, their bytes)."""
+        """Return (number of values, their total bytes)."""
         kind = np.dtype([("key", "V16"), ("offset", "<u8"), ("length", "<u8"), ("crc", "<u4"), ("state", "<u4")])
         slots = np.frombuffer(self.table[SLOTS_AT : self._end], dtype=kind, count=self.slots)
         ready = slots["state"] == READY
         return int(ready.sum()), int(slots["length"][ready].sum())
 
     def _fill(self, index: int, key: bytes, offset: int, value: bytes, crc: int) -> None:
-        """The order of these stores is the promise: a kill between any two leaves EMPTY or FILLING."""
+        """Fill a slot. The order of the stores is essential: a kill between any two leaves EMPTY or FILLING."""
         at = SLOTS_AT + index * SLOT.size
         self.table[at : at + _OFFSET_AT] = key
-        store(self.table, at + _OFFSET_AT, offset, 8)  # before the length: a place is never taken for a longer one
+        store(self.table, at + _OFFSET_AT, offset, 8)  # before the length, so the space never seems longer than it is
         store(self.table, at + _LENGTH_AT, len(value), 8)
         store(self.table, at + _STATE_AT, FILLING, 4)
         self._cover(offset + len(value))
@@ -154,7 +154,7 @@ class Arena:
         store(self.table, at + _STATE_AT, READY, 4)
 
     def _reserve(self, length: int) -> int | None:
-        """Space for a value, or None. A process killed right after it leaks that space, once."""
+        """Reserve space for a value; None if there is none. A process killed right afterwards leaks that space, once."""
         with self._locked(-1):
             header = Header.read(self.table)
             start, end = header.used, header.used + -(-length // 64) * 64
@@ -175,7 +175,7 @@ class Arena:
             return start
 
     def _recheck(self, index: int) -> bytes | None:
-        """Under the slot's lock: the value if it is whole after all; else None, and the slot is to be filled again."""
+        """With the slot's lock held: return the value if it is complete after all; else None, and the slot is refilled."""
         with self._mutex, self._locked(index):
             _, offset, length, crc, state = self._slot(index)
             value = self._read(offset, length)
@@ -195,18 +195,18 @@ class Arena:
 
     def _read(self, offset: int, length: int) -> bytes:
         self._cover(offset + length)
-        return self._data[offset : offset + length]  # a copy; short, and so refused, if the slot is nonsense
+        return self._data[offset : offset + length]  # a copy; too short, and so refused, if the slot is damaged
 
     def _cover(self, end: int) -> None:
         """Map the file's data up to ``end``, if the file is that long."""
         if end > len(self._data):
             allocated = Header.read(self.table).allocated
             if end <= allocated:
-                self._data = mmap.mmap(self._file, allocated)  # the old map goes with its last reader
+                self._data = mmap.mmap(self._file, allocated)  # the old map is freed with its last reader
 
     @contextmanager
     def _locked(self, index: int) -> Iterator[None]:
-        """The lock of a slot, between processes; -1: of the header."""
+        """Hold the lock of a slot between processes; -1: of the header."""
         at = SLOTS_AT + index * SLOT.size if index >= 0 else 0
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, at)
         try:

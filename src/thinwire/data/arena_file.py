@@ -1,4 +1,4 @@
-"""The file of an arena: its header, how it is made whole or not at all, and what happens to a damaged one."""
+"""The file of an arena: its header, its atomic creation, and the handling of a damaged file."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ HEADER = 4096
 SLOTS_AT = HEADER + COUNTER_BYTES
 SLOT_BYTES = 40
 _MAGIC = b"thinwire"
-_FIXED = struct.Struct("<8sIQ")  # magic, layout, slots; a checksum of them follows
+_FIXED = struct.Struct("<8sIQ")  # magic, layout, slots; followed by their checksum
 _LAYOUT = 1
 _USED_AT, _ALLOCATED_AT = 64, 72
 
 
 def table_bytes(slots: int) -> int:
-    """Bytes before the data: header, counters, slots; whole pages."""
+    """Return the bytes before the data: header, counters, slots; whole pages."""
     return -(-(SLOTS_AT + slots * SLOT_BYTES) // DATA_PAGE) * DATA_PAGE
 
 
@@ -36,8 +36,8 @@ class Header:
     """The header.
 
     Attributes:
-        slots: of the table; fixed.
-        used: bytes of the file that are reserved for values, or lie before them.
+        slots: slots of the table; fixed.
+        used: bytes of the file reserved for values, or before them.
         allocated: bytes of the file for which the file system has promised space.
     """
 
@@ -47,7 +47,7 @@ class Header:
 
     @classmethod
     def read(cls, table: mmap.mmap | bytes) -> Header:
-        """From the beginning of the file.
+        """Read the header from the beginning of the file.
 
         Raises:
             ValueError: it is not a header.
@@ -65,23 +65,23 @@ class Header:
 
     @staticmethod
     def store_used(table: mmap.mmap, value: int) -> None:
-        """Under the header's lock."""
+        """Store the value; the header's lock must be held."""
         store(table, _USED_AT, value, 8)
 
     @staticmethod
     def store_allocated(table: mmap.mmap, value: int) -> None:
-        """Under the header's lock, after the space is there."""
+        """Store the value after the space is reserved; the header's lock must be held."""
         store(table, _ALLOCATED_AT, value, 8)
 
 
 def open_file(path: Path, slots: int) -> tuple[int, Header]:
-    """Open an arena's file, or make it. Of several processes one makes it.
+    """Open an arena's file, or create it. If several processes try, one creates it.
 
     Returns:
         (descriptor, header).
 
     Raises:
-        FileNotFoundError, PermissionError: of the folder or the file, with its path.
+        FileNotFoundError, PermissionError: for the folder or the file, with its path.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the cache's directory {path.parent} does not exist")
@@ -108,8 +108,8 @@ def open_file(path: Path, slots: int) -> tuple[int, Header]:
 
 
 def _make(path: Path, slots: int) -> tuple[int, Header]:
-    """Under another name first: what is called ``path`` is whole."""
-    partial = path.with_suffix(".partial")  # a killed maker's; we hold the lock
+    """Create the file under another name first, so that the file at ``path`` is always complete."""
+    partial = path.with_suffix(".partial")  # may be left by a killed process; we hold the lock
     file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         size = table_bytes(slots)

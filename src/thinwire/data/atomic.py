@@ -1,4 +1,4 @@
-"""Numbers in a map that processes share: stored in one piece, whoever reads or is killed meanwhile."""
+"""Numbers in a map shared by processes: stored atomically, even if a process reads or is killed meanwhile."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import mmap
 
 
 def store(table: mmap.mmap, at: int, value: int, size: int) -> None:
-    """An unsigned number of 4 or 8 bytes, aligned: others see, and a kill leaves, the old value or the new one.
+    """Store an aligned unsigned number of 4 or 8 bytes: readers see the old or the new value, even after a kill.
 
-    ``struct.pack_into`` writes zeros first.
+    ``struct.pack_into`` would write zeros first.
     """
     table[at : at + size] = value.to_bytes(size, "little")

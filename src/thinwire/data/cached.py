@@ -1,4 +1,4 @@
-"""``CachedDataset``: the deterministic part of the input pipeline once per node, the random part afresh."""
+"""``CachedDataset``: runs the deterministic part of the input pipeline once per node, and the random part every time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Suffix = Callable[[Any, torch.Generator], Any]
 
 
 class CachedDataset(Dataset[Any]):
-    """A map-style data set whose decoded samples stay in memory that all processes of a machine share.
+    """A map-style data set whose decoded samples stay in memory shared by all processes of a machine.
 
-    ``dataset[i]`` is ``suffix(prefix(source[i]), generator)``. What the prefix gives is kept, up to a budget, and never
-    evicted: under a fresh shuffle per epoch, a cache that is filled once with a share c of the samples hits c of the
-    time, and LRU only c + (1 - c) ln(1 - c). The suffix runs every time, with a generator that
-    is seeded by (seed, epoch, i), so cached and uncached runs give the same bits.
+    ``dataset[i]`` is ``suffix(prefix(source[i]), generator)``. The results of the prefix are kept, up to a budget, and
+    never evicted: with a fresh shuffle per epoch, a cache that is filled once with a fraction c of the samples has a
+    hit rate of c, and LRU only c + (1 - c) ln(1 - c). The suffix runs every time, with a generator seeded by (seed,
+    epoch, i), so cached and uncached runs give the same bits.
 
     Works under DataLoader with fork, spawn and persistent workers, and under torchdata's StatefulDataLoader. The arena
     stays when the job ends, for the next one; ``close(delete=True)`` removes it.
@@ -36,11 +36,11 @@ class CachedDataset(Dataset[Any]):
     Method: the multi-level DataCache of Shi et al., arXiv 2010.10458.
 
     Differences from the paper:
-        * Samples are found by their content, not by their index.
-        * Which node keeps what is fixed: one seeded permutation, cut into blocks. With
+        * Samples are identified by their content, not by their index.
+        * The node that keeps a sample is fixed: one seeded permutation, cut into blocks. With
           :class:`~thinwire.data.LocalitySampler` every node draws from its own block. Other nodes' memory is never
           read; a sample of another node's block comes from the source.
-        * No eviction, stated and tested.
+        * No eviction; this is documented and tested.
 
     Args:
         source: any map-style data set; also a StreamingDataset of mosaicml-streaming.
@@ -48,22 +48,22 @@ class CachedDataset(Dataset[Any]):
             numbers and text.
         suffix: (value, torch.Generator) -> sample. None: the value is the sample.
         dataset_id: names the data.
-        version: of the data; another one never meets the old samples.
-        memory_bytes: of this machine's arena, tables included; "auto": half of what is free.
-        directory: of the arena; a folder in memory.
+        version: version of the data; samples of another version are never used.
+        memory_bytes: size of this machine's arena, tables included; "auto": half of the free memory.
+        directory: folder of the arena, in memory.
         disk: a folder on local disk for raw samples, the second level; None: there is none.
-        prefix_id: names the prefix; needed where its repr holds a memory address, as a function's does.
-        stored_size: what the prefix resizes to; part of the keys.
-        seed: of the partition and of the suffix's generators.
-        node: of this process, from 0.
-        nodes: machines that share the data out.
-        verify: "first": changed files are noticed when a process first touches them; "always": each time.
-        check: "first": checksums are compared when a process first reads a value; "always": each time.
+        prefix_id: names the prefix; needed if its repr contains a memory address, as a function's does.
+        stored_size: size to which the prefix resizes; part of the keys.
+        seed: seed of the partition and of the suffix's generators.
+        node: number of this process's machine, from 0.
+        nodes: number of machines that share the data.
+        verify: "first": a changed file is noticed when a process first reads it; "always": at each access.
+        check: "first": checksums are compared when a process first reads a value; "always": at each read.
 
     Raises:
-        ValueError: a random prefix, a prefix without a lasting name, a budget too large, or an option out of range.
+        ValueError: a random prefix, a prefix without a stable name, a budget too large, or an option out of range.
         TypeError: a value that cannot be stored.
-        FileNotFoundError, PermissionError: of ``directory``.
+        FileNotFoundError, PermissionError: for ``directory``.
         ImportError: safetensors is not installed.
     """
 
@@ -111,7 +111,7 @@ class CachedDataset(Dataset[Any]):
             disk=None if disk is None else DiskStore(disk),
             check=check,
         )
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers must see it change
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # persistent workers must see changes
 
     def __len__(self) -> int:
         return self.samples
@@ -128,30 +128,30 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """What :meth:`set_epoch` was given last, in this process or in the one that made the data set."""
+        """The epoch last passed to :meth:`set_epoch`, in this process or in the one that created the data set."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: other augmentations. Call it before iterating; worker processes that live on see it too."""
+        """Begin an epoch, with new augmentations. Call it before iterating; persistent workers see it too."""
         self._epoch.fill_(epoch)
 
     @property
     def block(self) -> Tensor:
-        """The samples that this node keeps, int64: its part of one permutation, the same on all nodes."""
+        """The samples that this node keeps, int64: its part of one permutation that is the same on all nodes."""
         order = torch.randperm(self.samples, generator=generator(self.seed, "partition"))
         return order[self.samples * self.node // self.nodes : self.samples * (self.node + 1) // self.nodes]
 
     def stats(self) -> CacheStats:
-        """Counters of all processes of this node, since the arena was made; subtract two for an epoch's."""
+        """Return the counters of all processes of this node, since the arena was created; subtract two for one epoch."""
         return self._levels.stats()
 
     @property
     def cached_share(self) -> float:
-        """Share of this node's samples that are in memory: the hit rate of an epoch over them."""
+        """Fraction of this node's samples that are in memory: the hit rate of an epoch over them."""
         return self._levels.arena.held()[0] / max(1, self.samples if self._foreign is None else len(self.block))
 
     def close(self, *, delete: bool = False) -> None:
-        """Give the memory back to this process; ``delete``: remove the arena, for all processes that come later."""
+        """Release this process's memory; ``delete``: also remove the arena, for all later processes."""
         self._levels.close(delete=delete)
 
     def __enter__(self) -> CachedDataset:
@@ -164,7 +164,7 @@ class CachedDataset(Dataset[Any]):
     def stream(
         source: Iterable[Any], prefix: Callable[[Any], Any], suffix: Suffix | None = None, **options: Any
     ) -> Any:
-        """The same for a source that can only be iterated, such as webdataset's: see :class:`CachedStream`."""
+        """Return the same for a source that can only be iterated, such as webdataset: see :class:`CachedStream`."""
         return CachedStream(source, prefix, suffix, **options)
 
     def _not_ours(self) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What is asked of a source and a prefix before anything is cached."""
+"""Checks of a source and a prefix before anything is cached."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from thinwire.data.values import leaves, pack
 def check_prefix(source: Any, prefix: Callable[[Any], Any], indices: Sequence[int]) -> str:
     """Run the prefix twice on a few samples, under different seeds of torch, numpy and random.
 
-    The three generators are afterwards as they were.
+    The three generators are restored afterwards.
 
     Returns:
         The dtypes of the first value, and torch's default dtype: part of the keys.
 
     Raises:
-        ValueError: it gave two different values.
+        ValueError: it returned two different values.
         TypeError: its values cannot be stored.
     """
     kinds = ""
@@ -44,7 +44,7 @@ def check_prefix(source: Any, prefix: Callable[[Any], Any], indices: Sequence[in
 
 
 def check_source(source: Any, disk: object) -> None:
-    """Refuse what could lose data.
+    """Refuse sources that could lose data.
 
     Raises:
         TypeError: the source is not a map-style data set.
@@ -67,7 +67,7 @@ def check_source(source: Any, disk: object) -> None:
 
 
 def is_streaming(source: Any) -> bool:
-    """Whether it is a StreamingDataset of mosaicml-streaming, which is not imported for the question."""
+    """Return whether it is a StreamingDataset of mosaicml-streaming, without importing that."""
     return any(
         base.__name__ == "StreamingDataset" and base.__module__.split(".")[0] == "streaming"
         for base in type(source).__mro__
@@ -75,7 +75,7 @@ def is_streaming(source: Any) -> bool:
 
 
 def samples_of(source: Any) -> int:
-    """How many samples all ranks have together: the length, but a StreamingDataset's is that of one rank."""
+    """Return the number of samples of all ranks together: the length, except that a StreamingDataset's is per rank."""
     return int(source.num_samples) if is_streaming(source) else len(source)
 
 

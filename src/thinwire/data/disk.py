@@ -19,11 +19,11 @@ _FORGOTTEN_SECONDS = 3600.0
 class DiskStore:
     """A folder of samples, shared by the processes of a machine.
 
-    A file is written under another name and renamed, so a killed writer leaves nothing that is read; a checksum in
-    front finds what a power failure tore. A full disk ends admission, not the training.
+    A file is written under another name and then renamed, so a killed writer leaves nothing that is read; a checksum at
+    the start detects files damaged by a power failure. A full disk stops caching, not the training.
 
     Args:
-        directory: made if needed; what killed writers left there an hour ago or earlier is removed.
+        directory: created if needed; files left there by killed writers at least an hour ago are removed.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -31,17 +31,17 @@ class DiskStore:
         self._partial = self.directory / "partial"
         self._partial.mkdir(parents=True, exist_ok=True)
         for path in self._partial.iterdir():
-            with suppress(FileNotFoundError):  # its writer is alive, and has renamed it
+            with suppress(FileNotFoundError):  # its writer is alive and has renamed it
                 if time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS:
                     path.unlink()
 
     def path(self, key: bytes) -> Path:
-        """Where the sample of a key lies, or would."""
+        """Return the path of a key's sample, whether it exists or not."""
         name = key.hex()
         return self.directory / name[:2] / name
 
     def get(self, key: bytes) -> bytes | None:
-        """The sample, or None; a torn file counts as none."""
+        """Return the sample, or None; a damaged file counts as none."""
         try:
             data = self.path(key).read_bytes()
         except FileNotFoundError:
@@ -52,7 +52,7 @@ class DiskStore:
         return value
 
     def put(self, key: bytes, value: bytes) -> bool:
-        """Store a sample, in place of a torn one if there is one; False: the disk is full."""
+        """Store a sample, replacing a damaged one if there is one; return False if the disk is full."""
         final = self.path(key)
         name = None
         try:

@@ -1,6 +1,6 @@
-"""Content keys: a stored sample is found again only while all that it was made from is the same.
+"""Content keys: a stored sample is found again only while everything it was made from is unchanged.
 
-An index alone would serve stale samples without a word when a file, the prefix or the version changes.
+An index alone would silently serve stale samples after a file, the prefix or the version changes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def digest(*parts: object) -> bytes:
-    """16 bytes that stand for some JSON values."""
+    """Return 16 bytes that identify some JSON values."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=KEY_BYTES).digest()
 
 
 def prefix_id_of(prefix: object, given: str | None = None) -> str:
-    """What names a prefix: what the user gave, else its repr.
+    """Return the name of a prefix: what the user passed, else its repr.
 
     Raises:
-        ValueError: the repr holds a memory address, and would be another one in the next process.
+        ValueError: the repr contains a memory address, which would differ in the next process.
     """
     if given is not None:
         return given
@@ -44,11 +44,11 @@ class Identity:
     """What all samples of a cache have in common.
 
     Attributes:
-        dataset_id: the data set.
-        version: of its content.
+        dataset_id: name of the data set.
+        version: version of its content.
         prefix_id: the deterministic transforms.
-        stored_size: what the prefix resizes to; None where it does not.
-        dtypes: of the stored values.
+        stored_size: size to which the prefix resizes; None if it does not.
+        dtypes: dtypes of the stored values.
     """
 
     dataset_id: str
@@ -58,22 +58,23 @@ class Identity:
     dtypes: str = ""
 
     def name(self, *words: object) -> str:
-        """A file name for what belongs to this identity and some more words."""
+        """Return a file name from this identity and further words."""
         return "thinwire-" + digest("arena", asdict(self), *words).hex()
 
     def value_key(self, sample: object, fingerprint: object) -> bytes:
-        """The key of a sample's prefix value."""
+        """Return the key of a sample's prefix value."""
         return digest("value", asdict(self), sample, fingerprint)
 
     def raw_key(self, sample: object, fingerprint: object) -> bytes:
-        """The key of a sample as the source gives it: the prefix does not matter."""
+        """Return the key of a sample as the source gives it, independent of the prefix."""
         return digest("raw", self.dataset_id, self.version, sample, fingerprint)
 
 
 def fingerprint_of(source: Any, index: int) -> Any:
-    """What changes when a sample's content does: ``source.fingerprint(index)`` if there is one, else (size, mtime_ns).
+    """Return what changes with a sample's content: ``source.fingerprint(index)`` if it exists, else (size, mtime_ns).
 
-    The latter for folders as torchvision lists them, with the path first in ``source.samples[index]``. Else None.
+    The latter is for folders as torchvision lists them, with the path first in ``source.samples[index]``. Otherwise
+    None.
     """
     if hasattr(source, "fingerprint"):
         return source.fingerprint(index)
@@ -90,10 +91,10 @@ class Keys:
     """The keys of a source's samples, remembered by this process.
 
     Args:
-        source: for fingerprints.
+        source: source of the fingerprints.
         identity: what all samples share.
-        samples: how many there are.
-        verify: "first": a fingerprint is read when this process first touches the sample; "always": each time.
+        samples: number of samples.
+        verify: "first": a fingerprint is read when this process first uses the sample; "always": at each use.
     """
 
     def __init__(self, source: Any, identity: Identity, samples: int, verify: str) -> None:
@@ -101,7 +102,7 @@ class Keys:
         self._forget()
 
     def _forget(self) -> None:
-        self._keys = np.zeros((self.samples, 2, KEY_BYTES), dtype=np.uint8)  # memory is taken as it is touched
+        self._keys = np.zeros((self.samples, 2, KEY_BYTES), dtype=np.uint8)  # memory is allocated when it is first touched
         self._known = np.zeros(self.samples, dtype=bool)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Keys:
         self._forget()
 
     def of(self, index: int) -> tuple[bytes, bytes]:
-        """(key of the value, key of the raw sample)."""
+        """Return (key of the value, key of the raw sample)."""
         if self._known[index] and self.verify == "first":
             value, raw = self._keys[index]
             return value.tobytes(), raw.tobytes()

@@ -1,4 +1,4 @@
-"""From a key to a prefix value: arena, else local disk, else the source; counted."""
+"""From a key to a prefix value: from the arena, else local disk, else the source; with counters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Read = Callable[[], Any]
 
 
 class Levels:
-    """The levels below a data set. It can be sent to another process, where it opens the arena again.
+    """The levels below a data set. When it is sent to another process, it opens the arena again there.
 
     Args:
         prefix: raw sample -> value.
-        path: of the arena's file.
-        slots: of a new arena.
-        limit: bytes of the arena's file.
+        path: path of the arena's file.
+        slots: number of slots of a new arena.
+        limit: size limit of the arena's file in bytes.
         disk: the second level; None: there is none.
         check: "first" or "always": how often a process compares a value's checksum.
     """
@@ -48,11 +48,11 @@ class Levels:
         disk: DiskStore | None = None,
         check: str = "first",
     ) -> Levels:
-        """With an arena for that many samples, in a budget.
+        """Create levels with an arena for that many samples, within a budget.
 
         Raises:
-            ValueError: a budget too large for the machine or too small for the table; another ``check``.
-            FileNotFoundError, PermissionError: of ``directory``.
+            ValueError: a budget too large for the machine or too small for the table, or an unknown ``check``.
+            FileNotFoundError, PermissionError: for ``directory``.
         """
         if check not in ("first", "always"):
             raise ValueError(f'check={check!r} must be "first" or "always"')
@@ -83,13 +83,13 @@ class Levels:
         return self._arena
 
     def value(self, key: bytes, raw_key: bytes, read: Read, *, store: bool = True) -> Any:
-        """The prefix value of a sample.
+        """Return the prefix value of a sample.
 
         Args:
-            key: of the value.
-            raw_key: of the sample as the source gives it.
-            read: asks the source.
-            store: False: a sample of another node's part, which is not kept here.
+            key: key of the value.
+            raw_key: key of the sample as the source gives it.
+            read: reads it from the source.
+            store: False for a sample of another node's part, which is not kept here.
         """
         arena = self.arena
         if store:
@@ -104,7 +104,7 @@ class Levels:
         packed = pack(value)
         admitted = arena.put(key, packed) if store else None
         arena.counters.add(decode_nanoseconds=spent, admitted=admitted is True, refused=admitted is False)
-        return unpack(packed)  # as a hit would be: new memory, the same strides
+        return unpack(packed)  # same as for a hit: new memory, the same strides
 
     def _raw(self, raw_key: bytes, read: Read, store: bool) -> Any:
         disk = self.disk if store else None
@@ -119,11 +119,11 @@ class Levels:
         return raw
 
     def stats(self) -> CacheStats:
-        """The counters of all processes on this machine."""
+        """Return the counters of all processes on this machine."""
         return self.arena.counters.total()
 
     def close(self, *, delete: bool = False) -> None:
-        """Give the arena back; ``delete``: remove its file too."""
+        """Release the arena; ``delete``: also remove its file."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None

@@ -9,11 +9,11 @@ _SHARE, _AUTO_SHARE = 0.9, 0.5
 
 
 def room(directory: Path, root: Path = Path("/")) -> dict[str, int]:
-    """Bytes that are free, by what bounds them: memory, the control group, the file system of ``directory``.
+    """Return the free bytes by their limit: memory, the control group, the file system of ``directory``.
 
     Args:
-        directory: where the arena will lie.
-        root: under which ``proc`` and ``sys`` are read.
+        directory: folder of the arena.
+        root: folder under which ``proc`` and ``sys`` are read.
 
     Raises:
         OSError: not on Linux.
@@ -35,12 +35,12 @@ def room(directory: Path, root: Path = Path("/")) -> dict[str, int]:
 
 
 def budget(memory_bytes: int | str, directory: Path, held: int, root: Path = Path("/")) -> int:
-    """The bytes of an arena.
+    """Return the size of an arena in bytes.
 
     Args:
-        memory_bytes: bytes asked for, or "auto": half of what is free.
-        directory: where the arena lies.
-        held: bytes that it holds already, from an earlier run or another rank; they count as free.
+        memory_bytes: requested bytes, or "auto": half of what is free.
+        directory: folder of the arena.
+        held: bytes that it already holds, from an earlier run or another rank; they count as free.
         root: see :func:`room`.
 
     Raises:
@@ -61,7 +61,7 @@ def budget(memory_bytes: int | str, directory: Path, held: int, root: Path = Pat
 
 
 def _group_room(root: Path) -> int | None:
-    """Limit minus use of the tightest control group that this process is in; None without a limit."""
+    """Return limit minus use of the tightest control group of this process; None without a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -80,10 +80,10 @@ def _group_room(root: Path) -> int | None:
         while True:  # a group is bound by its ancestors too; in a container only the last may be visible
             try:
                 most = (folder / limit).read_text().strip()
-                if most != "max" and int(most) < 1 << 60:  # the first version writes a huge number for none
+                if most != "max" and int(most) < 1 << 60:  # version 1 writes a huge number for no limit
                     taken = int((folder / use).read_text())
                     statistics = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                    found.append(int(most) - taken + int(statistics.get(inactive, 0)))  # page cache gives way
+                    found.append(int(most) - taken + int(statistics.get(inactive, 0)))  # page cache can be reclaimed
             except OSError:
                 pass
             if folder == top:

@@ -1,4 +1,4 @@
-"""What a cache is worth: hit rates of the policies."""
+"""Hit rates of cache policies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from thinwire.kernels.seeding import generator
 
 
 def fill_once_hit_rate(cached: float) -> float:
-    """Filled once, never evicted: from the second epoch on, in any order, the cached share itself."""
+    """Return the hit rate of a cache filled once and never evicted: the cached fraction, from the second epoch on."""
     return _share(cached)
 
 
 def lru_hit_rate(cached: float, *, shuffled: bool = True) -> float:
-    """Least recently used, one pass per epoch, in the limit of many samples.
+    """Return the hit rate of least-recently-used, with one pass per epoch, in the limit of many samples.
 
-    Shuffled afresh: between place x of one epoch and y of the next a sample sees 1 - x (1 - y) of the others, and is
-    still there if that is below c; the probability of it is c + (1 - c) ln(1 - c). In a fixed order: 0 below c = 1.
+    With a fresh shuffle, a sample at place x of one epoch and y of the next has seen 1 - x (1 - y) of the others in
+    between, and is still cached if that is below c; the probability is c + (1 - c) ln(1 - c). In a fixed order it is 0
+    below c = 1.
 
     Example:
         >>> round(lru_hit_rate(0.5), 3), lru_hit_rate(0.5, shuffled=False)
@@ -34,15 +35,15 @@ def lru_hit_rate(cached: float, *, shuffled: bool = True) -> float:
 def simulate_lru(
     samples: int, capacity: int, epochs: int, *, dropped: int = 2, shuffled: bool = True, seed: int = 0
 ) -> float:
-    """The hit rate of a real LRU list over epochs, the first ``dropped`` of them not counted.
+    """Return the hit rate of a real LRU list over epochs, without the first ``dropped`` of them.
 
     Args:
-        samples: in the data set.
+        samples: size of the data set.
         capacity: samples that fit.
-        epochs: all of them.
-        dropped: from the beginning.
+        epochs: total number of epochs.
+        dropped: epochs at the beginning that do not count.
         shuffled: False: the same order in every epoch.
-        seed: of the orders.
+        seed: seed of the orders.
     """
     held: OrderedDict[int, None] = OrderedDict()
     hits = 0

@@ -7,26 +7,26 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_POLL = 0.1  # seconds after which a thread with a full queue looks whether anybody still listens
+_POLL = 0.1  # seconds after which a thread with a full queue checks for a reader
 
 
 class Prefetched(Iterable[Any]):
-    """A loader whose batches are taken over before they are asked for.
+    """A loader whose batches are fetched before they are requested.
 
-    Worker processes read ahead, but handing a batch over (one message, one mapping of shared memory per tensor) is
-    otherwise done by the training loop, between two steps: 0.4 to 1.2 ms a batch. torch does the same for pinned
-    memory, and only for that. The order of the batches is the loader's.
+    Worker processes read ahead, but handing over a batch (one message, and one mapping of shared memory per tensor) is
+    otherwise done by the training loop, between two steps: 0.4 to 1.2 ms per batch. torch does the same, but only for
+    pinned memory. The order of the batches is the loader's.
 
-    Each iteration has a thread of its own, which ends with it, also where the loop is left in the middle. An exception
-    of the loader is raised where its batch would have come.
+    Each iteration has its own thread, which ends with it, even if the loop is left early. An exception in the loader is
+    raised where its batch would have been returned.
 
     Args:
-        loader: any iterable of batches that may be iterated from another thread, a DataLoader for instance.
-        batches: how many are taken in advance.
+        loader: any iterable of batches that may be iterated from another thread, such as a DataLoader.
+        batches: number of batches fetched in advance.
 
     Raises:
-        ValueError: ``batches`` is below 1, or the loader has a ``state_dict``, which would count batches that nobody
-            has seen yet.
+        ValueError: ``batches`` is below 1, or the loader has a ``state_dict``, which would count batches that have not
+            been used yet.
     """
 
     def __init__(self, loader: Iterable[Any], batches: int = 1) -> None:
@@ -43,7 +43,7 @@ class Prefetched(Iterable[Any]):
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        source = iter(self.loader)  # here, since workers are forked by this
+        source = iter(self.loader)  # here, since this forks the workers
         ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(self.batches)
         left = threading.Event()
         thread = threading.Thread(target=_fetch, args=(source, ready, left), name="thinwire-prefetch", daemon=True)

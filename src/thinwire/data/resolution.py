@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Stage:
-    """Some epochs of one kind.
+    """Some epochs with the same image size and batch size.
 
     Attributes:
-        epochs: how many.
-        size: of an image's side, in pixels.
+        epochs: number of epochs.
+        size: side of an image, in pixels.
         batch: samples per step, over all ranks.
     """
 
@@ -29,7 +29,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class ResolutionSchedule:
-    """Stages, one after the other. At each of ``changes`` the caller makes a new loader, rate and plan.
+    """Stages, one after the other. At each of ``changes`` the caller makes a new loader, learning rate and plan.
 
     Args:
         stages: in order.
@@ -49,7 +49,7 @@ class ResolutionSchedule:
 
     @property
     def epochs(self) -> int:
-        """Of all stages."""
+        """Total number of epochs."""
         return sum(stage.epochs for stage in self.stages)
 
     @property
@@ -58,7 +58,7 @@ class ResolutionSchedule:
         return tuple(sum(stage.epochs for stage in self.stages[:i]) for i in range(1, len(self.stages)))
 
     def at(self, epoch: int) -> Stage:
-        """The stage of an epoch, counted from 0.
+        """Return the stage of an epoch, counted from 0.
 
         Raises:
             ValueError: there is no such epoch.
@@ -69,14 +69,14 @@ class ResolutionSchedule:
 
     @classmethod
     def dawnbench(cls) -> ResolutionSchedule:
-        """Alibaba's entry to DAWNBench for ResNet-50 (stanford-futuredata/dawn-bench-entries), 28 epochs.
+        """Return Alibaba's entry to DAWNBench for ResNet-50 (stanford-futuredata/dawn-bench-entries), 28 epochs.
 
-        Its rectangular validation is not part of this.
+        Its rectangular validation is not included.
         """
         return cls([Stage(13, 96, 32768), Stage(11, 128, 32768), Stage(3, 224, 32768), Stage(1, 288, 16384)])
 
     def to_json(self) -> str:
-        """As text; :meth:`from_json` reads it."""
+        """Return JSON text; :meth:`from_json` reads it."""
         return json.dumps([asdict(stage) for stage in self.stages])
 
     @classmethod

@@ -1,4 +1,4 @@
-"""``LocalitySampler``: every rank draws from what its own node keeps."""
+"""``LocalitySampler``: every rank draws from the samples that its own node keeps."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from thinwire.kernels.seeding import generator
 
 
 class LocalitySampler(Sampler[int]):
-    """A fresh shuffle of the node's own block per epoch, assigned to its ranks; the same count on every rank.
+    """A fresh shuffle of the node's own block per epoch, divided among its ranks; the same count on every rank.
 
     Samples never change nodes during a job: shuffling is within blocks, not global. The blocks themselves come from a
     random permutation.
 
     Args:
-        dataset: says which node this is, how many there are, and the seed.
-        rank: of this process, from 0 over all nodes; nodes hold consecutive ranks, as with torchrun.
+        dataset: defines the node, the number of nodes, and the seed.
+        rank: rank of this process, from 0 over all nodes; nodes hold consecutive ranks, as with torchrun.
         ranks_per_node: processes on each node.
-        drop_last: True: what cannot be divided evenly is left out, other samples in each epoch. False: some samples
-            of the epoch come a second time instead.
+        drop_last: True: samples that cannot be divided evenly are left out, different ones in each epoch. False: some
+            samples of the epoch are repeated instead.
 
     Raises:
-        ValueError: the rank is not one of the data set's node, or there is less than one sample per rank.
+        ValueError: the rank does not belong to the data set's node, or there is less than one sample per rank.
     """
 
     def __init__(self, dataset: CachedDataset, *, rank: int, ranks_per_node: int, drop_last: bool = True) -> None:
@@ -57,12 +57,12 @@ class LocalitySampler(Sampler[int]):
         return self._current
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: another order, and the data set's other augmentations."""
+        """Begin an epoch, with a new order and the data set's new augmentations."""
         self._epoch, self._start, self._current = epoch, 0, None
         self.dataset.set_epoch(epoch)
 
     def order(self, epoch: int) -> list[int]:
-        """The samples of this rank in an epoch."""
+        """Return the samples of this rank in an epoch."""
         draw = generator(self.dataset.seed, "order", self.dataset.node, epoch)
         shuffled = self._block[torch.randperm(len(self._block), generator=draw)]
         wanted = self._count * self.ranks_per_node
@@ -72,11 +72,11 @@ class LocalitySampler(Sampler[int]):
         return chosen
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and how many samples the newest iterator has given. Loaders read ahead: use a StatefulDataLoader's."""
+        """Return the epoch and the position of the newest iterator. Loaders read ahead: use a StatefulDataLoader's."""
         return self._current.state_dict() if self._current else {"epoch": self._epoch, "given": self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iterator goes on where that one was."""
+        """Let the next iterator continue from that position."""
         self.set_epoch(int(state["epoch"]))
         self._start = int(state["given"])
 

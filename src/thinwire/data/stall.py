@@ -1,4 +1,4 @@
-"""Where an epoch's time goes: waiting for input, or computing."""
+"""How an epoch's time divides into waiting for input and computing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class InputTime:
     """One pass over one loader.
 
     Attributes:
-        batches: that came.
-        wait_seconds: until they came.
-        step_seconds: of the steps.
+        batches: number of batches.
+        wait_seconds: time waiting for them.
+        step_seconds: time of the steps.
     """
 
     batches: int
@@ -39,9 +39,9 @@ class StallSplit:
     passes: dict[str, InputTime]
 
     def stall_seconds(self, name: str) -> float:
-        """How much longer a pass takes than that over ``"synthetic"``; without that one, the time spent waiting.
+        """Return how much longer a pass takes than one over ``"synthetic"``; without that, the time spent waiting.
 
-        Not all waiting is stall: the first batch of a new set of workers is awaited even where nothing is read.
+        Not all waiting is stall: the first batch of new workers takes time even if nothing is read.
 
         Raises:
             KeyError: no such loader.
@@ -59,14 +59,15 @@ class StallSplit:
 
 
 def measure(loaders: Mapping[str, Iterable[Any]], step: Callable[[Any], object]) -> StallSplit:
-    """Go through each loader once, in turn, and note the seconds until a batch is there and those of its step.
+    """Go through each loader once, one after another, and time the wait for each batch and its step.
 
-    Compare ``{"source": ..., "cached": ..., "synthetic": ...}``, the last one with batches that are made in advance:
-    the difference to it is what the input costs.
+    Compare ``{"source": ..., "cached": ..., "synthetic": ...}``, the last with batches made in advance: the difference
+    to it is the cost of the input.
 
     Args:
         loaders: name -> batches.
-        step: what is done with a batch. On CUDA the device is awaited after each, so that its time is the step's.
+        step: what to do with a batch. On CUDA, each step is followed by a device synchronisation, so its time is
+            complete.
     """
     passes = {}
     for name, loader in loaders.items():

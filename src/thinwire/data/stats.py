@@ -14,20 +14,20 @@ from thinwire.data.atomic import store
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a node's workers and ranks did, all together, since the arena was made.
+    """Counters of all workers and ranks of a node together, since the arena was created.
 
-    Subtract two of them for what happened in between: ``dataset.stats() - before``.
+    Subtract two of them for the time in between: ``dataset.stats() - before``.
 
     Attributes:
-        hits_memory: samples from the arena.
-        hits_disk: samples from local disk, decoded again.
-        reads_source: samples from the source.
-        bytes_memory: read from the arena.
-        bytes_disk: read from local disk.
-        bytes_source: of the samples that the source gave, without what is not bytes, text, numbers or tensors.
-        decode_nanoseconds: spent in the prefix.
-        admitted: samples that were put into the arena.
-        refused: samples that found no room in it.
+        hits_memory: samples read from the arena.
+        hits_disk: samples read from local disk, decoded again.
+        reads_source: samples read from the source.
+        bytes_memory: bytes read from the arena.
+        bytes_disk: bytes read from local disk.
+        bytes_source: bytes of the samples from the source, counting only bytes, text, numbers and tensors.
+        decode_nanoseconds: time spent in the prefix.
+        admitted: samples added to the arena.
+        refused: samples for which it had no room.
     """
 
     hits_memory: int = 0
@@ -46,12 +46,12 @@ class CacheStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the samples that came from the arena; 0 if none was asked for."""
+        """Fraction of the samples that came from the arena; 0 if none was requested."""
         return self.hits_memory / self.samples if self.samples else 0.0
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds spent in the prefix, added over processes."""
+        """Seconds spent in the prefix, summed over processes."""
         return self.decode_nanoseconds / 1e9
 
     def __sub__(self, other: CacheStats) -> CacheStats:
@@ -65,10 +65,10 @@ BYTES = ROWS * _ROW.size
 
 
 class CacheCounters:
-    """One row of counters per process, in a mapped file; their sum is the node's.
+    """One row of counters per process, in a mapped file; their sum is that of the node.
 
-    A process owns the row whose byte it holds a lock on. The kernel drops the lock when the process ends, however it
-    ends, and the next process goes on counting in that row: nothing is lost and no row is leaked.
+    A process owns the row on whose byte it holds a lock. The kernel releases the lock when the process ends, for
+    whatever reason, and the next process continues counting in that row: nothing is lost and no row is leaked.
 
     Args:
         file: descriptor of the file, for locks.
@@ -100,7 +100,7 @@ class CacheCounters:
                 store(self._table, place, value + amount, 8)
 
     def total(self) -> CacheStats:
-        """The sum over all processes, ended ones too."""
+        """Return the sum over all processes, including ended ones."""
         rows = _ROW.iter_unpack(self._table[self._base : self._base + BYTES])
         return CacheStats(*(sum(column) for column in zip(*rows)))
 

@@ -1,4 +1,4 @@
-"""A cache behind a source that can only be iterated: it saves decoding, not reading."""
+"""A cache for a source that can only be iterated: it saves decoding, not reading."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from thinwire.kernels.seeding import generator
 class CachedStream(IterableDataset[Any]):
     """An iterable data set whose decoded samples stay in shared memory: see :class:`~thinwire.data.CachedDataset`.
 
-    The source says which samples come, in which order and to which worker; its samples must be raw (webdataset: without
-    ``.decode()``). The prefix is not tried out at construction: that would consume the source.
+    The source decides which samples come, in which order and to which worker; its samples must be raw (webdataset:
+    without ``.decode()``). The prefix is not tested at construction, since that would consume the source.
 
     Args:
-        source: gives raw samples, from the first at every ``iter``.
+        source: yields raw samples, from the first at every ``iter``.
         prefix: raw sample -> value, without randomness.
         suffix: (value, torch.Generator) -> sample; the generator is seeded by (seed, epoch, key).
-        key: raw sample -> what names it for ever, a str or an int; webdataset's is ``lambda s: s["__key__"]``.
-        capacity: how many different samples at most; the table is made for them.
+        key: raw sample -> its permanent name, a str or an int; for webdataset ``lambda s: s["__key__"]``.
+        capacity: largest number of different samples; the table is made for them.
         dataset_id, version, memory_bytes, directory, prefix_id, stored_size, seed, check: as for ``CachedDataset``.
     """
 
@@ -65,15 +65,15 @@ class CachedStream(IterableDataset[Any]):
             yield value if self.suffix is None else self.suffix(value, generator(self.seed, int(self._epoch), name))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: other augmentations."""
+        """Begin an epoch, with new augmentations."""
         self._epoch.fill_(epoch)
 
     def stats(self) -> CacheStats:
-        """Counters of all processes of this node, since the arena was made."""
+        """Return the counters of all processes of this node, since the arena was created."""
         return self._levels.stats()
 
     def close(self, *, delete: bool = False) -> None:
-        """Give the memory back; ``delete``: remove the arena."""
+        """Release the memory; ``delete``: also remove the arena."""
         self._levels.close(delete=delete)
 
     def __enter__(self) -> CachedStream:

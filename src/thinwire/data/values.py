@@ -15,7 +15,7 @@ _WHAT = "a sample can hold dicts with str keys, tuples, tensors, numpy arrays, b
 
 
 def require_safetensors() -> Any:
-    """The module ``safetensors.torch``.
+    """Import and return the module ``safetensors.torch``.
 
     Raises:
         ImportError: it is not installed.
@@ -28,12 +28,12 @@ def require_safetensors() -> Any:
 
 
 def pack(value: Any) -> bytes:
-    """A sample as one safetensors file: its tensors, and its structure as JSON in a tensor of bytes.
+    """Pack a sample as one safetensors file: its tensors, and its structure as JSON in a tensor of bytes.
 
-    Equal samples give equal bytes. Tensors are stored contiguous, without gradient, from whatever device.
+    Equal samples give equal bytes. Tensors are stored contiguous, without gradient, from any device.
 
     Raises:
-        TypeError: something in it cannot be stored; the message says where it is and what can.
+        TypeError: something in it cannot be stored; the message says where, and what can be stored.
     """
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_flatten(value, tensors, "sample"))
@@ -48,13 +48,13 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """What :func:`pack` was given; all memory is new, so that it may be changed in place."""
+    """Restore what :func:`pack` was given; all memory is new, so it may be changed in place."""
     tensors = require_safetensors().load(packed)
     return _restore(json.loads(_to_bytes(tensors[_TREE])), tensors)
 
 
 def size_of(value: Any) -> int:
-    """Bytes of the tensors, arrays, bytes and text in a sample; objects of other kinds count as nothing."""
+    """Return the bytes of the tensors, arrays, bytes and text in a sample; other objects count as nothing."""
     total = 0
     for leaf in leaves(value):
         if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
@@ -69,7 +69,7 @@ def size_of(value: Any) -> int:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What is in a sample, structure aside."""
+    """Yield the values in a sample, without its structure."""
     if isinstance(value, dict):
         for entry in value.values():
             yield from leaves(entry)

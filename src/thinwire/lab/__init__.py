@@ -1,6 +1,6 @@
-"""An emulated cluster on one Linux machine lives here: namespaces, token-bucket links, a process per rank, byte counts.
+"""An emulated cluster on one Linux machine: namespaces, token-bucket links, a process per rank, byte counts.
 
-What does not live here: training code, models, and what a measurement means (``bench``, ``report``); no torch either.
+Training code, models and the meaning of measurements do not belong here (see ``bench``, ``report``); nor does torch.
 """
 
 from thinwire.lab.access import available

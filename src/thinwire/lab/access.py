@@ -1,4 +1,4 @@
-"""By which right the lab may make namespaces: as root, in a user namespace, or not at all."""
+"""With which rights the lab may create namespaces: as root, in a user namespace, or not at all."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ exec cat
 
 
 def available() -> str:
-    """By which right namespaces can be made here: "root", "user" or "loopback" (not at all), after a real trial."""
+    """Return the rights with which namespaces can be made: "root", "user" or "loopback" (none), after a real trial."""
     return find_mode()[0]
 
 
 def find_mode() -> tuple[str, str]:
-    """The mode of `available`, and why a better one was not to be had."""
+    """Return the mode of `available`, and why a better one is not available."""
     forced = os.environ.get("THINWIRE_LAB_MODE") or None
     if forced not in (None, *_MODES):
         raise LabError(f"THINWIRE_LAB_MODE={forced!r} is none of {', '.join(_MODES)}: unset it")
@@ -69,7 +69,7 @@ def _trial(shell: Shell) -> None:
 
 @contextlib.contextmanager
 def open_shell(mode: str) -> Iterator[Shell]:
-    """A shell that may make namespaces; in mode "user" all it made vanishes when it is closed."""
+    """Open a shell that may create namespaces; in mode "user" everything it made disappears when it is closed."""
     if mode == "root":
         yield Shell()
         return

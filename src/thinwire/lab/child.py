@@ -1,7 +1,7 @@
-"""The first moment of a rank: tie its life to the lab's, learn the names of the nodes, then become the command.
+"""The start of a rank: tie its life to the lab's, set the names of the nodes, then become the command.
 
-Run as a script in an isolated interpreter, ``child.py PARENT DIRECTORY HOSTS CORES COMMAND...``; imports nothing of
-thinwire.
+Run as a script in an isolated interpreter: ``child.py PARENT DIRECTORY HOSTS CORES COMMAND...``; it imports nothing
+from thinwire.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _LIBC = ctypes.CDLL(None)
 
 
 def set_hosts(text: str) -> None:
-    """Put `text` in the place of /etc/hosts, in this process's own mount namespace alone; best effort.
+    """Replace /etc/hosts by `text`, in this process's own mount namespace only; best effort.
 
-    Without it each look-up of an address asks a name server that no node can reach. The file lives in a tmpfs that is
-    mounted for a moment over /tmp, so nothing of it outlives the process.
+    Without it, each look-up of an address asks a name server that no node can reach. The file lives in a tmpfs that is
+    mounted over /tmp for a moment, so nothing of it outlives the process.
     """
     if _LIBC.mount(b"tw", b"/tmp", b"tmpfs", 0, None):
         return
@@ -33,15 +33,15 @@ def set_hosts(text: str) -> None:
 
 
 def main(parent: int, directory: str, hosts: str, cores: str, command: list[str]) -> int:
-    """Do the above; HOSTS is empty where mounts and network are the machine's. Returns 126 or 127: no command."""
+    """Do all of this; HOSTS is empty if mounts and network are the machine's. Return 126 or 127 without a command."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # the parent was gone before the tie was made
+    if os.getppid() != parent:  # the parent ended before the tie was set up
         return 128 + int(signal.SIGKILL)
-    # What Python ignores at start would stay ignored in the command.
+    # Signals that Python ignores at start would stay ignored in the command.
     for name in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(name, signal.SIG_DFL)
     if cores:
-        with contextlib.suppress(OSError):  # they may have been taken away meanwhile
+        with contextlib.suppress(OSError):  # the cores may have been taken away meanwhile
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     if hosts:
         set_hosts(hosts)

@@ -1,4 +1,4 @@
-"""Names of the lab's namespaces, and the removal of those whose owner is gone."""
+"""Names of the lab's namespaces, and removal of those whose owner is gone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _serial = itertools.count()
 
 
 def new_prefix() -> str:
-    """A prefix ``tw<pid>-<start>-<serial>-`` that no other lab uses; the start time tells a reused process id apart."""
+    """Return a prefix ``tw<pid>-<start>-<serial>-`` that no other lab uses; the start time tells reused ids apart."""
     return f"tw{os.getpid()}-{_start_ticks(os.getpid())}-{next(_serial)}-"
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None if it is gone or a zombie."""
+    """Return when a process began, in clock ticks since boot; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -33,18 +33,18 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def clean(*, all: bool = False) -> list[str]:
-    """Remove what killed runs left: their namespaces, links and any process still inside.
+    """Remove what killed runs left behind: their namespaces, links and any process still inside.
 
-    Runs in a user namespace leave nothing: the kernel removes it with its last process.
+    Runs in a user namespace leave nothing behind: the kernel removes it with its last process.
 
     Args:
-        all: also those of runs whose process still lives.
+        all: also remove those of runs whose process is still alive.
 
     Returns:
         The names of the removed namespaces.
 
     Raises:
-        LabError: some cannot be removed, for want of rights.
+        LabError: some cannot be removed, for lack of rights.
     """
     names = sorted(path.name for path in _FOLDER.iterdir()) if _FOLDER.is_dir() else []
     removed = []
@@ -54,14 +54,14 @@ def clean(*, all: bool = False) -> list[str]:
             try:
                 remove(Shell(), name)
             except LabError:
-                if (_FOLDER / name).exists():  # otherwise its owner was faster
+                if (_FOLDER / name).exists():  # otherwise its owner removed it first
                     raise
             removed.append(name)
     return removed
 
 
 def remove(shell: Shell, name: str) -> None:
-    """Remove one namespace; processes still inside it are killed first, or it would live on without a name."""
+    """Remove one namespace; first kill processes still inside it, or it would live on without a name."""
     for _ in range(40):
         inside = [int(word) for word in shell.run("ip", "netns", "pids", name).split()]
         if not inside:

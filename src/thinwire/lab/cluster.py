@@ -1,4 +1,4 @@
-"""The shape of an emulated cluster: how many workers, how many on a node, which links."""
+"""The shape of an emulated cluster: number of workers, workers per node, links."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Cluster:
     """An emulated cluster, valid by construction.
 
     Attributes:
-        workers: ranks in all.
+        workers: total number of ranks.
         ranks_per_node: ranks that share a node, and so its link.
-        links: bits per second, one for all nodes or one per node; None is unlimited.
+        links: bits per second, one for all nodes or one per node; None means unlimited.
         delay_seconds: one-way delay between any two nodes.
     """
 
@@ -47,22 +47,22 @@ class Cluster:
                 f"{len(self.links)} links for {self.nodes} nodes: give one for all, or one per node such as {example}"
             )
         for node in range(len(self.links)):
-            self.link(node)  # refuses a rate or a delay that cannot be
+            self.link(node)  # refuses an impossible rate or delay
 
     @classmethod
     def parse(
         cls, workers: int, ranks_per_node: int = 1, link: str | None = None, delay: str | float | None = None
     ) -> Cluster:
-        """Read a cluster from the words of the command line.
+        """Parse a cluster from command-line arguments.
 
         Args:
-            workers: ranks in all.
+            workers: total number of ranks.
             ranks_per_node: ranks that share a node.
             link: ``1gbit``, or one such rate per node after commas; ``unlimited``, ``none`` or None for no limit.
             delay: ``1ms``, or seconds as a number.
 
         Raises:
-            LabError: with one sentence about what is wrong.
+            LabError: with one sentence on what is wrong.
         """
         words = [word.strip() for word in (link or "unlimited").split(",")]
         links = tuple(None if word.lower() in ("unlimited", "none") else parse_rate(word) for word in words)
@@ -71,15 +71,15 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many nodes the workers fill."""
+        """Number of nodes."""
         return self.workers // self.ranks_per_node
 
     def link(self, node: int) -> LinkSpec:
-        """The link between this node and the switch."""
+        """Return the link between this node and the switch."""
         return LinkSpec(self.links[node if len(self.links) > 1 else 0], self.delay_seconds)
 
     def describe(self) -> str:
-        """A few words for people, such as ``4 workers on 2 nodes, 1gbit``."""
+        """Return a short description, such as ``4 workers on 2 nodes, 1gbit``."""
         links = ",".join(map(format_rate, self.links))
         delay = f", delay {self.delay_seconds * 1e3:g}ms" if self.delay_seconds else ""
         return f"{self.workers} workers on {self.nodes} nodes, {links}{delay}"

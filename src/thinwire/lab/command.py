@@ -1,4 +1,4 @@
-"""Checks of what is to be run, before anything is built."""
+"""Checks of the command to run, before anything is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def check_command(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise `LabError` unless the program exists and, where it is a Python, its script too."""
+    """Raise `LabError` unless the program exists and, if it is Python, its script too."""
     if not command:
         raise LabError("no command to run: give one after --, for example: -- python train.py")
     if shutil.which(command[0], path=environment.get("PATH", os.defpath)) is None:
@@ -43,13 +43,13 @@ def _python_script(command: Sequence[str]) -> str | None:
 
 
 def check_port(port: int | None) -> None:
-    """Raise `LabError` unless the port is a number that TCP has."""
+    """Raise `LabError` unless the port is a valid TCP port."""
     if port is not None and not 1 <= port <= 65535:
         raise LabError(f"master port {port} is not between 1 and 65535: use for example --master-port 29500")
 
 
 def loopback_port(port: int | None) -> int:
-    """The given port if nobody listens on it, or a free one; raises `LabError` if it is taken."""
+    """Return the given port if nobody listens on it, or a free one; raise `LabError` if it is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

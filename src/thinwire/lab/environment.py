@@ -1,4 +1,4 @@
-"""The environment variables of a rank: torchrun's words, and which interface Gloo and NCCL shall use."""
+"""The environment variables of a rank: torchrun's, and which interface Gloo and NCCL should use."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def rank_environment(
     """Build the environment of one rank.
 
     Args:
-        base: where to start; what an outer torchrun left in it is dropped.
+        base: variables to start from; those left by an outer torchrun are dropped.
         cluster: the shape of the run.
-        rank: which rank this is for.
-        master_address: where rank 0 listens.
-        master_port: on which port.
+        rank: the rank.
+        master_address: address at which rank 0 listens.
+        master_port: port on which rank 0 listens.
         interface: the network interface that leads to the other nodes.
     """
     kept = {k: v for k, v in base.items() if not k.startswith("TORCHELASTIC_") and k not in _OF_ANOTHER_LAUNCHER}

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class LabError(ValueError):
-    """The lab cannot do what was asked; the message is one sentence for the person who asked."""
+    """The lab cannot do what was requested; the message is one sentence for the user."""

@@ -1,4 +1,4 @@
-"""What shall happen to ranks while they run: one is killed and comes again, one is stopped, a link is cut."""
+"""Faults of ranks during a run: one is killed and started again, one is stopped, a link is cut."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ENDS = {"kill": "started again", "stop": "continued", "cut": "connected again"}
 
 @dataclass(frozen=True)
 class RankFault:
-    """One of them.
+    """A fault.
 
     Attributes:
         kind: "kill" (SIGKILL), "stop" (SIGSTOP, then SIGCONT), or "cut" (the link of the rank's node carries nothing).
-        rank: whose.
-        at_seconds: after the start of the run.
-        for_seconds: how long it lasts; after a kill the rank's command is started again. None, of a kill: for good.
+        rank: the rank that it hits.
+        at_seconds: time after the start of the run.
+        for_seconds: duration; after a kill, the rank's command is then started again. None (kills only): never.
     """
 
     kind: str
@@ -35,13 +35,13 @@ class RankFault:
 
     @property
     def until(self) -> float:
-        """Seconds after the start of the run."""
+        """When it ends, in seconds after the start of the run."""
         return math.inf if self.for_seconds is None else self.at_seconds + self.for_seconds
 
 
 @dataclass(frozen=True)
 class Happening:
-    """What happened to a rank, seconds after the start: "killed", "started again", "stopped", ..."""
+    """An event of a rank, in seconds after the start: "killed", "started again", "stopped", ..."""
 
     seconds: float
     rank: int
@@ -49,10 +49,10 @@ class Happening:
 
 
 def parse_kills(texts: Sequence[str], restart: str | None) -> list[RankFault]:
-    """Read ``2:30s`` (rank 2 dies at 30 s); ``restart``: ``5s``, after which it comes again.
+    """Parse ``2:30s`` (rank 2 is killed at 30 s); ``restart``: such as ``5s``, after which it is started again.
 
     Raises:
-        LabError: it is something else.
+        LabError: the text has another form.
     """
     if restart is not None and not texts:
         raise LabError("--restart says when a killed rank comes again: say which with --kill, such as --kill 2:30s")
@@ -61,7 +61,7 @@ def parse_kills(texts: Sequence[str], restart: str | None) -> list[RankFault]:
 
 
 def parse_pauses(kind: str, texts: Sequence[str]) -> list[RankFault]:
-    """Read ``1:10s:3s``: at 10 s, for 3 s. ``kind``: "stop" or "cut"."""
+    """Parse ``1:10s:3s``: at 10 s, for 3 s. ``kind``: "stop" or "cut"."""
     return [RankFault(kind, rank, *times) for rank, times in (_parts(x, f"--{kind}", ("10s", "3s")) for x in texts)]
 
 
@@ -83,7 +83,7 @@ def _time(part: str, option: str, text: str, example: str) -> float:
 
 
 def check_faults(faults: Sequence[RankFault], cluster: Cluster, *, emulated: bool) -> None:
-    """Raise `LabError` unless they fit the cluster and one another."""
+    """Raise `LabError` unless the faults fit the cluster and each other."""
     by_victim: dict[tuple[bool, int], list[RankFault]] = {}
     for fault in faults:
         if not 0 <= fault.rank < cluster.workers:
@@ -106,7 +106,7 @@ def check_faults(faults: Sequence[RankFault], cluster: Cluster, *, emulated: boo
 
 
 def happenings(faults: Sequence[RankFault]) -> list[Happening]:
-    """What is to happen, in order."""
+    """Return the events to come, in order."""
     begin = [Happening(f.at_seconds, f.rank, _BEGINS[f.kind]) for f in faults]
     end = [Happening(f.until, f.rank, _ENDS[f.kind]) for f in faults if f.for_seconds is not None]
     return sorted([*begin, *end], key=lambda x: x.seconds)

@@ -1,4 +1,4 @@
-"""Runs a command as the ranks of an emulated cluster."""
+"""Run a command as the ranks of an emulated cluster."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def run(
 ) -> LabResult:
     """Run a command once per worker of an emulated cluster and wait for the end.
 
-    Each rank finds torchrun's environment variables, and in THINWIRE_SECRET_FILE a new secret for this run, unless
-    there is one. Whatever happens, what the lab made is removed: ctrl-C, SIGTERM
-    and SIGHUP are held back until then (in the main thread; Python cannot in another) and raised again.
+    Each rank gets torchrun's environment variables, and in THINWIRE_SECRET_FILE a new secret for this run, unless one
+    is set. Whatever happens, everything the lab made is removed: ctrl-C, SIGTERM and SIGHUP are held back until then
+    (in the main thread only, as Python requires) and then raised again.
 
     Args:
         cluster: the shape of the cluster.
-        command: what every rank runs; no shell.
+        command: what every rank runs, without a shell.
         env: variables to set on top of this process's own.
         on_line: called with a rank and each of its lines, in the calling thread; None prints ``[rank] line``.
-        grace_seconds: how long the others may go on after a rank failed.
-        timeout_seconds: when to end the run; None is never.
-        master_port: where rank 0 listens; None picks a free one.
-        share_cores: every node may use all cores; else each has its own, as machines have.
-        faults: what shall happen to ranks while they run.
-        faults_begin: given a rank and each of its lines: whether the times of ``faults`` count from now on; None: they
-            count from the start. on_fault: called with each that has happened; None prints it on stderr.
+        grace_seconds: how long the other ranks may go on after one failed.
+        timeout_seconds: when to end the run; None means never.
+        master_port: port of rank 0; None picks a free one.
+        share_cores: every node may use all cores; otherwise each has its own, like separate machines.
+        faults: faults of ranks during the run.
+        faults_begin: called with a rank and each of its lines: whether the times of ``faults`` count from now on; None:
+            they count from the start. on_fault: called with each event that happened; None prints it on stderr.
 
     Raises:
-        LabError: the command, the port or the machine does not allow it; nothing was left behind.
+        LabError: the command, the port or the machine does not allow it; nothing is left behind.
     """
     environment = {**os.environ, **(env or {})}
     check_command(command, environment)

@@ -1,4 +1,4 @@
-"""One link of a node: the queueing disciplines that make it as slow as asked."""
+"""One link of a node: the queueing disciplines that limit its speed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LARGEST_QUEUE = 2**30
 class LinkSpec:
     """A node's link to the switch, the same in both directions.
 
-    The bucket holds one millisecond of the rate. That is enough for a timer that wakes late on a busy machine, and so
-    little that a small message does not slip through at the speed of memory. The queue behind it holds 50 ms, so that
-    TCP fills the link with next to no loss. Offloaded packets are kept to half a bucket: larger ones would be cut up
-    inside the discipline, which costs the CPU dear.
+    The bucket holds one millisecond of the rate. That is enough for a timer that wakes late on a busy machine, and too
+    little for a small message to pass at memory speed. The queue behind it holds 50 ms, so that TCP fills the link with
+    almost no loss. Offloaded packets are limited to half a bucket: larger ones would be split inside the discipline,
+    which costs much CPU time.
 
     Attributes:
-        rate: bits per second; None is unlimited.
-        delay_seconds: one-way delay from this node to any other, charged where the node sends (needs netem).
+        rate: bits per second; None means unlimited.
+        delay_seconds: one-way delay from this node to any other, applied where the node sends (needs netem).
     """
 
     rate: int | None = None
@@ -41,21 +41,21 @@ class LinkSpec:
 
     @property
     def burst_bytes(self) -> int:
-        """Size of the token bucket: what may pass at once after silence."""
+        """Size of the token bucket: what can pass at once after a pause."""
         return max(_SMALLEST_BURST, min(_LARGEST_BURST, (self.rate or 0) // 8000))
 
     @property
     def queue_bytes(self) -> int:
-        """What may wait behind the bucket before packets are dropped."""
+        """What can wait behind the bucket before packets are dropped."""
         return self.burst_bytes + max(_SMALLEST_QUEUE, min(_LARGEST_QUEUE, (self.rate or 0) // 160))
 
     @property
     def packet_bytes(self) -> int:
-        """Largest offloaded packet that a sender on this link may hand to its interface."""
+        """Largest offloaded packet that a sender on this link may pass to its interface."""
         return min(_LARGEST_PACKET, self.burst_bytes // 2) if self.rate else _LARGEST_PACKET
 
     def egress_of_node(self, device: str) -> list[str]:
-        """Lines for ``tc -batch``: what the node sends is delayed, then shaped."""
+        """Return lines for ``tc -batch``: what the node sends is delayed, then shaped."""
         if not self.delay_seconds:
             return self.egress_of_switch(device)
         microseconds = max(1, round(self.delay_seconds * 1e6))
@@ -63,7 +63,7 @@ class LinkSpec:
         return lines + [f"qdisc add dev {device} parent 1: handle 2: {self._bucket()}"] * (self.rate is not None)
 
     def egress_of_switch(self, device: str) -> list[str]:
-        """Lines for ``tc -batch``: what the switch sends to the node is shaped."""
+        """Return lines for ``tc -batch``: what the switch sends to the node is shaped."""
         return [] if self.rate is None else [f"qdisc add dev {device} root {self._bucket()}"]
 
     def _bucket(self) -> str:

@@ -1,4 +1,4 @@
-"""The wires: one namespace per node, one for the switch, a shaped veth pair between each node and the switch."""
+"""The network: one namespace per node, one for the switch, and a shaped veth pair between each node and the switch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from thinwire.lab.shell import Shell
 INTERFACE = "eth0"
 """Name of a node's interface, in the namespace of that node."""
 CONGESTION_CONTROLS = ("cubic", "reno")
-"""What TCP shall have on the links, the first that the kernel has: CUBIC is the usual default, Reno is in every kernel.
+"""TCP congestion controls for the links, the first available is used: CUBIC is the usual default, Reno always exists.
 
-BBR, for one, empties a link on purpose for 0.2 s of every 10, in which a training step stands still.
+BBR, for example, empties a link on purpose for 0.2 s in every 10 s, and a training step stalls during that time.
 """
-# A connection that is begun has the congestion control of its route; whether anybody answers does not matter.
+# A connection that is being opened already has the congestion control of its route; no answer is needed.
 _ASK = """
 import socket, sys
 one = socket.socket()
@@ -35,7 +35,7 @@ print(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0
 class Network:
     """The network of one run; a context manager that builds it and always takes it down.
 
-    Even the bridge has a namespace of its own, so the machine's network is never touched.
+    Even the bridge has its own namespace, so the machine's network is never touched.
     """
 
     def __init__(self, shell: Shell, cluster: Cluster) -> None:
@@ -45,7 +45,7 @@ class Network:
         self.switch = f"{prefix}switch"
         self.nodes = [f"{prefix}node{node}" for node in range(cluster.nodes)]
         self.congestion_control = ""
-        """What TCP really has on the links, as a socket of node 0 tells."""
+        """The congestion control that TCP really uses on the links, as reported by a socket of node 0."""
         self._made: list[str] = []
         self._at_start: list[tuple[int, int]] = []
 
@@ -66,11 +66,11 @@ class Network:
 
     @staticmethod
     def address(node: int) -> str:
-        """IPv4 address of a node."""
+        """Return the IPv4 address of a node."""
         return f"10.77.{(node + 1) // 256}.{(node + 1) % 256}"
 
     def on_node(self, node: int, command: Sequence[str], cores: Sequence[int] = ()) -> list[str]:
-        """The command line that becomes `command` on a node, where the nodes are called node0, node1, ..."""
+        """Return the command line that runs `command` on a node, where the nodes are called node0, node1, ..."""
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         for other in range(self.cluster.nodes):
             alias = f" {socket.gethostname()}" if other == node else ""
@@ -80,9 +80,9 @@ class Network:
 
     def _build(self) -> None:
         for name in [self.switch, *self.nodes]:
-            self._made.append(name)  # first, so that half a creation is removed too
+            self._made.append(name)  # first, so that a half-finished creation is removed too
             self.shell.run("ip", "netns", "add", name)
-        # No automatic IPv6 addresses: their discovery messages would only blur the byte counts.
+        # No automatic IPv6 addresses: their discovery messages would disturb the byte counts.
         lines = ["link add switch type bridge", "link set switch addrgenmode none up"]
         for node, name in enumerate(self.nodes):
             lines.append(f"link add port{node} type veth peer name {INTERFACE} netns {name}")
@@ -110,9 +110,9 @@ class Network:
         self.shell.batch("tc", self.switch, shaping)
 
     def _set_congestion_control(self, node: int, wanted: list[str]) -> None:
-        """Give the node's route the first of these that the kernel has; those that it has not are taken out.
+        """Set the node's route to the first of these that the kernel has; remove those that it does not have.
 
-        The route may have any, the namespace's setting only those of net.ipv4.tcp_allowed_congestion_control.
+        A route may use any of them, the namespace's setting only those in net.ipv4.tcp_allowed_congestion_control.
         """
         route = f"route replace 10.77.0.0/16 dev {INTERFACE} proto kernel scope link src {self.address(node)}"
         while wanted:
@@ -128,7 +128,7 @@ class Network:
         return self.shell.run("ip", "netns", "exec", self.nodes[0], *ask).strip()
 
     def counters(self) -> list[tuple[int, int]]:
-        """Bytes that each node has sent and received."""
+        """Return the bytes that each node has sent and received."""
         found = []
         for name in self.nodes:
             answer = json.loads(self.shell.run("ip", "-n", name, "-s", "-j", "link", "show", "dev", INTERFACE))
@@ -137,16 +137,16 @@ class Network:
         return found
 
     def traffic(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes that each node's interface sent, and received, since the network was built."""
+        """Return the bytes that each node's interface sent, and received, since the network was built."""
         pairs = [(now[0] - was[0], now[1] - was[1]) for now, was in zip(self.counters(), self._at_start)]
         return tuple(sent for sent, _ in pairs), tuple(received for _, received in pairs)
 
     def carry(self, node: int, carries: bool) -> None:
-        """Let the link of a node carry packets, or none; nobody is told, as when a cable is pulled elsewhere."""
+        """Let a node's link carry packets, or none; the node is not notified, as if a cable were pulled elsewhere."""
         self.shell.batch("ip", self.switch, [f"link set port{node} {'up' if carries else 'down'}"])
 
     def close(self) -> None:
-        """Take everything down; what is already gone is no error."""
+        """Remove everything; it is no error if something is already gone."""
         while self._made:
             with contextlib.suppress(LabError):
                 remove(self.shell, self._made.pop())

@@ -1,4 +1,4 @@
-"""The processes of one run: start them, pass on their lines, learn how they ended, end them."""
+"""The processes of one run: start them, pass on their output, learn how they ended, end them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _DRAIN_SECONDS = 2.0
 
 
 def child_command(command: Sequence[str], hosts: str = "", cores: Sequence[int] = ()) -> list[str]:
-    """The command line that becomes `command` in this directory and dies when this process dies.
+    """Return the command line that runs `command` in this directory and dies when this process dies.
 
     Args:
-        command: what to become.
-        hosts: what /etc/hosts shall say; only for a command line that runs in mounts and a network of its own.
-        cores: that it may use; empty: all.
+        command: the command.
+        hosts: content of /etc/hosts; only for a command line that has its own mounts and network.
+        cores: cores that it may use; empty: all.
     """
     script, places = str(Path(child.__file__)), ",".join(map(str, cores))
     return [sys.executable, "-I", "-S", script, str(os.getpid()), os.getcwd(), hosts, places, *command]
 
 
 class RankProcesses:
-    """All ranks of a run; leaving the context ends every process group that it started.
+    """All ranks of a run; leaving the context ends every process group that was started.
 
-    An ended rank stays a zombie until then, so that its group's number cannot become somebody else's.
+    An ended rank stays a zombie until then, so that the id of its group cannot be reused.
 
     Args:
         on_line: called in the thread that calls `step`, with a rank and one line without its end.
@@ -73,12 +73,12 @@ class RankProcesses:
         self.exit_codes.append(None)
 
     def start_again(self, rank: int) -> None:
-        """Start a rank that has ended once more, as it was started."""
+        """Start an ended rank again, in the same way as before."""
         old = self._processes[rank]
         assert old.stdout is not None
         end = time.monotonic() + _DRAIN_SECONDS
         while old.stdout in {key.fileobj for key in self._selector.get_map().values()}:
-            if time.monotonic() > end:  # somebody whom it has started still holds it
+            if time.monotonic() > end:  # one of its children still holds it open
                 self._selector.unregister(old.stdout)
             else:
                 self._read(0.05)
@@ -106,11 +106,11 @@ class RankProcesses:
 
     @property
     def running(self) -> bool:
-        """Whether a rank still runs."""
+        """Whether any rank is still running."""
         return None in self.exit_codes
 
     def step(self, seconds: float) -> None:
-        """Pass on what the ranks wrote, waiting at most so long for something, and note who has ended."""
+        """Pass on the ranks' output, waiting at most that long for some, and note which have ended."""
         if self._selector.get_map():
             self._read(seconds)
         else:
@@ -120,7 +120,7 @@ class RankProcesses:
                 self.exit_codes[rank] = _exit_code(process.pid)
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Send a signal to the process groups of the ranks that still run, or to that of one rank."""
+        """Send a signal to the process groups of all running ranks, or of one rank."""
         for one, (process, code) in enumerate(zip(self._processes, self.exit_codes)):
             if code is None and rank in (None, one):
                 with contextlib.suppress(ProcessLookupError):
@@ -155,7 +155,7 @@ class RankProcesses:
 def _exit_code(pid: int) -> int | None:
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # somebody else in this process waited for it
+    except ChildProcessError:  # something else in this process waited for it
         return 255
     if status is None:
         return None

@@ -1,4 +1,4 @@
-"""Link rates and delays in the words of ``tc``."""
+"""Link rates and delays in the syntax of ``tc``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST_DELAY = 10.0
 
 
 def parse_rate(text: str) -> int:
-    """Read a link rate.
+    """Parse a link rate.
 
     Args:
         text: a number and ``bit``, ``kbit``, ``mbit``, ``gbit`` or ``tbit``, such as ``100mbit`` or ``2.5gbit``.
@@ -26,7 +26,7 @@ def parse_rate(text: str) -> int:
         Bits per second.
 
     Raises:
-        LabError: the text is not such a rate, or outside 100kbit to 1tbit.
+        LabError: the text is not a rate, or is outside 100kbit to 1tbit.
     """
     match = _QUANTITY.fullmatch(text.strip().lower())
     number, unit = match.groups() if match else ("", "")
@@ -54,7 +54,7 @@ def check_rate(rate: int, text: str | None = None) -> None:
 
 
 def format_rate(rate: int | None) -> str:
-    """Write bits per second as ``tc`` does (``1gbit``), so that `parse_rate` reads it back; None is ``unlimited``."""
+    """Format bits per second as ``tc`` does (``1gbit``), so that `parse_rate` can read it; None gives ``unlimited``."""
     if rate is None:
         return "unlimited"
     for unit in ("tbit", "gbit", "mbit", "kbit"):
@@ -65,13 +65,13 @@ def format_rate(rate: int | None) -> str:
 
 
 def parse_delay(text: str) -> float:
-    """Read a delay such as ``200us``, ``1ms`` or ``0.05s``.
+    """Parse a delay such as ``200us``, ``1ms`` or ``0.05s``.
 
     Returns:
         Seconds.
 
     Raises:
-        LabError: the text is not such a delay, or longer than ten seconds.
+        LabError: the text is not a delay, or longer than ten seconds.
     """
     match = _QUANTITY.fullmatch(text.strip().lower())
     number, unit = match.groups() if match else ("", "")

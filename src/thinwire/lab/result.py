@@ -1,4 +1,4 @@
-"""What a run of the lab leaves behind."""
+"""The result of a lab run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from thinwire.lab.faults import Happening
 
 @dataclass(frozen=True)
 class LabResult:
-    """How the ranks ended and what went over the wires.
+    """How the ranks ended, and the traffic on the links.
 
     Attributes:
-        exit_code: the worst code of the ranks that ended before the lab ended the others; 124 if time ran out.
-        exit_codes: one per rank; 128 + signal for a rank that a signal ended. A death that was asked for does not
+        exit_code: the worst code of the ranks that ended by themselves; 124 if time ran out.
+        exit_codes: one per rank; 128 + signal for a rank that a signal ended. An intended death does not
             count in ``exit_code``.
         seconds: from the start of the first rank to the end of the last.
-        emulated: False when the ranks ran on plain loopback, without links.
+        emulated: False if the ranks ran on plain loopback, without links.
         note: how it ran, in one sentence.
-        sent_bytes: per node, what its interface sent: payload and headers; an offloaded packet counts its headers once.
+        sent_bytes: per node, bytes its interface sent, with headers; an offloaded packet counts its headers once.
             All zero on plain loopback.
-        received_bytes: per node, what its interface received.
-        congestion_control: what TCP had on the links; None on plain loopback.
-        happenings: what was done to ranks, in order.
+        received_bytes: per node, bytes its interface received.
+        congestion_control: TCP's congestion control on the links; None on plain loopback.
+        happenings: what happened to ranks, in order.
     """
 
     exit_code: int
@@ -37,5 +37,5 @@ class LabResult:
     happenings: tuple[Happening, ...] = ()
 
     def to_json(self) -> str:
-        """The same as one line of JSON."""
+        """Return the result as one line of JSON."""
         return json.dumps(asdict(self))

@@ -11,10 +11,10 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class DeferredSignals:
-    """While this is entered, ctrl-C, SIGTERM and SIGHUP are only noted; on the way out the first one is raised again.
+    """Hold back ctrl-C, SIGTERM and SIGHUP inside the context; the first one is raised again on exit.
 
-    So whoever called sees the same KeyboardInterrupt or death as without the lab, only later. Python handles signals in
-    the main thread alone: elsewhere this does nothing.
+    So the caller sees the same KeyboardInterrupt or death as without the lab, only later. Python handles signals in the
+    main thread only: in other threads this does nothing.
     """
 
     def __init__(self) -> None:

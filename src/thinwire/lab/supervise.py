@@ -1,4 +1,4 @@
-"""When a run ends: by itself, after a rank failed, when time is up, or when the lab is told to stop."""
+"""The end of a run: by itself, after a rank failed, when time is up, or when the lab is told to stop."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def supervise(
     grace_seconds: float,
     timeout_seconds: float | None,
 ) -> int:
-    """Wait until all ranks have ended and see to it that they do.
+    """Wait until all ranks have ended, and make sure that they do.
 
-    When a rank fails the others have `grace_seconds` to notice, then get SIGTERM, and five seconds later SIGKILL. When
-    time is up or a signal came they get SIGTERM at once; at a second signal SIGKILL. A death that the timeline brings
-    is no failure.
+    When a rank fails, the others have `grace_seconds` to notice, then get SIGTERM, and five seconds later SIGKILL. When
+    time is up or a signal arrived, they get SIGTERM at once; on a second signal SIGKILL. A death caused by the timeline
+    is not a failure.
 
     Returns:
         The worst exit code among the ranks that ended by themselves; 124 if time was up.

@@ -1,4 +1,4 @@
-"""Does to ranks, while they run, what was asked for, when its time has come."""
+"""Applies the requested faults to ranks, when their time has come."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "continued": si
 
 
 class FaultTimeline:
-    """Of one run.
+    """The faults of one run.
 
     Args:
-        faults: to happen.
-        ranks: to whom.
+        faults: faults to apply.
+        ranks: the processes that they hit.
         carry: lets the link of a rank carry packets, or none.
-        tell: called with each that has happened.
+        tell: called with each event that happened.
 
     Attributes:
-        began: the point on ``time.monotonic`` from which times count; None: nothing happens yet.
-        happened: so far, at the time at which it did.
-        left: not yet.
+        began: the point on ``time.monotonic`` from which times count; None: not started yet.
+        happened: events so far, with their actual times.
+        left: events still to come.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class FaultTimeline:
         self._killed: set[int] = set()
 
     def until(self, now: float) -> None:
-        """Let happen what is due by now. What was to meet a rank that has ended is left out."""
+        """Apply what is due by now. Faults of a rank that has ended are skipped."""
         seconds = -1.0 if self.began is None else now - self.began
         while self.left and self.left[0].seconds <= seconds:
             due = self.left.pop(0)
@@ -68,10 +68,10 @@ class FaultTimeline:
 
     @property
     def all_dead_for_now(self) -> bool:
-        """Whether all ranks are killed, and one of them comes again."""
+        """Return whether all ranks are killed and at least one of them will be started again."""
         comes = any(one.what == "started again" and one.rank in self._killed for one in self.left)
         return comes and len(self._killed) == len(self._ranks.exit_codes)
 
     def unasked(self, exit_codes: Sequence[int | None]) -> list[int | None]:
-        """The exit codes without the deaths that were asked for."""
+        """Return the exit codes without the intended deaths."""
         return [0 if rank in self._killed and code is not None else code for rank, code in enumerate(exit_codes)]

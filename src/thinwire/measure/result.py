@@ -89,7 +89,7 @@ class ProbeResult:
 
     @property
     def series(self) -> dict[Key, list[Measurement]]:
-        """Return the measurements by curve, ascending in size; all ranks first, then those of a machine, then across."""
+        """Return measurements by curve, ascending in size; all ranks first, then those of a machine, then across."""
         found: dict[Key, list[Measurement]] = {}
         for m in sorted(self.measurements, key=lambda m: m.bytes):
             found.setdefault(m.key, []).append(m)

@@ -45,7 +45,7 @@ def expected_seconds(size: int, measured: Mapping[int, float]) -> float:
 
 
 def repeats(first_seconds: float, share_seconds: float) -> int:
-    """Return the total number of repeats, given the first time: half a second's worth, at least 3, or 1 if it is long.
+    """Return the number of runs, given the first one's time: half a second's worth, 3 up to that time each, 1 if long.
 
     Never more than half of the share, so that time is left for the sizes between.
     """

@@ -124,7 +124,7 @@ class ExchangeTimer:
         return -(-size // (4 * members)) * 4 * members
 
     def time(self, kind: str, scope: Scope, size: int, count: int) -> list[Times]:
-        """Time an operation ``count`` times, in all groups of the scope at once; return all ranks' times, in rank order."""
+        """Time an operation ``count`` times, in all groups of the scope at once; return all ranks' times by rank."""
         if len(self._topology.members(scope, self._rank)) < 2:
             return self._timed(lambda: None, count)
         lane = self._lanes.get(self._purpose, scope, 0)
@@ -132,7 +132,7 @@ class ExchangeTimer:
         return self._timed(lambda: issue(op, lane).wait(), count)
 
     def time_flow(self, size: int, count: int) -> list[Times]:
-        """Do the same for one message from the first rank to the first of the upper half, alone and in one direction."""
+        """Do the same for one message from the first rank to the first of the upper half, alone and one way."""
         lane = self._lanes.get(self._purpose, Scope.WORLD, 0)
         x, to = torch.empty(size // 4, device=self.device).fill_(0.0), lane.size // 2
 

@@ -1,6 +1,6 @@
-"""Pictures of runs: lines over an axis, with what happened marked; as PNG, as HTML, or in a report.
+"""Pictures of runs: lines over an axis, with events marked; as PNG, as HTML, or in a report.
 
-What does not live here: what a system draws (its own package), the report's other charts.
+What a system draws belongs to its own package, the report's other charts to report/.
 """
 
 from thinwire.pictures.draw import check_plot, write_picture

@@ -1,4 +1,4 @@
-"""One colour per name on the whole page, from Okabe and Ito's and Paul Tol's palettes for the colour-blind."""
+"""One colour per name on the whole page, from Okabe and Ito's and Paul Tol's palettes for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _FIXED = {
     "local": "#ee3377",
     "diloco": "#bbcc33",
 }
-_KEPT = {"ddp", "ddp-best", "ddp-fp16", "torch-powersgd"}  # the greys say: not ours
+_KEPT = {"ddp", "ddp-best", "ddp-fp16", "torch-powersgd"}  # grey means: not one of thinwire's methods
 _SHADES = (0.0, -0.4, 0.4, -0.65, 0.65)
 _OTHER = "#666666"
 _SAME = {"dense": "ssgd", "s-sgd": "ssgd"}
 
 
 class Colours:
-    """Gives every name a colour: its method's, or the next one free; a method's variants side by side are shades of it.
+    """Gives every name a colour: its method's, or the next free one; variants side by side are shades of it.
 
     Args:
-        groups: the labels of each result; all that will be asked for.
+        groups: the labels of each result; all labels that will be requested.
     """
 
     def __init__(self, groups: Iterable[Iterable[str]]) -> None:
@@ -58,7 +58,7 @@ class Colours:
                     self._of[variant] = next((tint for tint in shades if tint not in taken), base[name])
 
     def of(self, label: str) -> str:
-        """The colour of a name."""
+        """Return the colour of a name."""
         return self._of.get(_variant(label), _OTHER)
 
 
@@ -73,7 +73,7 @@ def _method(variant: str) -> str:
 
 
 def shade(colour: str, by: float) -> str:
-    """A colour (``#rrggbb``) moved towards white (``by`` up to 1) or black (down to -1).
+    """Move a colour (``#rrggbb``) towards white (``by`` up to 1) or black (down to -1).
 
     Example:
         >>> shade("#808080", 0.5), shade("#808080", -0.5)
@@ -84,7 +84,7 @@ def shade(colour: str, by: float) -> str:
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever can be read on a colour."""
+    """Return black or white, whichever is readable on a colour."""
     red, green, blue = _channels(colour)
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1f2933"
 

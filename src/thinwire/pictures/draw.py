@@ -23,7 +23,7 @@ _PYPLOT_LOOKS: dict[str, dict[str, Any]] = {
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise ``ValueError`` unless ``--plot`` can be written: its ending is known, its library and its folder there."""
+    """Raise ``ValueError`` unless ``--plot`` can be written: known file type, library installed, folder exists."""
     if path is None:
         return
     if path.suffix == ".png":
@@ -37,10 +37,10 @@ def check_plot(path: Path | None) -> None:
 
 
 def write_picture(picture: Picture, path: Path) -> None:
-    """Write it as ``.png`` or ``.html``.
+    """Write the picture as ``.png`` or ``.html``.
 
     Raises:
-        ValueError: another ending, or its library is not there.
+        ValueError: another file type, or its library is not installed.
     """
     colours = Colours([picture.names()])
     if path.suffix == ".html":
@@ -50,7 +50,7 @@ def write_picture(picture: Picture, path: Path) -> None:
 
 
 def as_plotly(picture: Picture, colours: Colours) -> Any:
-    """The figure, without its title. A line's name stands in the legend once, however many panels it is in."""
+    """Return the figure, without its title. A line's name appears in the legend once, however many panels it is in."""
     go = plotly()
     from plotly.subplots import make_subplots
 
@@ -89,7 +89,7 @@ def as_plotly(picture: Picture, colours: Colours) -> Any:
 
 
 def _plain(text: str) -> str:
-    """For plotly, which reads tags in every text."""
+    """Escape for plotly, which interprets tags in every text."""
     return html.escape(text, quote=False)
 
 
@@ -134,14 +134,14 @@ def _panel(panel: Panel, colours: Colours, axes: Any) -> None:
 
 
 def save_png(figure: Any, path: Path) -> None:
-    """Write matplotlib's figure and let it go."""
+    """Write a matplotlib figure and close it."""
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot().close(figure)
 
 
 def pyplot() -> Any:
-    """Matplotlib's, without a display.
+    """Return matplotlib's pyplot, without a display.
 
     Raises:
         ValueError: it is not installed.
@@ -157,7 +157,7 @@ def pyplot() -> Any:
 
 
 def plotly() -> Any:
-    """Plotly's graph objects.
+    """Return plotly's graph objects.
 
     Raises:
         ValueError: it is not installed.

@@ -1,4 +1,4 @@
-"""What is drawn, as plain data: the ``"picture"`` of a result's JSON, from which ``thinwire report`` draws it again."""
+"""A picture as plain data: the ``"picture"`` of a result's JSON, from which ``thinwire report`` draws it again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Series:
-    """What belongs together, in one colour.
+    """Points that belong together, in one colour.
 
     Attributes:
-        name: of a method, an algorithm, a node; it has one colour in all panels, and on a whole report.
-        x, y: of its points.
+        name: a method, an algorithm, a node; it has one colour in all panels, and in a whole report.
+        x, y: coordinates of its points.
         look: "line", "steps" (each value holds until the next), or "points".
-        at: a point of it that is marked.
-        said: stands after the name in the legend.
+        at: a point that is marked.
+        said: text after the name in the legend.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Series:
 
     @property
     def label(self) -> str:
-        """For the legend."""
+        """Text for the legend."""
         return f"{self.name}: {self.said}" if self.said else self.name
 
 
@@ -42,7 +42,7 @@ LOOKS = ("line", "steps", "points")
 
 @dataclass(frozen=True)
 class Mark:
-    """What happened at one place of the x axis."""
+    """An event at one place of the x axis."""
 
     x: float
     text: str
@@ -64,7 +64,7 @@ class Panel:
         x, y: the names of the axes, with their units.
         lines: what is drawn.
         marks, levels: vertical and horizontal lines with words.
-        y_range: from and to; None: what the lines need.
+        y_range: from and to; None: as the lines need.
         log_x: a logarithmic x axis.
     """
 
@@ -85,7 +85,7 @@ class Picture:
     panels: tuple[Panel, ...]
 
     def names(self) -> Iterator[str]:
-        """Of all lines."""
+        """Names of all lines."""
         for panel in self.panels:
             for line in panel.lines:
                 yield line.name

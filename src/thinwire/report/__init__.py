@@ -1,6 +1,6 @@
-"""One HTML page of results, self-contained: plans, comparisons, timelines, curves, read from the JSON of the verbs.
+"""One self-contained HTML page of results: plans, comparisons, timelines, curves, read from the JSON of the verbs.
 
-What does not live here: measuring (measure/, bench/), predicting (planner/).
+Measuring belongs to measure/ and bench/, predicting to planner/.
 """
 
 from thinwire.report.inputs import read_files

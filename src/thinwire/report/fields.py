@@ -1,4 +1,4 @@
-"""Typed looks into JSON that somebody else wrote: what is missing or of the wrong kind is a sentence."""
+"""Typed access to JSON from elsewhere: missing values and wrong types give an error of one sentence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Data: TypeAlias = Mapping[str, Any]
 
 
 def table(value: Any, what: str) -> Data:
-    """The value, if it is a JSON object."""
+    """Return the value if it is a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is no JSON object")
     return value
 
 
 def listed(data: Data, key: str) -> list[Any]:
-    """A list."""
+    """Return a list."""
     value = data.get(key)
     if not isinstance(value, list):
         raise ValueError(f"{key!r} is no list")
@@ -27,12 +27,12 @@ def listed(data: Data, key: str) -> list[Any]:
 
 
 def tables(data: Data, key: str) -> list[Data]:
-    """A list of objects."""
+    """Return a list of objects."""
     return [table(entry, f"an entry of {key!r}") for entry in listed(data, key)]
 
 
 def number(data: Data, key: str) -> float:
-    """A finite number."""
+    """Return a finite number."""
     found = maybe_number(data, key)
     if found is None:
         raise ValueError(f"{key!r} is no number")
@@ -40,7 +40,7 @@ def number(data: Data, key: str) -> float:
 
 
 def maybe_number(data: Data, key: str) -> float | None:
-    """A finite number; None where there is none, or none that is finite."""
+    """Return a finite number; None if there is none or it is not finite."""
     value = data.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         if value is None:
@@ -50,7 +50,7 @@ def maybe_number(data: Data, key: str) -> float | None:
 
 
 def text(data: Data, key: str) -> str:
-    """A text; "" where there is none."""
+    """Return a text; "" if there is none."""
     value = data.get(key)
     if value is None:
         return ""
@@ -60,12 +60,12 @@ def text(data: Data, key: str) -> str:
 
 
 def numbers(data: Data, key: str) -> tuple[float, ...]:
-    """A list of finite numbers."""
+    """Return a list of finite numbers."""
     return tuple(number({key: value}, key) for value in listed(data, key))
 
 
 def facts(data: Data) -> str:
-    """The short texts and numbers at the top of a file: what whoever wrote it wanted to say about it."""
+    """Return the short texts and numbers at the top of a file, as its writer wanted them shown."""
     said = []
     for key, value in data.items():
         words = key.replace("_", " ")

@@ -1,4 +1,4 @@
-"""What all pictures share: plotly, imported late, and one quiet layout."""
+"""What all figures share: plotly, imported late, and one plain layout."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BAR = 34
 
 
 def new(height: int, **layout: Any) -> Any:
-    """An empty figure."""
+    """Return an empty figure."""
     return dress(plotly().Figure(), height, **layout)
 
 
 def stacked(titles: Sequence[str], heights: Sequence[float], gap: float, height: int, **layout: Any) -> Any:
-    """Panels one above the other over one horizontal axis, their titles on the left."""
+    """Return panels one above the other over one horizontal axis, with their titles on the left."""
     plotly()
     from plotly.subplots import make_subplots
 
@@ -36,7 +36,7 @@ def stacked(titles: Sequence[str], heights: Sequence[float], gap: float, height:
 
 
 def dress(figure: Any, height: int, **layout: Any) -> Any:
-    """The common look."""
+    """Apply the common layout."""
     figure.update_layout(
         template="none",
         height=height,
@@ -61,7 +61,7 @@ def dress(figure: Any, height: int, **layout: Any) -> Any:
 
 
 def names_axis(figure: Any, labels: Sequence[str], shown: Sequence[str], row: int | None = None) -> None:
-    """The vertical axis of horizontal bars: names from the top, long ones cut."""
+    """Set up the vertical axis of horizontal bars: names from the top, long ones cut."""
     place = {} if row is None else {"row": row, "col": 1}
     figure.update_yaxes(
         type="category",
@@ -79,11 +79,11 @@ def names_axis(figure: Any, labels: Sequence[str], shown: Sequence[str], row: in
 
 
 def hatched(tints: Sequence[str]) -> dict[str, Any]:
-    """Markers of the ends of bars that are exposed communication."""
+    """Return markers for the parts of bars that are exposed communication."""
     lines = {"color": list(tints), "width": 1}
     return {"color": list(tints), "line": lines, "pattern": {"shape": "/", "size": 7, "solidity": 0.3}}
 
 
 def scale(longest_seconds: float) -> tuple[float, str]:
-    """Unit of a time axis: factor from seconds, and name."""
+    """Return the unit of a time axis: factor from seconds, and name."""
     return (1.0, "s") if longest_seconds >= 1 else (1e3, "ms")

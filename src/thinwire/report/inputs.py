@@ -1,4 +1,4 @@
-"""Which kind of result a file holds, told from its content."""
+"""Recognise which kind of result a file holds, from its content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result: TypeAlias = Bench | MethodRanking | WinnerMap | StepTrace | RunPicture
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file: its name, what it holds, when it was written."""
+    """A file: its name, its kind of content, when it was written."""
 
     name: str
     holds: str
@@ -37,7 +37,7 @@ class Inputs:
 
     @property
     def maps(self) -> list[WinnerMap]:
-        """Who wins where."""
+        """Maps of winners."""
         return [result for result in self.results if isinstance(result, WinnerMap)]
 
     @property
@@ -58,11 +58,11 @@ class Inputs:
 
     @property
     def runs(self) -> list[RunPicture]:
-        """Runs that have brought their own picture."""
+        """Runs that contain their own picture."""
         return [result for result in self.results if isinstance(result, RunPicture)]
 
     def labels(self) -> Iterator[list[str]]:
-        """The methods of each result that names some."""
+        """Yield the method labels of each result that names some."""
         for bench in self.benches:
             yield [*(row.label for row in bench.rows), *(curve.label for curve in bench.curves)]
         for ranking in self.rankings:
@@ -83,7 +83,7 @@ def _has(*keys: str) -> Callable[[Any], bool]:
 
 
 def _begins(data: Any, key: str) -> bool:
-    """The lines of a log, the first of which has that key."""
+    """Return whether these are the lines of a log whose first line has that key."""
     return isinstance(data, list) and bool(data) and isinstance(data[0], dict) and key in data[0]
 
 
@@ -106,7 +106,7 @@ def read_files(paths: Iterable[Path]) -> Inputs:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file holds nothing known, or something known that is broken.
+        ValueError: a file holds nothing known, or a known kind that is damaged.
     """
     sources: list[InputFile] = []
     results: list[Result] = []
@@ -121,7 +121,7 @@ def read_files(paths: Iterable[Path]) -> Inputs:
 
 
 def _parts(data: Any) -> Iterator[Any]:
-    """A file, and what ``thinwire plan`` has put into it, with the question that it answers."""
+    """Yield a file, and the results that ``thinwire plan`` put into it, with their question."""
     yield data
     if isinstance(data, dict):
         asked = data.get("question")
@@ -131,7 +131,7 @@ def _parts(data: Any) -> Iterator[Any]:
 
 
 def _content(text: str) -> Any:
-    """JSON, or the lines of a log, of which the last may still be written."""
+    """Parse JSON, or the lines of a log, whose last line may be incomplete."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Pictures of logs that grow while a run goes on: a step log's, and a parameter server's journal."""
+"""Pictures of logs that grow during a run: a step log, and a parameter server's journal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _POINTS = 1000
 
 
 def read_step_log(name: str, records: Sequence[Any]) -> RunPicture:
-    """What was logged, a step's seconds and its bytes, over the time since the first record.
+    """Draw what was logged, such as a step's seconds and bytes, over the time since the first record.
 
     Raises:
-        ValueError: records are not as :class:`~thinwire.StepLog` writes them.
+        ValueError: the records are not as :class:`~thinwire.StepLog` writes them.
     """
     runs, steps = [record for record in records if record.get("kind") == "run"], steps_of(records)
     try:
@@ -46,10 +46,10 @@ def read_step_log(name: str, records: Sequence[Any]) -> RunPicture:
 
 
 def read_journal(name: str, lines: Sequence[Any]) -> RunPicture:
-    """How many updates each node has given over the time, and how old its gradients were.
+    """Draw how many updates each node contributed over time, and the age of its gradients.
 
     Raises:
-        ValueError: lines are not as the server writes them.
+        ValueError: the lines are not as the server writes them.
     """
     nodes: dict[int, tuple[list[float], list[float], list[float]]] = {}
     try:
@@ -71,7 +71,7 @@ def read_journal(name: str, lines: Sequence[Any]) -> RunPicture:
 
 
 def _line(name: str, x: Sequence[float], y: Sequence[Any]) -> Series:
-    """At most so many points, the last among them."""
+    """Return a line with a limited number of points, including the last one."""
     kept = [(a, b) for a, b in zip(x, y) if isinstance(b, (int, float)) and b == b]
     stride = -(-len(kept) // _POINTS) or 1
     kept = kept[::-1][::stride][::-1]

@@ -1,8 +1,8 @@
-"""A line of JSON per training step, and the same figures as TensorBoard scalars: what ``stats()`` counts, over time.
+"""One line of JSON per training step, and the same figures as TensorBoard scalars: ``stats()`` counters over time.
 
-Each record is one line, written and flushed at once. A file is continued, not replaced, so that a job which is started
-again goes on with its log; a line that was cut off when the job was killed is removed first. Nothing that goes wrong
-while training runs (a full disk, a figure that is none) ends the training: it is one warning in the log ``thinwire``.
+Each record is one line, written and flushed at once. An existing file is continued, not replaced, so that a restarted
+job goes on with its log; a line that was cut off when the job was killed is removed first. No failure of logging (a
+full disk, an invalid figure) ends the training: it is reported as one warning in the log ``thinwire``.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from thinwire.report.scalars import Scalars
 logger = logging.getLogger("thinwire")
 
 COUNTERS = ("rejected_steps", "bytes_sent", "dense_bytes", "exposed_seconds", "deferred_seconds")
-"""Counters of :class:`~thinwire.Stats` of which a record has the increase since the record before."""
+"""Counters of :class:`~thinwire.Stats` for which a record holds the increase since the previous record."""
 
 
 class Counted(Protocol):
-    """What can be logged: a GradientSync, or the state of ``ddp_hook``."""
+    """Something that can be logged: a GradientSync, or the state of ``ddp_hook``."""
 
     def stats(self) -> Stats:
-        """Counters since the start."""
+        """Return the counters since the start."""
 
 
 class StepLog:
-    """Writes one record per call of ``write``, on rank 0 alone, or on each rank to a file of its own.
+    """Writes one record per call of ``write``, on rank 0 only, or on each rank to its own file.
 
     Args:
         sync: what ``attach`` returned, or the state of ``ddp_hook``.
-        path: a file of JSON lines, which is continued; ``{rank}`` in its name stands for the rank, and then all ranks
-            write. None: no file.
+        path: a file of JSON lines, which is continued; if its name contains ``{rank}``, that stands for the rank and
+            all ranks write. None: no file.
         tensorboard: a folder for TensorBoard, see ``thinwire[tensorboard]``; None: none.
-        every: write each so manieth call only; a record covers all steps since the one before.
+        every: write only every ``every``-th call; a record covers all steps since the previous one.
 
     Raises:
-        ValueError: nothing to write to, or a file that cannot be opened.
+        ValueError: nowhere to write to, or a file that cannot be opened.
 
     Example::
 
@@ -83,11 +83,11 @@ class StepLog:
             self._put({"kind": "run", **_run(self._before)})
 
     def write(self, step: int | None = None, **values: float) -> None:
-        """Add a record of what has happened since the last one.
+        """Add a record of what happened since the last one.
 
         Args:
-            step: its number; None: the synchronised backwards so far, which a checkpoint restores, or on one rank,
-                where there are none, the calls of ``write``.
+            step: number of the step; None: the number of synchronised backwards so far, which a checkpoint restores, or
+                on a single rank, which has none, the number of calls of ``write``.
             values: further figures by name, such as ``loss``: numbers, or tensors of one element.
         """
         if self._file is None and self._scalars is None:
@@ -99,7 +99,7 @@ class StepLog:
         if self._file is not None:
             self._put_plan(now)
         record = step_record(self._before, now, at - self._at)
-        if now.world_size == 1 and now.steps == self._before.steps:  # alone, nothing is synchronised and so counted
+        if now.world_size == 1 and now.steps == self._before.steps:  # single rank: no synced steps to count
             record["steps"], record["step"] = self._every, self._calls
         else:
             record["step"] = now.steps
@@ -114,11 +114,11 @@ class StepLog:
             shown = {name: value for name, value in figures.items() if value is not None}
             try:
                 self._scalars.add(record["step"], {**counted, **shown})
-            except Exception as error:  # TensorBoard's own writer, whose errors are not ours to list
+            except Exception as error:  # TensorBoard's own writer can raise anything
                 self._complain(f"TensorBoard's file could not be written: {error}")
 
     def _put_plan(self, now: Stats) -> None:
-        """A record of the buckets, when another plan is in force."""
+        """Write a record of the buckets if the plan has changed."""
         plan = getattr(self._sync, "plan", None)
         mark = plan.hash if plan is not None else repr([bucket.names for bucket in now.buckets])
         if mark != self._plan:
@@ -146,7 +146,7 @@ class StepLog:
             logger.warning("thinwire: %s", sentence)
 
     def close(self) -> None:
-        """End it; idempotent."""
+        """Close the log; idempotent."""
         if self._file is not None:
             try:
                 self._file.close()
@@ -165,7 +165,7 @@ class StepLog:
 
 
 def step_record(before: Stats, now: Stats, seconds: float) -> dict[str, Any]:
-    """What happened between two counts: the figures of a line.
+    """Return what happened between two counts: the figures of a line.
 
     Args:
         before, now: counters.
@@ -178,19 +178,19 @@ def step_record(before: Stats, now: Stats, seconds: float) -> dict[str, Any]:
 
 
 def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The steps of a log, by number.
+    """Return the steps of a log, by number.
 
-    Where a job was started again from an earlier checkpoint, steps are there twice; the later run's count. A line that
-    is not whole is left out.
+    If a job was restarted from an earlier checkpoint, some steps appear twice; those of the later run count. Incomplete
+    lines are left out.
 
     Raises:
-        OSError: no such file.
+        OSError: there is no such file.
     """
     return steps_of(records(Path(path).read_text(encoding="utf-8")))
 
 
 def records(text: str) -> list[dict[str, Any]]:
-    """What the lines hold that are whole JSON objects."""
+    """Return the records of all lines that are complete JSON objects."""
     found = []
     for line in text.splitlines():
         try:
@@ -203,7 +203,7 @@ def records(text: str) -> list[dict[str, Any]]:
 
 
 def steps_of(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of records, the steps, as ``read_log`` returns them."""
+    """Return the steps among records, as ``read_log`` returns them."""
     steps: dict[int, dict[str, Any]] = {}
     for record in found:
         if record.get("kind") == "step" and isinstance(record.get("step"), int):
@@ -231,7 +231,7 @@ def _run(stats: Stats) -> dict[str, Any]:
 
 
 def _continued(path: Path) -> Any:
-    """The file, opened behind its last whole line."""
+    """Open the file for writing after its last complete line."""
     try:
         with path.open("ab+") as file:
             size = file.tell()
@@ -246,7 +246,7 @@ def _continued(path: Path) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Data that JSON has words for: a number that is not finite becomes "nan", "inf" or "-inf"."""
+    """Return data that JSON can hold: a number that is not finite becomes "nan", "inf" or "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

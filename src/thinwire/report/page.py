@@ -1,4 +1,4 @@
-"""The HTML page: texts escaped, pictures and plotly's JavaScript inlined, nothing loaded from anywhere."""
+"""The HTML page: texts escaped, pictures and plotly's JavaScript inlined, nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONFIG: dict[str, Any] = {"responsive": True, "displayModeBar": False, "display
 
 
 def render(inputs: Inputs) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Raises:
         ValueError: plotly is missing, or the files hold no results.
@@ -57,7 +57,7 @@ def render(inputs: Inputs) -> str:
 
 
 class _Pictures:
-    """Turns figures into HTML; the first one brings plotly's JavaScript."""
+    """Turns figures into HTML; the first one includes plotly's JavaScript."""
 
     def __init__(self) -> None:
         self.count = 0

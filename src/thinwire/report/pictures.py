@@ -1,4 +1,4 @@
-"""Runs that bring their own picture, as the ``"picture"`` of their JSON."""
+"""Runs that contain their own picture, as the ``"picture"`` of their JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class RunPicture:
 
 
 def read_run(name: str, data: Data) -> RunPicture:
-    """The picture in a result.
+    """Read the picture in a result.
 
     Raises:
-        ValueError: it is not as :class:`Picture` has it.
+        ValueError: it does not have the format of :class:`Picture`.
     """
     found = table(data["picture"], "'picture'")
     return RunPicture(name, Picture(text(found, "title"), tuple(map(_panel, tables(found, "panels")))))
@@ -67,7 +67,7 @@ def _column(data: Data, key: str) -> list[Any]:
 
 
 def grouped(runs: Sequence[RunPicture]) -> list[Picture]:
-    """Runs whose panels have the same axes are drawn in one picture."""
+    """Combine runs whose panels have the same axes into one picture."""
     groups: dict[tuple[tuple[str, str], ...], list[RunPicture]] = {}
     for run in runs:
         groups.setdefault(tuple((panel.x, panel.y) for panel in run.picture.panels), []).append(run)
@@ -84,7 +84,7 @@ def _together(runs: Sequence[RunPicture]) -> Picture:
 
 
 def _panels_together(files: Sequence[str], panels: Sequence[Panel]) -> Panel:
-    """A name that several files have is told apart by its file's, or by its place in the list."""
+    """Combine panels; a name that several files use is distinguished by its file's name or its place in the list."""
     all_names = [line.name for panel in panels for line in panel.lines]
     lines = []
     for place, (file, panel) in enumerate(zip(files, panels), 1):

@@ -1,4 +1,4 @@
-"""What was predicted, as the page needs it: a ranking of methods, and a map of winners over bandwidths and workers."""
+"""Predictions for the page: a ranking of methods, and a map of winners over bandwidths and workers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from thinwire.report.fields import Data, facts, listed, maybe_number, number, nu
 
 @dataclass(frozen=True)
 class WinnerCell:
-    """Who wins at one bandwidth and one number of workers.
+    """The winner at one bandwidth and one number of workers.
 
     Attributes:
-        winner_exact: the best of the methods that change nothing in the result.
-        step_seconds: of the winner.
-        loss_seconds: the same, times the steps that it needs for one of exact averaging's.
+        winner_exact: the best method that does not change the result.
+        step_seconds: step time of the winner.
+        loss_seconds: the same, times the steps that it needs for one step of exact averaging.
     """
 
     winner: str
@@ -28,13 +28,13 @@ class WinnerCell:
 
     @property
     def factor(self) -> float:
-        """How many times sooner at a loss than dense."""
+        """How many times sooner than dense it reaches a loss."""
         return self.dense_seconds / self.loss_seconds if self.loss_seconds > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class WinnerMap:
-    """``cells[i][j]``: at the i-th bandwidth with the j-th number of workers; None where nothing was computed."""
+    """``cells[i][j]``: the i-th bandwidth with the j-th number of workers; None if nothing was computed."""
 
     name: str
     facts: str
@@ -44,15 +44,15 @@ class WinnerMap:
 
     @property
     def known(self) -> list[WinnerCell]:
-        """All cells there are, row after row."""
+        """All existing cells, row after row."""
         return [cell for row in self.cells for cell in row if cell is not None]
 
 
 @dataclass(frozen=True)
 class RankedMethod:
-    """One method's predicted step, with the band it should lie in.
+    """One method's predicted step, and the band in which it should lie.
 
-    ``steps``: how many it needs to a loss for one of exact averaging's; None: not known.
+    ``steps``: how many it needs to a loss for one step of exact averaging; None: unknown.
     """
 
     label: str
@@ -78,7 +78,7 @@ class MethodRanking:
 
 
 def read_map(name: str, data: Data) -> WinnerMap:
-    """From what ``thinwire plan --map --json`` wrote."""
+    """Read what ``thinwire plan --map --json`` wrote."""
     rates, workers = numbers(data, "bits_per_second"), tuple(int(n) for n in numbers(data, "workers"))
     rows = listed(data, "cells")
     if len(rows) != len(rates) or any(not isinstance(row, list) or len(row) != len(workers) for row in rows):
@@ -112,7 +112,7 @@ def _cell(value: Any) -> WinnerCell | None:
 
 
 def read_ranking(name: str, data: Data) -> MethodRanking:
-    """From what ``thinwire plan --json`` wrote."""
+    """Read what ``thinwire plan --json`` wrote."""
     entries: Sequence[Data] = tables(data, "entries")
     left_out = tuple(": ".join(map(str, pair)) for pair in data.get("left_out") or () if isinstance(pair, list))
     return MethodRanking(name, facts(data), tuple(_entry(entry) for entry in entries), text(data, "sentence"), left_out)

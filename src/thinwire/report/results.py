@@ -1,4 +1,4 @@
-"""What was measured, as the page needs it: a comparison of methods, with curves where they were drawn."""
+"""Measurements for the page: a comparison of methods, with curves if there are any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.report.fields import Data, listed, maybe_number, number, table, ta
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One method's figures; ``predicted_seconds`` on a link that could not be emulated. The field names are bench's."""
+    """One method's figures; ``predicted_seconds`` if the link could not be emulated. Field names are those of bench."""
 
     label: str
     step_seconds: float | None = None
@@ -25,10 +25,10 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Curve:
-    """Loss of one method while it trained; points without a loss are left out.
+    """Loss of one method during training; points without a loss are left out.
 
     Attributes:
-        held_out: the losses are those of held-out data.
+        held_out: whether the losses are those of held-out data.
     """
 
     label: str
@@ -42,7 +42,7 @@ class Curve:
 class Bench:
     """A comparison.
 
-    Attributes:
+    rows: all rows except the one without exchange.
         rows: without the row that exchanges nothing.
         answer: the sentences of a race.
     """
@@ -72,7 +72,7 @@ class Bench:
 
 
 def read_bench(name: str, data: Data) -> Bench:
-    """From what ``thinwire bench --json``, ``thinwire demo`` or ``thinwire race`` wrote."""
+    """Read what ``thinwire bench --json``, ``thinwire demo`` or ``thinwire race`` wrote."""
     predicted: dict[str, float | None] = {}
     inner, answer = data, tuple[str, ...]()
     if "bench" in data:

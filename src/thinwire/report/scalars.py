@@ -8,25 +8,25 @@ from typing import Any
 
 
 class Scalars:
-    """A folder of TensorBoard's.
+    """A TensorBoard folder.
 
     Args:
-        folder: where the event file goes; several runs in one folder are shown as one.
+        folder: folder of the event file; several runs in one folder are shown as one.
 
     Raises:
-        ImportError: the package tensorboard is missing.
+        ImportError: the package tensorboard is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._writer = _writer(folder)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
-        """The figures of a step, by the names under which they are shown."""
+        """Add the figures of a step, by the names under which they are shown."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left and close."""
         self._writer.close()
 
 

@@ -1,4 +1,4 @@
-"""The parts of a page: sections of blocks, blocks of texts, pictures and a table. All texts are plain."""
+"""The parts of a page: sections of blocks; blocks of texts, pictures and a table. All texts are plain."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Chart:
     """A picture.
 
     Attributes:
-        figure: plotly's.
-        caption: stands above it.
-        share: of the width, next to others of one block.
+        figure: plotly's figure.
+        caption: shown above it.
+        share: share of the width, next to others of one block.
     """
 
     figure: Any
@@ -27,11 +27,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Block:
-    """What belongs to one result.
+    """Everything that belongs to one result.
 
     Attributes:
-        legend: of lines and marks in the charts: how they look (a class of page.css, or
-            a colour) and what they mean.
+        legend: of lines and marks in the charts: their look (a class of page.css, or a colour) and their meaning.
     """
 
     heading: str = ""

@@ -15,7 +15,7 @@ from thinwire.report.fields import Data, number, table, text
 _RANGE = re.compile(r"thinwire::(?P<phase>[^:]+)::(?P<bucket>\d+)")
 _STEP = re.compile(r"ProfilerStep#\d+")
 _EXCHANGES = ("allreduce", "reducescatter", "allgather", "alltoall", "broadcast", "exchange")
-_GAP = 0.002  # of the whole: events closer than that are drawn as one bar
+_GAP = 0.002  # of the whole length: closer events are drawn as one bar
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class StepTrace:
     """One step of one rank.
 
     Attributes:
-        label: "predicted" or "measured", and what else the file says.
-        rank: the first that the file holds; None where it does not say.
-        ranks: how many it holds.
-        steps: how many it holds; ``events`` are the first, or the last that the profiler marked.
+        label: "predicted" or "measured", plus other information in the file.
+        rank: the first rank in the file; None if it does not say.
+        ranks: number of ranks in the file.
+        steps: number of steps in the file; ``events`` are those of the first, or of the last that the profiler marked.
         events: in order of time, from zero.
     """
 
@@ -40,12 +40,12 @@ class StepTrace:
 
     @property
     def step_seconds(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max((event.end_seconds for event in self.events), default=0.0)
 
     @property
     def exposed(self) -> float | None:
-        """Communication while nothing is computed; None on lanes of which that cannot be told, or without that one."""
+        """Communication while nothing is computed; None if there is no compute lane or a lane is unknown."""
         lanes = {event.lane for event in self.events}
         return exposed_seconds(self.events) if COMPUTE in lanes and lanes <= set(LANES) else None
 
@@ -60,12 +60,12 @@ class StepTrace:
 
     @property
     def bars(self) -> list[Event]:
-        """Events that follow one another for one purpose, as one."""
+        """Return the events, with consecutive events of one purpose joined."""
         return joined(self.events, _GAP * self.step_seconds)
 
 
 def read_trace(name: str, data: Any) -> StepTrace:
-    """From ``to_chrome_trace`` or ``torch.profiler``; of several steps marked by the profiler, the last."""
+    """Read a trace of ``to_chrome_trace`` or ``torch.profiler``; of several steps marked by the profiler, the last."""
     listed = data["traceEvents"] if isinstance(data, dict) else data
     entries = [table(entry, "a trace event") for entry in listed]
     spans = [e for e in entries if e.get("ph") == "X" and e.get("dur") is not None]
@@ -96,7 +96,7 @@ def read_trace(name: str, data: Any) -> StepTrace:
 
 
 def _starts(events: Iterable[Event]) -> list[float]:
-    """When each step begins: with a forward after a backward. The simulator writes a step of each phase of a method."""
+    """Return when each step begins: at a forward after a backward. The simulator writes one step per phase."""
     starts, gone_back = [0.0], False
     for event in sorted(events, key=lambda e: e.start_seconds):
         if gone_back and event.name.startswith("forward"):
@@ -137,7 +137,7 @@ def _event(entry: Data, start: float, threads: dict[tuple[Any, Any], str]) -> Ev
 
 
 def _lane(phase: str) -> str:
-    """The simulator's lane for a range of our own."""
+    """Return the simulator's lane for one of thinwire's own ranges."""
     word = re.sub(r"[^a-z]", "", phase.lower())
     if word in _EXCHANGES:
         return "link world"
@@ -145,7 +145,7 @@ def _lane(phase: str) -> str:
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:
-    """Without those that lie within another one of their lane."""
+    """Return the events without those that lie within another one of their lane."""
     kept: list[Event] = []
     ends: dict[str, float] = {}
     for event in sorted(events, key=lambda e: (e.start_seconds, -e.duration_seconds)):
@@ -156,7 +156,7 @@ def outermost(events: Iterable[Event]) -> list[Event]:
 
 
 def joined(events: Iterable[Event], gap: float) -> list[Event]:
-    """Neighbours of one lane, bucket and kind (the name's first word) as one event."""
+    """Join neighbours of one lane, bucket and kind (the first word of the name)."""
     whole: list[Event] = []
     last: dict[str, int] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""A page in the browser that follows a run: the pictures of its files, drawn again when a file has grown."""
+"""A page in the browser that follows a run: the pictures of its files, redrawn when a file has grown."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LOCAL = ("127.0.0.1", "localhost")
 
 
 class WatchPage(ThreadingHTTPServer):
-    """Serves the page on this machine's loopback, to whoever asks there. It only reads.
+    """Serves the page on this machine's loopback, to anyone on this machine. It is read-only.
 
     Args:
-        paths: what ``thinwire report`` takes; a file may come later.
-        port: 0: a free one.
+        paths: as for ``thinwire report``; files may appear later.
+        port: 0 means a free one.
 
     Raises:
-        ValueError: plotly is missing, or the port is taken.
+        ValueError: plotly is not installed, or the port is taken.
     """
 
     daemon_threads = True
@@ -45,16 +45,16 @@ class WatchPage(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open in the browser."""
+        """The address to open in the browser."""
         return f"http://{_LOCAL[0]}:{self.server_port}/"
 
     def state(self) -> dict[str, Any]:
-        """The pictures now, as plotly's figures, and a line about each file."""
+        """Return the current pictures as plotly figures, and a line about each file."""
         there = [path for path in self.paths if path.is_file()]
         lines = [f"waiting for {path}" for path in self.paths if path not in there]
         written = {path: path.stat() for path in there}
         now = [(path, found.st_mtime_ns, found.st_size) for path, found in written.items()]
-        if now != self._drawn[0]:  # the training needs the processor more than a page that shows nothing new
+        if now != self._drawn[0]:  # save CPU time for the training if nothing is new
             self._drawn = (now, *_draw(there))
         _, errors, pictures = self._drawn
         lines += errors
@@ -66,7 +66,7 @@ class WatchPage(ThreadingHTTPServer):
 
 
 def _draw(paths: Sequence[Path]) -> tuple[list[str], list[dict[str, Any]]]:
-    """What is wrong with the files, and their pictures."""
+    """Return the problems of the files, and their pictures."""
     try:
         inputs = read_files(paths)
     except (OSError, ValueError) as error:
@@ -83,7 +83,7 @@ class _Answer(BaseHTTPRequestHandler):
     server: WatchPage
 
     def do_GET(self) -> None:
-        if self.headers.get("Host", "").rpartition(":")[0] not in _LOCAL:  # a page elsewhere that calls itself so
+        if self.headers.get("Host", "").rpartition(":")[0] not in _LOCAL:  # a site whose name resolves to here
             self.send_error(403)
         elif self.path == "/":
             self._send("text/html; charset=utf-8", files(__package__).joinpath("watch.html").read_bytes())

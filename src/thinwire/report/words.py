@@ -1,4 +1,4 @@
-"""Figures as people read them, and texts from files made safe for plotly."""
+"""Figures formatted for people, and texts from files made safe for plotly."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["bits", "duration", "factor", "hover", "megabytes", "plain", "short"]
 
 
 def bits(bits_per_second: float) -> str:
-    """A rate."""
+    """Format a rate."""
     return rate(bits_per_second / 8)
 
 
 def megabytes(count: float | None) -> str:
-    """Bytes in MB, few of them in kB."""
+    """Format bytes in MB, or kB if there are few."""
     if count is None:
         return "-"
     if count < 10e3:
@@ -24,22 +24,22 @@ def megabytes(count: float | None) -> str:
 
 
 def factor(value: float) -> str:
-    """How many times."""
+    """Format as a factor."""
     return f"{value:.0f}×" if value >= 99.5 else f"{value:.1f}×" if value >= 9.95 else f"{value:.2f}×"
 
 
 def plain(text: str) -> str:
-    """For plotly, which reads tags in every text."""
+    """Escape for plotly, which interprets tags in every text."""
     return html.escape(" ".join(text.split()), quote=False)
 
 
 def short(text: str, length: int = 34) -> str:
-    """The same, cut where it is long."""
+    """Do the same and cut long texts."""
     return plain(text if len(text) <= length else text[: length - 1] + "…")
 
 
 def hover(*lines: str, width: int = 70) -> str:
-    """The lines of a hover label, the first in bold, long ones wrapped."""
+    """Return the lines of a hover label, the first in bold, long ones wrapped."""
     wrapped: list[str] = []
     for line in filter(None, lines):
         row = ""
