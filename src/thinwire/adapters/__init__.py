@@ -1,6 +1,6 @@
-"""The places where thinwire plugs into other people's training loops, one file each.
+"""Adapters for the training loops of other libraries, one file each.
 
-What does not live here: methods, the exchange, state (layers below); adapters only translate.
+Methods, the exchange and state belong to the layers below; adapters only translate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FILES = (
     "lightning",
     "torchft",
     "trainer",
-)  # loaded when first used: each may want a library that is not installed
+)  # loaded on first use: each may need a library that is not installed
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Accelerate: ``register_comm_hook(accelerator, model, "acp", rank=4)``, after ``accelerator.prepare``.
 
-The handler of Accelerate, ``DistributedDataParallelKwargs(comm_hook=...)``, knows five hooks and takes no other, and a
-subclass of it is refused by ``Accelerator``. So the hook is registered on what ``prepare`` returns.
+Accelerate's own handler, ``DistributedDataParallelKwargs(comm_hook=...)``, only accepts five hooks, and ``Accelerator``
+refuses a subclass of it. So the hook is registered on what ``prepare`` returns.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ def register_comm_hook(
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> DDPSync | LocalSync:
-    """Exchange a prepared model's gradients by a method of thinwire. On one rank nothing is exchanged.
+    """Exchange a prepared model's gradients by a thinwire method. On one rank nothing is exchanged.
 
     All ranks call it, before the first backward. ``accelerator.accumulate``, ``clip_grad_norm_`` and mixed precision
-    work as with plain DDP; ``save_state`` and ``load_state``, which all ranks must call, keep a file for each rank
-    next to Accelerate's own.
+    work as with plain DDP. ``save_state`` and ``load_state``, which all ranks must call, keep one file per rank next to
+    Accelerate's own files.
 
     Args:
-        accelerator: whose ``prepare`` made the model.
+        accelerator: the accelerator whose ``prepare`` made the model.
         model: what ``accelerator.prepare`` returned.
         method: a name with its ``options``, or an instance. Buckets are DDP's:
             ``DistributedDataParallelKwargs(bucket_cap_mb=...)``. "local", "diloco" or ``thinwire.Local(...)``: DDP
             averages no gradients, and weights are averaged after some of the optimizer's steps.
         optimizer: what ``prepare`` returned, or a list of several; for local steps only.
-        start_compression_step: steps that are exact before a lossy method begins, as of :func:`thinwire.attach`.
+        start_compression_step: exact steps before a lossy method begins, as in :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
 
     Returns:
-        The hook's state: ``stats()``, ``state_dict()``; of local steps, what :func:`thinwire.attach` returns: call its
-        ``finish()`` after training.
+        The hook's state: ``stats()``, ``state_dict()``; for local steps, what :func:`thinwire.attach` returns, whose
+            ``finish()`` must be called after training.
 
     Raises:
-        ValueError: a bad method or option, or the model is not plain DDP, although there are several ranks.
+        ValueError: an invalid method or option, or several ranks and a model that is not plain DDP.
         RuntimeError: the model has a hook already.
     """
     if not isinstance(accelerator, Accelerator):
@@ -125,7 +125,7 @@ def _register_local(
     start: int | None,
     timeout: timedelta | float | None,
 ) -> LocalSync:
-    """Local steps, and their part in ``save_state`` and ``load_state``."""
+    """Register local steps, and include them in ``save_state`` and ``load_state``."""
     if optimizer is None:
         raise ValueError(
             "local steps are counted by the optimizer's: add optimizer=, which accelerator.prepare has returned"
@@ -144,7 +144,7 @@ def _register_local(
     def save(models: Any, weights: Any, output_dir: str) -> None:
         save_in(Path(output_dir), name, rank)
         for one, found in zip(models, weights):
-            if one is model or one is rank.sync.services.model:  # Accelerate keeps one or the other
+            if one is model or one is rank.sync.services.model:  # Accelerate keeps either of them
                 with rank.outer():
                     outer = accelerator.get_state_dict(one, unwrap=False)
                     found.update({key: value.clone() for key, value in outer.items()})
@@ -159,7 +159,7 @@ def _register_local(
 
 
 class _Again:
-    """After its hooks, ``load_state`` gives each rank rank 0's weights and optimizer state: put its own back then."""
+    """Restore this rank's state after ``load_state``, which gives each rank rank 0's weights and optimizer state."""
 
     def __init__(self, rank: LocalRank) -> None:
         self._rank, self._waiting = rank, set[int]()
@@ -169,7 +169,7 @@ class _Again:
         handles.extend(o.register_load_state_dict_post_hook(self._loaded) for o in self._optimizers)
 
     def expect(self) -> None:
-        """This rank has taken over its state, and Accelerate goes on."""
+        """Note that this rank has loaded its state and that Accelerate continues."""
         self._own, self._waiting = copy.deepcopy(self._rank.own()), {id(o) for o in self._optimizers}
 
     def _loaded(self, optimizer: Optimizer) -> None:

@@ -1,8 +1,8 @@
 """``ddp_hook``: any method as a communication hook of ``DistributedDataParallel``.
 
-DDP decides the buckets and rebuilds them after the first backward, so everything is kept per parameter. A hook never
-learns parameter names: ``float32/0`` is the last registered float32 parameter, ``float32/1`` the one before, and so on.
-That is the order in which DDP presents them in its first backward whatever ``bucket_cap_mb`` is.
+DDP chooses the buckets and rebuilds them after the first backward, so all state is kept per parameter. A hook does not
+know parameter names: ``float32/0`` is the last registered float32 parameter, ``float32/1`` the one before, and so on.
+DDP presents parameters in that order in its first backward, whatever ``bucket_cap_mb`` is.
 
 No ``from __future__ import annotations`` here: DDP compares the hook's annotations with classes and refuses strings.
 """
@@ -41,16 +41,16 @@ def ddp_hook(
     topology: Topology | None = None,
     **options: Any,
 ) -> tuple[DDPSync, Hook]:
-    """State and hook for ``ddp_model.register_comm_hook(*ddp_hook("acp", rank=4))``; one pair per DDP model.
+    """Return state and hook for ``ddp_model.register_comm_hook(*ddp_hook("acp", rank=4))``; one pair per DDP model.
 
     Args:
         method: a name with its ``options``, or an instance. Buckets are DDP's, so ``fusion`` has no effect: set
-            ``bucket_cap_mb``. Embeddings cannot be told from other matrices here.
-        scaler: the GradScaler in use, so that residuals are kept in unscaled units. None: it is found at its first
+            ``bucket_cap_mb``. Here, embeddings cannot be distinguished from other matrices.
+        scaler: the GradScaler in use, so that residuals are kept in unscaled units. None: it is detected at its first
             ``scaler.step(optimizer)``.
-        start_compression_step: as of :func:`thinwire.attach`.
+        start_compression_step: as in :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
-        process_group: the one that was given to DDP; None: the default one.
+        process_group: the group that was passed to DDP; None: the default one.
         topology: which rank sits on which machine; None: from torchrun's LOCAL_WORLD_SIZE.
 
     Raises:
@@ -78,5 +78,5 @@ def ddp_hook(
 
 
 def thinwire_hook(state: DDPSync, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook that :func:`ddp_hook` gives; at the top of a module, so that DDP models can be pickled with it."""
+    """Run the hook of :func:`ddp_hook`; at module level, so that DDP models can be pickled with it."""
     return state.exchange(bucket)

@@ -1,8 +1,8 @@
-"""A fusion plan in DDP's words: ``bucket_cap_mb_list``, the sizes of its buckets one by one.
+"""A fusion plan as DDP's argument ``bucket_cap_mb_list``: the sizes of its buckets one by one.
 
-DDP fills buckets with neighbours in the order in which gradients arrived in its first backward, and closes one when it
-holds at least its limit. A limit that is the exact size of a plan's bucket therefore closes it where the plan does. (In
-the first backward DDP goes by the order of registration, with the same limits.)
+DDP fills buckets with neighbours in the order in which gradients arrived in its first backward, and closes a bucket
+when it holds at least its limit. A limit equal to the size of a plan's bucket therefore closes it at the same place.
+(In the first backward, DDP uses the order of registration, with the same limits.)
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _MIB = 1 << 20
 
 
 def bucket_arguments(plan: Plan, model: nn.Module | Mapping[str, int]) -> dict[str, Any]:
-    """The arguments of ``DistributedDataParallel`` that make it fuse as a plan does.
+    """Return the arguments of ``DistributedDataParallel`` that make it fuse as a plan does.
 
     Args:
-        plan: such as ``sync.plan``, or ``Plan.from_json`` of what ``thinwire plan --out`` wrote. Of a plan with several
-            phases the first counts, since DDP has one.
+        plan: such as ``sync.plan``, or ``Plan.from_json`` of what ``thinwire plan --out`` wrote. If a plan has several
+            phases, the first is used, since DDP has only one.
         model: the model of the plan, or the bytes of each of its gradients by name.
 
     Returns:
-        ``{"bucket_cap_mb_list": [...]}``, in MiB; where this torch has no such argument ``{"bucket_cap_mb": ...}``, the
-        mean size.
+        ``{"bucket_cap_mb_list": [...]}``, in MiB; if this torch has no such argument, ``{"bucket_cap_mb": ...}`` with
+        the mean size.
 
     Raises:
         ValueError: the plan is not of this model, or DDP cannot fuse like that: parameters of several dtypes, or some
@@ -50,7 +50,7 @@ def bucket_arguments(plan: Plan, model: nn.Module | Mapping[str, int]) -> dict[s
 
 
 def has_bucket_list() -> bool:
-    """Whether this torch's DDP takes ``bucket_cap_mb_list``."""
+    """Return whether this torch's DDP accepts ``bucket_cap_mb_list``."""
     return "bucket_cap_mb_list" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 
 

@@ -1,4 +1,4 @@
-"""Small exchanges on the process group that DDP was given, between steps."""
+"""Small exchanges between steps, on the process group that was passed to DDP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def control_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where small tensors must be for the group to carry them; None is the default group."""
+    """Return the device on which the group can exchange small tensors; None is the default group."""
     backend = str(dist.get_backend(group))
     if "nccl" in backend and "gloo" not in backend:
         return torch.device("cuda", torch.cuda.current_device())
@@ -15,7 +15,7 @@ def control_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether any rank of the group raises the flag; equal on all of them."""
+    """Return whether any rank of the group raises the flag; equal on all ranks."""
     raised = torch.tensor([int(flag)], device=control_device(group))
     dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
     return bool(raised.item())

@@ -11,7 +11,7 @@ from thinwire.program import Slot
 
 
 def gradient_views(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients as DDP lays them out: in the parameter's own strides. ``GradBucket.gradients`` ignores these."""
+    """Return the gradients as DDP lays them out, in the parameters' strides. ``GradBucket.gradients`` ignores these."""
     if sum(p.numel() for p in parameters) != buffer.numel():
         raise RuntimeError("DDP's bucket holds more than its parameters' gradients; this torch is not understood")
     views, start = [], buffer.storage_offset()
@@ -23,7 +23,7 @@ def gradient_views(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]
 
 
 def _fills_its_memory(x: Tensor) -> bool:
-    """Whether a tensor's elements lie next to one another in some order of its axes."""
+    """Return whether a tensor's elements are contiguous in some order of its axes."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
         if stride != expected:
@@ -33,7 +33,7 @@ def _fills_its_memory(x: Tensor) -> bool:
 
 
 def into_values(slots: Sequence[Slot]) -> None:
-    """Put the averages where the gradients lay."""
+    """Write the averages to where the gradients were."""
     for slot in slots:
         result, target = slot.result, slot.value
         assert target is not None
@@ -42,7 +42,7 @@ def into_values(slots: Sequence[Slot]) -> None:
 
 
 def joined(slots: Sequence[Slot]) -> Tensor | None:
-    """The gradients as one 1-D tensor, if they lie one behind the other in plain order; else None."""
+    """Return the gradients as one 1-D tensor if they are consecutive and contiguous; else None."""
     first = slots[0].value
     assert first is not None
     start = first.storage_offset()

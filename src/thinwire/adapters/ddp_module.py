@@ -1,6 +1,6 @@
 """``register``: the hook on a model that a framework may have wrapped in DDP, for the adapters of trainers.
 
-Unlike ``ddp_hook`` alone, it knows the model in the wrapper: names, seeds and what is left dense are ``attach``'s.
+Unlike ``ddp_hook`` alone, it knows the wrapped model: names, seeds and dense parameters are as with ``attach``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("thinwire")
 
 
 def chosen(method: Method | Local | str, **options: Any) -> Method | Local:
-    """What a trainer's adapter can run: local steps, or a method that a DDP hook can.
+    """Return what a trainer's adapter can run: local steps, or a method that works as a DDP hook.
 
     Raises:
         ValueError: as ``checked``.
@@ -33,7 +33,7 @@ def chosen(method: Method | Local | str, **options: Any) -> Method | Local:
 
 
 def checked(method: Method | Local | str, **options: Any) -> Method:
-    """The method, if a DDP hook can run it.
+    """Return the method if it works as a DDP hook.
 
     Raises:
         ValueError: the name or an option is unknown or out of range, the schedule is decoupled, or it is "auto".
@@ -49,7 +49,7 @@ def checked(method: Method | Local | str, **options: Any) -> Method:
 
 
 def ddp_of(model: Any) -> DistributedDataParallel | None:
-    """The DDP wrapper, also inside what ``torch.compile`` returns; None for a bare model."""
+    """Return the DDP wrapper, even inside what ``torch.compile`` returns; None for a bare model."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
@@ -68,10 +68,10 @@ def register(
     """Register a method's hook on the framework's model; before its first backward, on all ranks.
 
     Args:
-        model: what the framework trains: a DDP module, or on one rank a bare model, which then is left alone.
+        model: what the framework trains: a DDP module, or on one rank a bare model, which is then left unchanged.
         framework: its name, for errors.
-        world_size: ranks that train, as the framework says.
-        scaler, start_compression_step, timeout, topology: as of ``ddp_hook``.
+        world_size: number of training ranks, according to the framework.
+        scaler, start_compression_step, timeout, topology: as in ``ddp_hook``.
 
     Raises:
         ValueError: several ranks and no DDP.
@@ -102,7 +102,7 @@ def register(
 
 
 def no_ddp(model: Any, framework: str) -> str:
-    """What is said where there are several ranks and no DDP."""
+    """Return the error message for several ranks without DDP."""
     return (
         f"{framework} gives a {type(model).__name__}, not a DistributedDataParallel, whose hook thinwire is: "
         "choose plain DDP there (FSDP, DeepSpeed and model parallelism shard the model)"
@@ -125,7 +125,7 @@ def register_hook(ddp: DistributedDataParallel, framework: str, state: Any, hook
 
 
 def inside(ddp: DistributedDataParallel) -> nn.Module:
-    """The model in the wrapper."""
+    """Return the wrapped model."""
     inner = getattr(ddp.module, "_orig_mod", ddp.module)
     assert isinstance(inner, nn.Module)
     return inner

@@ -1,4 +1,4 @@
-"""Names for parameters that a DDP hook sees without names: dtype and place, counted from the last registered."""
+"""Names for parameters that a DDP hook sees without names: dtype and index, counted from the last registered."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from thinwire.program import State, working_dtype
 class Ordinals:
     """``float32/0`` is the last registered float32 parameter, ``float32/1`` the one before it.
 
-    In its first backward DDP presents, per dtype, the buckets from last to first and the parameters of a bucket from
-    first to last, whatever its ``bucket_cap_mb``; afterwards the order is its own, and the names stay.
+    In its first backward, DDP presents the buckets of each dtype from last to first and the parameters of a bucket from
+    first to last, whatever its ``bucket_cap_mb``. Later it uses its own order, and the names stay.
 
     Args:
-        known: names and parameters, where they are known beforehand.
+        known: names and parameters, if they are known beforehand.
     """
 
     def __init__(self, known: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -29,10 +29,10 @@ class Ordinals:
         self.source = "model" if given else "ddp"
 
     def of(self, parameters: Sequence[Tensor], last: bool, state: State) -> list[str]:
-        """The names of a bucket's parameters. ``last``: this is the last bucket of a step.
+        """Return the names of a bucket's parameters. ``last``: this is the last bucket of a step.
 
         Raises:
-            RuntimeError: parameters of another model.
+            RuntimeError: the parameters belong to another model.
             ValueError: what was loaded into ``state`` does not fit.
         """
         if self._open:
@@ -53,15 +53,15 @@ class Ordinals:
 
     @property
     def names(self) -> Mapping[int, str]:
-        """Those known so far, by the ``id`` of their parameters."""
+        """Names known so far, by the ``id`` of their parameters."""
         return self._names
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """Names and parameters known so far."""
+        """Return the names and parameters known so far."""
         return [(self._names[id(p)], p) for p in self._parameters]
 
     def fit(self, state: State) -> None:
-        """Check a state that has just been loaded, and bring it to the parameters' device."""
+        """Check a state that has just been loaded, and move it to the parameters' device."""
         for name, parameter in self.items():
             _fit(name, parameter, state)
         if not self._open:

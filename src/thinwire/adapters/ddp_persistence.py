@@ -1,4 +1,4 @@
-"""The state of a DDP hook as a flat dict, and back, also on another number of ranks."""
+"""The state of a DDP hook as a flat dict, and back, even on another number of ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from thinwire.engine.state.persistence import VERSION, blank, from_flat, to_flat
 
 
 def to_state_dict(session: Session, compressed: Iterable[tuple[str, Tensor]], source: str) -> dict[str, Any]:
-    """The state of this rank, with blanks for what will be remembered of the compressed parameters known so far.
+    """Return this rank's state, with blanks for what will be kept for the compressed parameters known so far.
 
     Args:
-        session: of the hook.
+        session: session of the hook.
         compressed: names and parameters.
-        source: of the names: "ddp" for ordinals, "model".
+        source: source of the names: "ddp" for ordinals, or "model".
     """
     kept, method, state = list(compressed), session.named, session.state
     blanks = {} if method.shards else blank(method, kept, state.topology, state.rank)
@@ -26,7 +26,7 @@ def to_state_dict(session: Session, compressed: Iterable[tuple[str, Tensor]], so
 
 
 def from_state_dict(session: Session, saved: Mapping[str, Any], source: str) -> None:
-    """Restore; see ``DDPSync.load_state_dict``."""
+    """Restore the state; see ``DDPSync.load_state_dict``."""
     if saved.get("version") != VERSION or saved.get("names") not in ("ddp", "model"):
         raise ValueError(f"this is not the state of a thinwire DDP hook, version {VERSION}")
     if saved["names"] != source:

@@ -1,6 +1,6 @@
-"""The states of all ranks for a framework's checkpoint: gathered on rank 0, or a file for each rank in a folder.
+"""The states of all ranks for a framework's checkpoint: gathered on rank 0, or one file per rank in a folder.
 
-Residuals differ between ranks, under local steps all does, and most frameworks save rank 0's objects alone.
+Residuals differ between ranks, with local steps everything does, and most frameworks save only rank 0's objects.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _OWN = ("residual/", "local/", "offset/", "sent/", "own/")
 
 
 def gathered_state(sync: DDPSync | LocalRank) -> dict[str, Any]:
-    """The state of all ranks on rank 0, this rank's elsewhere; on the CPU. All ranks must call it, between steps.
+    """Return all ranks' states on rank 0 and this rank's elsewhere, on the CPU. All ranks must call it, between steps.
 
-    What one rank after the other has of its own crosses the network, uncompressed.
+    Each rank's own part is sent to rank 0 in turn, uncompressed.
     """
     state = _on_cpu(sync.state_dict())
     if not sync.agree(any(key.startswith(_OWN) for key in state)) or sync.state.size == 1:
@@ -56,23 +56,24 @@ def _received(source: int, group: Any, device: torch.device) -> Mapping[str, Any
 
 
 def save_in(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> None:
-    """Write this rank's file, whole or not at all. No collective.
+    """Write this rank's file atomically. No collective.
 
     Args:
-        facts: plain values to keep with the state.
+        facts: plain values to store with the state.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(_file(folder, name, sync.state.rank), {"state": _on_cpu(sync.state_dict()), **facts})
 
 
 def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) -> bool:
-    """Take over what ``save_in`` wrote; on another number of ranks, the mean. All ranks must call it.
+    """Load what ``save_in`` wrote; on another number of ranks, the mean. All ranks must call it.
 
     Returns:
         Whether any rank found a file; if none did, nothing has changed.
 
     Raises:
-        ValueError: on all ranks, if one lacks its file, or finds other ``facts`` in it, or a state that does not fit.
+        ValueError: on all ranks, if one lacks its file, finds other ``facts`` in it, or finds a state that does not
+            fit.
     """
     first = _file(folder, name, 0)
     if not sync.agree(first.exists() or _file(folder, name, sync.state.rank).exists()):
@@ -90,7 +91,7 @@ def load_from(folder: Path, name: str, sync: DDPSync | LocalRank, **facts: Any) 
 
 def _read(folder: Path, name: str, sync: DDPSync | LocalRank, facts: Mapping[str, Any]) -> dict[str, Any]:
     own, start = _file(folder, name, sync.state.rank), _file(folder, name, 0)
-    if not start.exists():  # the folder is another machine's
+    if not start.exists():  # the folder belongs to another machine
         start = own
     if not start.exists():
         raise ValueError(f"there is no {own.name}; all ranks have to save, and to see the folder that they load from")

@@ -1,7 +1,8 @@
-"""What a DDP communication hook keeps between steps: DDP's buckets, programs and state tied together.
+"""The state of a DDP communication hook between steps: connects DDP's buckets, programs and state.
 
 DDP calls the hook in bucket order on every rank. Each bucket becomes one or two programs (what the method compresses,
-what it leaves to plain averaging), all advanced by one runner, so that every rank issues its collectives in one order.
+and what it leaves to plain averaging), all advanced by one runner, so that every rank issues its collectives in one
+order.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 Layout = list[tuple[tuple[str, ...], int, bool, str]]
-"""Of each program of a step: the names of its parameters, their elements, whether they stay dense, and the method's."""
+"""For each program of a step: its parameter names, their elements, whether they stay dense, and the method's name."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class HookOptions:
 
 @dataclass(eq=False)
 class _Job:
-    """One DDP bucket of the step that is running: done when its programs have ended."""
+    """One DDP bucket of the current step: done when its programs have ended."""
 
     buffer: Tensor
     promise: torch.futures.Future[Any]
@@ -62,7 +63,7 @@ class _Job:
 
 @dataclass(eq=False)
 class _Step:
-    """What DDP has brought in the backward under way. ``last``: how many buckets there are, once that is known."""
+    """The buckets that DDP has passed in the current backward. ``last``: their number, once it is known."""
 
     joined: bool
     jobs: list[_Job] = field(default_factory=list)
@@ -74,18 +75,18 @@ class _Step:
 
 
 class DDPSync:
-    """What a DDP communication hook keeps between steps. Made by :func:`~thinwire.ddp_hook`.
+    """State of a DDP communication hook between steps. Made by :func:`~thinwire.ddp_hook`.
 
-    Pickled, inside a DDP model or alone, it takes its method and this rank's state along, but neither the process group
+    When pickled, inside a DDP model or alone, it keeps its method and this rank's state, but neither the process group
     nor the scaler.
 
-    Its dict is that of ``GradientSync`` (DCP's ``Stateful``), with ordinals for parameter names, or with the model's
-    after ``learn_names``.
+    Its dict is that of ``GradientSync`` (DCP's ``Stateful``), with ordinals as parameter names, or with the model's
+    names after ``learn_names``.
     """
 
     def __init__(self, method: Method, options: HookOptions, saved: dict[str, Any] | None = None) -> None:
         self._method, self._options = method, options
-        self._saved = saved  # of the hook that this one was unpickled from
+        self._saved = saved  # state of the hook from which this one was unpickled
         self._session: Session | None = None
         self._note = ""
         self._ordinals = Ordinals()
@@ -100,7 +101,7 @@ class DDPSync:
 
     @property
     def session(self) -> Session:
-        """The exchange, once there is a process group."""
+        """The exchange, available once there is a process group."""
         if self._session is None:
             options = self._options
             here = dist.is_available() and dist.is_initialized()
@@ -127,17 +128,17 @@ class DDPSync:
 
     @property
     def state(self) -> State:
-        """The method's memory, by ordinal name."""
+        """The method's state, by ordinal name."""
         return self.session.state
 
     def _connect(self, device: torch.device) -> Communicator:
-        """At the first bucket: make the lanes and compare the options over the ranks."""
+        """At the first bucket, make the lanes and compare the options across the ranks."""
         session = self.session
         if session.comm is None:
             comm = Communicator(self._options.process_group, session.topology, device, self._options.timeout)
             comm.agree(session.facts())
             comm.start()
-            # Not handed back to the pool: ranks collect garbage at different times, but lease in one order.
+            # Not returned to the pool: ranks collect garbage at different times, but must lease in one order.
             weakref.finalize(self, comm.close, broken=True)
             session.comm = comm
         assert isinstance(session.comm, Communicator)
@@ -146,7 +147,7 @@ class DDPSync:
     # --- one bucket ---------------------------------------------------------------------------------------------
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Hand one of DDP's buckets to the runner. The future's value is the average, in the bucket's own memory."""
+        """Pass one of DDP's buckets to the runner. The future's value is the average, in the bucket's own memory."""
         buffer, alone = bucket.buffer(), self.state.size == 1
         has_joined = _has_joined() if bucket.index() == 0 else False
         if bucket.index() > 0 and not alone and bucket.index() != len(self._step.jobs):
@@ -208,7 +209,7 @@ class DDPSync:
         return result
 
     def _add(self, comm: Communicator, job: _Job, slots: Sequence[Slot], dense: bool) -> None:
-        """One program: its lanes, its bucket, its place in the step."""
+        """Add one program: its lanes, its bucket, its place in the step."""
         session, step = self.session, self._step
         names = tuple(slot.name for slot in slots)
         method = session.method_of(dense)
@@ -231,7 +232,7 @@ class DDPSync:
         session.counters.sent(part.numel * job.buffer.element_size(), session.state.size)
 
     def _dense(self, name: str, parameter: Tensor) -> bool:
-        """Whether the method leaves a parameter to plain averaging."""
+        """Return whether the method leaves a parameter to plain averaging."""
         known = self._kept.get(name)
         return self._method.dense(name, tuple(parameter.shape), False) if known is None else known
 
@@ -247,7 +248,7 @@ class DDPSync:
         session, step = self.session, self._step
         if job.buffer.is_cuda:
             assert session.comm is not None
-            session.comm.steps.finish()  # this is the stream of one program, and there are others
+            session.comm.steps.finish()  # this is the stream of one program; there are others
         for part in job.parts:
             into_values(part.slots)
         step.ended += 1
@@ -258,7 +259,7 @@ class DDPSync:
         job.promise.set_result(job.buffer)
 
     def _failed(self) -> None:
-        """Some program or collective raised: every bucket that DDP waits for raises, with the reason."""
+        """Make every bucket that DDP waits for raise, with the reason, after a program or collective raised."""
         comm = self.session.comm
         assert comm is not None
         text = comm.steps.finish() or "the exchange failed"
@@ -269,7 +270,7 @@ class DDPSync:
             job.promise.set_result(None)
 
     def _value(self, promise: torch.futures.Future[Any]) -> Tensor:
-        """A future's own ``set_exception`` is not understood by DDP; an exception in ``then`` is."""
+        """Return the value, or raise inside ``then``: DDP does not handle a future's own ``set_exception``."""
         value = promise.value()
         if value is None:
             raise RuntimeError(self.session.broken)
@@ -279,26 +280,27 @@ class DDPSync:
     # --- what users call ----------------------------------------------------------------------------------------
 
     def learn_names(self, model: nn.Module) -> None:
-        """Use the model's own parameter names, and its modules, as ``attach`` does; before the first backward.
+        """Use the model's own parameter names and modules, as ``attach`` does; before the first backward.
 
-        For callers who hold the model. Seeds, what is left dense, and names in ``state_dict`` are then ``attach``'s.
+        For callers that have the model. Seeds, dense parameters and names in ``state_dict`` are then those of
+        ``attach``.
 
         Args:
             model: the module inside DDP.
 
         Raises:
-            TypeError: a parameter that thinwire does not exchange: complex, or with sparse gradients.
+            TypeError: a parameter that thinwire cannot exchange: complex, or with sparse gradients.
         """
         managed = managed_parameters(model, self._method, "auto")
         self._ordinals = Ordinals((m.name, m.parameter) for m in managed)
         self._kept = {m.name: m.dense for m in managed}
 
     def names(self) -> list[tuple[str, Tensor]]:
-        """Names and parameters; empty before the first backward, unless ``learn_names`` was called."""
+        """Return names and parameters; empty before the first backward, unless ``learn_names`` was called."""
         return self._ordinals.items()
 
     def stats(self) -> Stats:
-        """Counters since the start. DDP waits in C++, so ``exposed_seconds`` is not known here and stays 0."""
+        """Return the counters since the start. DDP waits in C++, so ``exposed_seconds`` is unknown here and stays 0."""
         phase = self.state.turn % self.session.method.phases
         buckets = []
         for names, elements, dense, method in self._layouts[-1] if self._layouts else ():
@@ -308,7 +310,7 @@ class DDPSync:
         return self.session.stats(self._note, buckets, rebuilt=len(self._layouts) > 1)
 
     def agree(self, flag: bool) -> bool:
-        """Whether any rank raises the flag; equal on all ranks. Between steps only."""
+        """Return whether any rank raises the flag; equal on all ranks. Call it between steps only."""
         return flag if self.state.size == 1 else any_rank(flag, self._options.process_group)
 
     @property
@@ -319,18 +321,18 @@ class DDPSync:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, no side effect."""
+        """Return this rank's state, flat: residuals under ``residual/<rank>/<name>``. No collective, no side effect."""
         kept = [(name, p) for name, p in self.names() if not self._dense(name, p)]
         return to_state_dict(self.session, kept, self._ordinals.source)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
+        """Load a ``state_dict``: bit for bit at the same world size; the mean of the residuals at another.
 
-        A single rank sends everything, so it pays out no residual: it keeps it, and ``state_dict`` hands it on
-        until there are several ranks again.
+        A single rank sends everything uncompressed, so it does not use up the residual: it keeps it, and ``state_dict``
+        passes it on until there are several ranks again.
 
         Raises:
-            ValueError: it is of another method, was not made by this hook, or lacks what this rank needs.
+            ValueError: it belongs to another method, was not made by this hook, or lacks what this rank needs.
         """
         from_state_dict(self.session, state, self._ordinals.source)
         self._ordinals.fit(self.state)
@@ -341,7 +343,7 @@ class DDPSync:
         return DDPSync, (self._method, HookOptions(None, given.start, given.timeout, None, given.topology), saved)
 
     def close(self) -> None:
-        """End the communicator thread and give the process groups back; the hook cannot be used afterwards."""
+        """End the communicator thread and return the process groups; the hook cannot be used afterwards."""
         if self._session is not None and self._session.comm is not None:
             self._session.close()
 
@@ -353,10 +355,10 @@ class DDPSync:
 
 
 def _has_joined() -> bool:
-    """Whether DDP's ``Join`` calls for a rank that has no more input: it does not step, but the others use its zeros.
+    """Return whether DDP's ``Join`` calls for a rank without input: it does not step, but the others use its zeros.
 
     Raises:
-        RuntimeError: the others want another divisor, of which hooks are not told.
+        RuntimeError: the others use another divisor, which hooks are not told.
     """
     frame = sys._getframe(1)
     for _ in range(4):
@@ -375,5 +377,5 @@ def _has_joined() -> bool:
 
 
 def promise_on(device: torch.device) -> torch.futures.Future[Any]:
-    """A future for tensors of this device."""
+    """Return a future for tensors of this device."""
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)

@@ -7,9 +7,10 @@ The same ``build()`` that ``thinwire federated run`` simulates makes both apps::
 
     server, client = server_app(build), client_app(build)
 
-Settings. Of a run (``flwr run --run-config``): ``nodes``, how many to wait for; ``timeout``, seconds for an answer;
-``out``, a folder for weights and history. Of a node (``flower-supernode --node-config``): ``clients="0-499,700"``, or
-``partition-id`` and ``num-partitions``, which deal the clients out in turn; ``state-dir`` for the clients' states.
+Settings of a run (``flwr run --run-config``): ``nodes``, how many to wait for; ``timeout``, seconds for an answer;
+``out``, a folder for weights and history. Settings of a node (``flower-supernode --node-config``):
+``clients="0-499,700"``, or ``partition-id`` and ``num-partitions``, which assign the clients in turn; ``state-dir`` for
+the clients' states.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _POLL_SECONDS = 0.5
 
 
 def client_app(build: Build) -> Any:
-    """A ``flwr.clientapp.ClientApp`` that trains the clients its node hosts and answers with one sum.
+    """Return a ``flwr.clientapp.ClientApp`` that trains the clients on its node and answers with one sum.
 
     Raises:
         ValueError: Flower is not installed.
@@ -46,7 +47,7 @@ def client_app(build: Build) -> Any:
 
     @app.query()  # type: ignore[untyped-decorator]
     def query(message: Any, context: Any) -> Any:
-        """Say which clients live here."""
+        """Report which clients this node hosts."""
         return reply(message, _node(build, context).describe())
 
     @app.train()  # type: ignore[untyped-decorator]
@@ -58,7 +59,7 @@ def client_app(build: Build) -> Any:
 
 
 def server_app(build: Build) -> Any:
-    """A ``flwr.serverapp.ServerApp`` that runs the federation's rounds over the nodes that are there.
+    """Return a ``flwr.serverapp.ServerApp`` that runs the federation's rounds over the connected nodes.
 
     Raises:
         ValueError: Flower is not installed.
@@ -70,7 +71,7 @@ def server_app(build: Build) -> Any:
 
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Any, context: Any) -> None:
-        """All rounds."""
+        """Run all rounds."""
         settings = context.run_config
         timeout = float(settings.get("timeout", 3600.0))
         federation = check_federation(build(), "build()")
@@ -87,10 +88,10 @@ def server_app(build: Build) -> Any:
 
 
 def hosted(config: Any, population: int) -> list[int]:
-    """The clients of a node, from its ``node_config``.
+    """Return the clients of a node, from its ``node_config``.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the config names none.
     """
     if text := config.get("clients"):
         return parse_clients(str(text))
@@ -103,10 +104,10 @@ def hosted(config: Any, population: int) -> list[int]:
 
 
 def parse_clients(text: str) -> list[int]:
-    """``"0-3,7"`` -> ``[0, 1, 2, 3, 7]``.
+    """Parse ``"0-3,7"`` as ``[0, 1, 2, 3, 7]``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
     found: list[int] = []
     try:
@@ -119,10 +120,10 @@ def parse_clients(text: str) -> list[int]:
 
 
 def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
-    """The nodes that are connected, once they are at least that many.
+    """Wait until at least that many nodes are connected, and return them.
 
     Raises:
-        TimeoutError: they are fewer when the time is over.
+        TimeoutError: there are fewer after that time.
     """
     deadline = time.monotonic() + timeout
     while len(nodes := sorted(grid.get_node_ids())) < wanted:
@@ -133,10 +134,10 @@ def wait_for_nodes(grid: Any, wanted: int, timeout: float) -> list[int]:
 
 
 def ask_nodes(grid: Any, nodes: list[int], timeout: float) -> dict[int, dict[int, int]]:
-    """Which clients each node hosts, and how many samples each has.
+    """Ask which clients each node hosts, and how many samples each client has.
 
     Raises:
-        ValueError: a node does not say.
+        ValueError: a node does not answer this.
     """
     from flwr.app import Message, MessageType
 
@@ -158,7 +159,7 @@ def ask_nodes(grid: Any, nodes: list[int], timeout: float) -> dict[int, dict[int
 
 
 def write_result(folder: Path, server: RemoteServer) -> None:
-    """Weights (``model.safetensors``, by name) and history (``history.json``)."""
+    """Write weights (``model.safetensors``, by name) and history (``history.json``)."""
     folder.mkdir(parents=True, exist_ok=True)
     model = server.federation.model
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,4 +1,4 @@
-"""The folder that Flower wants an app in: the user's files, and two of ours."""
+"""The folder that Flower requires for an app: the user's files, and two of thinwire's."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ client = client_app({function})
 
 
 def write_app(folder: Path, federation: str) -> None:
-    """Make a Flower app of the ``.py`` files next to the module that ``module:function`` names.
+    """Make a Flower app from the ``.py`` files next to the module that ``module:function`` names.
 
     Raises:
-        ValueError: it names no file in this folder.
+        ValueError: the module is not a file in this folder.
     """
     module, colon, function = federation.partition(":")
     module = module.removesuffix(".py")

@@ -1,4 +1,4 @@
-"""A certificate authority and a server certificate, for a SuperLink of one's own."""
+"""A certificate authority and a server certificate, for the user's own SuperLink."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _DAYS = 365
 
 
 def ensure_certificates(folder: Path, host: str) -> None:
-    """Make the three files unless they are there. The authority's own key is not kept: it signs once.
+    """Make the three files unless they exist. The authority's private key is not kept: it signs only once.
 
     Args:
-        folder: made if needed.
-        host: name or address that SuperNodes connect to; "localhost" and 127.0.0.1 are covered too.
+        folder: created if needed.
+        host: name or address to which SuperNodes connect; "localhost" and 127.0.0.1 are included too.
 
     Raises:
-        ValueError: some of the files are there and others are not.
+        ValueError: only some of the files exist.
     """
     there = [name for name in (CA, CERTIFICATE, KEY) if (folder / name).exists()]
     if len(there) == 3:

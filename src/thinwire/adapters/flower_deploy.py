@@ -1,4 +1,4 @@
-"""Starting a Flower deployment: certificates, a SuperLink with TLS, SuperNodes, one run; and ending all of it."""
+"""Starting a Flower deployment (certificates, a SuperLink with TLS, SuperNodes, one run), and stopping all of it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Deployment:
 
     Args:
         federation: ``module:function``; the module is a file in this folder.
-        nodes: SuperNodes to wait for.
-        local: start them here, with the clients assigned in turn.
-        host, port: of the SuperLink; port 0: a free one.
+        nodes: number of SuperNodes to wait for.
+        local: start them on this machine, with the clients assigned in turn.
+        host, port: address of the SuperLink; port 0: a free one.
         certificates: a folder; None: new ones, for this run.
         out: folder for weights and history.
         timeout: seconds for nodes to connect, and for their answers.
 
     Raises:
-        ValueError: a bad option, Flower is not installed.
+        ValueError: an invalid option, or Flower is not installed.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Deployment:
         """Start, wait for the run's end, stop everything.
 
         Args:
-            on_status: called with what is going on.
-            say: called with what people should do, such as the command that starts a SuperNode.
+            on_status: called with the current state.
+            say: called with what the user should do, such as the command that starts a SuperNode.
 
         Raises:
-            DeploymentFailed: with the last words of the process that failed.
+            DeploymentFailed: with the last output of the process that failed.
         """
         work = Path(tempfile.mkdtemp(prefix="thinwire-flower-"))
         try:
@@ -104,7 +104,7 @@ class Deployment:
             f'[superlink]\ndefault = "{_CONNECTION}"\n\n[superlink.{_CONNECTION}]\n'
             f'address = "{self.host}:{self.port}"\nroot-certificates = "{(certificates / CA).absolute()}"\n'
         )
-        scripts = str(Path(sys.executable).parent)  # Flower's processes start one another by name
+        scripts = str(Path(sys.executable).parent)  # Flower's processes start each other by name
         path = f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"
         return {**os.environ, **_OFF, "FLWR_HOME": str(home), "PATH": path}
 
@@ -192,7 +192,7 @@ class Deployment:
                 raise DeploymentFailed(f"{name} ended with exit code {process.returncode}: {' | '.join(words)}")
 
     def _stop(self) -> None:
-        """End every process group that was started here, nodes first."""
+        """End every process group started here, nodes first."""
         for _, process, _ in reversed(self._processes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -207,7 +207,7 @@ class Deployment:
 
 
 def _script(name: str) -> str:
-    """A console script of this environment."""
+    """Return the path of a console script of this environment."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else name
 

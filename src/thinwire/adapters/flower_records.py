@@ -1,4 +1,4 @@
-"""Node messages as Flower's records and back: an ArrayRecord of tensors, JSON in a ConfigRecord. No pickle."""
+"""Node messages as Flower's records and back: tensors in an ArrayRecord, JSON in a ConfigRecord; no pickle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_flower() -> None:
 
 
 def to_record(message: NodeMessage) -> Any:
-    """A ``RecordDict``."""
+    """Return the message as a ``RecordDict``."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     arrays = {name: Array(x.detach().cpu().contiguous().numpy()) for name, x in message.tensors.items()}
@@ -34,10 +34,10 @@ def to_record(message: NodeMessage) -> Any:
 
 
 def from_record(record: Any) -> NodeMessage:
-    """The counterpart of ``to_record``. ``Array.numpy`` reads with ``allow_pickle=False``.
+    """Convert back what ``to_record`` made. ``Array.numpy`` reads with ``allow_pickle=False``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the record has another form.
     """
     try:
         arrays, text = record[_TENSORS], record[_FACTS][_JSON]

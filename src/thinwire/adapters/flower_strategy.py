@@ -1,6 +1,6 @@
-"""The Strategy that Flower's own round loop drives: one of its rounds is one visit.
+"""The Strategy for Flower's own round loop: one of its rounds is one visit.
 
-Flower's weighted mean is not used: nodes answer with sums that are weighted already, and divided once, at the end.
+Flower's weighted mean is not used: nodes answer with sums that are already weighted, and are divided once, at the end.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from thinwire.federated.remote import NodeMessage, RemoteServer
 
 
 def make_strategy(server: RemoteServer) -> Any:
-    """A ``flwr.serverapp.strategy.Strategy`` around the server."""
+    """Return a ``flwr.serverapp.strategy.Strategy`` around the server."""
     from flwr.app import Message, MessageType, MetricRecord
     from flwr.serverapp.strategy import Strategy
 
     class ThinwireStrategy(Strategy):  # type: ignore[misc]
-        """Messages out, messages in."""
+        """Converts between the server's messages and Flower's."""
 
         def arrays(self) -> Any:
-            """The server's weights, for Flower's own records."""
+            """Return the server's weights, for Flower's own records."""
             return to_record(NodeMessage({"theta": server.algorithm.theta}))["tensors"]
 
         def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
-            """A message for every node that has clients in the cohort."""
+            """Return a message for every node that has clients in the cohort."""
             return [
                 Message(content=to_record(content), dst_node_id=node, message_type=MessageType.TRAIN)
                 for node, content in server.outgoing().items()
             ]
 
         def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
-            """Check the answers, and bring them together."""
+            """Check and aggregate the answers."""
             record = server.incoming(dict(map(_answer, replies)))
             if record is None:
                 return None, None
@@ -40,15 +40,15 @@ def make_strategy(server: RemoteServer) -> Any:
             return self.arrays(), MetricRecord(numbers)
 
         def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
-            """Nothing: evaluation is the server's."""
+            """Return nothing: the server evaluates."""
             return []
 
         def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
-            """Nothing."""
+            """Do nothing."""
             return None
 
         def summary(self) -> None:
-            """Nothing more than what Flower says."""
+            """Print nothing beyond Flower's own output."""
 
     return ThinwireStrategy()
 

@@ -1,9 +1,9 @@
-"""FSDP2: one line compresses what its replicas exchange (HSDP), or what its shards do.
+"""FSDP2: compress the exchange between replicas (HSDP) or between shards, with one line.
 
-In HSDP a model is cut over the ranks of a machine and copied over the machines: gradients are reduce-scattered inside,
-and what each rank then holds is averaged over the copies, on the thin wire. :func:`attach` does this second exchange by
-a method of thinwire, through FSDP2's all-reduce hook. :func:`attach_reduce_scatter` replaces the first one, by 16 or 8
-bits, where the shards themselves lie on a thin wire.
+In HSDP, a model is sharded over the ranks of a machine and replicated over the machines: gradients are reduce-scattered
+inside a machine, and the result on each rank is averaged over the replicas, on the slow network. :func:`attach` does
+this second exchange with a thinwire method, through FSDP2's all-reduce hook. :func:`attach_reduce_scatter` replaces the
+first one, in 16 or 8 bits, for shards that are themselves connected by a slow network.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["attach", "attach_reduce_scatter"]
 
 
 def works() -> tuple[str, ...]:
-    """The registered methods that :func:`attach` takes, none of them decoupled."""
+    """Return the registered methods that :func:`attach` accepts; none of them is decoupled."""
     return tuple(name for name, cls in classes().items() if "fsdp2" not in cls.unfit and not cls.decoupled)
 
 
@@ -46,25 +46,26 @@ def attach(
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> ReplicaSync:
-    """Average an FSDP2 model's gradients over its replicas by a method of thinwire. All ranks must call it.
+    """Average an FSDP2 model's gradients over its replicas with a thinwire method. All ranks must call it.
 
-    After ``fully_shard`` and before the first backward. Parameters and buffers are taken over from the first replica.
+    Call it after ``fully_shard`` and before the first backward. Parameters and buffers are copied from the first
+    replica.
 
     Args:
-        model: under ``fully_shard``, on a mesh of (replicas, shards); or on a mesh of shards alone, with ``replicas``.
-        method: a name with its ``options``, or an instance, as :func:`works` names them. One message per FSDP2 module,
+        model: after ``fully_shard``, on a mesh of (replicas, shards); or on a mesh of shards alone, with ``replicas``.
+        method: a name with its ``options``, or an instance, as listed by :func:`works`. One message per FSDP2 module,
             whatever its ``fusion``.
         replicas: the other dimension, such as ``mesh["replicate"]``; None: that of the model's own mesh.
         scaler: the GradScaler in use, so that residuals are kept in unscaled units.
-        start_compression_step: as of :func:`thinwire.attach`.
+        start_compression_step: as in :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent replica is an error; None: that of torch's groups.
 
     Returns:
         The handle: ``stats``, ``state_dict``, ``close``.
 
     Raises:
-        NotImplementedError: a method or a model that this adapter does not serve; the message says what works.
-        ValueError: bad options, no replicas, ranks that differ.
+        NotImplementedError: a method or a model that this adapter does not support; the message says what works.
+        ValueError: invalid options, no replicas, or ranks that differ.
         RuntimeError: the model has an all-reduce hook already.
     """
     if isinstance(method, str) and method.lower() == "auto":
@@ -88,7 +89,7 @@ def attach(
     try:
         return ReplicaSync(model, groups, chosen, comm, scaler, note, start_compression_step)
     except BaseException as error:
-        if comm is not None:  # what all ranks have refused alike leaves no exchange in flight
+        if comm is not None:  # if all ranks refused alike, no exchange is in flight
             comm.close(broken=not isinstance(error, (ValueError, TypeError)))
         raise
 
@@ -102,10 +103,10 @@ def attach_reduce_scatter(
 ) -> CompressedReduceScatter:
     """Reduce-scatter an FSDP2 model's gradients in 16 or 8 bits. All ranks must call it, after ``fully_shard``.
 
-    Stateless: a residual would be as large as the whole gradient on every rank, which is what FSDP is there to avoid.
+    Stateless: a residual would be as large as the whole gradient on every rank, which FSDP is meant to avoid.
 
     Args:
-        model: under ``fully_shard``.
+        model: after ``fully_shard``.
         method: ``"cast"`` with ``dtype="bf16"``, ``"fp16"`` or ``"int8"``, or an instance of ``Cast``.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's groups.
 
@@ -113,8 +114,8 @@ def attach_reduce_scatter(
         The handle: ``stats``, ``close``.
 
     Raises:
-        NotImplementedError: another method, or a model that this adapter does not serve.
-        ValueError: bad options.
+        NotImplementedError: another method, or a model that this adapter does not support.
+        ValueError: invalid options.
     """
     chosen = resolve(method, **options)
     if not isinstance(chosen, Cast) or chosen.decoupled or not isinstance(chosen.dtype, torch.dtype):
@@ -144,7 +145,7 @@ def _check(method: Method) -> None:
 
 
 def _replicas(groups: list[Group], given: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The process group of the ranks that hold the same shard as this one."""
+    """Return the process group of the ranks that hold the same shard as this one."""
     own = [one.replicas for one in groups]
     _same(groups, "replicas", [dist.get_process_group_ranks(g) if g is not None else None for g in own])
     if given is None:

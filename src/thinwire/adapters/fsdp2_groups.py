@@ -1,8 +1,8 @@
-"""What FSDP2 knows about its parameter groups. The only file that touches its private interface.
+"""FSDP2's parameter groups. The only file that uses FSDP2's private interface.
 
-FSDP2 reduces a module's gradients as one flat tensor: of every parameter this rank's rows, padded to the rows that the
-first rank of the shards has, one behind the other. Its public hooks hand over that tensor alone; names, shapes and
-process groups are read here.
+FSDP2 reduces a module's gradients as one flat tensor: this rank's rows of every parameter, padded to the number of rows
+of the first shard, one after the other. Its public hooks only pass that tensor; names, shapes and process groups are
+read here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ParameterRows:
     """This rank's rows of one parameter in the flat tensor.
 
     Attributes:
-        name: of the parameter.
-        shape: of the rows here; may hold no element.
+        name: name of the parameter.
+        shape: shape of the rows on this rank; may be empty.
         offset: elements before it.
         parameter: the sharded parameter, a DTensor.
     """
@@ -36,11 +36,11 @@ class ParameterRows:
 
     @property
     def numel(self) -> int:
-        """Elements here."""
+        """Elements on this rank."""
         return math.prod(self.shape)
 
     def sharded(self, local: Tensor) -> DTensor:
-        """A tensor of this shape as this rank's part of one that is cut like the parameter, over the shards alone."""
+        """Wrap a tensor of this shape as this rank's part of one sharded like the parameter, over the shards only."""
         mesh = self.parameter.device_mesh
         if mesh.ndim > 1:
             assert mesh.mesh_dim_names is not None
@@ -49,7 +49,7 @@ class ParameterRows:
         return DTensor.from_local(local, mesh, cut, run_check=False, shape=shape, stride=_strides(shape))
 
     def view(self, flat: Tensor) -> Tensor:
-        """The piece of the flat tensor, in its shape."""
+        """Return this piece of the flat tensor, in its shape."""
         return flat.as_strided(self.shape, _strides(self.shape), flat.storage_offset() + self.offset)
 
 
@@ -58,14 +58,14 @@ class Group:
     """One FSDP2 module: the gradients that are reduced together.
 
     Attributes:
-        index: place in the model.
-        name: of the module; "" for the root.
-        module: it.
-        pieces: of its trainable parameters, in their order.
-        elements: of the flat tensor, with the padding, where all of them have gradients.
-        device: of the gradients.
+        index: index in the model.
+        name: name of the module; "" for the root.
+        module: the module.
+        pieces: rows of its trainable parameters, in their order.
+        elements: elements of the flat tensor, with padding, if all parameters have gradients.
+        device: device of the gradients.
         shards: the process group of the ranks that share this copy of the model.
-        replicas: those that hold the same shard in other copies; None: not a native HSDP mesh.
+        replicas: the ranks that hold the same shard in other copies; None: not a native HSDP mesh.
     """
 
     index: int
@@ -80,25 +80,25 @@ class Group:
 
     @property
     def reduces(self) -> bool:
-        """Whether replicas are to be averaged now; False after ``set_requires_all_reduce(False)``."""
+        """Whether replicas should be averaged now; False after ``set_requires_all_reduce(False)``."""
         return bool(self._inside.all_reduce_grads)
 
     @property
     def hooked(self) -> bool:
-        """Whether somebody has set an all-reduce hook."""
+        """Whether an all-reduce hook is already set."""
         return self._inside._all_reduce_hook is not None
 
     def take_over(self, hook: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Set FSDP2's all-reduce hook, and keep FSDP2 from averaging over the replicas itself. Returns the way back.
+        """Set FSDP2's all-reduce hook and keep FSDP2 from averaging over the replicas itself. Return the undo function.
 
         A native HSDP group becomes what ``fully_shard(module, mesh=mesh["shard"])`` would have made; parameters stay
-        DTensors of the whole mesh. Unused parameters count as zeros from now on, so that the flat tensor is whole.
+        DTensors of the whole mesh. From now on, unused parameters count as zeros, so that the flat tensor is complete.
         """
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
         inside, before, after_forward = self._inside, self._inside.mesh_info, self._inside.post_forward_mesh_info
         unused = getattr(inside, "reduce_scatter_unused_params", None)
-        if unused is not None:  # torch before 2.13 has it not
+        if unused is not None:  # torch before 2.13 does not have it
             inside.reduce_scatter_unused_params = True
         if self.replicas is not None:
             plain = FSDPMeshInfo(mesh=before.mesh, shard_mesh_dim=before.shard_mesh_dim)
@@ -121,7 +121,7 @@ class Group:
         return put_back
 
     def replace_reduce_scatter(self, scatter: Any) -> Callable[[], None]:
-        """Set the object that reduce-scatters. Returns the way back."""
+        """Set the object that reduce-scatters. Return the undo function."""
         inside, before = self._inside, self._inside._reduce_scatter_comm
         self.module.set_custom_reduce_scatter(scatter)  # type: ignore[operator]
 
@@ -136,13 +136,13 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def groups_of(model: nn.Module) -> list[Group]:
-    """The FSDP2 modules of a model, in order of registration.
+    """Return the FSDP2 modules of a model, in order of registration.
 
     Raises:
         TypeError: the model has none.
         ValueError: parameters on the meta device, or modules of several meshes.
-        NotImplementedError: what this adapter does not know: several groups in a module, other kinds of meshes,
-            parameters offloaded to the CPU, another FSDP2.
+        NotImplementedError: unsupported cases: several groups in a module, other kinds of meshes, parameters offloaded
+            to the CPU, another version of FSDP2.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -151,7 +151,7 @@ def groups_of(model: nn.Module) -> list[Group]:
     seen: set[int] = set()
     sharded: list[tuple[Any, str]] = [(m, name) for m, name in names.items() if isinstance(m, FSDPModule)]
     for module, name in sharded:
-        module.reshard()  # after a forward the parameters of the root may still be whole
+        module.reshard()  # after a forward, the root's parameters may still be unsharded
         for inside in _inside(module, name):
             if id(inside) not in seen:
                 seen.add(id(inside))
@@ -170,7 +170,7 @@ def groups_of(model: nn.Module) -> list[Group]:
 
 
 def _inside(module: nn.Module, name: str) -> list[Any]:
-    """The private parameter groups of a module, at most one."""
+    """Return the private parameter groups of a module, at most one."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     if hasattr(state, "_fsdp_param_groups"):
         groups = list(state._fsdp_param_groups)

@@ -1,7 +1,8 @@
 """The state of a ReplicaSync as a flat dict that DCP can store, and back.
 
-Residuals are tensors sharded like their parameters, one set per replica, so DCP cuts them again for another number of
-shards. What the replicas share (factors) belongs to one shard's rows: under another number of shards it is drawn again.
+Residuals are tensors sharded like their parameters, one set per replica, so DCP can reshard them for another number of
+shards. State that replicas share (factors) belongs to one shard's rows: with another number of shards it is drawn
+again.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ log = logging.getLogger("thinwire")
 
 
 def _shard(sync: ReplicaSync) -> str:
-    """This rank's place in its replica, and of how many."""
+    """Return this rank's index within its replica, and the number of ranks."""
     return f"{dist.get_rank(sync.shards)}of{dist.get_world_size(sync.shards)}"
 
 
 def to_state_dict(sync: ReplicaSync) -> dict[str, Any]:
-    """What this rank remembers, with zeros for what it will: DCP fills only the keys that it is shown."""
+    """Return this rank's state, with zeros for what will be kept later: DCP fills only the keys that it is given."""
     session, pieces = sync.session, sync.pieces
     local = [(name, piece.parameter.to_local()) for name, piece in pieces.items()]
     flat = to_flat(session, blank(session.method, local, session.topology, session.rank), None)
@@ -47,12 +48,12 @@ def to_state_dict(sync: ReplicaSync) -> dict[str, Any]:
 
 
 def _name(key: str) -> str:
-    """The parameter's, in ``residual/<rank>/<name>`` and ``local/<rank>/<field>/<name>``."""
+    """Return the parameter's name in ``residual/<rank>/<name>`` and ``local/<rank>/<field>/<name>``."""
     return key.split("/", 2 if key.startswith("residual/") else 3)[-1]
 
 
 def from_state_dict(sync: ReplicaSync, saved: Mapping[str, Any]) -> None:
-    """Restore; see ``ReplicaSync.load_state_dict``."""
+    """Restore the state; see ``ReplicaSync.load_state_dict``."""
     if saved.get("version") != VERSION or "replicas" not in saved:
         raise ValueError(f"this is not the state of a thinwire ReplicaSync, version {VERSION}")
     session = sync.session

@@ -1,9 +1,9 @@
 """The exchange between the replicas of an FSDP2 model: its hook, the end of its step, its state.
 
-FSDP2 calls the hook once per module and backward, in the order of the backward, with what the reduce-scatter has left
-on this rank. The module's pieces are one bucket, or two where the method leaves some parameters to plain averaging. The
-programs run in the hook: on Gloo in the calling thread, as FSDP2's own collectives do; on NCCL they are issued on the
-stream in which FSDP2 calls its hook, and nobody waits.
+FSDP2 calls the hook once per module and backward, in backward order, with the result of the reduce-scatter on this
+rank. The module's pieces are one bucket, or two if the method leaves some parameters to plain averaging. The programs
+run in the hook: on Gloo in the calling thread, as FSDP2's own collectives do; on NCCL they are issued on the stream on
+which FSDP2 calls its hook, without waiting.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from thinwire.program import Bucket, Method, Slot, State, Topology
 
 
 class ReplicaSync:
-    """What :func:`thinwire.adapters.fsdp2.attach` returns.
+    """The handle that :func:`thinwire.adapters.fsdp2.attach` returns.
 
-    Residuals are of this rank's shards, in the units that the reduce-scatter leaves. DCP's ``Stateful``: they are saved
-    as tensors sharded like their parameters, under ``residual/<replica>/<name>``.
+    Residuals belong to this rank's shards, in the units of the reduce-scatter's result. DCP's ``Stateful``: they are
+    saved as tensors sharded like their parameters, under ``residual/<replica>/<name>``.
 
     Args:
-        model: the root.
+        model: the root module.
         groups: its FSDP2 modules.
-        method: of the exchange.
-        comm: over the replicas; None: there is one.
+        method: method of the exchange.
+        comm: communicator over the replicas; None if there is only one replica.
         scaler: the GradScaler in use, or None.
-        note: why another method runs than was asked for.
-        start: the first step at which the method runs; None: as it says itself.
+        note: why another method runs than the requested one.
+        start: the first step at which the method runs; None: as the method says.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ReplicaSync:
         self._session = Session(method, comm, state, scaler, lambda: names, start=start)
         self._model, self._groups, self._note, self.shards = model, tuple(groups), note, groups[0].shards
         self._end = BackwardEnd(self._finish)
-        self._reduced: set[int] = set()  # modules, in the backward under way
+        self._reduced: set[int] = set()  # modules reduced in the current backward
         self._partial: dict[int, Tensor] = {}
         self._sent: dict[tuple[int, bool], int] = {}
         self._undo: list[Any] = []
@@ -79,12 +79,12 @@ class ReplicaSync:
             self._undo.append(model.register_forward_pre_hook(self._forward).remove)
 
     def _parameters(self) -> list[Any]:
-        """All of FSDP2's, frozen ones too, once each."""
+        """Return all of FSDP2's parameters, including frozen ones, once each."""
         found = {id(p): p for p in self._model.parameters() if hasattr(p, "to_local")}
         return list(found.values())
 
     def _split(self, group: Group) -> list[tuple[tuple[ParameterRows, ...], bool]]:
-        """What the method takes, and what stays dense; without pieces that have no element here."""
+        """Return what the method handles and what stays dense; without pieces that are empty on this rank."""
         here = [piece for piece in group.pieces if piece.numel]
         kept = [self._session.method.dense(piece.name, tuple(piece.parameter.shape), False) for piece in here]
         parts = [(tuple(p for p, keep in zip(here, kept) if keep is dense), dense) for dense in (False, True)]
@@ -102,13 +102,13 @@ class ReplicaSync:
     def _forward(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if self._end.outside():  # a backward died with an exception; FSDP2 has dropped its gradients, or will say so
+        if self._end.outside():  # a backward raised; FSDP2 dropped its gradients or will report it
             self._reduced.clear()
             self._partial.clear()
             self._session.abandon()
 
     def _reduce(self, group: Group, flat: Tensor) -> None:
-        """FSDP2's hook: average what this rank holds of a module's gradients over the replicas, in place."""
+        """Average this rank's part of a module's gradients over the replicas, in place (FSDP2's hook)."""
         self._session.check_usable()
         if flat.numel() != group.elements:
             raise RuntimeError(
@@ -130,7 +130,7 @@ class ReplicaSync:
             self._session.counters.exposed_seconds += time.perf_counter() - started
 
     def _put_aside(self, group: Group, flat: Tensor) -> None:
-        """``set_requires_all_reduce(False)``: keep the sum of the shards' averages until it is True again."""
+        """Keep the sum of the shards' averages until all-reduce is on again (``set_requires_all_reduce(False)``)."""
         if group.index in self._partial:
             self._partial[group.index] += flat
         else:
@@ -138,7 +138,7 @@ class ReplicaSync:
         flat.zero_()
 
     def _begin(self, group: Group) -> None:
-        if group.index in self._reduced:  # a module that reduces several times in one backward: each time is a step
+        if group.index in self._reduced:  # if a module reduces several times in one backward, each is a step
             self._finish()
         if not self._reduced:
             self._session.begin()
@@ -169,12 +169,12 @@ class ReplicaSync:
         session.counters.sent(elements * flat.element_size(), state.size)
 
     def _finish(self) -> None:
-        """The backward has ended: commit what the programs have staged if all shards' values were finite."""
+        """End the backward: commit what the programs have staged if all shards' values were finite."""
         if not self._reduced:
             return
         self._reduced.clear()
         session, device = self._session, self._groups[0].device
-        # A method that keeps something must know of a bad value in any shard, not in its own alone.
+        # A method with state must know of a non-finite value in any shard, not only in its own.
         if not session.method.cheap_pack and dist.get_world_size(self.shards) > 1:
             flag = session.state.accepted()
             agreed = torch.ones((), dtype=torch.int32, device=device) if flag is None else flag.to(torch.int32)
@@ -185,7 +185,7 @@ class ReplicaSync:
     # --- what users call ----------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Counters since ``attach``, of the exchange between replicas. On CUDA ``exposed_seconds`` stays 0."""
+        """Return the counters of the exchange between replicas since ``attach``. On CUDA, ``exposed_seconds`` is 0."""
         buckets = [
             BucketStats(
                 tuple(piece.name for piece in pieces),
@@ -204,28 +204,28 @@ class ReplicaSync:
 
     @property
     def state(self) -> State:
-        """What its method remembers."""
+        """The method's state."""
         return self._session.state
 
     @property
     def pieces(self) -> dict[str, ParameterRows]:
-        """This rank's rows of every parameter that the method takes, by name."""
+        """This rank's rows of every parameter that the method handles, by name."""
         return {p.name: p for parts in self._parts for pieces, dense in parts if not dense for p in pieces}
 
     def state_dict(self) -> dict[str, Any]:
-        """This replica's residuals as DTensors, sharded like the parameters, and the rest. No collective."""
+        """Return this replica's residuals as DTensors, sharded like the parameters, and the rest. No collective."""
         return persistence.to_state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a ``state_dict``, as DCP has filled it: bit for bit on the same mesh.
+        """Load a ``state_dict``, as DCP has filled it: bit for bit on the same mesh.
 
         Raises:
-            ValueError: it is of another method, or of another number of replicas.
+            ValueError: it belongs to another method, or to another number of replicas.
         """
         persistence.from_state_dict(self, state)
 
     def close(self) -> None:
-        """Take the hooks out and give the process groups back. FSDP2 then averages over replicas itself again."""
+        """Remove the hooks and return the process groups. FSDP2 then averages over replicas itself again."""
         for undo in self._undo:
             undo()
         self._undo.clear()

@@ -1,7 +1,7 @@
 """FSDP2's reduce-scatter in 16 or 8 bits: the object behind ``set_custom_reduce_scatter``.
 
-In 16 bits each rank sends its chunks, divided by the number of ranks, and adds what it receives in rank order (on Gloo
-in fp32; on NCCL in the ring's own way). In 8 bits the chunks are encoded in blocks with a scale each, summed in fp32
+In 16 bits, each rank sends its chunks, divided by the number of ranks, and adds what it receives in rank order (on Gloo
+in fp32; on NCCL in the ring's own way). In 8 bits the chunks are encoded in blocks with one scale each, summed in fp32
 and not encoded again. No residual is kept.
 """
 
@@ -24,13 +24,13 @@ from thinwire.program import Method, ReduceScatter, working_dtype
 
 
 def scatter_mean(x: Tensor, ranks: int, dtype: torch.dtype, block: int) -> Generator[Any, Tensor, Tensor]:
-    """The average over the ranks of this rank's chunk: ``[ranks * k]`` -> ``[k]``, in the working dtype.
+    """Return this rank's chunk of the average over the ranks: ``[ranks * k]`` -> ``[k]``, in the working dtype.
 
     Args:
-        x: in chunks, one per rank; not edited.
-        ranks: of the world.
-        dtype: on the wire: ``torch.bfloat16``, ``torch.float16`` or ``torch.int8``.
-        block: elements that share a scale, at most, with int8.
+        x: in chunks, one per rank; not modified.
+        ranks: number of ranks.
+        dtype: dtype on the wire: ``torch.bfloat16``, ``torch.float16`` or ``torch.int8``.
+        block: largest number of elements that share a scale, for int8.
     """
     wide, k = x.to(working_dtype(x.dtype)), x.numel() // ranks
     if dtype != torch.int8:
@@ -44,12 +44,12 @@ def scatter_mean(x: Tensor, ranks: int, dtype: torch.dtype, block: int) -> Gener
 
 
 class CompressedReduceScatter:
-    """What :func:`thinwire.adapters.fsdp2.attach_reduce_scatter` returns; FSDP2 calls it once per module and backward.
+    """The handle of :func:`thinwire.adapters.fsdp2.attach_reduce_scatter`; FSDP2 calls it once per module and backward.
 
     Args:
         groups: the FSDP2 modules that it serves.
         method: a ``Cast``.
-        comm: over the shards; None: there is one, and FSDP2 does not ask.
+        comm: communicator over the shards; None if there is only one shard, in which case FSDP2 does not call it.
     """
 
     def __init__(self, groups: Sequence[Group], method: Method, comm: Communicator | None) -> None:
@@ -64,7 +64,7 @@ class CompressedReduceScatter:
             self._undo = [group.replace_reduce_scatter(self) for group in groups]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for FSDP2's input and output."""
+        """Allocate memory for FSDP2's input and output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -73,7 +73,7 @@ class CompressedReduceScatter:
         """Average or add up: ``[ranks * k]`` -> ``[k]``.
 
         Raises:
-            NotImplementedError: another operation (a divide factor of one's own), or ``async_op=True``.
+            NotImplementedError: another operation (a custom divide factor), or ``async_op=True``.
             RuntimeError: the exchange failed.
         """
         assert self._comm is not None
@@ -96,7 +96,7 @@ class CompressedReduceScatter:
         self._dense_bytes += (ranks - 1) * output_tensor.numel() * output_tensor.element_size()
 
     def stats(self) -> Stats:
-        """Counters since it was attached; ``steps`` counts calls, one per module and backward."""
+        """Return the counters since it was attached; ``steps`` counts calls, one per module and backward."""
         if self._comm is None:
             return Stats(self.method.name, "one shard only: nothing is sent", 1)
         ledger = self._comm.ledger
@@ -113,7 +113,7 @@ class CompressedReduceScatter:
         )
 
     def close(self) -> None:
-        """Give FSDP2 its own reduce-scatter back, and the process groups to the pool."""
+        """Restore FSDP2's own reduce-scatter, and return the process groups to the pool."""
         self._broken = released(self._undo, self._comm, self._broken)
 
     def __enter__(self) -> CompressedReduceScatter:

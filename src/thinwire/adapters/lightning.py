@@ -1,6 +1,6 @@
 """Lightning: ``Trainer(strategy="ddp", callbacks=[ThinwireCallback("acp", rank=4)])``.
 
-``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices alone, and drops it in silence elsewhere. This
+``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices only, and silently drops it elsewhere. This
 callback registers on any device, once the strategy has wrapped the model.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger("thinwire")
 
 
 def _callback_class() -> Any:
-    """Lightning's ``Callback``, of the name under which the script has imported it already, if any."""
+    """Return Lightning's ``Callback``, from the package that the script has already imported, if any."""
     names = sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules)
     for name in names:
         try:
@@ -42,23 +42,23 @@ _Callback = _callback_class()
 
 
 class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
-    """Exchange the gradients of ``Trainer.fit`` by a method of thinwire. On one rank nothing is exchanged.
+    """Exchange the gradients of ``Trainer.fit`` by a thinwire method. On one rank nothing is exchanged.
 
-    Clipping, accumulation and mixed precision are Lightning's, as with plain DDP. Checkpoints of Lightning hold the
-    residuals of every rank, which for that travel to rank 0.
+    Clipping, accumulation and mixed precision are Lightning's, as with plain DDP. Lightning's checkpoints contain the
+    residuals of every rank, which are sent to rank 0 for that.
 
-    Under local steps they hold the outer weights, and for the callback every rank's own model and optimizer. Validation
-    sees the outer weights, and when ``fit`` ends all ranks have the same.
+    With local steps they contain the outer weights, and for the callback every rank's own model and optimizer.
+    Validation uses the outer weights, and when ``fit`` ends all ranks have the same weights.
 
     Args:
         method: a name with its ``options``, or an instance. Buckets are DDP's: ``DDPStrategy(bucket_cap_mb=...)``.
             "local", "diloco" or ``thinwire.Local(...)``: DDP averages no gradients, and weights are averaged after some
             of the optimizer's steps.
-        start_compression_step: steps that are exact before a lossy method begins, as of :func:`thinwire.attach`.
+        start_compression_step: exact steps before a lossy method begins, as in :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
 
     Attributes:
-        sync: the hook's state after the start of ``fit``: ``sync.stats()``. Of local steps, what
+        sync: the hook's state after the start of ``fit``: ``sync.stats()``. For local steps, what
             :func:`thinwire.attach` returns.
 
     Raises:
@@ -83,7 +83,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         self._model: weakref.ref[Any] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Register the hook, or attach: the strategy has made its DDP module just before."""
+        """Register the hook, or attach: the strategy has just made its DDP module."""
         strategy = trainer.strategy
         if getattr(strategy, "_ddp_comm_hook", None) is not None:
             fate = "drops" if strategy.root_device.type != "cuda" else "has registered"
@@ -94,7 +94,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         world, here = trainer.world_size, trainer.num_devices
         topology = Topology(world, here) if world % here == 0 else None
         self._running, self._failed = True, False
-        if isinstance(self._method, Local):  # what is saved is taken over when training starts: optimizers come later
+        if isinstance(self._method, Local):  # saved state is loaded when training starts: optimizers come later
             self._local = attach_local(
                 strategy.model,
                 trainer.optimizers,
@@ -109,7 +109,7 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
             return
         same = self._model is not None and self._model() is pl_module
         if self._saved is None and same and self.sync is not None:
-            self._saved = self.sync.state_dict()  # fit goes on, with a new DDP module
+            self._saved = self.sync.state_dict()  # fit continues, with a new DDP module
         self.sync = register(
             strategy.model,
             self._method,
@@ -127,64 +127,64 @@ class ThinwireCallback(_Callback):  # type: ignore[misc, valid-type]
         self._saved, self._model = None, weakref.ref(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Under local steps, take over what a checkpoint has of this rank: Lightning has given all ranks rank 0's."""
+        """With local steps, load this rank's part of a checkpoint: Lightning has given all ranks rank 0's."""
         if self._local is not None and self._saved:
             self._local.load_state_dict(self._saved)
         if self._local is not None:
             self._saved = None
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Under local steps, lend the model the outer weights, which are equal on all ranks."""
+        """With local steps, put the outer weights, which are equal on all ranks, into the model."""
         if self._local is not None and self._running:
             self._local.lend()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give each rank its own again."""
+        """Restore each rank's own weights."""
         if self._local is not None:
             self._local.take_back()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Under local steps, average once more: all ranks end with the same weights."""
+        """With local steps, average once more, so that all ranks end with the same weights."""
         if self._local is not None:
             self._local.sync.finish()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Under local steps, the model in a checkpoint has the outer weights."""
+        """With local steps, store the outer weights as the model in a checkpoint."""
         if self._local is not None and self._running and not self._failed:
             with self._local.outer():
                 outer = trainer.strategy.lightning_module_state_dict()
                 checkpoint["state_dict"] = {key: value.clone() for key, value in outer.items()}
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End the communicator thread; the state stays, for another ``fit`` or ``save_checkpoint``."""
+        """End the communicator thread; the state is kept, for another ``fit`` or ``save_checkpoint``."""
         if self._running and self.sync is not None:
             self.sync.close()
         self._running = False
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Remember that other ranks may not be there any more."""
+        """Remember that other ranks may no longer be there."""
         self._failed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all ranks on rank 0, this rank's elsewhere. Lightning calls it on all ranks."""
+        """Return all ranks' states on rank 0, and this rank's elsewhere. Lightning calls it on all ranks."""
         if self.sync is None:
             return dict(self._saved or {})
         if self._failed:
             log.warning("thinwire: a checkpoint after an exception holds no residuals: other ranks may be gone")
             return {}
         if self._local is not None:
-            self._local.take_back()  # saved in the midst of a validation: what follows sees this rank's own
+            self._local.take_back()  # saved during validation: what follows must see this rank's own
             return gathered_state(self._local)
         assert not isinstance(self.sync, LocalSync)
         return gathered_state(self.sync)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep a state for the start of ``fit``, before which there is no DDP module; during it, take it over."""
+        """Keep a state until ``fit`` starts, since there is no DDP module before; during ``fit``, load it."""
         if self._running and self.sync is not None:
             (self._local or self.sync).load_state_dict(state_dict)
         else:
             self._saved = dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For strategies that start processes: the method travels, what belongs to this process does not."""
+        """Support strategies that start processes: the method is sent along, this process's own objects are not."""
         return {**self.__dict__, "sync": None, "_local": None, "_model": None, "_running": False}

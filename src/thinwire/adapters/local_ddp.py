@@ -1,7 +1,7 @@
 """Local steps on a model that a framework has wrapped in DDP, which then averages no gradients.
 
-Two things keep DDP from it: it is told not to synchronize, which costs nothing; and where a framework tells it to again
-(Lightning does, under manual optimization), a communication hook leaves each rank its own gradients.
+Two things keep DDP from averaging: it is told not to synchronize, which costs nothing; and if a framework tells it to
+again (Lightning does, with manual optimization), a communication hook leaves each rank its own gradients.
 
 No ``from __future__ import annotations`` here: see :mod:`thinwire.adapters.ddp`.
 """
@@ -30,7 +30,7 @@ else:
 
 
 class OwnGradients:
-    """Of one DDP module, which takes one hook in its life.
+    """Hook state of one DDP module, which accepts only one hook in its life.
 
     Attributes:
         kept: ranks keep their own gradients; False: they are averaged as without a hook.
@@ -44,7 +44,7 @@ _hooked: "weakref.WeakKeyDictionary[DistributedDataParallel, OwnGradients]" = we
 
 
 def own_gradients(state: OwnGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook."""
+    """Leave each rank its own gradients (the hook)."""
     if not state.kept:
         return allreduce_hook(state.group, bucket)
     buffer = bucket.buffer()
@@ -54,7 +54,7 @@ def own_gradients(state: OwnGradients, bucket: GradBucket) -> torch.futures.Futu
 
 
 class _Apart:
-    """DDP averages no gradients until ``remove``."""
+    """Keeps DDP from averaging gradients until ``remove``."""
 
     def __init__(self, ddp: DistributedDataParallel, framework: str) -> None:
         if ddp not in _hooked:
@@ -69,7 +69,7 @@ class _Apart:
         self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = not kept
 
     def remove(self) -> None:
-        """Let it average again."""
+        """Let DDP average again."""
         self._set(False)
 
 
@@ -88,13 +88,13 @@ def attach_local(
 
     Args:
         model: what the framework trains: a DDP module, or on one rank a bare model.
-        optimizers: of its parameters, wrapped by the framework or not.
+        optimizers: optimizers of its parameters, wrapped by the framework or not.
         framework: its name, for errors.
-        world_size: ranks that train, as the framework says.
-        start_compression_step, timeout, topology: as of :func:`thinwire.attach`.
+        world_size: number of training ranks, according to the framework.
+        start_compression_step, timeout, topology: as in :func:`thinwire.attach`.
 
     Raises:
-        ValueError: several ranks and no DDP, or bad options.
+        ValueError: several ranks and no DDP, or invalid options.
         RuntimeError: the DDP module has another hook already.
     """
     ddp = ddp_of(model)

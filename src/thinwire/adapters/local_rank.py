@@ -1,4 +1,4 @@
-"""A rank under local steps, as a framework's checkpoint sees it: with the model and the optimizers that are its own."""
+"""A rank with local steps, as a framework's checkpoint sees it: with its own model and optimizers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from thinwire.program import State
 
 
 class LocalRank:
-    """Of one LocalSync. Its state is that of ``LocalSync``, and ``own/<rank>``: weights and the optimizers' states.
+    """The rank of one LocalSync. Its state is that of ``LocalSync`` plus ``own/<rank>``: weights and optimizer states.
 
     Args:
-        sync: of this rank.
-        group: that of DDP; None: there is one rank.
+        sync: the LocalSync of this rank.
+        group: DDP's process group; None: there is one rank.
 
     Attributes:
         sync: as above.
@@ -35,12 +35,12 @@ class LocalRank:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """DDP's."""
+        """DDP's process group."""
         assert self._group is not None
         return self._group
 
     def agree(self, flag: bool) -> bool:
-        """Whether any rank raises the flag; equal on all ranks."""
+        """Return whether any rank raises the flag; equal on all ranks."""
         return flag if self._group is None else any_rank(flag, self._group)
 
     def lend(self) -> None:
@@ -56,7 +56,7 @@ class LocalRank:
             lent.close()
 
     def outer(self) -> ExitStack:
-        """The outer weights are in the model inside this context."""
+        """Return a context in which the model has the outer weights."""
         stack = ExitStack()
         if self._lent is None:
             self.lend()
@@ -64,27 +64,27 @@ class LocalRank:
         return stack
 
     def state_dict(self) -> dict[str, Any]:
-        """All of this rank."""
+        """Return this rank's complete state."""
         return self.sync.state_dict() | {f"own/{self.state.rank}": self.own()}
 
     def own(self) -> dict[str, Any]:
-        """Weights and the optimizers' states."""
+        """Return weights and optimizer states."""
         assert self._lent is None
         services = self.sync.services
         return {"model": services.model.state_dict(), "optimizers": [o.state_dict() for o in services.optimizers]}
 
     def put(self, own: Mapping[str, Any]) -> None:
-        """Take over what ``own`` has returned."""
+        """Load what ``own`` returned."""
         services = self.sync.services
         services.model.load_state_dict(own["model"])
         for optimizer, one in zip(services.optimizers, own["optimizers"], strict=True):
             optimizer.load_state_dict(one)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over this rank's state, or the union of all ranks'; on another number of ranks, begin again.
+        """Load this rank's state, or the union of all ranks'; on another number of ranks, start afresh.
 
         Raises:
-            ValueError: it is no such state, or does not fit.
+            ValueError: it is not such a state, or does not fit.
         """
         state, rank = dict(saved), self.state.rank
         same = int(state.get("world_size", 0)) == self.state.size

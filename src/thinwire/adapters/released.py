@@ -1,4 +1,4 @@
-"""The end of a handle: its hooks taken out, its process groups given back."""
+"""Closing a handle: remove its hooks and return its process groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from thinwire.engine.ranks.communicator import Communicator
 
 
 def released(undo: list[Callable[[], None]], comm: Communicator | None, broken: str | None) -> str | None:
-    """Take all hooks out and give the process groups back. Returns why the handle cannot be used from now on."""
+    """Remove all hooks and return the process groups. Return why the handle can no longer be used."""
     for one in undo:
         one()
     undo.clear()

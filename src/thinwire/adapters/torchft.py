@@ -1,8 +1,8 @@
-"""Training that goes on when a replica dies: torchft decides who is in, thinwire exchanges.
+"""Training that continues when a replica dies: torchft decides on the members, thinwire exchanges.
 
-torchft's lighthouse makes quorums, its Manager heals who comes from who is ahead, and its ``should_commit`` says
-whether a step counts. Each quorum has a communicator of its own here. What a method remembers goes from one to the
-next: as it was after the last step that counted.
+torchft's lighthouse forms quorums, its Manager heals joining replicas from one that is ahead, and its ``should_commit``
+decides whether a step counts. Here, each quorum has its own communicator. A method's state is passed from one quorum to
+the next, as it was after the last step that counted.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ def attach(
     manager: Any,
     **options: Any,
 ) -> QuorumSync | QuorumRounds:
-    """Average over the replicas of torchft's quorum, in place of its ``DistributedDataParallel`` or ``LocalSGD``.
+    """Average over the replicas of torchft's quorum, instead of its ``DistributedDataParallel`` or ``LocalSGD``.
 
     The loop stays torchft's: ``zero_grad`` of its optimizer starts the quorum, ``step`` asks ``should_commit``. With
-    local steps your own optimizer steps, and each round starts a quorum and asks. All replicas call this before their
-    first quorum. Model, optimizer and what the method shares are registered with the manager, so that who comes is
-    given them.
+    local steps, your own optimizer steps, and each round starts a quorum and asks ``should_commit``. All replicas call
+    this before their first quorum. Model, optimizer and the method's shared state are registered with the manager, so
+    that joining replicas receive them.
 
     Args:
-        model: on the CPU, bare.
-        optimizer: torchft's, around yours, or yours; or a list.
-        method: a name with its options, or an instance; not decoupled, and not "auto". "local" and "diloco" with a
-            number of steps: ``sync_every=64``.
-        manager: a ``torchft.Manager(use_async_quorum=False)``, whose ``timeout`` is that of exchanges.
-        options: the method's, and those of :func:`thinwire.attach`.
+        model: on the CPU, not wrapped.
+        optimizer: torchft's around yours, or your own; or a list.
+        method: a name with its options, or an instance; not decoupled, and not "auto". "local" and "diloco" need a
+            fixed number of steps: ``sync_every=64``.
+        manager: a ``torchft.Manager(use_async_quorum=False)``, whose ``timeout`` also applies to exchanges.
+        options: options of the method and of :func:`thinwire.attach`.
 
     Raises:
-        ValueError: bad options, or a manager that cannot be served; the message says what to write.
+        ValueError: invalid options, or a manager that is not supported; the message says what to write.
     """
     if isinstance(method, str) and method.lower() == "auto":
         raise ValueError('"auto" measures ranks that stay: name a method')
@@ -70,7 +70,7 @@ def attach(
             raise ValueError("local steps ask should_commit once a round: give your own optimizer, not torchft's")
         check_settings(local)
         return QuorumRounds(QuorumMember(model, inner, Quorums(manager)), local, RoundOptions(**of_rounds))
-    assert not isinstance(method, Local)  # named_local has taken it
+    assert not isinstance(method, Local)  # handled by named_local
     names = set(options) - set(inspect.signature(engine.attach).parameters)
     chosen = resolve(method, **{name: options.pop(name) for name in names})
     if chosen.decoupled:
@@ -79,7 +79,7 @@ def attach(
 
 
 class QuorumSync(QuorumHandle):
-    """One replica's exchange of gradients, through all quorums. Made by :func:`attach`."""
+    """One replica's exchange of gradients, across all quorums. Made by :func:`attach`."""
 
     def __init__(self, member: QuorumMember, method: Method, options: Mapping[str, Any]) -> None:
         self._method, self._options = method, dict(options)
@@ -91,7 +91,7 @@ class QuorumSync(QuorumHandle):
     # --- quorums -------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        """A forward begins: if there is another quorum since the last one, meet its members."""
+        """At the start of a forward: if the quorum has changed since the last one, connect to its members."""
         member, quorum = self._member, self._member.quorums.latest
         if quorum is None:
             return
@@ -121,7 +121,7 @@ class QuorumSync(QuorumHandle):
         self._member.failed(error)
 
     def _leave(self) -> None:
-        """Keep what counts, and give the communicator back."""
+        """Keep the state that counts, and return the communicator."""
         self._keep()
         sync, self._sync = self._sync, None
         if sync is not None:
@@ -134,7 +134,7 @@ class QuorumSync(QuorumHandle):
             self._member.memory.keep(self._sync.services.state.snapshot())
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The step counts."""
+        """Note that the step counts."""
         sync, member = self._sync, self._member
         if sync is None or member.attempt is None:
             return
@@ -147,15 +147,15 @@ class QuorumSync(QuorumHandle):
     # --- what the manager hands to who comes -----------------------------------------------------------------------
 
     def _give(self) -> dict[str, Any]:
-        """Called by the manager while the training waits for the quorum."""
+        """Return the state for joining replicas; called by the manager while the training waits for the quorum."""
         self._keep()
         return self._member.give()
 
     def _take(self, saved: dict[str, Any]) -> None:
-        """Called by the manager when this replica has come, or has fallen behind."""
+        """Load a state; called by the manager when this replica has joined or fallen behind."""
         member = self._member
         if self._sync is not None and member.counted_without(saved):
-            # The others had everything of this step, so this replica's part counts; only it has not heard so.
+            # The others had everything of this step, so this replica's part counts; it just was not told.
             self._sync.services.state.commit({name for name, _ in member.model.named_parameters()})
         self._leave()
         member.take(saved)
@@ -172,12 +172,12 @@ class QuorumSync(QuorumHandle):
             yield
 
     def stats(self) -> Stats:
-        """Counters since ``attach``, over all quorums; ``world_size`` and ``rank`` are those of the one in force."""
+        """Return the counters since ``attach``, over all quorums; ``world_size`` and ``rank`` are the current quorum's."""
         found = self._past if self._sync is None else added(self._past, self._sync.stats())
         found = replace(found, method=self._method.name)
         return self._member.told_of(found, residual=self._method.has_residual)
 
     def residuals(self) -> dict[str, Tensor]:
-        """What this replica owes, by parameter, after the last step that counted."""
+        """Return this replica's residuals, by parameter, after the last step that counted."""
         self._keep()
         return dict(self._member.memory.own["residual"])

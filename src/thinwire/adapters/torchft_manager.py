@@ -1,7 +1,7 @@
-"""What a torchft Manager knows of its quorum. The only file that touches its private interface.
+"""What a torchft Manager knows of its quorum. The only file that uses its private interface.
 
-Each quorum has a store of its own and a process group that torchft configures from it: the address is heard there, and
-a default process group of torch is made of the same ranks.
+Each quorum has its own store, and torchft configures a process group from it: the address is read there, and torch's
+default process group is made of the same ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _KNOWN = ("_pg", "_timeout", "_use_async_quorum", "_group_world_size", "_quorum_
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who takes part until the next one.
+    """The members until the next quorum.
 
     Attributes:
-        number: torchft's, equal on all members.
-        store: address and prefix of its store, as torchft writes it: ``host:port/prefix``.
-        rank: this member's place. size: how many there are.
+        number: torchft's number, equal on all members.
+        store: address and prefix of its store, in torchft's form: ``host:port/prefix``.
+        rank: rank of this member. size: number of members.
     """
 
     number: int
@@ -35,12 +35,12 @@ class Quorum:
 
 
 class Quorums:
-    """Those of one manager, which must not have had any yet.
+    """The quorums of one manager, which must not have had any yet.
 
     Attributes:
-        manager: it.
-        latest: the one in force; None: there was none yet.
-        timeout: the manager's.
+        manager: the manager.
+        latest: the current quorum; None: there was none yet.
+        timeout: time-out of the manager.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -60,13 +60,13 @@ class Quorums:
         group.configure = heard
 
     def fall_behind(self) -> None:
-        """The last step of this replica does not count after all: let the next quorum heal it from who is ahead."""
+        """Let the next quorum heal this replica from one that is ahead, because its last step does not count after all."""
         state = self.manager.state_dict()
         self.manager.load_state_dict({**state, "step": max(0, state["step"] - 1)})
 
 
 def _check(manager: Any) -> None:
-    """Refuse what is no manager, or one of a kind that cannot be served."""
+    """Refuse an object that is no manager, or a manager that is not supported."""
     if not callable(getattr(manager, "start_quorum", None)):
         raise TypeError(f"manager must be a torchft.Manager, not {type(manager).__name__}")
     if missing := [name for name in _KNOWN if not hasattr(manager, name)]:
@@ -96,7 +96,7 @@ def enter(quorum: Quorum, timeout: timedelta) -> None:
     """Make torch's default process group of a quorum's members. All of them must call it.
 
     Raises:
-        RuntimeError: some member has not come within ``timeout``.
+        RuntimeError: some member did not connect within ``timeout``.
     """
     address, _, prefix = quorum.store.partition("/")
     host, _, port = address.rpartition(":")
@@ -111,7 +111,7 @@ def enter(quorum: Quorum, timeout: timedelta) -> None:
 
 
 def told(numbers: list[int]) -> list[tuple[int, ...]]:
-    """The numbers that each member brings, as many from all, in the order of their places."""
+    """Exchange numbers: each member passes equally many, and all get those of every member, by rank."""
     mine = torch.tensor(numbers, dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -119,6 +119,6 @@ def told(numbers: list[int]) -> list[tuple[int, ...]]:
 
 
 def leave() -> None:
-    """Give the default process group back, if there is one. Whoever still waits for this member learns of it."""
+    """Destroy the default process group, if there is one. Members that still wait for this one notice it."""
     if dist.is_initialized():
         dist.destroy_process_group()

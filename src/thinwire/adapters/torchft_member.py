@@ -1,8 +1,9 @@
-"""What a replica is to the others under torchft, whatever they exchange: what it remembers, and whose steps count.
+"""One replica under torchft, whatever it exchanges: the state it keeps, and which steps count.
 
-Who gives a step up is certain that it counts for nobody, or will hear: a replica votes when it has had everything, and
-steps when it has all votes. A vote that nobody receives leaves its sender with a step that the others make again
-without it. So members of a new quorum compare which step counted last, and in which quorum; the later quorum is right.
+A replica that gives up a step must be sure that the step counts for nobody, or that it will learn otherwise: a replica
+votes when it has received everything, and steps when it has all votes. If a vote is lost, its sender keeps a step that
+the others repeat without it. So members of a new quorum compare which step counted last, and in which quorum; the later
+quorum is right.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ logger = logging.getLogger("thinwire")
 _RUNS = 100
 _Handle = TypeVar("_Handle", bound="QuorumHandle")
 Attempt = tuple[int, int]
-"""The manager's step and the quorum of an exchange."""
+"""The manager's step and the quorum number of an exchange."""
 
 
 @dataclass
 class QuorumMemory:
-    """What goes from one quorum to the next, as it was after the last step that counted.
+    """State passed from one quorum to the next, as it was after the last step that counted.
 
     Attributes:
-        own: residuals, their offsets and local fields, of this replica alone.
+        own: residuals, their offsets and local fields, of this replica only.
         shared: fields that are equal on all replicas.
-        outer: of local steps, likewise.
-        step, dropped: counters of the method's state, equal on all.
-        plan: in force; None: none was made of several replicas.
-        commit: the manager's step and the quorum of the last exchange that counted; None: there was none.
-        runs: first step and quorum of the steps that counted, one run for each quorum, the last hundred.
+        outer: state of local steps that is equal on all replicas.
+        step, dropped: counters of the method's state, equal on all replicas.
+        plan: the plan in force; None: none was made for several replicas.
+        commit: the manager's step and quorum number of the last exchange that counted; None: there was none.
+        runs: first step and quorum of the steps that counted, one run per quorum, the last hundred.
     """
 
     own: dict[str, Any] = field(default_factory=lambda: {"residual": {}, "offset": {}, "local": {}})
@@ -55,12 +56,12 @@ class QuorumMemory:
     runs: list[Attempt] = field(default_factory=list)
 
     def keep(self, snapshot: Mapping[str, Any]) -> None:
-        """Of a method's state. Its counters may be those of a step that does not count."""
+        """Keep a method's state. Its counters may be those of a step that does not count."""
         self.own = {kind: snapshot[kind] for kind in ("residual", "offset", "local")}
         self.shared = snapshot["shared"]
 
     def keep_rounds(self, rounds: Rounds) -> None:
-        """Of local steps, in one fragment, with nothing under way."""
+        """Keep the state of local steps, in one fragment, with nothing in flight."""
         clock = rounds.snapshot()
         [fragment] = clock.pop("fragments")
         codec = fragment.pop("codec")
@@ -69,27 +70,27 @@ class QuorumMemory:
         self.outer = {"clock": clock, "fragment": fragment}
 
     def restore_rounds(self, rounds: Rounds) -> None:
-        """Into other ones of the same settings."""
+        """Restore it into other rounds with the same settings."""
         rounds.restore({**self.outer["clock"], "fragments": [{**self.outer["fragment"], "codec": self.state()}]})
 
     def state(self) -> dict[str, Any]:
-        """What a method's state restores."""
+        """Return the state from which a method restores."""
         return {**self.own, "shared": self.shared, "step": self.step, "dropped": self.dropped}
 
     def counts(self, attempt: Attempt) -> None:
-        """An exchange has counted."""
+        """Note that an exchange counts."""
         if not self.runs or self.runs[-1][1] != attempt[1]:
             self.runs = [*self.runs[-_RUNS:], attempt]
         self.commit = attempt
 
     def counted(self, attempt: Attempt) -> bool:
-        """Whether an exchange has."""
+        """Return whether an exchange counts."""
         step, quorum = attempt
         run = [number for first, number in self.runs if first <= step][-1:]
         return self.commit is not None and step <= self.commit[0] and run == [quorum]
 
     def shared_part(self) -> dict[str, Any]:
-        """What is equal on all replicas, as plain values and tensors."""
+        """Return the part that is equal on all replicas, as plain values and tensors."""
         return {
             "shared": self.shared,
             "outer": self.outer,
@@ -102,7 +103,7 @@ class QuorumMemory:
 
     @classmethod
     def of_shared_part(cls, saved: Mapping[str, Any]) -> QuorumMemory:
-        """Of another replica; nothing is owed."""
+        """Build the memory from another replica's shared part, without residuals."""
         made = cls(**{name: saved[name] for name in ("shared", "outer", "step", "dropped", "commit", "runs")})
         made.plan = Plan.from_json(saved["plan"]) if saved["plan"] else None
         return made
@@ -110,13 +111,13 @@ class QuorumMemory:
 
 @dataclass
 class Losses:
-    """What was owed and will not be paid.
+    """Residuals that are lost.
 
     Attributes:
-        identity: of this process, as the others know it.
-        members: of the last quorum.
-        gone: who was a member and is none.
-        norm: of what this process has had to forget.
+        identity: number of this process, as the others know it.
+        members: members of the last quorum.
+        gone: former members that are gone.
+        norm: norm of the residuals that this process had to discard.
     """
 
     identity: int = field(default_factory=lambda: secrets.randbits(62))
@@ -125,12 +126,12 @@ class Losses:
     norm: float = 0.0
 
     def meet(self, members: set[int]) -> None:
-        """Another quorum."""
+        """Note the members of another quorum."""
         self.gone = (self.gone | self.members) - members
         self.members = members
 
     def forget(self, residuals: Mapping[str, Tensor]) -> None:
-        """This process' own."""
+        """Add this process's own discarded residuals."""
         self.norm += sum(float(x.norm()) ** 2 for x in residuals.values()) ** 0.5
 
 
@@ -138,12 +139,12 @@ class QuorumMember:
     """One replica.
 
     Attributes:
-        model, optimizers: its own.
-        quorums: of its manager.
-        memory: of what it exchanges.
-        losses: what was lost of it.
-        met: the quorum whose members it has met last; None: there was none yet.
-        attempt: the exchange under way.
+        model, optimizers: its own model and optimizers.
+        quorums: quorums of its manager.
+        memory: state of its exchange.
+        losses: residuals that were lost.
+        met: the last quorum to whose members it connected; None: there was none yet.
+        attempt: the current exchange.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], quorums: Quorums) -> None:
@@ -153,14 +154,14 @@ class QuorumMember:
         self.attempt: Attempt | None = None
 
     def begins(self, quorum: Quorum) -> None:
-        """An exchange begins."""
+        """Note that an exchange begins."""
         self.attempt = (self.quorums.manager.current_step(), quorum.number)
 
     def meet(self, quorum: Quorum) -> None:
-        """Make a process group with the members of a quorum, of whom all have kept the same step last.
+        """Make a process group with a quorum's members, if all of them have the same last step.
 
         Raises:
-            RuntimeError: one has not come, or has kept another step, which it will learn with the next quorum.
+            RuntimeError: a member did not connect, or has another last step, which the next quorum will correct.
         """
         self.met = quorum
         if quorum.size > 1:
@@ -178,13 +179,13 @@ class QuorumMember:
             )
 
     def failed(self, error: Exception) -> None:
-        """The exchange has failed, so the step does not count. The others must learn of it at once."""
+        """Note that the exchange failed, so the step does not count, and let the others know at once."""
         logger.warning("thinwire: the step does not count: %s", error)
         self.quorums.manager.report_error(error)
         leave()
 
     def give(self) -> dict[str, Any]:
-        """What the manager hands to who comes; ``memory`` must be up to date."""
+        """Return the state that the manager gives to joining replicas; ``memory`` must be up to date."""
         return {
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
@@ -192,7 +193,7 @@ class QuorumMember:
         }
 
     def take(self, saved: Mapping[str, Any]) -> None:
-        """Take it over: this replica has come, or has fallen behind. What it owes is kept, if its last step counts."""
+        """Load it after joining or falling behind. This replica's residuals are kept if its last step counts."""
         theirs, memory = QuorumMemory.of_shared_part(saved), self.memory
         if memory.commit is not None and not theirs.counted(memory.commit):
             self.losses.forget(memory.own["residual"])
@@ -204,17 +205,17 @@ class QuorumMember:
         self.memory = theirs
 
     def counted_without(self, saved: Mapping[str, Any]) -> bool:
-        """Whether the exchange that was under way last has counted for the others."""
+        """Return whether the last exchange in flight has counted for the others."""
         return self.attempt is not None and QuorumMemory.of_shared_part(saved).counted(self.attempt)
 
     def told_of(self, stats: Stats, *, residual: bool) -> Stats:
-        """Stats with what was lost; ``residual``: whether the method owes anything."""
+        """Return the stats with what was lost; ``residual``: whether the method has residuals."""
         lost = None if self.losses.gone and residual else self.losses.norm
         return dataclasses.replace(stats, lost_residual_norm=lost)
 
 
 class QuorumHandle(ABC):
-    """What ``attach`` returns: hooks in model and optimizers, and what they call, until ``close``."""
+    """The handle that ``attach`` returns: hooks in model and optimizers, and what they call, until ``close``."""
 
     def __init__(self, member: QuorumMember) -> None:
         self._member = member
@@ -226,36 +227,36 @@ class QuorumHandle(ABC):
 
     @abstractmethod
     def _enter(self, module: nn.Module, args: Any) -> None:
-        """A forward begins."""
+        """Handle the start of a forward."""
 
     @abstractmethod
     def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped."""
+        """Handle a step of an optimizer."""
 
     @abstractmethod
     def _give(self) -> dict[str, Any]:
-        """What the manager hands to who comes."""
+        """Return the state that the manager gives to joining replicas."""
 
     @abstractmethod
     def _take(self, saved: dict[str, Any]) -> None:
-        """This replica has come, or has fallen behind."""
+        """Load a state after joining or falling behind."""
 
     @abstractmethod
     def _leave(self) -> None:
-        """Keep what counts, and give the communicator back."""
+        """Keep the state that counts, and return the communicator."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the model's gradients by their global norm. Returns the norm."""
+        """Clip the model's gradients by their global norm. Return the norm."""
         parameters = self._member.model.parameters()
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     @property
     def quorum(self) -> Quorum | None:
-        """The one whose members exchange; None: there was none yet."""
+        """The quorum whose members exchange; None: there was none yet."""
         return self._member.met
 
     def close(self) -> None:
-        """Take the hooks out and give the communicator back. Idempotent; the manager is the caller's to shut down."""
+        """Remove the hooks and return the communicator. Idempotent; shutting down the manager is left to the caller."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -269,6 +270,6 @@ class QuorumHandle(ABC):
 
 
 def added(past: Stats, now: Stats) -> Stats:
-    """Counters over all quorums."""
+    """Add up the counters over all quorums."""
     names = ("rejected_steps", "dropped_steps", "bytes_sent", "dense_bytes", "exposed_seconds")
     return dataclasses.replace(now, **{name: getattr(past, name) + getattr(now, name) for name in names})

@@ -1,8 +1,8 @@
 """Local steps under torchft: a quorum and a vote for each round.
 
-A round that fails is made again at once by those who are left, with the weights that they have: who leaves costs its
-own change. Who comes is given the weights, the outer weights and the optimizer that another replica has at the end of
-its round, and takes part in the exchange as that replica's double.
+A failed round is repeated at once by the remaining replicas, with the weights that they have: a replica that leaves
+only loses its own change. A joining replica receives the weights, the outer weights and the optimizer state that
+another replica has at the end of its round, and takes part in the exchange as a copy of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from thinwire.program import State, Topology
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """Those of ``attach`` that local steps have under torchft."""
+    """Options of ``attach`` that apply to local steps under torchft."""
 
     keep_dense: DenseRule = "auto"
     start_compression_step: int | None = None
@@ -40,10 +40,10 @@ class RoundOptions:
 
 
 def check_settings(local: Local) -> None:
-    """Refuse what has no meaning when ranks come and go.
+    """Refuse settings that have no meaning when ranks join and leave.
 
     Raises:
-        ValueError: the sentence says what to leave out.
+        ValueError: the message says what to leave out.
     """
     if local.sync_every == "auto":
         raise ValueError('sync_every="auto" measures ranks that stay: name a number of steps, such as sync_every=64')
@@ -57,7 +57,7 @@ class QuorumExchange:
     """Rounds among the members of one quorum.
 
     Attributes:
-        rounds: of this replica.
+        rounds: rounds of this replica.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class QuorumExchange:
         return self.rounds.fragments[0]
 
     def stepped(self, lr: float) -> None:
-        """The optimizer has stepped."""
+        """Note a step of the optimizer."""
         self.rounds.stepped(lr)
         nbytes = sum(x.nbytes for x in self.fragment.parameters.values())
         self._session.counters.sent(nbytes, self.fragment.state.size)
 
     def receive(self) -> None:
-        """Exchange what was learnt. Raises ``RuntimeError`` if that fails."""
+        """Exchange what was learned. Raises ``RuntimeError`` if that fails."""
         if self._travel is not None:
             self._travel.leave(self.rounds.fragments)
             self._travel.receive(self.fragment)
@@ -104,17 +104,17 @@ class QuorumExchange:
         self._services.gather(b"")
 
     def merge(self) -> None:
-        """Take over what was received."""
+        """Apply what was received."""
         if self._travel is not None:
             self._travel.merge(self.fragment)
 
     def undo(self, codec: Mapping[str, Any]) -> None:
-        """What was sent or received does not count: the codec remembers what it did before."""
+        """Undo an exchange that does not count: restore the codec's previous state."""
         self.fragment.state.restore(codec)
         self.fragment.due = None
 
     def stats(self) -> Stats:
-        """The counters so far."""
+        """Return the counters so far."""
         found = dataclasses.replace(self._session.stats("one replica: nothing is sent"), steps=self.rounds.count)
         if self._travel is None:
             return found
@@ -127,7 +127,7 @@ class QuorumExchange:
         )
 
     def close(self, error: Exception | None = None) -> None:
-        """Give the communicator back; after an error nobody is waited for. Idempotent."""
+        """Return the communicator; after an error, without waiting for others. Idempotent."""
         if error is not None and self._session.broken is None:
             self._session.give_up(str(error))
         self._services.close()
@@ -135,14 +135,14 @@ class QuorumExchange:
 
 
 class QuorumRounds(QuorumHandle):
-    """One replica's local steps, through all quorums. Made by :func:`~thinwire.adapters.torchft.attach`."""
+    """One replica's local steps, across all quorums. Made by :func:`~thinwire.adapters.torchft.attach`."""
 
     def __init__(self, member: QuorumMember, local: Local, options: RoundOptions) -> None:
         self._local, self._options = local, options
         self._managed = managed_parameters(member.model, local.method, options.keep_dense)
         check_optimizers(self._managed, member.optimizers)
-        self._exchange: QuorumExchange | None = None  # None: the memory has all that counts
-        self._before: dict[str, Any] | None = None  # what the codec remembered before a round that may not count
+        self._exchange: QuorumExchange | None = None  # None: the memory has everything that counts
+        self._before: dict[str, Any] | None = None  # the codec's state before a round that may not count
         self._received = False
         self._waiting: set[int] = set()  # optimizers that have not stepped since the last count
         self._past = Stats("local", "", 0)
@@ -151,7 +151,7 @@ class QuorumRounds(QuorumHandle):
     # --- rounds ----------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        """The first forward that trains: a round at once, by which this replica is given what the others have."""
+        """At the first training forward, run a round at once, which gives this replica the others' state."""
         if self._exchange is None and module.training and torch.is_grad_enabled():
             self._round()
 
@@ -165,7 +165,7 @@ class QuorumRounds(QuorumHandle):
             self._round()
 
     def _round(self) -> None:
-        """Exchange what was learnt, until it counts."""
+        """Exchange what was learned, and repeat until it counts."""
         member, manager = self._member, self._member.quorums.manager
         counts = False
         while not counts:
@@ -200,14 +200,14 @@ class QuorumRounds(QuorumHandle):
             member.failed(error)
 
     def _settle(self, *, counts: bool) -> None:
-        """The last round counts, or its exchange is undone."""
+        """Accept the last round, or undo its exchange."""
         if self._before is not None and not counts:
             assert self._exchange is not None
             self._exchange.undo(self._before)
         self._before, self._received = None, False
 
     def _leave(self) -> None:
-        """Keep what counts, and give the communicator back."""
+        """Keep the state that counts, and return the communicator."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             self._member.memory.keep_rounds(exchange.rounds)
@@ -218,14 +218,14 @@ class QuorumRounds(QuorumHandle):
     # --- what the manager hands to who comes -----------------------------------------------------------------------
 
     def _give(self) -> dict[str, Any]:
-        """Called by the manager at a round's end, before the exchange."""
+        """Return the state for joining replicas; called by the manager at a round's end, before the exchange."""
         self._settle(counts=False)
         if self._exchange is not None:
             self._member.memory.keep_rounds(self._exchange.rounds)
         return self._member.give()
 
     def _take(self, saved: dict[str, Any]) -> None:
-        """Called by the manager when this replica has come, or has fallen behind."""
+        """Load a state; called by the manager when this replica has joined or fallen behind."""
         self._settle(counts=self._received and self._member.counted_without(saved))
         self._leave()
         self._member.take(saved)
@@ -234,17 +234,17 @@ class QuorumRounds(QuorumHandle):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing: gradients are this replica's own anyway."""
+        """Do nothing: gradients are this replica's own anyway."""
         yield
 
     def stats(self) -> Stats:
-        """Counters since ``attach``, over all quorums; ``steps`` are the optimizer's."""
+        """Return the counters since ``attach``, over all quorums; ``steps`` are the optimizer's."""
         found = self._past if self._exchange is None else added(self._past, self._exchange.stats())
         found = dataclasses.replace(found, method="local")
         return self._member.told_of(found, residual=self._local.method.has_residual)
 
     def residuals(self) -> dict[str, Tensor]:
-        """What this replica owes, by parameter, after the last round that counted."""
+        """Return this replica's residuals, by parameter, after the last round that counted."""
         if self._before is not None:
             return dict(self._before["residual"])
         if self._exchange is not None:

@@ -1,4 +1,4 @@
-"""Which collectives a method will issue for some tensors, early and late in training: lanes are made from this."""
+"""The collectives that a method will issue for some tensors, early and late in training, from which lanes are made."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def traced(
     rank: int,
     dtype: torch.dtype = torch.float32,
 ) -> list[list[TracedExchange]]:
-    """The collectives of every phase, first those of a step late in training, then those of the first steps.
+    """Return the collectives of every phase: first those of a step late in training, then those of the first steps.
 
-    All ranks open lanes from it at the same point, so that no program has to make one on the way.
+    All ranks open lanes from it at the same point, so that no program has to open one later.
     """
     steps = [*(steady_step(method, phase) for phase in range(method.phases)), *range(method.phases)]
     found = [trace(method, shapes, topology, rank=rank, step=step, dtype=dtype) for step in steps]

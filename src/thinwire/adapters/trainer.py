@@ -1,7 +1,7 @@
 """Hugging Face's Trainer: ``trainer.add_callback(ThinwireCallback(trainer, "acp", rank=4))``.
 
-``TrainingArguments`` has no way to pass a hook, and callbacks are not shown the DDP module: so this one is made with
-the trainer. It works for subclasses of ``Trainer`` too.
+``TrainingArguments`` cannot pass a hook, and callbacks do not see the DDP module, so this callback is created with the
+trainer. It also works for subclasses of ``Trainer``.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ log = logging.getLogger("thinwire")
 
 
 class ThinwireCallback(TrainerCallback):
-    """Exchange the gradients of ``trainer.train`` by a method of thinwire. On one rank nothing is exchanged.
+    """Exchange the gradients of ``trainer.train`` by a thinwire method. On one rank nothing is exchanged.
 
-    Clipping, accumulation and mixed precision are the Trainer's, as with plain DDP. Each checkpoint folder gets a file
-    for each rank next to the Trainer's own, and ``resume_from_checkpoint`` takes them over.
+    Clipping, accumulation and mixed precision are the Trainer's, as with plain DDP. Each checkpoint folder gets one
+    file per rank next to the Trainer's own files, and ``resume_from_checkpoint`` loads them.
 
-    Under local steps these files hold each rank's model and optimizer too, and the Trainer's own the outer weights.
-    Evaluation sees these as well, and when ``train`` ends all ranks have the same.
+    With local steps, these files also contain each rank's model and optimizer, and the Trainer's own the outer weights.
+    Evaluation uses the outer weights too, and when ``train`` ends all ranks have the same weights.
 
     Args:
-        trainer: the one to which the callback is added.
+        trainer: the trainer to which the callback is added.
         method: a name with its ``options``, or an instance. Buckets are DDP's:
             ``TrainingArguments(ddp_bucket_cap_mb=...)``. "local", "diloco" or ``thinwire.Local(...)``: DDP averages no
             gradients, and weights are averaged after some of the optimizer's steps.
-        start_compression_step: steps that are exact before a lossy method begins, as of :func:`thinwire.attach`.
+        start_compression_step: exact steps before a lossy method begins, as in :func:`thinwire.attach`.
         timeout: seconds (or a timedelta) after which a silent rank is an error; None: that of torch's process groups.
-        resume_from: the checkpoint that ``train`` resumes from, where it is not one of ``output_dir``; callbacks are
-            not told.
+        resume_from: the checkpoint from which ``train`` resumes, if it is not one of ``output_dir``; callbacks are not
+            told.
 
     Attributes:
-        sync: the hook's state after the start of training: ``sync.stats()``. Of local steps, what
+        sync: the hook's state after the start of training: ``sync.stats()``. For local steps, what
             :func:`thinwire.attach` returns.
 
     Raises:
@@ -86,7 +86,7 @@ class ThinwireCallback(TrainerCallback):
         self._finished = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Register the hook; the Trainer has wrapped its model. A second ``train`` keeps the wrapper and the hook."""
+        """Register the hook on the model that the Trainer wrapped. A second ``train`` keeps the wrapper and the hook."""
         module = self._trainer.model_wrapped
         if isinstance(self._method, Local):
             self._attach(module, self._method)
@@ -123,7 +123,7 @@ class ThinwireCallback(TrainerCallback):
         self.sync, self._module = self._local.sync, module
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Train on from this rank's own weights."""
+        """Continue training from this rank's own weights."""
         if self._local is not None:
             self._local.take_back()
 
@@ -133,7 +133,7 @@ class ThinwireCallback(TrainerCallback):
             self._local.lend()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """As at the end of a step; after the last one, average once more."""
+        """Do the same as at the end of a step; after the last one, average once more."""
         if self._local is None:
             return
         self._local.take_back()
@@ -142,7 +142,7 @@ class ThinwireCallback(TrainerCallback):
         self.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All ranks end with the same weights: those of the last round, or of the best checkpoint, if it was loaded."""
+        """End with the same weights on all ranks: those of the last round, or of the best checkpoint if it was loaded."""
         if self._local is None:
             return
         self._local.take_back()
@@ -187,7 +187,7 @@ def _folder(args: Any, step: int) -> Path:
 
 
 def _checksum(model: nn.Module) -> int:
-    """Of the first 4096 elements of each trainable parameter: residuals belong to the weights of one step of a run."""
+    """Checksum the first 4096 elements of each trainable parameter: residuals only fit the weights of one step of a run."""
     found = 0
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -30,8 +30,8 @@ from thinwire.cli import (
 from thinwire.cli.errors import exit_code
 
 _OBJECTS = 50_000
-"""New objects between two garbage collections: those of torch's import all stay, and scanning them again and again costs
-a tenth of a verb that takes two seconds."""
+"""New objects between two garbage collections: those of torch's import all stay, and scanning them again and again
+costs a tenth of a verb that takes two seconds."""
 
 
 class FriendlyErrors(TyperGroup):

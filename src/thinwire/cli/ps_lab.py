@@ -1,4 +1,4 @@
-"""``thinwire ps run``: a server, its shards and its nodes as processes of the lab. Run as a module, it is one of them."""
+"""``thinwire ps run``: a server, its shards and its nodes as processes of the lab. As a module, it runs one of them."""
 
 from __future__ import annotations
 

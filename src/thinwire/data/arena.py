@@ -130,7 +130,7 @@ class Arena:
         return False
 
     def renew(self) -> None:
-        """Prepare the child of a fork: descriptors and maps stay valid, the mutex and the row of counters are the parent's."""
+        """Prepare a forked child: descriptors and maps stay valid, the mutex and the counters' row are the parent's."""
         self._mutex = threading.Lock()
         self.counters.renew()
 
@@ -154,7 +154,7 @@ class Arena:
         store(self.table, at + _STATE_AT, READY, 4)
 
     def _reserve(self, length: int) -> int | None:
-        """Reserve space for a value; None if there is none. A process killed right afterwards leaks that space, once."""
+        """Reserve space for a value; None if there is none. A process killed right after this leaks the space, once."""
         with self._locked(-1):
             header = Header.read(self.table)
             start, end = header.used, header.used + -(-length // 64) * 64
@@ -175,7 +175,7 @@ class Arena:
             return start
 
     def _recheck(self, index: int) -> bytes | None:
-        """With the slot's lock held: return the value if it is complete after all; else None, and the slot is refilled."""
+        """With the slot's lock held: return the value if it is complete after all; else None, to be filled again."""
         with self._mutex, self._locked(index):
             _, offset, length, crc, state = self._slot(index)
             value = self._read(offset, length)

@@ -1,4 +1,4 @@
-"""``CachedDataset``: runs the deterministic part of the input pipeline once per node, and the random part every time."""
+"""``CachedDataset``: the deterministic part of the input pipeline once per node, the random part every time."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class CachedDataset(Dataset[Any]):
         return order[self.samples * self.node // self.nodes : self.samples * (self.node + 1) // self.nodes]
 
     def stats(self) -> CacheStats:
-        """Return the counters of all processes of this node, since the arena was created; subtract two for one epoch."""
+        """Return the counters of all processes of this node since the arena was created; subtract two for an epoch."""
         return self._levels.stats()
 
     @property

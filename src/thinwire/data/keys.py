@@ -102,7 +102,7 @@ class Keys:
         self._forget()
 
     def _forget(self) -> None:
-        self._keys = np.zeros((self.samples, 2, KEY_BYTES), dtype=np.uint8)  # memory is allocated when it is first touched
+        self._keys = np.zeros((self.samples, 2, KEY_BYTES), dtype=np.uint8)  # memory is allocated on first touch
         self._known = np.zeros(self.samples, dtype=bool)
 
     def __getstate__(self) -> dict[str, Any]:
