@@ -172,7 +172,7 @@ class QuorumSync(QuorumHandle):
             yield
 
     def stats(self) -> Stats:
-        """Return the counters since ``attach``, over all quorums; ``world_size`` and ``rank`` are the current quorum's."""
+        """Return the counters since ``attach``, over all quorums; ``world_size`` and ``rank`` are the current ones."""
         found = self._past if self._sync is None else added(self._past, self._sync.stats())
         found = replace(found, method=self._method.name)
         return self._member.told_of(found, residual=self._method.has_residual)

@@ -60,7 +60,7 @@ class Quorums:
         group.configure = heard
 
     def fall_behind(self) -> None:
-        """Let the next quorum heal this replica from one that is ahead, because its last step does not count after all."""
+        """Let the next quorum heal this replica from one that is ahead, since its last step does not count."""
         state = self.manager.state_dict()
         self.manager.load_state_dict({**state, "step": max(0, state["step"] - 1)})
 

@@ -114,7 +114,7 @@ class Losses:
     """Residuals that are lost.
 
     Attributes:
-        identity: number of this process, as the others know it.
+        identity: identifies this process to the others.
         members: members of the last quorum.
         gone: former members that are gone.
         norm: norm of the residuals that this process had to discard.

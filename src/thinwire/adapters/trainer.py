@@ -86,7 +86,7 @@ class ThinwireCallback(TrainerCallback):
         self._finished = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Register the hook on the model that the Trainer wrapped. A second ``train`` keeps the wrapper and the hook."""
+        """Register the hook on the model that the Trainer wrapped. A second ``train`` keeps wrapper and hook."""
         module = self._trainer.model_wrapped
         if isinstance(self._method, Local):
             self._attach(module, self._method)
@@ -142,7 +142,7 @@ class ThinwireCallback(TrainerCallback):
         self.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End with the same weights on all ranks: those of the last round, or of the best checkpoint if it was loaded."""
+        """End with the same weights on all ranks: those of the last round, or of the best checkpoint if loaded."""
         if self._local is None:
             return
         self._local.take_back()
@@ -187,7 +187,7 @@ def _folder(args: Any, step: int) -> Path:
 
 
 def _checksum(model: nn.Module) -> int:
-    """Checksum the first 4096 elements of each trainable parameter: residuals only fit the weights of one step of a run."""
+    """Checksum the first 4096 elements of each trainable parameter: residuals only fit one step's weights of a run."""
     found = 0
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -19,7 +19,7 @@ EVERY_SECONDS = 15.0  # between two lines if there is no bar
 
 @dataclass
 class Bar:
-    """A bar that work moves; where stderr is no terminal, a line now and then."""
+    """A progress bar; if stderr is no terminal, a line from time to time."""
 
     shown: Progress
     task: TaskID
@@ -28,7 +28,7 @@ class Bar:
     def __call__(
         self, completed: float | None = None, total: float | None = None, description: str | None = None
     ) -> None:
-        """Change what is given."""
+        """Update the given fields."""
         self.shown.update(self.task, completed=completed, total=total, description=description)
         if self.shown.disable and time.monotonic() - self.told > EVERY_SECONDS:
             task, self.told = self.shown.tasks[0], time.monotonic()
@@ -38,7 +38,7 @@ class Bar:
 
     @property
     def completed(self) -> float:
-        """How far it has come."""
+        """Progress so far."""
         return self.shown.tasks[0].completed
 
     @property
@@ -52,13 +52,13 @@ class Bar:
         self.shown.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def say(self, text: str, style: str) -> None:
-        """Print a line above it."""
+        """Print a line above the bar."""
         self.shown.console.print(text, style=style, markup=False)
 
 
 @contextmanager
 def progress(description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Bar]:
-    """A bar on stderr, which goes when its work ends; where that is no terminal, a line at once and more later."""
+    """Show a bar on stderr, removed when its work ends; if stderr is no terminal, a line at once and more later."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -72,13 +72,13 @@ def progress(description: str, total: float | None = None, *, quiet: bool = Fals
 
 
 def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *, close: bool = False) -> Table:
-    """A table with one line under its head: the first column and those of ``left`` are words, the others numbers.
+    """Return a table with one line under its head: the first column and those in ``left`` are text, others numbers.
 
     Args:
-        title: above it.
-        columns: their heads.
-        left: those that are words too.
-        close: with no space between columns but one, for tables that are wide.
+        title: text above it.
+        columns: column heads.
+        left: other columns that are text.
+        close: only one space between columns, for wide tables.
     """
     from rich import box
     from rich.table import Table
@@ -86,35 +86,35 @@ def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *,
     padding = (0, 0) if close else (0, 1)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=padding)
     for i, name in enumerate(columns):
-        words = i == 0 or name in left  # these wrap where the screen is narrow; of a number nothing may be cut
+        words = i == 0 or name in left  # these wrap on a narrow screen; numbers must not be cut
         table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     return table
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Raise ``ValueError`` for a path that cannot become a file."""
+    """Raise ``ValueError`` for a path at which no file can be created."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ValueError(f"{option} {path} is no file that can be written: give a file in a folder that exists")
 
 
 @dataclass
 class Watched:
-    """What ``watched_load`` knows when its block has ended.
+    """The result of ``watched_load``, available when its block has ended.
 
     Attributes:
-        record: the load, for JSON; empty where the system does not say.
+        record: the load, for JSON; empty if the system does not report it.
     """
 
     record: dict[str, Any] = field(default_factory=dict)
 
     def with_load(self, data: dict[str, Any]) -> dict[str, Any]:
-        """The data of a measurement, and the machine's load."""
+        """Return the data of a measurement, plus the machine's load."""
         return {**data, "load": self.record}
 
 
 @contextmanager
 def watched_load(processes: int, *, quiet: bool = False) -> Iterator[Watched]:
-    """For what measures inside with so many processes: a line on stderr if the machine had no time for it."""
+    """Watch the load during a measurement with that many processes; warn on stderr if the machine was too busy."""
     from rich.console import Console
 
     from thinwire.measure.load import LoadWatch

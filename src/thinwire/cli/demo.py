@@ -83,7 +83,7 @@ def demo(
 
 
 def demo_table(result: DemoResult) -> Table:
-    """The demonstration's table."""
+    """Return the demonstration's table."""
     from rich.text import Text
 
     from thinwire.bench.table import megabytes, seconds

@@ -83,7 +83,7 @@ def _read(path: Path) -> Facts:
 
 
 def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
-    """The facts, and with them what follows from them."""
+    """Return the facts and the conclusions from them."""
     from dataclasses import asdict
 
     from thinwire.measure.doctor.listeners import LISTENERS
@@ -151,7 +151,7 @@ def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
 
 
 def _listeners() -> Table:
-    """What opens a port where, for whom."""
+    """Return a table of what opens a port, where, and for whom."""
     from rich.table import Table
 
     from thinwire.measure.doctor.listeners import LISTENERS
@@ -171,7 +171,7 @@ def _choice(choice: Choice) -> str:
 
 
 def _interfaces(facts: Facts, diagnosis: Diagnosis) -> dict[str, str]:
-    """A row for each: what it is, its addresses, rate and counters, and who uses it."""
+    """Return a row per interface: what it is, its addresses, rate and counters, and who uses it."""
     rows = {}
     for one in facts.interfaces:
         used = [c.title for c in (diagnosis.gloo, diagnosis.nccl) if c is not None and one.name in c.interfaces]

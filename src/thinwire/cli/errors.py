@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class RunFailed(RuntimeError):
-    """A verb whose words were right and whose run was not."""
+    """A verb whose options were valid but whose run failed."""
 
 
 def exit_code(error: Exception) -> int | None:
-    """2 for wrong words, 1 for a run that failed in a way that thinwire names; None: a bug, which shows where it is."""
+    """Return 2 for invalid options, 1 for a run that failed in a known way; None for a bug, shown with a traceback."""
     if isinstance(error, ValueError):
         return 2
     ours = type(error).__module__.partition(".")[0] == "thinwire"

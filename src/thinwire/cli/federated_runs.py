@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def federations(
     federation: str, algorithms: str | None, compress: str | None, given: Mapping[str, Any], *, per_client: bool
 ) -> dict[str, Federation]:
-    """By the names of their lines: what each algorithm trains, from the same weights and with the same options.
+    """Return what each algorithm trains, by the name of its line, with the same initial weights and options.
 
     Raises:
         ValueError: an unknown name, one algorithm twice, or a federation that does not say how to look at its clients.
@@ -54,14 +54,14 @@ def _both(first: Evaluate | None, second: Evaluate) -> Evaluate:
 
 
 def folder_of(checkpoint_dir: Path | None, name: str, runs: int) -> Path | None:
-    """Where the checkpoints of a run go: of several, each has a folder of its own."""
+    """Return the folder for the checkpoints of a run; with several runs, each has its own folder."""
     if checkpoint_dir is None or runs == 1:
         return checkpoint_dir
     return checkpoint_dir / re.sub(r"[^\w.=-]+", "-", name).lower()
 
 
 def spent(made: Federation) -> str | None:
-    """What a run with DP-SGD has spent of its clients' privacy; None: it was without."""
+    """Return how much of its clients' privacy a run with DP-SGD has spent; None: it ran without."""
     from statistics import median
 
     from thinwire.federated.private import epsilons
@@ -76,7 +76,7 @@ def spent(made: Federation) -> str | None:
 
 
 def train(name: str, made: Federation, rank: int, **options: Any) -> History:
-    """Run one here, under a bar that follows its rounds; where there is no bar, a line for each evaluation.
+    """Run one federation here, with a bar that follows its rounds; without a bar, print a line per evaluation.
 
     Raises:
         RunFailed: it was not finished, by an error of the machine's or of the user's own code.

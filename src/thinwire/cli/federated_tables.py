@@ -20,7 +20,7 @@ _CONSTANT = ("lr_decay", 1.0)
 
 
 def in_force(algorithm: Any) -> str:
-    """The algorithm and its options, those that are off left out."""
+    """Return the algorithm and its options, without those that are off."""
     from thinwire.federated.aggregator import facts
 
     inner = getattr(algorithm, "inner", algorithm)
@@ -37,7 +37,7 @@ def _words(options: Mapping[str, Any]) -> str:
 
 
 def outcome(history: History, chance: Mapping[str, float] | None = None) -> str:
-    """What a run has come to: the numbers of its last round, beside what guessing reaches."""
+    """Return the result of a run: the numbers of its last round, next to those of guessing."""
     last = history.rounds[-1]
     guessed = {name: f" (chance: {value:.3g})" for name, value in (chance or {}).items()}
     words = [f"{name} {value:.4g}{guessed.get(name, '')}" for name, value in last.numbers.items()]
@@ -45,7 +45,7 @@ def outcome(history: History, chance: Mapping[str, float] | None = None) -> str:
 
 
 def rounds_table(history: History, width: int) -> Table:
-    """What each round did, from the untrained model on; of a long run the evaluated rounds, and of many one in N."""
+    """Return a table of rounds, from the untrained model on; in a long run only evaluated rounds, or every N-th."""
     about, rows = history.about, history.rounds
     shown = list(rows)
     if len(shown) > _MOST_ROWS:
@@ -76,7 +76,7 @@ def rounds_table(history: History, width: int) -> Table:
 
 
 def algorithms_table(runs: Mapping[str, History], title: str, width: int) -> Table:
-    """The algorithms side by side, by what they came to."""
+    """Return a table of the algorithms side by side, with their results."""
     numbers = list(dict.fromkeys(name for history in runs.values() for name in _evaluated(history)))
     last = [history.rounds[-1] for history in runs.values()]
     columns = {"algorithm": list(runs)}
@@ -90,7 +90,7 @@ def algorithms_table(runs: Mapping[str, History], title: str, width: int) -> Tab
 
 
 def _sent(row: RoundRecord) -> int:
-    """Bytes, values that were collected one by one included."""
+    """Return the bytes, including values that were collected one by one."""
     return row.bytes_up + row.control_bytes
 
 
@@ -99,7 +99,7 @@ def _evaluated(history: History) -> list[str]:
 
 
 def _fitting(title: str, columns: Mapping[str, Sequence[str]], width: int) -> Table:
-    """A table of the first columns that fit, which says what it leaves out."""
+    """Return a table of the first columns that fit, which says what it leaves out."""
     names = list(columns)
     needed = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
     while len(names) > 2 and sum(needed[name] + 1 for name in names) + 1 > width:
@@ -114,14 +114,14 @@ def _fitting(title: str, columns: Mapping[str, Sequence[str]], width: int) -> Ta
 
 
 def busy_share(row: RoundRecord) -> str:
-    """Mean share of the round in which a device had work."""
+    """Return the mean fraction of the round in which a device had work."""
     if not row.busy_seconds or not row.device_seconds:
         return "-"
     return f"{sum(row.busy_seconds) / (len(row.busy_seconds) * row.device_seconds):.0%}"
 
 
 def traffic(history: History) -> str:
-    """What the devices sent in the last round, and what its clients would have."""
+    """Return what the devices sent in the last round, and what its clients would have sent."""
     row = history.rounds[-1]
     return (
         f"the devices sent {_sent(row) / 1e6:.3g} MB in the last round; its clients, each on its own, would have "
@@ -130,7 +130,7 @@ def traffic(history: History) -> str:
 
 
 def failures(history: History, most: int = 5) -> list[str]:
-    """Sentences about clients that failed, the first few."""
+    """Return sentences about the first few clients that failed."""
     found = [
         f"round {row.round + 1}, client {client}: {why}" for row in history.rounds for client, why in row.failed.items()
     ]
@@ -139,7 +139,7 @@ def failures(history: History, most: int = 5) -> list[str]:
 
 
 def schedules_table(found: Sequence[Prediction], title: str) -> Table:
-    """The schedules side by side, each number a mean over the same rounds."""
+    """Return a table of the schedules side by side, with each number a mean over the same rounds."""
     table = plain_table(title, ("schedule", "seconds a round", "to the bound", "devices busy"))
     table.caption = "Means. lpt and auto deal out the first 2 rounds as equal does."
     table.caption_justify = "left"

@@ -165,7 +165,7 @@ def calibrate(
 
 
 def _schedules(text: str | None, world: int) -> list[str]:
-    """Those asked for; else all that fit and compute the same. (DP-KFAC is another algorithm.)"""
+    """Return the requested schedules; else all that fit and compute the same. (DP-KFAC is another algorithm.)"""
     if text is not None:
         return [name.strip() for name in text.split(",") if name.strip()]
     return ["dkfac", "mpd", "spd", *(["kaisa:1/2"] if world > 2 and world % 2 == 0 else [])]

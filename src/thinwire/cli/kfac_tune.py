@@ -105,7 +105,7 @@ def _table(ranked: Sequence[Trial], goal: float | None, title: str) -> Table:
 
 
 def _rate_is_idle(trials: Sequence[Trial]) -> bool:
-    """Whether, with each damping, all rates of K-FAC have come to one loss."""
+    """Return whether, with each damping, all learning rates of K-FAC have reached the same loss."""
     ends: dict[float, list[float]] = {}
     for one in trials:
         if one.damping is not None:
@@ -114,7 +114,7 @@ def _rate_is_idle(trials: Sequence[Trial]) -> bool:
 
 
 def _verdict(ranked: Sequence[Trial], goal: float | None, options: dict[str, Any]) -> list[str]:
-    """What to write into a script, or that K-FAC does not pay here."""
+    """Return what to write into a script, or that K-FAC does not pay off here."""
     first = next((one for one in ranked if one.damping is not None and not one.diverged), None)
     if first is None:
         return ["K-FAC diverged with all of these: try a larger damping"]

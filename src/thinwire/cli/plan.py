@@ -86,7 +86,7 @@ def _answer(
     trace: Path | None,
     out: Path | None,
 ) -> dict[str, Any]:
-    """Rank, print as it comes, write the files. Returns what JSON shows."""
+    """Rank, print results as they come, write the files. Return what JSON shows."""
     from dataclasses import asdict
 
     from thinwire.cli.plan_ddp import ddp_answer, ddp_sentence
@@ -117,7 +117,7 @@ def _answer(
 
 
 def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
-    """Of the recommendation, and of the best exact method."""
+    """Return the knees of the recommendation and of the best exact method."""
     from thinwire.planner.choose import knee
 
     method_of = dict(question.candidates)
@@ -127,7 +127,7 @@ def _knees(question: Question, ranking: Ranking) -> dict[str, int | None]:
 
 
 def _explain(question: Question, ranking: Ranking, console: Console) -> dict[str, tuple[ExplainedBucket, ...]]:
-    """Of the methods that were named, else of the recommendation and the best exact method."""
+    """Return the buckets of the named methods, else of the recommendation and the best exact method."""
     from thinwire.cli.plan_tables import groups_table
     from thinwire.planner.choose import explain
 
@@ -163,7 +163,7 @@ def _map(question: Question, console: Console, lossy: bool) -> Map:
 
 
 def _write(question: Question, ranking: Ranking, answer: dict[str, Any], trace: Path | None, out: Path | None) -> None:
-    """The best method's timeline, and its plan, which ``Plan.from_json`` reads."""
+    """Write the best method's timeline, and its plan, which ``Plan.from_json`` reads."""
     from thinwire.planner.choose import resolved
     from thinwire.planner.timeline import simulate, write_trace
 

@@ -16,7 +16,7 @@ _SHOWN = 12
 
 
 def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
-    """``{"label": ..., "arguments": ...}`` of the recommendation, or ``"why_not"`` in their place; None: one rank."""
+    """Return ``{"label": ..., "arguments": ...}`` of the recommendation, or ``"why_not"`` instead; None: one rank."""
     label = ranking.best.label
     method, profile = dict(question.candidates).get(label), question.profile
     if method is None or ranking.workers == 1:
@@ -37,7 +37,7 @@ def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
 
 
 def ddp_sentence(answer: dict[str, Any]) -> str:
-    """One line to paste, or why there is none; a long list is cut, all of it is in the JSON."""
+    """Return one line to paste, or why there is none; a long list is cut, but complete in the JSON."""
     name, options = split_options(answer["label"])
     if "why_not" in answer:
         return f"with DDP: not {name}: {answer['why_not']}"

@@ -28,20 +28,20 @@ _Readable = TypeVar("_Readable", Costs, ModelProfile)
 
 @dataclass(frozen=True)
 class Question:
-    """Everything that an answer follows from.
+    """Everything that determines an answer.
 
     Attributes:
-        profile: of the model.
+        profile: profile of the model.
         candidates: (label, method); both dense forms are among them.
-        named: labels that the user asked for by name.
-        topology: of the ranks.
-        ranks_per_node: of each machine.
+        named: labels that the user named.
+        topology: topology of the ranks.
+        ranks_per_node: ranks of each machine.
         device: its assumed rates and its backend.
-        bits_per_second, latency_seconds: of an assumed network.
-        measured: of ``--costs``.
-        network: whether the exchanges of ``measured`` count, and not the assumed network.
-        worth: of ``--worth``; None: the table that comes with the package.
-        load: of this machine, where the model was measured now.
+        bits_per_second, latency_seconds: rate and latency of an assumed network.
+        measured: costs given by ``--costs``.
+        network: whether to use the exchanges of ``measured`` instead of the assumed network.
+        worth: table given by ``--worth``; None: the table in the package.
+        load: load of this machine, if the model was measured now.
     """
 
     profile: ModelProfile
@@ -63,18 +63,18 @@ class Question:
         return {"backend": self.device.backend, "shared_compute": self.device.shared_compute}
 
     def costs(self) -> Costs:
-        """On the cluster of the question."""
+        """Return the costs on the cluster of the question."""
         return self.prices(self.topology)
 
     def prices(self, topology: Topology) -> Costs:
-        """On a cluster of another size."""
+        """Return the costs on a cluster of another size."""
         assumed = self.assumed(self.bits_per_second, topology)
         if not self.network or self.measured is None:
             return assumed
         return dataclasses.replace(assumed, exchanges=self.measured.exchanges)
 
     def assumed(self, bits_per_second: float, topology: Topology) -> Costs:
-        """On an assumed network; compute as it was measured, as far as it was."""
+        """Return the costs on an assumed network, with measured compute as far as available."""
         known = self.measured
         return Costs.of_link(
             bits_per_second,
@@ -89,13 +89,13 @@ class Question:
         )
 
     def describe_network(self) -> str:
-        """In the user's words."""
+        """Describe the network in the user's words."""
         if self.network:
             return "network of --costs"
         return f"{self.bits_per_second / 1e9:g} Gbit/s, {self.latency_seconds * 1e6:g} us"
 
     def to_data(self) -> dict[str, Any]:
-        """What JSON shows."""
+        """Return what JSON shows."""
         return {
             "model": self.profile.name,
             "model_source": self.profile.source,
@@ -126,10 +126,10 @@ def read_question(
     profile: Path | None,
     worth: Path | None = None,
 ) -> Question:
-    """Read the options; the model, which may have to be measured, comes last.
+    """Read the options; the model comes last, since it may have to be measured.
 
     Raises:
-        ValueError: an option that cannot be read, or two that do not go together.
+        ValueError: an option that cannot be read, or two that cannot be combined.
     """
     bits, seconds = parse_rate(link or "10gbit"), parse_delay(latency or "50us")
     measured = None if costs is None else _read(costs, Costs)
@@ -171,9 +171,9 @@ def read_question(
 
 
 def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tuple[str, ...]]:
-    """Candidates, and which of them were named. Both dense forms are always candidates.
+    """Return the candidates, and which of them were named. Both dense forms are always candidates.
 
-    Without a text: the candidates that the registered methods and local steps declare.
+    If there is no text: the candidates that the registered methods and local steps declare.
     """
     if text is None:
         labels = [label_of(*candidate) for candidate in (*candidates(), *CANDIDATES)]
@@ -197,7 +197,7 @@ def read_methods(text: str | None) -> tuple[tuple[tuple[str, Method], ...], tupl
 
 
 def read_device(name: str | None, *, built_in: bool) -> DeviceSpec:
-    """Named, else an A100 for the built-in names, and this machine's CPU for models that are measured."""
+    """Return the named device, else an A100 for built-in models and this machine's CPU for measured ones."""
     name = ("a100" if built_in else "cpu") if name is None else name.lower()
     if name not in DEVICES:
         raise ValueError(f"unknown device {name!r}; {nearest(name, DEVICES)}; of another give --device-flops")
@@ -207,7 +207,7 @@ def read_device(name: str | None, *, built_in: bool) -> DeviceSpec:
 def read_model(
     model: str | None, profile: Path | None, batch_size: int | None, flops: float | None, device: DeviceSpec
 ) -> tuple[ModelProfile, Mapping[str, Any] | None]:
-    """A built-in name, a file, or a model of the bench, which is measured now: then also the machine's load."""
+    """Return a built-in profile, one from a file, or a bench model measured now, then with the machine's load."""
     if profile is None and model in BUILTIN:
         flops = device.training_flops if flops is None else flops
         return builtin(model, batch_size=batch_size, device_flops=flops), None

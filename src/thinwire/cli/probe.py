@@ -82,7 +82,7 @@ def probe(
 
 
 def _join(backend: str, max_bytes: int, seconds: float) -> tuple[int, ProbeResult]:
-    """This process is a rank of torchrun's; the first one shows the progress."""
+    """Probe as a rank of torchrun's; the first rank shows the progress."""
     from rich.console import Console
 
     from thinwire.measure.worker import join_and_probe
@@ -116,7 +116,7 @@ def _in_lab(
 
 
 def probe_table(result: ProbeResult, group: tuple[str, int]) -> Table:
-    """One line for each operation of a group; bandwidths are those of the largest message that was measured."""
+    """Return one line per operation of a group; bandwidths are those of the largest measured message."""
     from thinwire.measure.verdict import duration, line_error, size
 
     costs, lines = result.costs, result.lines

@@ -93,7 +93,7 @@ def _profile(
 
 
 def _several(model: str, steps: int, warmup: int, ranks: int) -> ModelProfile:
-    """The profile of the slowest of several processes that compute at once."""
+    """Return the profile of the slowest of several processes that compute at the same time."""
     from thinwire.cli.ranks import follow
     from thinwire.lab import Cluster
     from thinwire.planner.profiles import ModelProfile
@@ -107,7 +107,7 @@ def _several(model: str, steps: int, warmup: int, ranks: int) -> ModelProfile:
 
 
 def main() -> None:
-    """One of several processes, with torchrun's environment variables set."""
+    """Run one of several processes, with torchrun's environment variables set."""
     import torch.distributed as dist
 
     parser = argparse.ArgumentParser()
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def profile_table(profile: ModelProfile) -> Table:
-    """The modules that compute longest, in forward order."""
+    """Return the modules that take the longest, in forward order."""
     from thinwire.measure.verdict import duration
 
     forward = {m.name: m.forward_seconds for m in profile.modules}
@@ -153,7 +153,7 @@ def profile_table(profile: ModelProfile) -> Table:
 
 
 def profile_sentences(profile: ModelProfile) -> list[str]:
-    """What the figures mean for an exchange."""
+    """Say what the figures mean for an exchange."""
     from thinwire.measure.verdict import rate
 
     backward, count = sum(profile.backward_seconds), profile.elements * profile.dtype_bytes

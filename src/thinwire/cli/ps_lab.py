@@ -45,7 +45,7 @@ class LabSpec:
     keys: str | None = None
 
     def keys_of(self, name: str) -> Path | None:
-        """The directory of the identity of a process of this name."""
+        """Return the directory of the identity of the process with this name."""
         return None if self.keys is None else Path(self.keys) / name
 
 
@@ -53,7 +53,7 @@ def check_keys(spec: LabSpec) -> None:
     """Refuse a directory in which an identity is missing.
 
     Raises:
-        ValueError: it is one.
+        ValueError: an identity is missing.
     """
     from thinwire.lab.network import Network
 
@@ -66,7 +66,7 @@ def check_keys(spec: LabSpec) -> None:
 
 
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
-    """Run it, with the server's table, or a line now and then, on stderr.
+    """Run it, with the server's table, or a line from time to time, on stderr.
 
     Raises:
         RunFailed: the server ended with an error, or time ran out.
@@ -120,7 +120,7 @@ def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:
 
 
 def _begins(spec: LabSpec) -> str:
-    """What is started, and when it ends."""
+    """Say what is started, and when it ends."""
     ends = ((spec.seconds, "s of training"), (spec.updates, "updates"), (spec.gradients, "gradients"))
     most = " or ".join(f"{value:g} {words}" for value, words in ends if value is not None)
     shards = f"{spec.shards} shards, " if spec.shards else ""
@@ -131,7 +131,7 @@ def _begins(spec: LabSpec) -> str:
 
 
 def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
-    """The held-out loss against the seconds since the first update, with who was slow and what happened."""
+    """Draw the held-out loss against seconds since the first update, with slow nodes and events marked."""
     from thinwire.pictures import Mark, Panel, Picture, Series
 
     seconds, _, losses = zip(*result["losses"])
@@ -144,7 +144,7 @@ def lab_picture(spec: LabSpec, result: dict[str, Any]) -> Picture:
 
 
 def main(text: str) -> None:
-    """One process of the lab: rank 0 serves, then come the shards, the others are nodes."""
+    """Run one process of the lab: rank 0 serves, then come the shards; the others are nodes."""
     from thinwire.cli.ps_work import run_shard
 
     spec = LabSpec(**json.loads(text))
@@ -158,7 +158,7 @@ def main(text: str) -> None:
 
 
 def _host() -> str:
-    """Where to listen: at all addresses of an emulated machine. Without keys, all ranks have a secret of the lab."""
+    """Return where to listen: at all addresses of an emulated machine. Without keys, all ranks share a lab secret."""
     from thinwire.link.secret import is_loopback
 
     return "127.0.0.1" if is_loopback(os.environ["MASTER_ADDR"]) else "0.0.0.0"

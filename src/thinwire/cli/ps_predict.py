@@ -13,10 +13,10 @@ def predict(
     settings: str, nodes: int, workers: int, step: float, spread: float, slow: dict[int, float], millions: float,
     link: str, delay: str, seconds: float, seed: int, shards: int = 0,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce.
+    """Return rows for the setting, ASP, synchronous SGD through the server, and a hierarchical all-reduce.
 
     Raises:
-        ValueError: a number or a rate that cannot be.
+        ValueError: an impossible number or rate.
     """
     from dataclasses import replace
 

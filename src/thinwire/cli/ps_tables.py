@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def status_table(status: dict[str, Any]) -> Table:
-    """One line per node, in 80 columns."""
+    """Return a table with one line per node, in 80 columns."""
     table = plain_table(_head(status), ("node", "workers", "rounds seen", "behind", "step", "MB up", "MB down"))
     for node in status["nodes"]:
         table.add_row(
@@ -43,11 +43,11 @@ def _head(status: dict[str, Any]) -> str:
 
 
 class Screen:
-    """What a server's run shows on stderr: a table that follows its status, lines that stay above it.
+    """The output of a server's run on stderr: a table that follows its status, and lines that stay above it.
 
     Args:
-        table: rich's live display; None where stderr is no terminal: then a line of status now and then.
-        console: of stderr.
+        table: rich's live display; None if stderr is no terminal: then a status line from time to time.
+        console: the console of stderr.
     """
 
     def __init__(self, table: Live | None, console: Console) -> None:
@@ -55,7 +55,7 @@ class Screen:
         self._told = time.monotonic()
 
     def status(self, status: dict[str, Any]) -> None:
-        """Show it, unless all nodes have left: the last table with somebody in it stays."""
+        """Show the status, unless all nodes have left: the last table with a node in it stays."""
         if self._table is not None:
             if status["nodes"]:
                 self._table.update(status_table(status))
@@ -63,18 +63,18 @@ class Screen:
             self.say(f"{status['seconds']:.0f} s: {_head(status)}, {len(status['nodes'])} nodes")
 
     def held_out(self, row: tuple[float, int, float]) -> None:
-        """A loss on held-out data: seconds, gradients, value."""
+        """Print a loss on held-out data: seconds, gradients, value."""
         self.say(f"{row[0]:.0f} s: held-out loss {row[2]:.3f} after {row[1]} gradients")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._told = time.monotonic()
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def live(quiet: bool = False) -> Iterator[Screen]:
-    """For a server's run."""
+    """Open the screen of a server's run."""
     from rich.console import Console
     from rich.live import Live
 
@@ -87,7 +87,7 @@ def live(quiet: bool = False) -> Iterator[Screen]:
 
 
 def prediction_table(rows: list[dict[str, Any]]) -> Table:
-    """What each scheme does per second."""
+    """Return a table of what each scheme does per second."""
     columns = ("scheme", "gradients/s", "updates/s", "staleness, most", "MB a gradient")
     table = plain_table("predicted in virtual time, not measured", columns, close=True)
     for row in rows:

@@ -26,7 +26,7 @@ _RESTARTS = 20
 
 
 def build(model: str, seed: int) -> Workload:
-    """A model of the bench, with one thread."""
+    """Build a model of the bench, with one thread."""
     import torch
 
     from thinwire.bench.models.registry import build_model
@@ -36,7 +36,7 @@ def build(model: str, seed: int) -> Workload:
 
 
 def read_outer(text: str) -> Outer | None:
-    """``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; ``auto`` is None.
+    """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4`` or ``auto``: None.
 
     Raises:
         ValueError: there is no such optimizer or option.
@@ -74,7 +74,7 @@ def read_outer(text: str) -> Outer | None:
 
 
 def read_settings(text: str, nodes: int) -> Settings:
-    """A preset that waits for that many nodes."""
+    """Return a preset that waits for that many nodes."""
     from dataclasses import replace
 
     from thinwire.parameter_server import preset
@@ -83,7 +83,7 @@ def read_settings(text: str, nodes: int) -> Settings:
 
 
 def check_words(model: str, settings: str, outer: str, nodes: int) -> None:
-    """Refuse what cannot be made, before a word is said or a process is started."""
+    """Refuse impossible settings before any output or process."""
     from thinwire.bench.models.registry import check_model
 
     check_model(model)
@@ -92,7 +92,7 @@ def check_words(model: str, settings: str, outer: str, nodes: int) -> None:
 
 
 def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int, **options: Any) -> Service:
-    """The server of a model of the bench."""
+    """Build the server of a model of the bench."""
     from thinwire.parameter_server import Service
 
     workload = build(model, seed)
@@ -104,13 +104,13 @@ def make_service(model: str, settings: str, outer: str, *, nodes: int, seed: int
 
 
 def check_shards(shards: int) -> None:
-    """Refuse a number that cannot be."""
+    """Refuse an impossible number."""
     if shards < 0:
         raise ValueError(f"--shards {shards} must be at least 0")
 
 
 def read_secret_file(path: Path | None) -> bytes | None:
-    """The secret of ``--secret-file``, if there is one."""
+    """Return the secret of ``--secret-file``, if there is one."""
     from thinwire.link.secret import read_secret
 
     return None if path is None else read_secret(path)
@@ -119,10 +119,10 @@ def read_secret_file(path: Path | None) -> bytes | None:
 def run_shard(
     server: str, index: int, outer: str | None, port: int, checkpoint_dir: Path | None, **options: Any
 ) -> dict[str, Any]:
-    """One shard, to the end of the training; ``options`` are those of :class:`Shard` that say who may come.
+    """Run one shard until the training ends; ``options`` are those of :class:`Shard` that say who may connect.
 
     Raises:
-        ValueError: words that cannot be, or a checkpoint that is not the server's.
+        ValueError: invalid options, or a checkpoint that is not the server's.
     """
     import torch
 
@@ -139,14 +139,14 @@ def run_shard(
 
 
 def _published(words: str) -> Outer | None:
-    """The optimizer of a server's words."""
+    """Build the optimizer that a server describes."""
     if not words:
         raise ValueError("the server's optimizer was made in Python: give --outer, or use parameter_server.serve_shard")
     return read_outer(words)
 
 
 def rank_of(node: int, worker: int) -> int:
-    """Which part of the data a worker draws."""
+    """Return which part of the data a worker draws."""
     return 64 * node + worker
 
 
@@ -154,7 +154,7 @@ def make_worker(
     leader: str, number: int, model: str, node: int, *, slowdown: float, pace: float, seed: int,
     check: Callable[[], object] = lambda: None, secret: bytes | None = None, keys: Path | None = None,
 ) -> Worker:  # fmt: skip
-    """A worker on a model of the bench."""
+    """Build a worker on a model of the bench."""
     from thinwire.parameter_server import Worker
 
     workload = build(model, seed)
@@ -172,7 +172,7 @@ def run_node(
     server: str, model: str, number: int | None, workers: int, *, slowdown: float = 1.0, pace: float = 0.0,
     seed: int = 0, secret_file: Path | None = None, keys: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A leader with its workers: one in this process, or several in processes of their own.
+    """Run a leader with its workers: one in this process, or several in their own processes.
 
     Raises:
         RunFailed: a worker died too often.
@@ -234,10 +234,10 @@ def _await(children: dict[int, subprocess.Popen[bytes]]) -> None:
 
 
 def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
-    """Make a run of a model of the bench again.
+    """Repeat a recorded run of a bench model.
 
     Raises:
-        ValueError: it is no journal, or one of another program.
+        ValueError: it is not a journal, or one of another program.
     """
     import torch
 
@@ -271,5 +271,5 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
 
 
 def weights_hash(theta: Tensor) -> str:
-    """A short hash of the bits of the weights."""
+    """Return a short hash of the bits of the weights."""
     return hashlib.blake2b(theta.detach().contiguous().numpy().tobytes(), digest_size=8).hexdigest()

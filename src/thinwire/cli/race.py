@@ -92,7 +92,7 @@ def race(
 
 
 def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -> Course:
-    """The lab, under a bar that says what is learnt now; lines of it too, which stay."""
+    """Run the lab, with a bar that says what is being measured; also print lines of it that stay."""
     from thinwire import lab
     from thinwire.bench.race_times import Course
     from thinwire.cli.ranks import moving
@@ -113,7 +113,7 @@ def _title(asked: RaceSpec, found: RaceResult) -> str:
 
 
 def _told(found: RaceResult) -> list[str]:
-    """What the figures rest on."""
+    """Return what the figures are based on."""
     said = [f"{row.label}: {row.note}" for row in found.rows if row.note]
     said.append("step: on the link, the mean of whole periods; x compute: over a step without any exchange")
     said.append("steps: to the loss, over DDP's, and from least to most over seeds; x DDP: times sooner at it than DDP")
@@ -129,7 +129,7 @@ def _told(found: RaceResult) -> list[str]:
 
 
 def race_table(asked: RaceSpec, found: RaceResult) -> Table:
-    """Every row, the soonest first."""
+    """Return a table of every row, the soonest first."""
     from thinwire.bench.race_answer import duration, steps_range, winner
     from thinwire.bench.table import seconds
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun, or the lab, has started this process as a rank."""
+    """Return whether torchrun, or the lab, has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
 def torchrun_group() -> Iterator[tuple[int, int]]:
-    """This process's rank and the number of ranks: of torchrun's group, which is made here and ended, or (0, 1)."""
+    """Yield this process's rank and the number of ranks: of torchrun's group, opened and closed here, or (0, 1)."""
     if not under_torchrun():
         yield 0, 1
         return
@@ -40,7 +40,7 @@ def torchrun_group() -> Iterator[tuple[int, int]]:
 
 
 def slowest_link(cluster: Cluster) -> int | None:
-    """Bits per second of the thinnest link; None without a limit."""
+    """Return the bits per second of the slowest link; None without a limit."""
     return min((rate for rate in cluster.links if rate), default=None)
 
 
@@ -54,7 +54,7 @@ def run_ranks(spec: BenchSpec, cluster: Cluster, *, total_steps: int) -> tuple[R
 
 
 def moving(bar: Bar) -> Callable[[dict[str, Any]], None]:
-    """What moves a bar by what ranks of the bench say: a step, a failure."""
+    """Return a function that updates a bar from events of bench ranks: a step, a failure."""
 
     def on_progress(event: dict[str, Any]) -> None:
         if "step" in event:
@@ -66,10 +66,10 @@ def moving(bar: Bar) -> Callable[[dict[str, Any]], None]:
 
 
 def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> LabResult:
-    """Run ranks in the lab under a progress bar, which their events ``{"done": share, "text": ...}`` move.
+    """Run ranks in the lab with a progress bar that their events ``{"done": share, "text": ...}`` update.
 
     Raises:
-        RunFailed: with the ranks' last words.
+        RunFailed: with the last output of the ranks.
     """
     from thinwire import lab
 

@@ -268,7 +268,7 @@ def compare(
 
 @contextmanager
 def _steps(begins: str) -> Iterator[Callable[..., None]]:
-    """A bar over the steps, with the loss; called with steps done, of how many, the loss, and what is trained."""
+    """Show a bar over the steps, with the loss; called with steps done, their total, the loss, and what is trained."""
     with progress(begins) as shown:
 
         def on_step(done: int, total: int, loss: float, what: str = "steps") -> None:
@@ -286,7 +286,7 @@ def _long(seconds: float) -> str:
 
 
 def _finish(report: SplitReport, facts: dict[str, Any], out: Path | None, json: bool) -> None:
-    """Write the half, print what came of it."""
+    """Write the half and print the result."""
     from thinwire.split.files import write_half
 
     if out is not None:

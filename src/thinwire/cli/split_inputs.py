@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def read_words(text: str) -> tuple[str, ...]:
-    """``"int8,pack"`` as codecs; "none" or nothing: none. The plan checks them."""
+    """Parse ``"int8,pack"`` as codecs; "none" or "" means none. The plan checks them."""
     return tuple(word.strip() for word in text.split(",") if word.strip() and word.strip() != "none")
 
 
 def task_words(name: str, model: str, length: int, lines: int, seed: int) -> dict[str, Any]:
-    """What is written next to the halves, so that the edge reads the same task."""
+    """Return what is stored next to the halves, so that the edge reads the same task."""
     words: dict[str, Any] = {"name": name, "model": model, "pretrained": Path(model).is_dir()}
     return words | {"length": length, "lines": lines, "seed": seed}
 
 
 def task_of(notes: dict[str, Any], data: Path | None, tokenizer: Path | None) -> Task:
-    """The task that was written next to a half; of a pre-trained model the tokeniser's directory must be here."""
+    """Read the task stored next to a half; for a pre-trained model the tokeniser's directory must exist here."""
     words = notes.get("task", {})
     try:
         name, length, lines, seed = words["name"], words["length"], words["lines"], words["seed"]
@@ -40,7 +40,7 @@ def task_of(notes: dict[str, Any], data: Path | None, tokenizer: Path | None) ->
 
 
 def read_task(name: str, data: Path | None, model: str, length: int, most: int, seed: int) -> Task:
-    """``stdlib``, or a GLUE task whose files lie in ``data``; the tokeniser is the model's, or a trained one."""
+    """Return ``stdlib``, or a GLUE task with its files in ``data``; the tokeniser is the model's, or a trained one."""
     from thinwire.split.tasks import COLUMNS, glue_task, local_tokenizer, stdlib_task, trained_tokenizer
     from thinwire.split.tasks.glue import read_tsv
 
@@ -93,14 +93,14 @@ def model_builder(text: str, length: int, plans: Iterable[SplitPlan] = ()) -> Ca
 def read_plan(
     cut: int, kind: str, rank: int, residual: str, labels: str, init: str, up: str, down: str, front_on: str
 ) -> SplitPlan:
-    """The plan of the options."""
+    """Return the plan that the options describe."""
     from thinwire.split import SplitPlan
 
     return SplitPlan(cut, kind, rank, residual, labels, init, read_words(up), read_words(down), front_on)
 
 
 def read_rows(text: str, cut: int, rank: int, front_on: str = "edge") -> dict[str, SplitPlan]:
-    """``"boundary lowrank lowrank:int8,pack"`` as plans by name; codecs go both ways, delta the activation's only."""
+    """Parse ``"boundary lowrank lowrank:int8,pack"`` as plans by name; codecs go both ways, delta activation only."""
     from thinwire.split import SplitPlan
 
     rows = {}
@@ -116,7 +116,7 @@ def read_rows(text: str, cut: int, rank: int, front_on: str = "edge") -> dict[st
 
 
 def read_share(text: str) -> tuple[int, int]:
-    """``"2/4"``: the second of four edges."""
+    """Parse ``"2/4"``: the second of four edges."""
     place, slash, count = text.partition("/")
     if not slash or not place.isdecimal() or not count.isdecimal() or not 1 <= int(place) <= int(count):
         raise ValueError(f"share {text!r} is no part of a whole: write for example 1/4")
@@ -124,7 +124,7 @@ def read_share(text: str) -> tuple[int, int]:
 
 
 def part_of(task: Task, place: int, count: int) -> Task:
-    """Of ``count`` edges, number ``place``, from 1, trains on every ``count``-th sample."""
+    """Select the samples of edge ``place`` (from 1) of ``count``: every ``count``-th one."""
     from dataclasses import replace
 
     if count > len(task.train):
@@ -133,7 +133,7 @@ def part_of(task: Task, place: int, count: int) -> Task:
 
 
 def read_link(up: str, down: str | None, latency: str) -> Link:
-    """Rates and a one-way delay in the words of ``tc``."""
+    """Parse rates and a one-way delay in the syntax of ``tc``."""
     from thinwire.lab import parse_delay, parse_rate
     from thinwire.split import Link
 
@@ -141,7 +141,7 @@ def read_link(up: str, down: str | None, latency: str) -> Link:
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """``host:port``."""
+    """Parse ``host:port``."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"address {text!r} is no host:port: write for example cloud.example.org:7443")
@@ -149,7 +149,7 @@ def read_address(text: str) -> tuple[str, int]:
 
 
 def read_keys(directory: Path | None, fingerprint: str | None, host: str, insecure: bool) -> Credentials | None:
-    """What ``thinwire keys new`` wrote for a machine; None: no TLS, which is for this machine or on demand."""
+    """Read what ``thinwire keys new`` wrote for a machine; None: no TLS, for this machine only or on request."""
     from thinwire.split import Credentials
     from thinwire.split.link import check_plain
 
@@ -163,7 +163,7 @@ def read_keys(directory: Path | None, fingerprint: str | None, host: str, insecu
 
 
 def recipe_of(notes: dict[str, Any]) -> Any:
-    """The recipe that was written next to a half."""
+    """Read the recipe stored next to a half."""
     from thinwire.split import Recipe
 
     try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan_table(rows: Mapping[str, Estimate], task: Task, link: str, link_down: str | None) -> Table:
-    """A step of each kind of cut."""
+    """Return a table with a step of each kind of cut."""
     columns = ("cut", "kB up", "kB down", "messages", "of boundary", "link s", "compute s", "step s")
     table = plain_table(f"{task.describe}; {_link(link, link_down)}", columns, close=True)
     base = rows["boundary"].wire
@@ -36,7 +36,7 @@ def plan_table(rows: Mapping[str, Estimate], task: Task, link: str, link_down: s
 
 
 def compare_table(rows: Sequence[ComparisonRow], task: Task, link: str, link_down: str | None, seeds: int) -> Table:
-    """Accuracy, bytes, seconds of each way of training."""
+    """Return a table of accuracy, bytes and seconds of each way of training."""
     title = f"{task.describe}; {_link(link, link_down)}; {seeds} seed{'s' * (seeds > 1)}"
     columns = ("training", task.metric, "kB/step", "payload", "socket", "compute s", "step s")
     table = plain_table(title, columns, close=True)

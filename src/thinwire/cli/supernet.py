@@ -317,7 +317,7 @@ def search(
 def _cost(
     console: Any, net: ElasticStereo, score: Calibrated, limit_ms: float, evolution: Evolution, world: int
 ) -> None:
-    """Say how long it will take: by the time that the largest network takes."""
+    """Say how long it will take, based on the time of the largest network."""
     began = time.perf_counter()
     score(net.space.largest)
     seconds, most = time.perf_counter() - began, evolution.population * (evolution.generations + 1)

@@ -16,10 +16,10 @@ _KINDS = {"dots": "pieces", "planes": "plane", "scenes": "scene"}
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Read ``48x96``: height, then width.
+    """Parse ``48x96``: height, then width.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
     found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
     if found is None or "0" in found.groups():
@@ -28,7 +28,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_pairs(data: str, size: tuple[int, int], max_disparity: float, count: int, seed: int) -> Pairs:
-    """Made-up pairs, or those of a list of files, cropped to the size.
+    """Return synthetic pairs, or those of a list of files, cropped to the size.
 
     Raises:
         ValueError: neither a known kind nor a file.
@@ -43,7 +43,7 @@ def parse_pairs(data: str, size: tuple[int, int], max_disparity: float, count: i
 
 
 def parse_method(text: str) -> Method | str:
-    """Read ``active``, ``dense``, or what is to run on the active part: ``topk:density=0.01``."""
+    """Parse ``active``, ``dense``, or the method for the active part: ``topk:density=0.01``."""
     from thinwire import method
     from thinwire.bench.words import split_options
 
@@ -52,7 +52,7 @@ def parse_method(text: str) -> Method | str:
 
 
 def make_net(config: str, deformable: int | None, elastic_refinement: bool) -> ElasticStereo:
-    """An untrained network of a named configuration.
+    """Build an untrained network of a named configuration.
 
     Raises:
         ValueError: an unknown name.
@@ -75,7 +75,7 @@ def make_net(config: str, deformable: int | None, elastic_refinement: bool) -> E
 
 
 def make_phases(net: ElasticStereo, config: str, steps: str, epoch: int | None, sub_nets: int) -> tuple[Phase, ...]:
-    """The published phases, for epochs of this many steps; or two short ones.
+    """Return the published phases, for epochs of this many steps; or two short ones.
 
     Raises:
         ValueError: ``steps`` is not two numbers.
@@ -123,7 +123,7 @@ def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
 
 
 def check_folder(out: Path) -> None:
-    """Raise ``ValueError`` unless a folder can be made or is there."""
+    """Raise ``ValueError`` unless a folder exists or can be created."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -131,7 +131,7 @@ def check_folder(out: Path) -> None:
 
 
 def corners(net: ElasticStereo) -> dict[str, Any]:
-    """Sub-networks that are reported after training, by name."""
+    """Return the sub-networks that are reported after training, by name."""
     space = net.space
     small = space.smallest
     middle = space.uniform(space.kernels[-1], space.depths[0], space.expands[-1], space.scales[0])

@@ -36,7 +36,7 @@ class CachedDataset(Dataset[Any]):
     Method: the multi-level DataCache of Shi et al., arXiv 2010.10458.
 
     Differences from the paper:
-        * Samples are identified by their content, not by their index.
+        * Samples are found by their content, not by their index.
         * The node that keeps a sample is fixed: one seeded permutation, cut into blocks. With
           :class:`~thinwire.data.LocalitySampler` every node draws from its own block. Other nodes' memory is never
           read; a sample of another node's block comes from the source.
