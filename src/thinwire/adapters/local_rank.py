@@ -81,7 +81,7 @@ class LocalRank:
             optimizer.load_state_dict(one)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load this rank's state, or the union of all ranks'; on another number of ranks, start afresh.
+        """Load this rank's state, or the union of all ranks'; on another number of ranks, begin again.
 
         Raises:
             ValueError: it is not such a state, or does not fit.

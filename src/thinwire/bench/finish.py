@@ -33,7 +33,7 @@ class Pace:
 def pace_of(row: RowRecord, turns: int, compute: RowRecord) -> Pace:
     """Return the pace of a row recorded on the link in that many turns; ``compute``: the row without exchange.
 
-    Without a link, a step takes its CPU time, stretched by the same amount as a step without exchange if ranks share
+    Without a link, a step takes its CPU time, stretched by the same factor as a step without exchange if ranks share
     cores.
     """
     if row.error or not row.step_seconds:

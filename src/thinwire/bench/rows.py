@@ -42,7 +42,7 @@ class Row:
 
     @property
     def is_custom(self) -> bool:
-        """Whether it is a user's function."""
+        """Whether a user's function defines it."""
         return ":" in self.kind
 
 

@@ -36,7 +36,7 @@ def build(model: str, seed: int) -> Workload:
 
 
 def read_outer(text: str) -> Outer | None:
-    """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4`` or ``auto``: None.
+    """Parse ``sgd:lr=0.1:momentum=0.9``, ``adamw:lr=1e-3:beta1=0``, ``delayed_nesterov:lr=0.2:period=4``; auto: None.
 
     Raises:
         ValueError: there is no such optimizer or option.
@@ -139,7 +139,7 @@ def run_shard(
 
 
 def _published(words: str) -> Outer | None:
-    """Build the optimizer that a server describes."""
+    """Build the optimizer that a server's text describes."""
     if not words:
         raise ValueError("the server's optimizer was made in Python: give --outer, or use parameter_server.serve_shard")
     return read_outer(words)

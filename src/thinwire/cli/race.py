@@ -92,7 +92,7 @@ def race(
 
 
 def _course(cluster: Cluster, console: Console, bar: Bar, folder: Path | None) -> Course:
-    """Run the lab, with a bar that says what is being measured; also print lines of it that stay."""
+    """Return the course: the lab, with a bar that says what is being measured, and printed lines that stay."""
     from thinwire import lab
     from thinwire.bench.race_times import Course
     from thinwire.cli.ranks import moving
