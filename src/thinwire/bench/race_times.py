@@ -150,7 +150,7 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
 
 
 def _computing(model: str, workers: int) -> tuple[float, int]:
-    """Return seconds of forward and backward on a rank, as measured in this process, and the bytes of the gradients."""
+    """Return seconds of forward and backward on a rank, estimated from this process, and the bytes of the gradients."""
     import torch
 
     workload = build_model(model)

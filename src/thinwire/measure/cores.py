@@ -28,7 +28,7 @@ def place() -> bytes:
 
 
 def spare_places(places: Sequence[bytes], rank: int) -> bool:
-    """Return the same for the ranks that really share this rank's cores, wherever a launcher says they are.
+    """Return whether the ranks that really share this rank's cores, on whatever node, have spare cores for threads.
 
     Args:
         places: every rank's ``place()``.

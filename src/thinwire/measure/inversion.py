@@ -1,7 +1,7 @@
 """How long this device takes to invert or decompose a symmetric matrix, by its side.
 
 Measured from the packed triangle and, for inverses, back to one, as K-FAC keeps factors and sends inverses: at a side
-of 512, packing and unpacking take half as long as the inversion itself.
+of 512, packing and unpacking take half as long again as the inversion.
 """
 
 from __future__ import annotations
