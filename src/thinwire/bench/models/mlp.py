@@ -14,7 +14,7 @@ CLASSES = 10
 
 
 def build(width: int = 4480, layers: int = 5, batch: int = 8, lr: float = 0.05) -> Workload:
-    """Build ``layers`` square layers and a head. A random vector's label is the index of its largest of ten entries."""
+    """Build ``layers`` square layers and a head. The label of a random vector: the largest of its first ten entries."""
     widths = [width] * (layers + 1)
     if width < CLASSES:
         raise ValueError(f"mlp: width={width} must be at least {CLASSES}")
