@@ -1,4 +1,4 @@
-"""``thinwire bench``: methods side by side on one set of ranks, in turn."""
+"""``thinwire bench``: compare methods on one set of ranks, in turns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One file per section of the page: each makes its section, or None where there is no data for it.
+"""One file per section of the page: each returns its section, or None if there is no data for it.
 
-What does not live here: reading files, HTML.
+Reading files and writing HTML do not belong here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The comparison that was measured: step times with their spread, bytes, and the figures as a table."""
+"""The measured comparison: step times with their spread, bytes, and the figures as a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EDGES = 70  # pixels of height for the axis
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """None if nothing was measured."""
+    """Return the section; None if nothing was measured."""
     if not inputs.benches:
         return None
     blocks = tuple(_block(bench, colours) for bench in inputs.benches)
@@ -59,7 +59,7 @@ def _block(bench: Bench, colours: Colours) -> Block:
 
 
 def _guides(bench: Bench, rows: Sequence[BenchRow]) -> list[tuple[str, str, float]]:
-    """Vertical lines: how they look, what they mean, where they stand."""
+    """Return the vertical lines: their look, their meaning, their position."""
     guides = [("dotted", "compute alone", bench.compute_seconds)]
     if bench.link and (bench.emulated or any(row.predicted_seconds is not None for row in rows)):
         guides.append(("dashed", f"floor of exact methods at {bench.link}", bench.floor_seconds))
@@ -83,7 +83,7 @@ def _steps(bench: Bench, rows: Sequence[BenchRow], colours: Colours) -> Any:
     ends = [s + spread / 2 for s, spread in zip(steps, spreads)]
     longest = max([*ends, *(value or 0.0 for value in predicted), *(value for *_, value in guides)])
     unit, unit_name = scale(longest)
-    keys = [f"{number} {row.label}" for number, row in enumerate(rows)]  # labels need not differ
+    keys = [f"{number} {row.label}" for number, row in enumerate(rows)]  # labels may be equal
     tints = [colours.of(row.label) for row in rows]
     exposed = [min(max(row.exposed_seconds or 0.0, 0.0), s) for row, s in zip(rows, steps)]
     hidden = [(s - x) * unit for s, x in zip(steps, exposed)]

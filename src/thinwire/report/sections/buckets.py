@@ -21,7 +21,7 @@ _READING = (
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """None without a timeline that tells bytes."""
+    """Return the section; None without a timeline that contains bytes."""
     traces = [trace for trace in inputs.traces if trace.bytes_by_bucket]
     if not traces:
         return None

@@ -21,7 +21,7 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", 
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """None if no comparison recorded its loss."""
+    """Return the section; None if no comparison recorded its loss."""
     benches = [bench for bench in inputs.benches if bench.curves]
     if not benches:
         return None

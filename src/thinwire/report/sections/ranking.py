@@ -1,4 +1,4 @@
-"""The ranking: bars of the predicted step, exact methods apart from lossy ones."""
+"""The ranking: bars of the predicted step, exact and lossy methods separately."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READING = (
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """None without a ranking."""
+    """Return the section; None without a ranking."""
     rankings = [ranking for ranking in inputs.rankings if ranking.entries]
     if not rankings:
         return None
@@ -55,7 +55,7 @@ def _figure(entries: Sequence[RankedMethod], colours: Colours) -> Any:
 
 def _bars(figure: Any, row: int, group: Sequence[RankedMethod], colours: Colours, unit: float) -> None:
     go = plotly()
-    keys = [f"{number} {entry.label}" for number, entry in enumerate(group)]  # labels need not differ
+    keys = [f"{number} {entry.label}" for number, entry in enumerate(group)]  # labels may be equal
     tints = [colours.of(entry.label) for entry in group]
     exposed = [min(max(e.exposed_seconds, 0.0), e.step_seconds) for e in group]
     common = {

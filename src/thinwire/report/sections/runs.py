@@ -1,4 +1,4 @@
-"""Runs that brought their own picture; those over the same axes are drawn together."""
+"""Runs that contain their own picture; those with the same axes are drawn together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READING = (
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """None if there are no such runs."""
+    """Return the section; None if there are no such runs."""
     blocks = []
     for picture in grouped(inputs.runs):
         figure = as_plotly(picture, colours)

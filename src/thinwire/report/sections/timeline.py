@@ -35,7 +35,7 @@ _MOST_LANES = 10
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """None without a timeline."""
+    """Return the section; None without a timeline."""
     traces = [trace for trace in inputs.traces if trace.events]
     if not traces:
         return None
@@ -44,7 +44,7 @@ def section(inputs: Inputs, colours: Colours) -> Section | None:
 
 
 def title(trace: StepTrace) -> str:
-    """What a trace is called."""
+    """Return the title of a trace."""
     return f"{trace.label} ({trace.name})"
 
 
@@ -75,7 +75,7 @@ def _figure(traces: Sequence[StepTrace]) -> Any:
         dragmode="zoom",
         uniformtext={"mode": "hide", "minsize": 10},
     )
-    # The first title stands where the legend would begin: the legend goes below.
+    # The first title is where the legend would begin, so the legend goes below.
     figure.update_layout(margin={"t": 30}, legend={"y": 0, "yref": "container", "yanchor": "bottom"})
     shown: set[str] = set()
     for row, trace in enumerate(traces, start=1):
@@ -126,7 +126,7 @@ def _bars(bars: Sequence[Event], kind: str, unit: float, legend: bool) -> Any:
 
 
 def _lanes(traces: Sequence[StepTrace]) -> list[str]:
-    """The lanes on which anything happens: ours, then the busiest others."""
+    """Return the lanes on which anything happens: thinwire's own, then the busiest others."""
     busy: dict[str, float] = {}
     for trace in traces:
         for event in trace.events:

@@ -19,11 +19,11 @@ _READING = (
     "fastest dense method (one that sends the whole gradient). Where the number is near 1, nothing is to be gained. "
     "Point at a cell for the reason."
 )
-_TEXT_COLUMNS = 16  # above, cells are too narrow for a number
+_TEXT_COLUMNS = 16  # with more, cells are too narrow for a number
 
 
 def section(inputs: Inputs, colours: Colours) -> Section | None:
-    """None without a map."""
+    """Return the section; None without a map."""
     maps = [found for found in inputs.maps if found.known]
     if not maps:
         return None
