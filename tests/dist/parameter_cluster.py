@@ -187,6 +187,11 @@ class Cluster:
     def _serve(self):
         self.status = self.service.run()
 
+    def serve(self, service):
+        """Begin a server in place of the one that was killed."""
+        self.service = service
+        self.serving = self._thread(self._serve)
+
     def add_shard(self, index, **options):
         shard = Shard(self.address, index, host="127.0.0.1", keys=self.keys_of(f"shard{index}"), **options)
         self.shards.append(shard)

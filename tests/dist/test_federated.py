@@ -162,12 +162,14 @@ def test_a_store_whose_host_is_frozen_is_an_error_where_ranks_pull(monkeypatch):
     frozen = SimpleNamespace(add=lambda key, number: threading.Event().wait(20.0))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: SimpleNamespace(clone=lambda: frozen))
     members = SimpleNamespace(timeout=timedelta(seconds=0.2))
-    ranks = SimpleNamespace(rank=1, gather=lambda message: [b"1"], members=members)
-    device = SimpleNamespace(empty=dict)
+    plan = Assignment((), tuple(range(7)))
+    answers = iter([b"1", plan.to_json().encode()])  # rank 0's: the number of the run, and who trains what
+    ranks = SimpleNamespace(rank=1, gather=lambda message: [next(answers)], members=members)
+    device = SimpleNamespace(empty=dict, clients=SimpleNamespace(samples=lambda client: 1))
     back = AllReduceBackend(device, Planner("pull", 2, 0), ranks)
     task = RoundTask(3, fl.RoundRequest({}), 7, 7)
     with pytest.raises(fl.DeviceLost, match="another rank was lost in round 3"):
-        back._train(task, range(7), Assignment((), tuple(range(7))))
+        back.visit(task, range(7))
 
 
 def _full(rank, size, folder, who):

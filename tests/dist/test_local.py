@@ -578,10 +578,12 @@ def _bare(rank, size):
 
 def test_the_period_is_measured_once_and_equal_on_all_ranks():
     (rows, note, settled, period, weights), *others = run(_bare, 3, seconds=120)
-    assert rows[:11] == [(2, False)] * 11  # three rounds in 8 bits, three in 2
-    assert all(done for _, done in rows[11:])
-    assert len({count for count, _ in rows[13:]}) == 1
-    assert 2 <= rows[-1][0] <= 16
+    first = [done for _, done in rows].index(True)
+    assert first in (5, 11)  # after three rounds in 2 bits, and three in 8 unless those took long
+    assert rows[:first] == [(2, False)] * first
+    assert all(done for _, done in rows[first:])
+    assert len({count for count, _ in rows[first + 2 :]}) == 1
+    assert 2 <= rows[-1][0] <= 64
     assert f"every {rows[-1][0]} steps (measured: a step takes " in note
     assert (settled, period) == (True, rows[-1][0])
     for other_rows, _, _, _, theirs in others:
@@ -590,7 +592,7 @@ def test_the_period_is_measured_once_and_equal_on_all_ranks():
 
 
 def _loaded_while_measuring(rank, size):
-    """Of six rounds to be measured three had come when it goes back to where two had."""
+    """Three rounds had been measured, and maybe decided on, when it goes back to where two had."""
     net = cases.model()
     optimizer = _adamw(net)
     with tw.attach(net, optimizer, "local") as sync:
@@ -606,7 +608,11 @@ def _loaded_while_measuring(rank, size):
 
 
 def test_what_was_measured_before_a_state_was_loaded_does_not_count():
-    assert run(_loaded_while_measuring, 2, seconds=120) == [[False] * 11 + [True] * 5] * 2
+    settled, others = run(_loaded_while_measuring, 2, seconds=120)
+    first = settled.index(True)
+    assert first in (5, 11)  # three rounds more, or six
+    assert all(settled[first:])
+    assert others == settled
 
 
 def _late(rank, size):

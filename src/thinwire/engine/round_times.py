@@ -19,6 +19,7 @@ from thinwire.planner.periods import best_period, mean_step, up_to
 _MEASURED = 3  # periods with each codec; the first opens connections and does not count
 _LAST = 1000  # number of steps whose times are kept
 _THINNER = 0.9  # a codec that sends less is taken if it needs less than this share of the time to a loss
+_LONG = 4  # steps: if an exchange in 2 bits takes more, one in 8 bits loses by any measured worth
 
 
 class _Exchange(NamedTuple):
@@ -80,28 +81,32 @@ class RoundTimes:
         """
         exchange, self._exchange = self._exchange, _Exchange(0.0, 0.0)
         if starting:
-            return None, 0
+            return None, settings.first_code
         self._rounds.append(exchange)
         codecs = settings.codecs
-        if len(self._rounds) < _MEASURED * len(codecs):
-            return None, len(self._rounds) // _MEASURED
+        codes = [settings.first_code - i for i in range(len(self._rounds) // _MEASURED)]  # measured so far
+        if len(self._rounds) % _MEASURED:
+            return None, settings.first_code - len(codes)
         # The last rank to arrive waits for nobody, so the shortest exchange counts; of steps, the slowest rank's.
-        exchanges = [min(self._rounds[_MEASURED * code :][1:_MEASURED]) for code in range(len(codecs))]
-        steps, *columns = times_of_all(self._services, settings, [self.step, *(x for one in exchanges for x in one)])
-        step, exchanges = max(steps), [_Exchange(*map(min, pair)) for pair in zip(columns[::2], columns[1::2])]
+        own = [min(self._rounds[_MEASURED * i :][1:_MEASURED]) for i in range(len(codes))]
+        steps, *columns = times_of_all(self._services, settings, [self.step, *(x for one in own for x in one)])
+        step, shortest = max(steps), (_Exchange(*map(min, pair)) for pair in zip(columns[::2], columns[1::2]))
+        exchanges = dict(zip(codes, shortest))
+        if len(codes) < len(codecs) and exchanges[codes[-1]].seconds <= _LONG * step:
+            return None, codes[-1] - 1
         topology = self._services.topology
         apart = topology.world_size if settings.inside is None else topology.nodes
-        found, least, every = ((2, 0), 0), math.inf, settings.sync_every
-        for code, (codec, (round_, compute)) in enumerate(zip(codecs, exchanges)):
+        found, least, every = ((2, 0), codes[-1]), math.inf, settings.sync_every
+        for code, (round_, compute) in sorted(exchanges.items()):
             taken_away = 0.0 if self._beside else compute
-            worth = period_worth(shipped(), codec, self._elements, apart)
+            worth = period_worth(shipped(), codecs[code], self._elements, apart)
             periods = (every,) if isinstance(every, int) else up_to(settings.sync_every_max)
             option = best_period(
                 step, round_, worth,
                 delay=settings.fragment_sync_delay, periods=periods, compute_seconds=taken_away,
             )  # fmt: skip
             seconds = mean_step(step, round_, *option, compute_seconds=taken_away) * worth(*option)
-            if code == 0 or seconds < _THINNER * least:
+            if seconds < _THINNER * least:
                 found, least = (option, code), seconds
         taken = found[1]
         self.said = f"measured: a step takes {ms(step)}, an exchange {ms(exchanges[taken].seconds)}"

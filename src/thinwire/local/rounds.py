@@ -79,7 +79,7 @@ class Rounds:
             )
         self.settings, self.count, self.begun = settings, 0, 0
         self.measured: tuple[int, int] | None = None
-        self.code = 0
+        self.code = settings.first_code
         self.period = 0  # the first period begins with the first step
         named = list(parameters.items())
         sizes, every = [x.numel() for x in parameters.values()], settings.sync_every
@@ -214,7 +214,7 @@ class Rounds:
         """Take over a snapshot of the same settings and number of ranks; a measurement cut short begins again."""
         self.count = int(saved["count"])
         self.begun, self.period, self.measured = saved["begun"], saved["period"], saved["measured"]
-        self.code = 0 if self.settings.measures(self.measured) else saved["code"]
+        self.code = self.settings.first_code if self.settings.measures(self.measured) else saved["code"]
         self.calendar = [list(leaving) for leaving in saved["calendar"]]
         self.trial = False
         for fragment, one in zip(self.fragments, saved["fragments"], strict=True):
@@ -225,7 +225,7 @@ class Rounds:
 
         Times are measured again.
         """
-        self.measured, self.code, self.calendar = None, 0, self._first_calendar()
+        self.measured, self.code, self.calendar = None, self.settings.first_code, self._first_calendar()
         for fragment in self.travelling():
             fragment.merge(self.count)
         for fragment in self.fragments:

@@ -92,8 +92,9 @@ class Local:
 
     Args:
         sync_every: H, optimizer steps between two exchanges of a parameter. "auto": three rounds of 2 steps are
-            measured with each codec; then H is chosen for the least time to a loss: mean step times the number of steps
-            that ``benchmarks/race.py`` has found such a period to need. Or a :class:`QSR`.
+            measured, with two codecs three of each, unless those in 2 bits take longer than 4 steps. Then H is chosen
+            for the least time to a loss: mean step times the number of steps that ``benchmarks/race.py`` has found such
+            a period to need. Or a :class:`QSR`.
         codec: the method that sends the mean change, with its residual; None: weights are averaged as they are.
             ``attach`` also takes "int8", "int4", "int2", "bf16", "fp16" or a method's name, and a command line also
             "none". "auto": 8 bits, or 2 if these reach a loss a tenth sooner; needs ``sync_every="auto"``.
@@ -181,7 +182,7 @@ class Local:
 
     @property
     def codecs(self) -> tuple[Method, ...]:
-        """The methods that a round may run; the first is used first. Without a codec: plain averaging."""
+        """The methods that a round may run, the one that sends least last. Without a codec: plain averaging."""
         if isinstance(self.codec, Method):
             return (self.codec,)
         return (SSGD(),) if self.codec is None else (Cast("int8"), Cast("int2"))
@@ -190,6 +191,11 @@ class Local:
     def method(self) -> Method:
         """The first of ``codecs``."""
         return self.codecs[0]
+
+    @property
+    def first_code(self) -> int:
+        """Index of the codec that the first rounds run: the one that sends least."""
+        return len(self.codecs) - 1
 
     @property
     def averages(self) -> bool:

@@ -9,7 +9,10 @@ import pytest
 from thinwire.engine import round_times
 from thinwire.engine.round_times import RoundTimes
 from thinwire.local.settings import local_settings
+from thinwire.methods.cast import Cast
 from thinwire.planner.choose.rank import ms
+from thinwire.planner.choose.worth import period_worth, shipped
+from thinwire.planner.periods import best_period, mean_step
 from thinwire.program import Topology
 
 ELEMENTS = 1_000_000
@@ -45,7 +48,7 @@ def found(
     )
     codes, taken = [], None
     while taken is None:
-        code = codes[-1] if codes else 0
+        code = codes[-1] if codes else settings.first_code
         for _ in range(2):
             clock.now += step
             times.stepped()
@@ -61,13 +64,26 @@ def found(
 
 
 def test_two_bits_where_the_exchange_is_long_and_eight_where_it_is_short(monkeypatch):
-    taken, codes, said = found(monkeypatch, 0.1, (2.0, 0.5))
-    assert codes == [0, 0, 1, 1, 1, 1]
+    taken, codes, said = found(monkeypatch, 0.1, (1.2, 0.35))
+    assert codes == [1, 1, 0, 0, 0, 1]
     assert 0 < taken[1] <= 6  # behind as many of the next steps as it takes
-    assert said == "measured: a step takes 100 ms, an exchange 500 ms in int2"
+    assert said == "measured: a step takes 100 ms, an exchange 350 ms in int2"
     taken, codes, said = found(monkeypatch, 0.1, (0.02, 0.01))
-    assert codes == [0, 0, 1, 1, 1, 0]
+    assert codes == [1, 1, 0, 0, 0, 0]
     assert said == "measured: a step takes 100 ms, an exchange 20.0 ms in int8"
+
+
+@pytest.mark.parametrize("length", [4.1, 10, 100])
+def test_where_two_bits_take_long_eight_are_not_waited_for(monkeypatch, length):
+    _, codes, said = found(monkeypatch, 0.1, (None, 0.1 * length))
+    assert codes == [1, 1, 1]
+    assert said.endswith(" in int2")
+
+    def seconds(codec, exchange):
+        worth = period_worth(shipped(), Cast(codec), ELEMENTS, 2)
+        return mean_step(0.1, exchange, *(found := best_period(0.1, exchange, worth))) * worth(*found)
+
+    assert seconds("int2", 0.1 * length) < 0.9 * seconds("int8", 0.3 * length)  # nor would they have been taken
 
 
 def test_ranks_that_only_receive_do_not_say_how_long_an_exchange_takes(monkeypatch):

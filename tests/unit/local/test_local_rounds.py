@@ -332,18 +332,18 @@ def test_what_the_times_of_other_ranks_said_is_measured_again(settings):
         assert not rounds.settings.measures(rounds.measured)
         rounds.begin_again()
         assert rounds.settings.measures(rounds.measured)
-        assert (rounds.code, rounds.calendar) == (0, first)
+        assert (rounds.code, rounds.calendar) == (settings.first_code, first)
 
 
 def test_who_goes_on_while_it_measures_measures_from_the_first_codec():
     old, new = (Ranks(Local("auto", "auto"), equal(2)) for _ in range(2))
     walk(old, 5)
-    old.rounds[0].code = 1
-    new.rounds[0].restore(old.rounds[0].snapshot())
-    assert new.rounds[0].code == 0
-    old.rounds[0].measured = (4, 1)
+    old.rounds[0].code = 0
     new.rounds[0].restore(old.rounds[0].snapshot())
     assert new.rounds[0].code == 1
+    old.rounds[0].measured = (4, 1)
+    new.rounds[0].restore(old.rounds[0].snapshot())
+    assert new.rounds[0].code == 0
 
 
 @pytest.mark.parametrize("codec", [None, ACP(rank=2, min_rate=1.0), TopK(0.1), QSGD()], ids=str)
