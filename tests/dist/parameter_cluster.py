@@ -126,6 +126,20 @@ def process(target, *args):
     return started
 
 
+def in_thread(failures, target, *args):
+    """Starts it in a thread; what it raises is added to ``failures``."""
+
+    def guarded():
+        try:
+            target(*args)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    return thread
+
+
 class Cluster:
     """Starts all; ``join`` waits for the end and returns the server's last status.
 
@@ -174,15 +188,7 @@ class Cluster:
         return None if self._keys is None else self._keys / name
 
     def _thread(self, target, *args):
-        def guarded():
-            try:
-                target(*args)
-            except BaseException as error:
-                self.failures.append(error)
-
-        thread = threading.Thread(target=guarded, daemon=True)
-        thread.start()
-        return thread
+        return in_thread(self.failures, target, *args)
 
     def _serve(self):
         self.status = self.service.run()

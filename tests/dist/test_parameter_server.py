@@ -14,6 +14,7 @@ from parameter_cluster import (
     gradient_of,
     held_out,
     impatient,
+    in_thread,
     introductions,
     loss,
     model,
@@ -309,19 +310,11 @@ def test_a_node_that_is_closed_while_it_joins_leaves_no_member_behind(monkeypatc
 
 def refusal_of(node):
     """What whoever waits for the node is told, in time."""
-    said = []
-
-    def wait():
-        try:
-            node.wait()
-        except NodeRefused as refusal:
-            said.append(str(refusal))
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    waiting.join(10.0)
-    assert said, "its workers and who asks it wait for ever"
-    return said[0]
+    failures = []
+    in_thread(failures, node.wait).join(10.0)
+    assert failures, "its workers and who asks it wait for ever"
+    assert isinstance(failures[0], NodeRefused)
+    return str(failures[0])
 
 
 def test_a_node_that_is_refused_while_a_worker_leaves_ends_all_the_same(monkeypatch):
