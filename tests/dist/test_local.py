@@ -110,6 +110,46 @@ def test_finish_averages_the_weights_and_an_outer_momentum_moves_them_no_further
         torch.testing.assert_close(twice, once, rtol=0, atol=1e-6)
 
 
+LAST = [("int8", {}), ("int2", {}), (tw.TopK(0.1), {}), ("int2", {"start_compression_step": 0})]
+
+
+def _last_round(rank, size):
+    """Ten steps of SGD, the last two after the second round: what finish() gives, and what all steps sum up to."""
+    rows = []
+    for codec, options in LAST:
+        net = cases.model(width=64)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        due = cases.weights(net)
+        with tw.attach(net, optimizer, "local", sync_every=4, codec=codec, keep_dense="none", **options) as sync:
+            for step in range(10):
+                cases.loss_of(net, rank, step, width=64).backward()
+                optimizer.step()
+                for x, p in zip(due, net.parameters()):
+                    x.sub_(p.grad, alpha=0.05)
+                optimizer.zero_grad()
+            before = sync.stats().bytes_sent
+            sync.finish()
+            sent = sync.stats().bytes_sent - before
+        for x in due:
+            dist.all_reduce(x)
+            x.div_(size)
+        start = cases.weights(cases.model(width=64))
+        moved = max(float((a - b).abs().max()) for a, b in zip(start, due))
+        missed = max(float((a - b).abs().max()) for a, b in zip(cases.weights(net), due))
+        rows.append((sent / sum(x.nbytes for x in due), missed / moved, cases.weights(net)))
+    return rows
+
+
+def test_finish_sends_what_a_codec_has_held_back_in_8_bits_or_exactly_if_the_start_is():
+    by_rank = run(_last_round, 2, seconds=120)
+    for a, b in zip(*([weights for *_, weights in rows] for rows in by_rank), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    for rows in by_rank:
+        for (codec, options), (sent, missed, _) in zip(LAST, rows, strict=True):
+            assert sent == pytest.approx(1.0 if options else 0.255, rel=0.01), codec
+            assert missed < (1e-5 if options else 0.03), codec
+
+
 def _lockstep_twin(rank, size):
     """What the engine does on ranks against the same rounds without any engine, in one process."""
     net = cases.model().double()

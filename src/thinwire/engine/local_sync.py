@@ -196,9 +196,11 @@ class LocalSync:
             self._lent = lent
 
     def finish(self) -> None:
-        """Merge what is under way, and average once more, exactly: then all ranks have the same weights.
+        """Merge what is under way, and average once more: then all ranks have the same weights.
 
-        All ranks must call it, after the last step. The outer optimizer is not used.
+        All ranks must call it, after the last step. The outer optimizer is not used. A codec with a residual would
+        leave some of the average in it, so changes go in 8 bits, residuals included; without such a codec, or with
+        ``start_compression_step``, exactly.
 
         Raises:
             RuntimeError: on all ranks, if some rank's weights are not finite.

@@ -24,10 +24,10 @@ from torch import Tensor
 from thinwire.local.machine import by_first_ranks, exchanges_of
 from thinwire.local.settings import QSR, Local
 from thinwire.methods.base import all_finite
-from thinwire.methods.start import exact_method
+from thinwire.methods.start import exact_method, start_method
 from thinwire.planner.calendars import calendar, cut, layers
 from thinwire.planner.periods import steps_late
-from thinwire.program import Bucket, Program, Slot, State, Topology, working_dtype
+from thinwire.program import Bucket, Method, Program, Slot, State, Topology, working_dtype
 from thinwire.program.trace import TracedExchange, steady_step, trace, with_rare_rounds
 
 KEPT = 0.5
@@ -277,6 +277,7 @@ class Fragment:
         self.received = self._last = False
         self.rejected = 0
         self._exact = exact_method(settings.method)
+        self._ending = start_method(settings.method, state.topology, start)
         state.start = settings.method.start_steps if start is None else start
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -300,7 +301,7 @@ class Fragment:
         topology, rank = self.state.topology, self.state.rank
         for dense, bucket in self._buckets:
             shapes = [(slot.name, slot.shape) for slot in bucket.slots]
-            for method in {self._exact} if dense else {self._exact, *self._settings.codecs}:
+            for method in {self._exact} if dense else {self._exact, self._ending, *self._settings.codecs}:
                 for phase in range(method.phases):
                     step = steady_step(method, phase)
                     one = trace(method, shapes, topology, rank=rank, step=step, dtype=bucket.dtype)
@@ -311,8 +312,9 @@ class Fragment:
     def send(self, count: int, delay: int, code: int = 0, *, last: bool = False) -> list[Program]:
         """Begin a round after the optimizer step of this number: one program per bucket; they no longer read weights.
 
-        What comes is merged ``delay`` steps later. ``code``: index of the settings' codec. ``last``: an exact round,
-        with all residuals and no outer optimizer, after which the weights are the outer weights.
+        What comes is merged ``delay`` steps later. ``code``: index of the settings' codec. ``last``: a round
+        with all residuals and no outer optimizer, after which the weights are the outer weights; in 8 bits, unless
+        codecs have no residual or ``start`` was named.
         """
         self.left, self.due, self._mean = count, count + delay, None
         self.received, self._last = False, last
@@ -333,10 +335,14 @@ class Fragment:
             for slot in bucket.slots:
                 slot.value, slot.result = given[slot.name], None
             bucket.renew(None)
-            exact = last or dense or self.state.step < self.state.start
-            program = (self._exact if exact else self._settings.codecs[code]).reduce(bucket, self.state)
+            program = self._method(dense, code).reduce(bucket, self.state)
             programs.append(program if self._first is None else by_first_ranks(program, bucket, first=self._first))
         return programs
+
+    def _method(self, dense: bool, code: int) -> Method:
+        if self._last and not dense:
+            return self._ending
+        return self._exact if dense or self.state.step < self.state.start else self._settings.codecs[code]
 
     @torch.no_grad()
     def receive(self) -> bool:
