@@ -36,12 +36,11 @@ class Chaos:
         instances: a leader that comes after a dead one is known to be another process.
     """
 
-    def __init__(self, settings, nodes, workers, seed, *, server=Server, leader=Leader, far=None, slow=None,
+    def __init__(self, settings, nodes, workers, seed, *, server=Server, far=None, slow=None,
                  kill=0.0, bad=0.0, payload=None, instances=False):  # fmt: skip
         self.random = random.Random(seed)
         self.settings, self.workers, self.kill, self.bad, self.payload = settings, workers, kill, bad, payload
         self.far, self.slow, self.instances = far, slow, instances
-        self.make_leader = leader
         self.server = server(settings)
         self.now, self.events = 0.0, 0
         self.times_applied = Counter()
@@ -49,7 +48,7 @@ class Chaos:
         self.updates = []
         self.node_of = {}
         self.dead = []
-        self.nodes = {n: Node(leader(settings, n, workers)) for n in range(nodes)}
+        self.nodes = {n: Node(Leader(settings, n, workers)) for n in range(nodes)}
         for n in self.nodes:
             self.do_leader(n, self.nodes[n].leader.join(0.0))
 
@@ -202,7 +201,7 @@ class Chaos:
         if kind == "leader":
             self.retire(node)
             instance = self.random.getrandbits(60) if self.instances else 0
-            self.nodes[n] = Node(self.make_leader(self.settings, n, self.workers, instance=instance))
+            self.nodes[n] = Node(Leader(self.settings, n, self.workers, instance=instance))
             effects = self.nodes[n].leader.join(self.now)
         else:
             node.due = False

@@ -5,9 +5,11 @@ from chaos import Chaos, Violation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinwire.parameter_server import leader as leader_module
 from thinwire.parameter_server import server as server_module
 from thinwire.parameter_server.effects import Start
 from thinwire.parameter_server.leader import Leader
+from thinwire.parameter_server.membership import Membership
 from thinwire.parameter_server.messages import IterationNumber, Pull, Weights, Welcome
 from thinwire.parameter_server.presets import bsp, inhad, n_softsync
 from thinwire.parameter_server.settings import Settings
@@ -81,9 +83,9 @@ def test_a_worker_that_comes_late_does_not_start_on_weights_that_the_server_take
 # --- each part of the bound is needed ------------------------------------------------------------------------------
 
 
-class NoRunningBases(Leader):
-    def low(self):
-        return self.version if any(self.is_open(w) for w in self.alive) else UNBOUNDED
+class NoRunningBases(Membership):
+    def low(self, alive):
+        return self.version if any(self.is_open(w) for w in alive) else UNBOUNDED
 
 
 class NoGrantsInFlight(Member):
@@ -113,13 +115,14 @@ class NoOldBuffers(Member):
         self.buf_low = UNBOUNDED
 
 
-def caught(monkeypatch, limit, leader=Leader, member=Member, runs=20, push=False):
+def caught(monkeypatch, limit, membership=Membership, member=Member, runs=20, push=False):
     """Whether one of some adversarial runs finds the mistake."""
+    monkeypatch.setattr(leader_module, "Membership", membership)
     monkeypatch.setattr(server_module, "Member", member)
     for seed in range(runs):
         options = pushed(limit) if push else inhad(limit, "nodes/2", start_nodes=4)
         try:
-            Chaos(options, 4, 3, seed, far=0, slow=1, leader=leader).run(4000)
+            Chaos(options, 4, 3, seed, far=0, slow=1).run(4000)
         except Violation:
             return True
     return False
@@ -132,7 +135,7 @@ def test_nothing_is_found_where_nothing_is_left_out(monkeypatch, limit):
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 4])
 def test_running_bases_are_needed(monkeypatch, limit):
-    assert caught(monkeypatch, limit, leader=NoRunningBases)
+    assert caught(monkeypatch, limit, membership=NoRunningBases)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 4])
