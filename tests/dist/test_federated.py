@@ -235,6 +235,6 @@ def _refused(rank, size):
 
 def test_refusals_on_ranks():
     for messages in run(_refused, 2):
-        words = ["a rank is a device", "emulated devices", "emulated devices", "a folder that they share"]
+        words = ["each rank is a device", "emulated devices", "emulated devices", "a shared folder"]
         assert len(messages) == 4
         assert all(word in message for word, message in zip(words, messages))

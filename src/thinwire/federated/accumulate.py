@@ -52,7 +52,7 @@ class Accumulator:
             total = self.sums[name] = torch.zeros(x.shape, dtype=_DTYPE[self.mode], device=x.device)
             self.bounds[name] = 0.0
         elif total.shape != x.shape:
-            raise ValueError(f"{name!r} has the shape {tuple(x.shape)} here and {tuple(total.shape)} elsewhere")
+            raise ValueError(f"{name!r} has the shape {tuple(x.shape)} here, but {tuple(total.shape)} elsewhere")
         if self.mode != "exact":
             total.add_(x, alpha=weight)
             return
@@ -105,7 +105,7 @@ class Accumulator:
         if self.mode == "exact":
             if not self.bounds[name] < _LIMIT:
                 raise OverflowError(
-                    f"{name!r} sums up to {self.bounds[name]:.3g}, and reduction='exact' holds up to 2^22: "
+                    f"{name!r} adds up to {self.bounds[name]:.3g}, but reduction='exact' can hold only 2^22: "
                     "use reduction='fp64', or find out why an update is so large"
                 )
             total = total.double().mul_(1 / _SCALE)

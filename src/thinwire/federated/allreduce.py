@@ -106,7 +106,7 @@ class AllReduceBackend:
             words = str(error).splitlines()[0][:200]
             raise DeviceLost(
                 f"rank {self._rank}: another rank was lost in round {round} ({words}). Start the run again: with "
-                "checkpoint_dir= it goes on from the last whole round"
+                "checkpoint_dir= it continues from the last complete round"
             ) from error
 
     def _train(self, task: RoundTask, cohort: Sequence[int], assignment: Assignment) -> Sums:

@@ -68,7 +68,7 @@ def load(folder: Path, facts: Mapping[str, Any]) -> Restored | None:
     for key in facts:
         if written.get(key) != facts[key]:
             raise ValueError(
-                f"{folder} holds a run with {key} = {written.get(key)}, and this one has {facts[key]}: "
+                f"{folder} contains a run with {key} = {written.get(key)}, but this one has {facts[key]}: "
                 "give the same, or another folder"
             )
     tensors = files.unpack((path / "server.safetensors").read_bytes())

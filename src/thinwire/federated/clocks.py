@@ -91,5 +91,5 @@ def read_speeds(path: str | Path) -> Sequence[Speed]:
             f'{path} must hold a JSON list such as [{{"seconds_per_sample": 0.01, "up_bits_per_second": 1e7}}]: {error}'
         ) from error
     if not speeds:
-        raise ValueError(f"{path} holds no device")
+        raise ValueError(f"{path} contains no device")
     return speeds

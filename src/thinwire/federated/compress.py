@@ -55,11 +55,11 @@ class Compressed:
         self.method = resolve(method, **options)
         if not inner.compressible:
             raise ValueError(
-                f"{type(inner).__name__} sends weights or gradients or changes that must arrive whole; FedAvg, "
+                f"{type(inner).__name__} sends weights, gradients, or changes that must arrive intact; FedAvg, "
                 "FedProx, FedOpt, FedNova and Scaffold send changes, which can be compressed"
             )
         if why := self.method.unfit.get("federated"):
-            raise ValueError(f"{self.method.name} is of no use on clients' changes: {why}")
+            raise ValueError(f"{self.method.name} is of no use for clients' changes: {why}")
         self.operators, self.weights, self.epochs = inner.operators, inner.weights, inner.epochs
         self.description = f"{self.method.name} {dict(self.method.options())}"
 

@@ -42,7 +42,7 @@ class ArrayClients:
         self.tensors = tuple(tensors)
         lengths = {len(x) for x in self.tensors}
         if len(lengths) != 1:
-            raise ValueError(f"the tensors must have one first dimension, not {sorted(lengths)}")
+            raise ValueError(f"the tensors must have the same first dimension, not {sorted(lengths)}")
         size = lengths.pop()
         self.parts = [torch.as_tensor(np.asarray(part, dtype=np.int64)) for part in parts]
         for client, part in enumerate(self.parts):

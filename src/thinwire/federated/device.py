@@ -160,20 +160,20 @@ class Device:
         for name, value in result.reduce.items():
             operator = self.operators.get(name)
             if operator is None or not operator.summed:
-                return f"the result names {name!r} under reduce, which is no summed operator of the algorithm"
+                return f"the result names {name!r} under reduce, which is not a summed operator of the algorithm"
             if not isinstance(value, Tensor):
-                return f"{name!r} is a {type(value).__name__}: reduce takes tensors"
+                return f"{name!r} is a {type(value).__name__}: reduce accepts only tensors"
             if tuple(value.shape) != tuple(self.algorithm.shape_of(name)):
                 wanted = tuple(self.algorithm.shape_of(name))
-                return f"{name!r} has the shape {tuple(value.shape)}, and {wanted} was asked for"
+                return f"{name!r} has the shape {tuple(value.shape)}, but {wanted} was expected"
         if result.samples is not None and result.samples < 1:
             return f"it claims {result.samples} samples"
         if result.state is not None and self.store is None:
-            return "it returns a state, and the algorithm is not marked `stateful = True`"
+            return "it returns a state, but the algorithm is not marked `stateful = True`"
         for name in result.collect:
             operator = self.operators.get(name)
             if operator is None or operator.summed:
-                return f"the result names {name!r} under collect, which is no COLLECT of the algorithm"
+                return f"the result names {name!r} under collect, which is not a COLLECT of the algorithm"
         for kind in (result.reduce, result.collect, result.state or {}):
             if not all_finite(kind):
                 return "its result is not finite"

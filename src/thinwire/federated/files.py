@@ -18,7 +18,7 @@ def safetensors_torch() -> Any:
         import safetensors.torch
     except ImportError as error:
         raise ValueError(
-            "client states and checkpoints are kept with safetensors: pip install 'thinwire[federated]'"
+            "client states and checkpoints are stored with safetensors: pip install 'thinwire[federated]'"
         ) from error
     return safetensors.torch
 

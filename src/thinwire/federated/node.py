@@ -40,7 +40,7 @@ class RemoteNode:
         check_noise(federation.algorithm)
         population = len(federation.clients)
         if strange := [client for client in clients if not 0 <= client < population]:
-            raise ValueError(f"this node is to host client {strange[0]}, and there are 0..{population - 1}")
+            raise ValueError(f"this node is asked to host client {strange[0]}, but there are only 0..{population - 1}")
         self.federation, self.clients, self._folder = federation, sorted(set(clients)), Path(folder)
         self._run = {
             **facts_of(federation.algorithm), "seed": federation.seed, "reduction": federation.reduction,

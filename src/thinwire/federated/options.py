@@ -44,9 +44,11 @@ def use_ranks(backend: str, devices: int | None, speeds: Any, faults: Any) -> bo
     if devices is not None and devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")
     if ranks and devices not in (None, dist.get_world_size()):
-        raise ValueError(f"devices={devices} with {dist.get_world_size()} ranks: leave it out, a rank is a device")
+        raise ValueError(
+            f"devices={devices} with {dist.get_world_size()} ranks: leave it out, as each rank is a device"
+        )
     if ranks and (speeds is not None or faults):
-        raise ValueError("speeds= and faults= are of emulated devices: use backend='inprocess'")
+        raise ValueError("speeds= and faults= are for emulated devices: use backend='inprocess'")
     return ranks
 
 
@@ -60,7 +62,7 @@ def make_store(
     """
     if isinstance(state, ClientStateStore):
         if state.population != population:
-            raise ValueError(f"the state store is for {state.population} clients, the population has {population}")
+            raise ValueError(f"the state store is for {state.population} clients, but the population has {population}")
         store = state
     else:
         place = Path(state) if state is not None else None if folder is None else folder / "states"
@@ -68,7 +70,7 @@ def make_store(
     if shared:
         if store.temporary:
             raise ValueError(
-                "several ranks need a folder that they share for the clients' states: state= or checkpoint_dir="
+                "several ranks need a shared folder for the clients' states: give state= or checkpoint_dir="
             )
         store.write_through = True
     return store

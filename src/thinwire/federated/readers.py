@@ -78,7 +78,7 @@ def read_leaf(
     root = Path(folder)
     paths = [root] if root.is_file() else sorted(root.glob("*.json"))
     if not paths:
-        raise ValueError(f"{folder} holds no .json files in LEAF's form")
+        raise ValueError(f"{folder} contains no .json files in LEAF's format")
     inputs, labels, keys = [], [], []
     for path in paths:
         try:
@@ -94,7 +94,7 @@ def read_leaf(
                 labels.append(y)
                 keys += [user] * len(y)
         except UNREADABLE as error:
-            raise ValueError(f"{path} is not in LEAF's form: {error}") from error
+            raise ValueError(f"{path} is not in LEAF's format: {error}") from error
     parts, users = by_key(keys)
     return ArrayClients((torch.cat(inputs), torch.cat(labels)), parts), users
 

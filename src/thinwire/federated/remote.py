@@ -84,7 +84,7 @@ class RemoteServer:
         for node, clients in sorted(hosts.items()):
             for client, samples in clients.items():
                 if not 0 <= client < population:
-                    raise ValueError(f"node {node} hosts client {client}, and there are 0..{population - 1}")
+                    raise ValueError(f"node {node} hosts client {client}, but there are only 0..{population - 1}")
                 if client in self._node_of:
                     raise ValueError(f"nodes {self._node_of[client]} and {node} both host client {client}")
                 if samples < 1:
@@ -131,9 +131,7 @@ class RemoteServer:
             }
             messages[node] = NodeMessage(request.payload, facts)
             if messages[node].bytes > _MOST_BYTES:
-                raise ValueError(
-                    f"a payload of {messages[node].bytes} bytes is above the 2 GiB that a message may have"
-                )
+                raise ValueError(f"a payload of {messages[node].bytes} bytes exceeds the 2 GiB that a message may have")
         self._down += sum(message.bytes for message in messages.values())
         return messages
 
@@ -161,7 +159,7 @@ class RemoteServer:
                 logger.warning("round %s, node %s: %s", self.round, node, error)
                 total.failed.update(dict.fromkeys(self._asked[node], f"node {node}: {error}"))
         for node in sorted(set(answers) - set(self._asked)):
-            logger.warning("node %s answered in round %s and was not asked; its answer is not used", node, self.round)
+            logger.warning("node %s answered in round %s without being asked; its answer is not used", node, self.round)
         with torch.no_grad():
             reduced = reduce(total, task, self.algorithm, self._workspace.dtype)
         self._failed.update(total.failed)
@@ -234,7 +232,7 @@ class RemoteServer:
             bounds = {str(name): float(value) for name, value in answer.facts["bounds"].items()}
             sent = int(answer.facts["sent_bytes"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise RefusedAnswer(f"its answer is not in the form of thinwire: {error!r}") from error
+            raise RefusedAnswer(f"its answer is not in thinwire's format: {error!r}") from error
         asked = self._asked[node]
         if unknown := sorted(({c for c, _, _ in trained} | set(failed)) - set(asked)):
             raise RefusedAnswer(f"it answers for client {unknown[0]}, which it was not asked for")
@@ -266,6 +264,6 @@ class RemoteServer:
             raise RefusedAnswer(f"it answers with {name!r}, which nobody asked for")
         wanted: Sequence[int] = self.server.buffers.shape if name == BUFFERS else self.algorithm.shape_of(name)
         if tuple(x.shape) != tuple(wanted):
-            raise RefusedAnswer(f"{name!r} has the shape {tuple(x.shape)}, and {tuple(wanted)} was asked for")
+            raise RefusedAnswer(f"{name!r} has the shape {tuple(x.shape)}, but {tuple(wanted)} was expected")
         if x.dtype != _DTYPES[self.federation.reduction]:
-            raise RefusedAnswer(f"{name!r} is {x.dtype}, and reduction={self.federation.reduction!r} was asked for")
+            raise RefusedAnswer(f"{name!r} is {x.dtype}, but reduction={self.federation.reduction!r} was asked for")

@@ -48,7 +48,7 @@ class Run:
         if store is not None:
             versions = None if found is None else found.versions
             if found is not None and (versions is None or versions.numel() != store.population):
-                raise ValueError(f"{self.folder} holds no client states that fit: give another folder")
+                raise ValueError(f"{self.folder} contains no client states that fit: give another folder")
             store.begin(versions, durable=self.folder is not None, clean=self.rank == 0)
         if found is None:
             return 0

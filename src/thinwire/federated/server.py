@@ -45,7 +45,7 @@ class FederatedServer:
         """
         chosen = [int(client) for client in self.algorithm.select(round, population, clients_per_round, seed)]
         if not chosen or len(set(chosen)) != len(chosen):
-            raise ValueError("select() must name at least one client, and each once")
+            raise ValueError("select() must name at least one client, and each only once")
         if min(chosen) < 0 or max(chosen) >= population:
             raise ValueError(f"select() names clients outside 0..{population - 1}")
         return chosen

@@ -153,7 +153,7 @@ class ClientStateStore:
 
     def _check(self, client: int) -> None:
         if not 0 <= client < self.population:
-            raise ValueError(f"client {client} is none of the {self.population} clients, 0 to {self.population - 1}")
+            raise ValueError(f"client {client} is not one of the {self.population} clients, 0 to {self.population - 1}")
 
     def put(self, client: int, state: StateDict, round: int) -> None:
         """Store a client's new state; ``get`` returns it once the round is committed.

@@ -111,7 +111,7 @@ class Workspace:
         with torch.no_grad():
             found = evaluate(self.model, round)
         if not isinstance(found, Mapping):
-            raise ValueError(f'evaluate() must return numbers by name, as {{"accuracy": 0.9}}, not {found!r}')
+            raise ValueError(f'evaluate() must return numbers by name, such as {{"accuracy": 0.9}}, not {found!r}')
         return {name: float(value) for name, value in found.items()}
 
 

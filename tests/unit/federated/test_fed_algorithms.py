@@ -144,7 +144,7 @@ def test_a_new_algorithm_is_a_few_lines():
         (lambda: fl.FedOpt(rule="lion"), "one of adam, yogi"),
         (lambda: fl.FedOpt(beta1=1.0), "beta1"),
         (lambda: fl.FedNova(mu=0.1, momentum=0.9), "leave one of them out"),
-        (lambda: fl.Mime(momentum=0.9), "give beta="),
+        (lambda: fl.Mime(momentum=0.9), "use beta="),
         (lambda: fl.Mime(max_grad_norm=1.0), "leave max_grad_norm= out"),
         (lambda: fl.Scaffold(momentum=0.9), "plain SGD"),
         (lambda: fl.FedDyn(alpha=0), "alpha"),

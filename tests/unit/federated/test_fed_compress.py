@@ -126,7 +126,7 @@ def test_density_one_is_no_compression():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: fl.Compressed(fl.Mime(), "topk", density=0.1), "Mime sends weights or gradients"),
+        (lambda: fl.Compressed(fl.Mime(), "topk", density=0.1), "Mime sends weights, gradients"),
         (lambda: fl.Compressed(fl.FedDyn(), "topk", density=0.1), "FedDyn sends weights"),
         (lambda: fl.Compressed(fl.FedAvg(), "dgc"), "use topk"),
         (lambda: fl.Compressed(fl.FedAvg(), "ssgd"), "does not compress"),

@@ -75,7 +75,7 @@ def test_array_clients():
     for parts, words in [([[]], "client 0 has no samples"), ([[10]], "outside 0..9")]:
         with pytest.raises(ValueError, match=words):
             fl.ArrayClients((x, y), parts)
-    with pytest.raises(ValueError, match="one first dimension"):
+    with pytest.raises(ValueError, match="same first dimension"):
         fl.ArrayClients((x, y[:5]), [[0]])
     with pytest.raises(ValueError, match="count=0"):
         fl.FunctionClients(0, lambda i: None, 1)
@@ -136,9 +136,9 @@ def test_leaf(tmp_path):
 )
 def test_leaf_of_another_form(tmp_path, text):
     (tmp_path / "data.json").write_text(text)
-    with pytest.raises(ValueError, match=r"data\.json is not in LEAF's form"):
+    with pytest.raises(ValueError, match=r"data\.json is not in LEAF's format"):
         fl.read_leaf(tmp_path)
-    with pytest.raises(ValueError, match="in LEAF's form"):
+    with pytest.raises(ValueError, match="in LEAF's format"):
         fl.read_leaf(tmp_path / "nothing")
 
 

@@ -70,7 +70,7 @@ def with_facts(answer, **facts):
 
 SPOILED = {
     "nan": (lambda a: replaced(a, delta=a.tensors["delta"] * float("nan")), "not finite"),
-    "shape": (lambda a: replaced(a, delta=a.tensors["delta"][:2]), r"the shape \(2,\), and \(4,\) was asked for"),
+    "shape": (lambda a: replaced(a, delta=a.tensors["delta"][:2]), r"the shape \(2,\), but \(4,\) was expected"),
     "dtype": (lambda a: replaced(a, delta=a.tensors["delta"].float()), "float32"),
     "another name": (lambda a: replaced(a, gamma=a.tensors["delta"]), "'gamma', which nobody asked for"),
     "unknown client": (
@@ -79,8 +79,8 @@ SPOILED = {
     ),
     "unknown failure": (lambda a: with_facts(a, failed={"77": "x"}), "client 77"),
     "fewer clients": (lambda a: with_facts(a, seconds=a.facts["seconds"][1:]), "reports"),
-    "no facts": (lambda a: NodeMessage(a.tensors, {}), "not in the form"),
-    "facts of another kind": (lambda a: with_facts(a, failed=[1]), "not in the form"),
+    "no facts": (lambda a: NodeMessage(a.tensors, {}), "not in thinwire's format"),
+    "facts of another kind": (lambda a: with_facts(a, failed=[1]), "not in thinwire's format"),
     "a collected value": (lambda a: replaced(a, **{"collected/0/x": torch.ones(1)}), "nobody asked for"),
     "an error": (lambda a: NodeMessage(facts={"error": "disk full"}), "disk full"),
     "a broken message": (lambda a: "error 4: no such app", "no such app"),
@@ -147,7 +147,7 @@ def test_a_node_with_other_code_says_so(tmp_path):
     "hosts, words",
     [
         ({1: {0: 3}, 2: {0: 3}}, "nodes 1 and 2 both host client 0"),
-        ({1: {8: 3}}, "node 1 hosts client 8, and there are 0..7"),
+        ({1: {8: 3}}, "node 1 hosts client 8, but there are only 0..7"),
         ({1: {0: 0}}, "0 samples"),
         ({}, "start more nodes"),
     ],

@@ -116,9 +116,9 @@ def test_what_cannot_be_read_is_an_error_with_the_clients_name(tmp_path):
     with pytest.raises(ValueError, match="population=-1 must be at least 1"):
         ClientStateStore(-1)
     for client in (-1, 10):
-        with pytest.raises(ValueError, match=f"client {client} is none of the 10 clients, 0 to 9"):
+        with pytest.raises(ValueError, match=f"client {client} is not one of the 10 clients, 0 to 9"):
             store.get(client)
-        with pytest.raises(ValueError, match=f"client {client} is none of the 10 clients"):
+        with pytest.raises(ValueError, match=f"client {client} is not one of the 10 clients"):
             store.put(client, vector(1), 0)
 
 
@@ -221,8 +221,8 @@ def test_a_store_that_was_used_begins_anew():
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     p.train(fl.Scaffold(lr=0.1), DATA, rounds=1, clients_per_round=4, checkpoint_dir=tmp_path)
     for change, words in [
-        ({"algorithm": fl.Scaffold(lr=0.2)}, "lr = 0.1, and this one has 0.2"),
-        ({"algorithm": fl.FedAvg(lr=0.1)}, "algorithm = Scaffold, and this one has FedAvg"),
+        ({"algorithm": fl.Scaffold(lr=0.2)}, "lr = 0.1, but this one has 0.2"),
+        ({"algorithm": fl.FedAvg(lr=0.1)}, "algorithm = Scaffold, but this one has FedAvg"),
         ({"seed": 5}, "seed = 0"),
         ({"clients_per_round": 3}, "clients_per_round = 4"),
     ]:

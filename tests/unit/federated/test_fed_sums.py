@@ -65,7 +65,7 @@ def test_exact_says_when_it_overflows():
     total = Accumulator("exact")
     for _ in range(5):
         total.add("delta", torch.tensor([1e6, 1.0]), 1.0)
-    with pytest.raises(OverflowError, match="'delta' sums up to"):
+    with pytest.raises(OverflowError, match="'delta' adds up to"):
         total.result("delta", 1.0, torch.float32)
     fine = Accumulator("fp64")
     fine.add("delta", torch.tensor([1e7]), 1.0)

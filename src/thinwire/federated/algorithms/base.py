@@ -134,7 +134,7 @@ class Algorithm(abc.ABC):
         """
         for name in self.server_state:
             if name not in state or state[name].shape != getattr(self, name).shape:
-                raise ValueError(f"the state holds no {name!r} of shape {tuple(getattr(self, name).shape)}")
+                raise ValueError(f"the state contains no {name!r} of shape {tuple(getattr(self, name).shape)}")
             setattr(self, name, state[name].clone())
 
     def shape_of(self, name: str) -> Sequence[int]:

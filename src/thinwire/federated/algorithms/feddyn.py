@@ -42,7 +42,7 @@ class FedDyn(Algorithm):
         super().__post_init__()
         positive("alpha", self.alpha)
         if self.server_lr != 1:
-            raise ValueError("FedDyn sets the server's weights, it takes no step: leave server_lr= out")
+            raise ValueError("FedDyn sets the server's weights and takes no step: leave server_lr= out")
 
     def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run: h = 0."""

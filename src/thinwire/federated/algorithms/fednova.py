@@ -43,7 +43,7 @@ class FedNova(Algorithm):
         super().__post_init__()
         positive("mu", self.mu, zero=True)
         if self.mu and self.momentum:
-            raise ValueError("FedNova knows no norm for momentum and mu together: leave one of them out")
+            raise ValueError("FedNova has no norm for momentum and mu together: leave one of them out")
 
     def shape_of(self, name: str) -> Sequence[int]:
         """Return the shape; ``a`` is one number."""

@@ -50,7 +50,9 @@ class FedRobust(FedAvg):
         if not 0 <= self.trim < 0.5:
             raise ValueError(f"trim={self.trim!r} must be at least 0 and below 0.5: that much is left out at each end")
         if self.weights != "uniform":
-            raise ValueError("weights='samples': a client that lies would count as much as it says; leave weights= out")
+            raise ValueError(
+                "weights='samples': a client that lies would count as much as it claims; leave weights= out"
+            )
 
     def program(self, round: int) -> RoundProgram:
         """Make one visit and one step."""

@@ -44,7 +44,7 @@ class Mime(Algorithm):
         if not 0 <= self.beta < 1:
             raise ValueError(f"beta={self.beta} must be at least 0 and below 1")
         if self.momentum:
-            raise ValueError("Mime's momentum is the server's: give beta=, and leave momentum= out")
+            raise ValueError("Mime's momentum is the server's: use beta=, and leave momentum= out")
         if self.max_grad_norm is not None:
             raise ValueError("Mime's corrected gradients are not clipped: leave max_grad_norm= out")
 

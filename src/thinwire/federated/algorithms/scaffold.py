@@ -37,7 +37,7 @@ class Scaffold(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum:
-            raise ValueError("SCAFFOLD's variates are of plain SGD: leave momentum= out")
+            raise ValueError("SCAFFOLD's control variates assume plain SGD: leave momentum= out")
 
     def setup(self, theta: Tensor, population: int, clients_per_round: int) -> None:
         """Begin a run: c = 0."""
