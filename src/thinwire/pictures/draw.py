@@ -33,7 +33,7 @@ def check_plot(path: Path | None) -> None:
     else:
         raise ValueError(f"--plot {path}: the name must end in .png or .html")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"--plot {path} is no file that can be written: give a file in a folder that exists")
+        raise ValueError(f"--plot {path} is not a file that can be written: give a file in a folder that exists")
 
 
 def write_picture(picture: Picture, path: Path) -> None:

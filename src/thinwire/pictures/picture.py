@@ -27,9 +27,9 @@ class Series:
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
-            raise ValueError(f"the line {self.name!r} has {len(self.x)} x and {len(self.y)} y")
+            raise ValueError(f"the line {self.name!r} has {len(self.x)} x values and {len(self.y)} y values")
         if self.look not in LOOKS:
-            raise ValueError(f"the line {self.name!r}: look={self.look!r} is none of {', '.join(LOOKS)}")
+            raise ValueError(f"the line {self.name!r}: look={self.look!r} is not one of {', '.join(LOOKS)}")
 
     @property
     def label(self) -> str:

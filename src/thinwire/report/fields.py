@@ -14,7 +14,7 @@ Data: TypeAlias = Mapping[str, Any]
 def table(value: Any, what: str) -> Data:
     """Return the value if it is a JSON object."""
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is no JSON object")
+        raise ValueError(f"{what} is not a JSON object")
     return value
 
 
@@ -22,7 +22,7 @@ def listed(data: Data, key: str) -> list[Any]:
     """Return a list."""
     value = data.get(key)
     if not isinstance(value, list):
-        raise ValueError(f"{key!r} is no list")
+        raise ValueError(f"{key!r} is not a list")
     return value
 
 
@@ -35,7 +35,7 @@ def number(data: Data, key: str) -> float:
     """Return a finite number."""
     found = maybe_number(data, key)
     if found is None:
-        raise ValueError(f"{key!r} is no number")
+        raise ValueError(f"{key!r} is not a number")
     return found
 
 
@@ -45,7 +45,7 @@ def maybe_number(data: Data, key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         if value is None:
             return None
-        raise ValueError(f"{key!r} is no number")
+        raise ValueError(f"{key!r} is not a number")
     return float(value) if math.isfinite(value) else None
 
 
@@ -55,7 +55,7 @@ def text(data: Data, key: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"{key!r} is no text")
+        raise ValueError(f"{key!r} is not text")
     return value
 
 

@@ -145,7 +145,7 @@ def _read(path: Path) -> list[tuple[str, Result]]:
     try:
         data = _content(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     found = []
     for part in _parts(data):
         for kind, fits, read in _KINDS:
@@ -156,5 +156,5 @@ def _read(path: Path) -> list[tuple[str, Result]]:
                     raise ValueError(f"{path} looks like {kind} but cannot be read: {error}") from error
     if not found:
         known = "; ".join(kind for kind, _, _ in _KINDS)
-        raise ValueError(f"{path} holds nothing that a report is made of: {known}")
+        raise ValueError(f"{path} contains nothing that a report can show: {known}")
     return found

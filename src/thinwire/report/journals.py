@@ -32,7 +32,7 @@ def read_step_log(name: str, records: Sequence[Any]) -> RunPicture:
 
         logged = dict.fromkeys(key for step in steps for key in step["values"])
         panels = [panel(key, **{method: [step["values"].get(key) for step in steps]}) for key in logged]
-        waited = {"a step": each("seconds"), "of it waiting for the network": each("exposed_seconds")}
+        waited = {"a step": each("seconds"), "of which waiting for the network": each("exposed_seconds")}
         panels.append(panel("seconds per step", **waited))
         panels.append(
             panel(
@@ -42,7 +42,7 @@ def read_step_log(name: str, records: Sequence[Any]) -> RunPicture:
         number = f"step {steps[-1]['step']}" if steps else "no step yet"
         return RunPicture(name, Picture(f"{method}, {runs[-1]['world_size']} workers, {number}", tuple(panels)))
     except (IndexError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"it is not as StepLog writes it ({error})") from error
+        raise ValueError(f"it is not in the format of StepLog ({error})") from error
 
 
 def read_journal(name: str, lines: Sequence[Any]) -> RunPicture:
@@ -60,11 +60,13 @@ def read_journal(name: str, lines: Sequence[Any]) -> RunPicture:
                 given.append(len(given) + 1)
                 age.append(max((line["version"] - base for base, *_ in rows), default=0))
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"it is not as a server writes it ({error})") from error
+        raise ValueError(f"it is not in the format of a server's journal ({error})") from error
     panels = (
         Panel("seconds", "contributions so far", tuple(_line(f"node {n}", *nodes[n][:2]) for n in sorted(nodes))),
         Panel(
-            "seconds", "age of its gradients, updates", tuple(_line(f"node {n}", *nodes[n][::2]) for n in sorted(nodes))
+            "seconds",
+            "age of its gradients in updates",
+            tuple(_line(f"node {n}", *nodes[n][::2]) for n in sorted(nodes)),
         ),
     )
     return RunPicture(name, Picture(f"{len(nodes)} nodes, {len(lines) - 1} updates", panels))

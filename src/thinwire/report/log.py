@@ -137,7 +137,7 @@ class StepLog:
         try:
             return float(value.detach() if hasattr(value, "detach") else value)
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
-            self._complain(f"the step log leaves out {name}={value!r}, which is no number")
+            self._complain(f"the step log skips {name}={value!r}, which is not a number")
             return None
 
     def _complain(self, sentence: str) -> None:

@@ -26,7 +26,7 @@ def render(inputs: Inputs) -> str:
     colours = Colours(inputs.labels())
     made = [section for make in SECTIONS if (section := make(inputs, colours)) is not None]
     if not made:
-        raise ValueError("the files hold no results: " + ", ".join(source.name for source in inputs.sources))
+        raise ValueError("the files contain no results: " + ", ".join(source.name for source in inputs.sources))
     pictures = _Pictures()
     body = "\n".join(_section(section, pictures) for section in made)
     links = "".join(f'<a href="#{section.anchor}">{escape(section.title)}</a>' for section in made)
@@ -127,5 +127,5 @@ def _table(rows: tuple[tuple[str, ...], ...], kind: str = "figures") -> str:
 
 
 def _sources(sources: tuple[InputFile, ...]) -> str:
-    rows = (("file", "holds", "written"), *((s.name, s.holds, s.written) for s in sources))
+    rows = (("file", "contents", "written"), *((s.name, s.holds, s.written) for s in sources))
     return f'<section id="sources">\n<h2>Files</h2>\n{_table(rows, "sources")}\n</section>'

@@ -32,7 +32,7 @@ def _panel(data: Data) -> Panel:
     asked = data.get("y_range")
     limits = None if asked is None else numbers(data, "y_range")
     if limits is not None and len(limits) != 2:
-        raise ValueError("'y_range' is no pair")
+        raise ValueError("'y_range' is not a pair")
     return Panel(
         text(data, "x"),
         text(data, "y"),
@@ -52,7 +52,7 @@ def _line(data: Data) -> Series:
     kept = [(x, y) for x, y in pairs if x is not None and y is not None]
     at = None if data.get("at") is None else numbers(data, "at")
     if at is not None and len(at) != 2:
-        raise ValueError("'at' is no point")
+        raise ValueError("'at' is not a point")
     return Series(
         text(data, "name"), tuple(x for x, _ in kept), tuple(y for _, y in kept), text(data, "look") or "line",
         None if at is None else (at[0], at[1]), text(data, "said"),
@@ -62,7 +62,7 @@ def _line(data: Data) -> Series:
 def _column(data: Data, key: str) -> list[Any]:
     value = data.get(key)
     if not isinstance(value, list):
-        raise ValueError(f"{key!r} of a line is no list")
+        raise ValueError(f"{key!r} of a line is not a list")
     return value
 
 

@@ -34,5 +34,5 @@ def _writer(folder: str | os.PathLike[str]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError("scalars are written with tensorboard: pip install 'thinwire[tensorboard]'") from error
+        raise ImportError("writing scalars needs tensorboard: pip install 'thinwire[tensorboard]'") from error
     return SummaryWriter(os.fspath(folder))

@@ -61,7 +61,7 @@ class WatchPage(ThreadingHTTPServer):
         for path, found in written.items():
             lines.append(f"{path.name}: written {max(0.0, time.time() - found.st_mtime):.0f} s ago")
         if there and not pictures:
-            lines.append("these files have no picture of a run: thinwire report shows them")
+            lines.append("these files contain no picture of a run: thinwire report can show them")
         return {"lines": lines, "pictures": pictures}
 
 

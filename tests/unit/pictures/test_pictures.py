@@ -77,11 +77,11 @@ def test_runs_over_the_same_axes_are_drawn_together_and_told_apart():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"panels": 3}, "no list"),
-        ({"panels": [{"x": "a", "y": "b", "lines": [{"name": "a", "x": [1], "y": "no"}]}]}, "no list"),
+        ({"panels": 3}, "not a list"),
+        ({"panels": [{"x": "a", "y": "b", "lines": [{"name": "a", "x": [1], "y": "no"}]}]}, "not a list"),
         ({"panels": [{"x": "a", "y": "b", "lines": [{"name": "a", "x": [1], "y": [1, 2]}]}]}, "argument 2 is longer"),
-        ({"panels": [{"lines": [], "marks": [], "levels": [], "y_range": [1]}]}, "no pair"),
-        ({"panels": [{"lines": [{"name": "a", "x": [], "y": [], "look": "pie"}]}]}, "none of line, steps, points"),
+        ({"panels": [{"lines": [], "marks": [], "levels": [], "y_range": [1]}]}, "not a pair"),
+        ({"panels": [{"lines": [{"name": "a", "x": [], "y": [], "look": "pie"}]}]}, "not one of line, steps, points"),
     ],
 )
 def test_broken_pictures_are_sentences(change, says):

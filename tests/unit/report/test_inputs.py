@@ -27,18 +27,18 @@ def test_kinds_are_told_by_content(tmp_path):
 @pytest.mark.parametrize(
     "text,says",
     [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[]", "nothing that a report is made of"),
-        ('{"rows": []}', "nothing that a report is made of"),
-        ("3", "nothing that a report is made of"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "nothing that a report can show"),
+        ('{"rows": []}', "nothing that a report can show"),
+        ("3", "nothing that a report can show"),
         ('{"entries": [3]}', "looks like a ranking"),
-        ('{"entries": [{"label": "acp"}]}', "'step_seconds' is no number"),
-        ('{"entries": [{"label": 3, "step_seconds": 1}]}', "'label' is no text"),
+        ('{"entries": [{"label": "acp"}]}', "'step_seconds' is not a number"),
+        ('{"entries": [{"label": 3, "step_seconds": 1}]}', "'label' is not text"),
         ('{"cells": [[]], "bits_per_second": [1e8], "workers": [2]}', "1 rows"),
         ('{"cells": [[{"step_seconds": 1}]], "bits_per_second": [1e8], "workers": [2]}', "no 'winner'"),
-        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "b", "dur": 1}]}', "'ts' is no number"),
-        ('{"bench": 3, "curves": {}}', "'bench' is no JSON object"),
+        ('{"traceEvents": [{"ph": "X", "name": "a", "ts": "b", "dur": 1}]}', "'ts' is not a number"),
+        ('{"bench": 3, "curves": {}}', "'bench' is not a JSON object"),
     ],
 )
 def test_what_is_unknown_or_broken_is_one_sentence(text, says, tmp_path):
@@ -53,7 +53,7 @@ def test_what_is_unknown_or_broken_is_one_sentence(text, says, tmp_path):
 def test_a_file_that_is_no_text(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(b"\x89PNG\xff\xfe")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         read_files([path])
 
 

@@ -113,7 +113,7 @@ def test_a_second_map_where_exact_methods_differ(tmp_path):
     data["cells"][0][0]["winner_exact"] = "ssgd fusion=single"
     two = page_of(tmp_path, a=data)
     assert "Of the exact methods, ssgd is best everywhere." in Reader(one).text
-    assert "Exact methods alone" in Reader(two).text
+    assert "Exact methods only" in Reader(two).text
     assert two.count("Plotly.newPlot(") == one.count("Plotly.newPlot(") + 1
 
 

@@ -96,7 +96,7 @@ def test_the_picture_of_a_journal(tmp_path):
 def test_a_broken_log_is_one_sentence(text, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match="cannot be read: it is not as"):
+    with pytest.raises(ValueError, match="cannot be read: it is not in the format"):
         read_files([path])
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_drawn_is_said_and_the_page_goes_on(watch, tmp_path):
     path = tmp_path / "steps.jsonl"
     path.write_text("[1]")
     page = watch(path)
-    assert "holds nothing that a report is made of" in state(page)["lines"][0]
+    assert "contains nothing that a report can show" in state(page)["lines"][0]
     path.unlink()
     train(Counter(), path, 1)
     assert len(state(page)["pictures"]) == 1
@@ -134,7 +134,7 @@ def test_nobody_else_is_answered(watch, tmp_path):
 
 @pytest.mark.parametrize(
     "words, says",
-    [(["no/such/steps.jsonl"], "none can come there"), (["a.jsonl", "--port", "70000"], "leave it out")],
+    [(["no/such/steps.jsonl"], "none can be created there"), (["a.jsonl", "--port", "70000"], "leave it out")],
 )
 def test_wrong_words_are_one_sentence(words, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ _READING = (
     "Each bar is the median time of one training step of the slowest worker; shorter is better. The hatched end is "
     "exposed communication: what the step takes beyond computing alone. The thin line is the spread (half of the "
     "steps lie within it). The dotted line is computing alone. The dashed line is the floor: no exact method whose "
-    "average is there at the end of backward can be faster on this link; a compressed one can."
+    "average is ready at the end of backward can be faster on this link; a compressed one can."
 )
 _SOURCES = {
     "interface": "MB per step: what a machine's interface sent, headers included.",

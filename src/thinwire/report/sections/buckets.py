@@ -16,7 +16,7 @@ from thinwire.report.words import hover, megabytes, short
 
 _READING = (
     "What this rank sent for each bucket of gradients in the step above. Bucket 0 is filled first, by the last layers "
-    "of the model. Many small buckets cost start-ups, a few large ones cannot be hidden behind the computation."
+    "of the model. Many small buckets cost start-ups; a few large ones cannot be hidden behind the computation."
 )
 
 

@@ -14,7 +14,7 @@ from thinwire.report.words import duration, hover, short
 
 _READING = (
     "The same model from the same weights on the same data, once per method; lower is better. Against seconds: what a "
-    "user gets; a method with shorter steps comes further in the same time. Against steps: what compression costs; "
+    "user gets; a method with shorter steps gets further in the same time. Against steps: what compression costs; "
     "exact methods lie on one line, lossy ones may lie a little above it."
 )
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")

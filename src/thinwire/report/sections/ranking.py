@@ -16,9 +16,9 @@ from thinwire.report.words import duration, hover, megabytes, short
 _READING = (
     "Each bar is the predicted time of one training step; shorter is better. The hatched end is exposed "
     "communication: time in which the network works and nothing is computed. The thin line is the band in which the "
-    "step should lie. Next to it stands what bounds the step, that is, what to improve next. Exact methods change "
+    "step should lie. Next to it is what bounds the step, that is, what to improve next. Exact methods change "
     "nothing in the result; lossy ones send less and need more steps to the same loss: how many, where that was "
-    "measured, stands behind the bar."
+    "measured, is shown after the bar."
 )
 
 
@@ -106,6 +106,6 @@ def _hover(entry: RankedMethod) -> str:
         f"step {duration(entry.step_seconds)} ({duration(entry.low_seconds)} to {duration(entry.high_seconds)})",
         f"exposed communication {duration(entry.exposed_seconds)}",
         sent,
-        "" if entry.steps is None else f"{entry.steps:.2f} steps to a loss for one of exact averaging's",
+        "" if entry.steps is None else f"{entry.steps:.2f} steps to a loss for each step of exact averaging",
         f"bound by {entry.bound_by}" if entry.bound_by else "",
     )

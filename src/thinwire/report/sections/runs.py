@@ -10,8 +10,8 @@ from thinwire.report.pictures import grouped
 from thinwire.report.section import Block, Chart, Section
 
 _READING = (
-    "What a run recorded about itself. A name has one colour on the whole page. Dashed lines are values to compare "
-    "with; dotted ones mark what happened at that moment."
+    "What a run recorded about itself. Each name has the same colour on the whole page. Dashed lines are values to "
+    "compare with; dotted ones mark what happened at that moment."
 )
 
 

@@ -16,10 +16,10 @@ from thinwire.report.traces import StepTrace
 from thinwire.report.words import duration, hover, megabytes, short
 
 _READING = (
-    "Time runs to the right; each line is something that works on its own: the computation, the methods' own work on "
-    "the gradients, the links. A bar is one bucket of gradients (its number stands in it where there is room; "
+    "Time runs to the right; each line is something that works independently: the computation, the methods' own work "
+    "on the gradients, the links. A bar is one bucket of gradients (its number is shown where there is room; "
     "neighbours differ in shade). Links that work while the computation line is empty are exposed communication. Drag "
-    "over a part to enlarge it, double-click to come back, point at a bar for its figures."
+    "over a part to enlarge it, double-click to go back, point at a bar for its figures."
 )
 _KINDS = {
     "forward": "#b0bac5",

@@ -15,9 +15,9 @@ from thinwire.report.words import bits, duration, factor, hover
 
 _READING = (
     "Each cell is a cluster: a number of workers, joined by links of one rate. Its colour is the method that the "
-    "planner recommends there; the number (where there is room) says how many times shorter its step is than with the "
-    "fastest dense method (one that sends the whole gradient). Where the number is near 1, nothing is to be gained. "
-    "Point at a cell for the reason."
+    "planner recommends there; the number (where there is room) says how many times faster it reaches a loss than "
+    "the fastest dense method (one that sends the whole gradient). Where the number is near 1, there is nothing to "
+    "gain. Point at a cell for the reason."
 )
 _TEXT_COLUMNS = 16  # with more, cells are too narrow for a number
 
@@ -38,7 +38,7 @@ def _block(found: WinnerMap, colours: Colours) -> Block:
     charts = [Chart(_figure(found, colours, exact=False), "All methods")]
     exact = Counter(cell.winner_exact for cell in found.known if cell.winner_exact)
     if len(exact) > 1 and any(cell.winner_exact != cell.winner for cell in found.known):
-        charts.append(Chart(_figure(found, colours, exact=True), "Exact methods alone"))
+        charts.append(Chart(_figure(found, colours, exact=True), "Exact methods only"))
     elif len(exact) == 1:
         line += f" Of the exact methods, {next(iter(exact))} is best everywhere."
     names = dict.fromkeys([name for name, _ in wins.most_common()] + [name for name, _ in exact.most_common()])
@@ -98,7 +98,7 @@ def _figure(found: WinnerMap, colours: Colours, *, exact: bool) -> Any:
 def _hover(found: WinnerMap, i: int, j: int) -> str:
     cell = found.cells[i][j]
     assert cell is not None
-    gain = f"{factor(cell.factor)} sooner than dense" if cell.factor > 1.005 else "as soon as dense"
+    gain = f"{factor(cell.factor)} faster than dense" if cell.factor > 1.005 else "as fast as dense"
     return hover(
         f"{cell.winner}: {gain}",
         f"{found.workers[j]:,} workers, {bits(found.bits_per_second[i])}",
