@@ -135,12 +135,12 @@ def test_happenings_are_in_order():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--kill", "5:1s"], "--kill names rank 5, and the ranks are 0 to 1"),
-        (["--kill", "1"], "--kill '1' is not RANK:AT: write for example --kill 2:30s"),
+        (["--kill", "5:1s"], "--kill names rank 5, but the ranks are 0 to 1"),
+        (["--kill", "1"], "--kill '1' is not RANK:AT: use for example --kill 2:30s"),
         (["--kill", "-1:3s"], "is not RANK:AT"),
         (["--kill", "1:0s"], "'0s' is not a time above 0 in ms, s or m"),
         (["--kill", "1:nans"], "'nans' is not a time"),
-        (["--restart", "5s"], "say which with --kill"),
+        (["--restart", "5s"], "say which rank with --kill"),
         (["--kill", "1:1s", "--restart", "5"], "--restart '5': '5' is not a time"),
         (["--stop", "1:3s"], "--stop '1:3s' is not RANK:AT:FOR"),
         (["--kill", "1:1s", "--kill", "1:3s"], "killed from 1 s for good (--restart S brings it back)"),

@@ -45,7 +45,7 @@ def test_the_mode_can_be_forced():
 
 def test_an_unknown_mode_is_refused(monkeypatch):
     monkeypatch.setenv("THINWIRE_LAB_MODE", "magic")
-    with pytest.raises(lab.LabError, match="'magic' is none of root, user, loopback"):
+    with pytest.raises(lab.LabError, match="'magic' is not one of root, user, loopback"):
         lab.available()
 
 

@@ -39,12 +39,12 @@ def test_rates_are_read(text, rate):
     ],
 )
 def test_what_is_no_rate_is_refused_with_an_example(text):
-    with pytest.raises(LabError, match=r"write .*\dg?m?bit"):
+    with pytest.raises(LabError, match=r"use .*\dg?m?bit"):
         parse_rate(text)
 
 
 def test_bps_is_refused_because_tc_means_bytes():
-    with pytest.raises(LabError, match="write 100mbit"):
+    with pytest.raises(LabError, match="use 100mbit"):
         parse_rate("100mbps")
 
 
@@ -68,5 +68,5 @@ def test_delays_are_read(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "1", "ms", "1m", "-1ms", "11s", "soon"])
 def test_what_is_no_delay_is_refused_with_an_example(text):
-    with pytest.raises(LabError, match="write for example 1ms"):
+    with pytest.raises(LabError, match="use for example 1ms"):
         parse_delay(text)

@@ -30,7 +30,7 @@ def find_mode() -> tuple[str, str]:
     """Return the mode of `available`, and why a better one is not available."""
     forced = os.environ.get("THINWIRE_LAB_MODE") or None
     if forced not in (None, *_MODES):
-        raise LabError(f"THINWIRE_LAB_MODE={forced!r} is none of {', '.join(_MODES)}: unset it")
+        raise LabError(f"THINWIRE_LAB_MODE={forced!r} is not one of {', '.join(_MODES)}: unset it")
     return _try_modes(forced)
 
 

@@ -77,4 +77,4 @@ def _kill(pid: int, name: str) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
     except PermissionError:
-        raise LabError(f"process {pid} in namespace {name} may not be ended: run as root") from None
+        raise LabError(f"no permission to end process {pid} in namespace {name}: run as root") from None

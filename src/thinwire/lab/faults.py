@@ -55,7 +55,9 @@ def parse_kills(texts: Sequence[str], restart: str | None) -> list[RankFault]:
         LabError: the text has another form.
     """
     if restart is not None and not texts:
-        raise LabError("--restart says when a killed rank comes again: say which with --kill, such as --kill 2:30s")
+        raise LabError(
+            "--restart says when a killed rank is started again: say which rank with --kill, such as --kill 2:30s"
+        )
     pause = None if restart is None else _time(restart, "--restart", restart, "5s")
     return [RankFault("kill", rank, at, pause) for rank, (at,) in (_parts(x, "--kill", ("30s",)) for x in texts)]
 
@@ -70,7 +72,7 @@ def _parts(text: str, option: str, times: Sequence[str]) -> tuple[int, list[floa
     rank, *rest = text.split(":")
     if not re.fullmatch("[0-9]+", rank) or len(rest) != len(times):
         meaning = "RANK:AT" if len(times) == 1 else "RANK:AT:FOR"
-        raise LabError(f"{option} {text!r} is not {meaning}: write for example {option} {example}")
+        raise LabError(f"{option} {text!r} is not {meaning}: use for example {option} {example}")
     return int(rank), [_time(part, option, text, example) for part in rest]
 
 
@@ -78,7 +80,7 @@ def _time(part: str, option: str, text: str, example: str) -> float:
     match = _TIME.fullmatch(part.strip().lower())
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if not seconds > 0:
-        raise LabError(f"{option} {text!r}: {part!r} is not a time above 0 in ms, s or m: write {option} {example}")
+        raise LabError(f"{option} {text!r}: {part!r} is not a time above 0 in ms, s or m: use {option} {example}")
     return seconds
 
 
@@ -88,11 +90,11 @@ def check_faults(faults: Sequence[RankFault], cluster: Cluster, *, emulated: boo
     for fault in faults:
         if not 0 <= fault.rank < cluster.workers:
             raise LabError(
-                f"--{fault.kind} names rank {fault.rank}, and the ranks are 0 to {cluster.workers - 1}: name another"
+                f"--{fault.kind} names rank {fault.rank}, but the ranks are 0 to {cluster.workers - 1}: name another"
             )
         cut = fault.kind == "cut"
         if cut and not emulated:
-            raise LabError("--cut needs emulated links, and the ranks run on plain loopback here: use --stop instead")
+            raise LabError("--cut needs emulated links, but the ranks run on plain loopback here: use --stop instead")
         by_victim.setdefault((cut, fault.rank // cluster.ranks_per_node if cut else fault.rank), []).append(fault)
     for some in by_victim.values():
         some.sort(key=lambda fault: fault.at_seconds)
@@ -100,7 +102,7 @@ def check_faults(faults: Sequence[RankFault], cluster: Cluster, *, emulated: boo
             if other.at_seconds <= one.until:
                 back = "for good (--restart S brings it back)" if one.until == math.inf else f"until {one.until:g} s"
                 raise LabError(
-                    f"--{other.kind} {other.rank}:{other.at_seconds:g}s meets a rank that is {_BEGINS[one.kind]} from "
+                    f"--{other.kind} {other.rank}:{other.at_seconds:g}s hits a rank that is {_BEGINS[one.kind]} from "
                     f"{one.at_seconds:g} s {back}: choose times that do not overlap"
                 )
 

@@ -105,7 +105,9 @@ class Network:
             except LabError as error:
                 if not link.delay_seconds:
                     raise
-                raise LabError(f"this kernel refuses a delay (is netem there?), leave out --delay: {error}") from None
+                raise LabError(
+                    f"this kernel refuses a delay (is netem available?): leave out --delay: {error}"
+                ) from None
             shaping += link.egress_of_switch(f"port{node}")
         self.shell.batch("tc", self.switch, shaping)
 

@@ -33,12 +33,10 @@ def parse_rate(text: str) -> int:
     if unit.endswith("bps"):
         meant = unit.removesuffix("bps") + "bit"
         raise LabError(
-            f"link rate {text!r} is ambiguous ('bps' means bytes in tc, bits elsewhere): write {number}{meant}"
+            f"link rate {text!r} is ambiguous ('bps' means bytes in tc, bits elsewhere): use {number}{meant}"
         )
     if unit not in _BITS:
-        raise LabError(
-            f"link rate {text!r} is not a number with bit, kbit, mbit, gbit or tbit: write 100mbit or 2.5gbit"
-        )
+        raise LabError(f"link rate {text!r} is not a number with bit, kbit, mbit, gbit or tbit: use 100mbit or 2.5gbit")
     rate = int(Decimal(number) * _BITS[unit])
     check_rate(rate, text)
     return rate
@@ -49,7 +47,7 @@ def check_rate(rate: int, text: str | None = None) -> None:
     if not SLOWEST <= rate <= FASTEST:
         raise LabError(
             f"link rate {text or format_rate(rate)!r} is outside {format_rate(SLOWEST)} to {format_rate(FASTEST)}: "
-            "write for example 1gbit, or unlimited"
+            "use for example 1gbit, or unlimited"
         )
 
 
@@ -78,8 +76,8 @@ def parse_delay(text: str) -> float:
     if number and Decimal(number) == 0 and not unit:
         return 0.0
     if unit not in _SECONDS:
-        raise LabError(f"delay {text!r} is not a number with us, ms or s: write for example 1ms")
+        raise LabError(f"delay {text!r} is not a number with us, ms or s: use for example 1ms")
     seconds = float(Decimal(number) * _SECONDS[unit])
     if seconds > LONGEST_DELAY:
-        raise LabError(f"delay {text!r} is longer than {LONGEST_DELAY:.0f}s: write for example 1ms")
+        raise LabError(f"delay {text!r} is longer than {LONGEST_DELAY:.0f}s: use for example 1ms")
     return seconds
