@@ -22,10 +22,10 @@ def test_what_it_says_is_what_it_measured(tmp_path):
     assert found["target"] == found["curves"]["ddp"][-1]["validation"]
     assert ours["bytes_per_step"] < 0.3 * ddp["bytes_per_step"] or lab.available() == "loopback"
     if ours["seconds"] is None:
-        assert "No row came to DDP's loss" in done.stdout
+        assert "No row reached DDP's loss" in done.stdout
         assert min(p["validation"] for p in found["curves"]["thinwire powersgd"]) > found["target"]
     elif ours["seconds"] < 0.9 * ddp["seconds"]:
         assert f"in {ours['seconds']:.1f} s instead of {ddp['seconds']:.1f} s" in done.stdout
         assert 'sync = tw.attach(model, optimizer, "powersgd", rank=4)' in done.stdout
     else:
-        assert "no lead over DDP" in done.stdout
+        assert "no gain over DDP" in done.stdout

@@ -113,12 +113,12 @@ def headline(result: DemoResult) -> str:
     if ddp is None or result.target is None or ddp.seconds is None:
         return ""
     if first is None or first.seconds is None or times is None:
-        return f"No row came to DDP's loss ({result.target:.3f}) in the {ddp.seconds:.1f} s that DDP took."
+        return f"No row reached DDP's loss ({result.target:.3f}) in the {ddp.seconds:.1f} s that DDP took."
     computed = ", computed for this link, not measured" if first.predicted_seconds else ""
     if not result.ahead:
         return f"The same loss ({result.target:.3f}) took {first.seconds:.1f} s, and DDP {ddp.seconds:.1f} s{computed}."
     pair = f"{first.seconds:.1f} s instead of {ddp.seconds:.1f} s"
-    return f"The same loss ({result.target:.3f}) in {pair}: {times:.1f} times sooner{computed}."
+    return f"The same loss ({result.target:.3f}) in {pair}: {times:.1f} times faster{computed}."
 
 
 def advice(result: DemoResult) -> str:
@@ -128,7 +128,7 @@ def advice(result: DemoResult) -> str:
         return ""
     if first is None or not result.ahead:
         return (
-            "That is no lead over DDP, so there is nothing to change for a network like this one. For yours: thinwire "
+            "That is no gain over DDP, so there is nothing to change for a network like this one. For yours: thinwire "
             "plan --help"
         )
     row = next(row for row in ROWS if row.label == first.label)

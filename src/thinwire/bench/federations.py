@@ -187,7 +187,9 @@ def build_algorithm(text: str, base: Any = None, compress: str | None = None) ->
         if not kept:
             raise
         words = ", ".join(f"{key}={value}" for key, value in kept.items())
-        raise ValueError(f"{error} (not named, so kept: {words}; name what is to differ, as {name}:lr=0.1)") from error
+        raise ValueError(
+            f"{error} (not named, so kept: {words}; name what should differ, such as {name}:lr=0.1)"
+        ) from error
     return compressed(made, compress, base)
 
 

@@ -44,11 +44,11 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     at = f"a loss of {found.target:.3f}"
     if first is ddp:
         others = [row for row in found.rows if row is not ddp and row.seconds is not None]
-        rival = f"{others[0].label} comes {_told(others[0])}" if others else "no other method gets there"
+        rival = f"{others[0].label} reaches it {_told(others[0])}" if others else "no other method reaches it"
         return (
             f"DDP is enough here: it reaches {at} after {duration(ddp.seconds)}, {rival}",
-            f"it costs no more steps, and nothing to change: a step takes {short(ddp.step_seconds)}, "
-            f"{ddp.over_compute:.2f} of its computing",
+            f"it costs no extra steps and no change: a step takes {short(ddp.step_seconds)}, "
+            f"{ddp.over_compute:.2f} times its computing",
             _sureness(found, ddp, others[0] if others else None) + _last_rate(found.budget.rates, ddp.rate),
         )
     assert first.seconds is not None
@@ -56,7 +56,7 @@ def sentences(found: RaceResult) -> tuple[str, str, str]:
     rivals = [row for row in found.rows if row not in (first, ddp) and row.seconds is not None]
     return (
         f"{first.label} is first: it reaches {at} after {duration(first.seconds)}, "
-        f"{first.sooner:.1f} x sooner than DDP ({duration(ddp.seconds)})",
+        f"{first.sooner:.1f} x faster than DDP ({duration(ddp.seconds)})",
         f"{_cost(found, first)}; a step takes {short(first.step_seconds)} instead of {short(ddp.step_seconds)}",
         _sureness(found, first, rivals[0] if rivals else None) + _last_rate(found.budget.rates, ddp.rate),
     )
@@ -75,7 +75,7 @@ def steps_range(row: Finish) -> str:
 
 def _cost(found: RaceResult, row: Finish) -> str:
     if row.label not in found.raced:
-        return "it costs no more steps, as its average is DDP's"
+        return "it costs no extra steps, as its average is DDP's"
     said = f"it takes {row.steps:.2f} times DDP's steps ("
     said += f"{steps_range(row).replace(' - ', ' to ')} over {row.seeds} seeds" if row.seeds > 1 else "one seed"
     if len(found.budget.rates) > 1:
@@ -93,16 +93,16 @@ def _sureness(found: RaceResult, first: Finish, rival: Finish | None) -> str:
             return f"sure: {trained}"
         sure, said = ("not sure", "overlaps") if overlap(rival, ddp) else ("sure", "does not overlap")
         trained = f"{trained}, {_seeds(rival)}" if rival.label in found.raced else trained
-        return f"{sure}: what {rival.label} took {said} with DDP's; {trained}"
+        return f"{sure}: the time of {rival.label} {said} with DDP's; {trained}"
     if first.label in found.raced and first.seeds < 2:
-        said = "not sure yet: one seed is luck: more --minutes, or --seeds 3"
+        said = "not sure yet: one seed may be luck; give more --minutes, or --seeds 3"
     else:
         spans = f"it took {_span(first)} and DDP {_span(ddp)}"
         said = f"not sure: {spans}, which overlap" if overlap(first, ddp) else f"sure: {spans}, which do not overlap"
     if rival is not None:
         close = "later on every seed" if rival.seeds > 1 else "later"
         if overlap(rival, first):
-            close = "as soon but less simple" if as_soon(rival, first) else "whose range overlaps with that"
+            close = "as fast but less simple" if as_soon(rival, first) else "whose range overlaps with that"
         assert rival.seconds is not None
         said += f"; next is {rival.label}, {duration(rival.seconds)}, {close}"
     return f"{said}; {trained}" + (f", {_seeds(first)}" if first.label in found.raced else "")

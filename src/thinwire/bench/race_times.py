@@ -61,7 +61,7 @@ class RaceSpec:
         if self.seeds is not None and self.seeds < 1:
             raise ValueError(f"--seeds {self.seeds} must be at least 1")
         if self.workers < 2:
-            raise ValueError(f"--workers {self.workers}: a race needs 2 at least, as one has nobody to exchange with")
+            raise ValueError(f"--workers {self.workers}: a race needs at least 2, as one has no one to exchange with")
         object.__setattr__(
             self, "rows", (Row(BASE, BASE), *(row for row in self.rows if row.label not in (BASE, COMPUTE)))
         )
@@ -131,7 +131,7 @@ def measure(asked: RaceSpec, course: Course) -> LinkTimes:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(place.stat().st_mtime))
         data = json.loads(place.read_text())
         return LinkTimes(**{**data, "record": RunRecord.from_data(data["record"]), "known_since": since})
-    course.tell("what a step computes", 1)
+    course.tell("computing time of a step", 1)
     steps, turns = _timed(asked, *_computing(asked.model, asked.workers))
     spec = BenchSpec(model=asked.model, rows=asked.rows, workers=asked.workers, ranks_per_node=asked.ranks_per_node,
                      link=asked.link, link_bits=asked.link_bits, steps=steps, rounds=turns, warmup=_WARMUP,
@@ -181,7 +181,7 @@ def _timed(asked: RaceSpec, alone: float, gradient_bytes: int) -> tuple[int, int
             return steps, 2
     if (least := seconds(2, 1)) > 0.4 * 60 * asked.minutes:
         enough = math.ceil(least / 0.4 / 60)
-        step = f"a step of DDP takes {max(alone, wire):.3g} s at least"
+        step = f"a step of DDP takes at least {max(alone, wire):.3g} s"
         raise BenchError(f"timing {len(asked.rows)} methods takes {least / 60:.1f} minutes here, as {step}: "
                          f"give --minutes {enough} or more, or fewer --methods")  # fmt: skip
     return 2, 1

@@ -127,7 +127,7 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
     target = curves[BASE].loss_at(ddp_steps)
     if not target < curves[BASE].losses[0]:
         falls = f"DDP's loss does not fall in {budget.steps} steps: there is nothing to race to"
-        raise BenchError(f"{falls}; another learning rate, or more --minutes")
+        raise BenchError(f"{falls}; try another learning rate, or more --minutes")
     for row in asked.rows:
         if is_exact(row) and not paces[row.label].error:  # its losses equal DDP's
             factors.setdefault(row.label, StepsFactor(factors[BASE].rate, (1.0,)))
@@ -135,7 +135,7 @@ def run_race(asked: RaceSpec, course: Course) -> RaceResult:
     for label, factor in factors.items():
         if factor.median is None:
             error = runs.found[label, factor.rate, 0].error
-            notes[label] = f"failed: {error}" if error else f"not there in {budget.steps} steps"
+            notes[label] = f"failed: {error}" if error else f"not reached in {budget.steps} steps"
     rows = [
         finish(row.label, paces[row.label], compute, factors.get(row.label), ddp_steps, notes.get(row.label, ""))
         for row in asked.rows
@@ -157,7 +157,7 @@ def _starters(
         if pace.seconds < paces[BASE].seconds and not is_exact(row):
             rows.append(row)
         elif not pace.error and not is_exact(row):
-            notes[row.label] = "no step is shorter than DDP's: not trained"
+            notes[row.label] = "its step is not shorter than DDP's: not trained"
     rows.sort(key=lambda row: paces[row.label].seconds * _prior(row, measured.record))
     labels, base = [row.label for row in rows], paces[BASE].apart_seconds
     left = _SPEND * 60 * asked.minutes - measured.wall_seconds
@@ -168,10 +168,10 @@ def _starters(
             return labels, budget, notes
         if len(labels) < 2:
             break
-        notes[labels.pop()] = "not trained: the minutes do not suffice"
+        notes[labels.pop()] = "not trained: not enough minutes"
     seconds = measured.wall_seconds + (asked.seeds or 1) * (measured.start_seconds + FEWEST * (base + sum(apart)))
     raise BenchError(
-        f"{asked.minutes:g} minutes do not suffice to train {FEWEST} steps: "
+        f"{asked.minutes:g} minutes are not enough to train {FEWEST} steps: "
         f"give --minutes {math.ceil(seconds / _SPEND / 60 + 0.5)} or more"
     )
 

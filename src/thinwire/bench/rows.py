@@ -91,7 +91,7 @@ def _variants(options: dict[str, Value]) -> list[Row]:
     except ValueError:
         sizes = []
     if not sizes or min(sizes) <= 0:
-        raise ValueError(f"ddp-best: buckets={given!r} must be sizes in MB, as 1/4/25/100")
+        raise ValueError(f"ddp-best: buckets={given!r} must be sizes in MB, such as 1/4/25/100")
     return [Row(f"ddp-best ({size:g} MB)", "ddp", {"bucket": size}, family="ddp-best") for size in sizes]
 
 
@@ -111,7 +111,7 @@ def _check_method(name: str, options: dict[str, Value]) -> None:
         return
     if name == "auto":
         if set(options) - {"lossy"}:
-            raise ValueError("'auto' has the option lossy=true alone: it chooses the others itself")
+            raise ValueError("'auto' has only the option lossy=true: it chooses the others itself")
         return
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; {nearest(name, [*TORCH_ROWS, *METHODS, *PRESETS])}")

@@ -59,6 +59,6 @@ def run_session(
             return RunRecord.read(out), launched
     if launched.exit_code == 124:
         raise BenchError(
-            f"the run took longer than {spec.timeout_seconds:g} s and was ended; fewer --steps, or --timeout"
+            f"the run took longer than {spec.timeout_seconds:g} s and was stopped; use fewer --steps or raise --timeout"
         )
     raise BenchError(words.after(f"the ranks ended with exit code {launched.exit_code}"))

@@ -34,7 +34,7 @@ def split_options(text: str) -> tuple[str, dict[str, Value]]:
             continue
         key, found, given = part.partition("=")
         if not found or not key.strip() or not given.strip():
-            raise ValueError(f"{text!r}: {part!r} is no option; write name:option=value, as acp:rank=4")
+            raise ValueError(f"{text!r}: {part!r} is not an option; use name:option=value, such as acp:rank=4")
         options[key.strip()] = value(given.strip())
     return name.strip(), options
 

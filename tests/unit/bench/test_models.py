@@ -46,8 +46,8 @@ def test_chargpt_is_trained_with_fused_adamw_or_with_torchs_default():
         ("chargtp", "did you mean 'chargpt'"),
         ("mlp:widht=3", "did you mean 'width'"),
         ("no_such_module:f", "cannot be loaded"),
-        ("mlp:width=", "is no option"),
-        ("chargpt:width=100:heads=3", "no multiple"),
+        ("mlp:width=", "is not an option"),
+        ("chargpt:width=100:heads=3", "not a multiple"),
     ],
 )
 def test_wrong_models_say_what_is_wrong(name, says):

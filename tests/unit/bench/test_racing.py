@@ -94,7 +94,7 @@ def test_who_is_first_what_it_costs_and_how_sure(raced, tmp_path):
     assert found.rows[0].sooner == pytest.approx(1.0 / (0.2 * 1.2), rel=0.05)
     first, second, third = sentences(found)
     assert first.startswith(f"powersgd rank=4 is first: it reaches a loss of {found.target:.3f} after ")
-    assert "x sooner than DDP (" in first
+    assert "x faster than DDP (" in first
     assert second.startswith("it takes 1.20 times DDP's steps (1.10 to 1.30 over 3 seeds")
     assert second.endswith("a step takes 200 ms instead of 1.00 s")
     assert third.startswith("sure: it took ")
@@ -134,10 +134,10 @@ def test_ddp_wins_where_no_step_is_shorter(raced):
     world = World({**FAST, "powersgd rank=4": 1.1, "acp rank=16": 1.0}, NEEDS)
     asked, found, said = raced(world, "powersgd:rank=4,acp:rank=16")
     assert sentences(found)[0].startswith("DDP is enough here: it reaches a loss of ")
-    assert "no other method gets there" in sentences(found)[0]
-    assert "acp rank=16: no step is shorter than DDP's: not trained" in said
+    assert "no other method reaches it" in sentences(found)[0]
+    assert "acp rank=16: its step is not shorter than DDP's: not trained" in said
     assert line_to_write(asked.rows, "ddp").startswith("keep DDP")
-    assert {row.note for row in found.rows[1:]} == {"no step is shorter than DDP's: not trained"}
+    assert {row.note for row in found.rows[1:]} == {"its step is not shorter than DDP's: not trained"}
 
 
 def test_of_two_that_are_as_soon_the_simpler_one(raced):
@@ -148,7 +148,7 @@ def test_of_two_that_are_as_soon_the_simpler_one(raced):
     assert found.rows[0].label == local
     assert sentences(found)[0].startswith("powersgd rank=4 is first")
     assert f"; next is {local}, " in sentences(found)[2]
-    assert "as soon but less simple" in sentences(found)[2]
+    assert "as fast but less simple" in sentences(found)[2]
 
 
 @pytest.mark.parametrize("worst", [1.35, 30.0])
@@ -178,7 +178,7 @@ def test_seeds_that_disagree_are_told(raced):
     assert sentences(found)[2].startswith("not sure: it took ")
     assert "which overlap" in sentences(found)[2]
     _, found, _ = raced(world, "powersgd:rank=4", seeds=1, minutes=1.0)
-    assert "not sure yet: one seed is luck" in sentences(found)[2] or len(found.budget.rates) > 1
+    assert "not sure yet: one seed may be luck" in sentences(found)[2] or len(found.budget.rates) > 1
 
 
 def test_what_fails_or_does_not_get_there_is_told(raced):
@@ -186,7 +186,7 @@ def test_what_fails_or_does_not_get_there_is_told(raced):
     _, found, _ = raced(world, METHODS)
     notes = {row.label: row.note for row in found.rows}
     assert notes["cast dtype=int8"] == "failed: it broke"
-    assert notes["acp rank=16"] == f"not there in {found.budget.steps} steps"
+    assert notes["acp rank=16"] == f"not reached in {found.budget.steps} steps"
     assert found.rows[0].label == "powersgd rank=4"
     asked, found, _ = raced(World(FAST, NEEDS, diverging=("acp rank=16",)), METHODS, link="5mbit", workers=4)
     assert {row.label: row.note for row in found.rows}["acp rank=16"] == "failed: it diverged"
@@ -201,7 +201,7 @@ def test_of_many_rows_those_that_promise_least_are_left_out(raced):
     slow = {label: 30 * seconds for label, seconds in FAST.items()}
     world = World({**slow, "compute": 0.4}, NEEDS)
     _, found, _ = raced(world, METHODS, minutes=14.0)
-    left = [row.label for row in found.rows if row.note == "not trained: the minutes do not suffice"]
+    left = [row.label for row in found.rows if row.note == "not trained: not enough minutes"]
     assert left in ([], ["cast dtype=int8"], ["cast dtype=int8", "acp rank=16"])
 
 

@@ -31,7 +31,7 @@ def here(tmp_path, monkeypatch):
         (["chargpt", "--methods", "acp,acp"], "given twice"),
         (["chargpt", "--methods", "powersgd:rank=0"], "rank"),
         (["chargpt", "--link", "1furlong"], "furlong"),
-        (["chargpt", "--workers", "1"], "--workers 1: a race needs 2"),
+        (["chargpt", "--workers", "1"], "--workers 1: a race needs at least 2"),
         (["chargpt", "--workers", "3", "--ranks-per-node", "2"], "not a multiple"),
         (["chargpt", "--minutes", "0"], "--minutes 0 must be above 0"),
         (["chargpt", "--minutes", "-3"], "--minutes -3 must be above 0"),

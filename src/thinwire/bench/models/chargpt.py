@@ -75,7 +75,7 @@ def build(
     if shares < 1:
         raise ValueError(f"chargpt: shares={shares} must be at least 1")
     if width % heads:
-        raise ValueError(f"chargpt: width={width} is no multiple of heads={heads}")
+        raise ValueError(f"chargpt: width={width} is not a multiple of heads={heads}")
     corpus = standard_library()
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
