@@ -324,7 +324,7 @@ PAGES: dict[str, dict[str, Shown]] = {
     },
     "docs/plan.md": {
         "thinwire profile chargpt": Shown(wrote("profile.json")),
-        "thinwire plan profile.json --link 10gbit --workers 16": Shown(said("x: times sooner at a loss")),
+        "thinwire plan profile.json --link 10gbit --workers 16": Shown(said("x: times faster to a loss")),
         "thinwire plan resnet50 --link 10gbit --workers 16 --map": Shown(said("100mbit", "10gbit")),
         "thinwire plan profile.json --costs costs.json": Shown(
             said("measured"),
@@ -374,7 +374,7 @@ PAGES: dict[str, dict[str, Shown]] = {
             by="tests/packaging/test_wheel.py::test_the_wheel_works_in_a_clean_environment"
         ),
         "thinwire split plan --model bert:layers=2:hidden=128:heads=4 --task stdlib --cut 1 --rank 8 --link 10mbit "
-        "--out halves": Shown(wrote("halves/edge.safetensors", words="771 steps of 3 epochs")),
+        "--out halves": Shown(wrote("halves/edge.safetensors", words="771 steps in 3 epochs")),
         "thinwire keys new keys --names cloud,edge --host cloud.example.org": Shown(by=KEYS_OF_PAGES),
         "thinwire split cloud halves --keys keys/cloud --listen 0.0.0.0:7443": Shown(by=SPLIT_APART),
         "thinwire split edge halves --keys keys/edge --cloud cloud.example.org:7443": Shown(by=SPLIT_APART),
@@ -409,7 +409,7 @@ PAGES: dict[str, dict[str, Shown]] = {
     },
     "docs/troubleshooting.md": {
         PROFILE: Shown(wrote("profile.json")),
-        "thinwire plan profile.json --link 1gbit --workers 4": Shown(said("x: times sooner at a loss")),
+        "thinwire plan profile.json --link 1gbit --workers 4": Shown(said("x: times faster to a loss")),
     },
     "docs/which.md": {
         PROFILE: Shown(wrote("profile.json")),

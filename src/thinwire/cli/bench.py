@@ -14,28 +14,29 @@ from thinwire.cli.console import watched_load
 
 def bench(
     model: Annotated[
-        str, typer.Option(help="chargpt, mlp, resnet18, bert-small or module:function; options as mlp:width=512.")
+        str, typer.Option(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
     ] = "chargpt",
-    workers: Annotated[int, typer.Option(help="Ranks in all.")] = 2,
+    workers: Annotated[int, typer.Option(help="Total number of ranks.")] = 2,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node and its link.")] = 1,
     link: Annotated[str, typer.Option(help="Rate of each node's link, such as 1gbit.")] = "unlimited",
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
     methods: Annotated[
         str, typer.Option(help="Rows: ddp, ddp-best, ddp-fp16, torch-powersgd, ssgd, acp:rank=4, topk:density=0.01 ...")
     ] = "ddp,ddp-best,ssgd,acp",
-    steps: Annotated[int, typer.Option(help="Timed steps of a row in a round.")] = 10,
-    rounds: Annotated[int, typer.Option(help="How often every row gets its turn.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed steps per row in each round.")] = 10,
+    rounds: Annotated[int, typer.Option(help="How many turns each row gets.")] = 3,
     warmup: Annotated[int, typer.Option(help="Untimed steps before a row's first turn.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is ended.")] = 3600.0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is stopped.")] = 3600.0,
     operation_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a silent exchange fails a row.")
+        float, typer.Option(help="Seconds that an exchange may hang before its row fails.")
     ] = 300.0,
     predict: Annotated[
-        bool, typer.Option("--predict", help="Also measure network and model and say what the planner predicts.")
+        bool,
+        typer.Option("--predict", help="Also measure the network and the model, and show what the planner predicts."),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw: a .png or .html file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Compare methods on one model and one network: step time, exposed communication, bytes, loss."""
     from rich.console import Console

@@ -94,7 +94,7 @@ def plain_table(title: str, columns: Sequence[str], left: Sequence[str] = (), *,
 def check_output(option: str, path: Path | None) -> None:
     """Raise ``ValueError`` for a path at which no file can be created."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"{option} {path} is no file that can be written: give a file in a folder that exists")
+        raise ValueError(f"{option} {path} is not a file that can be written: give a file in a folder that exists")
 
 
 @dataclass

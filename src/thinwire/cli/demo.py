@@ -25,12 +25,12 @@ def demo(
     ] = False,
     steps: Annotated[
         int | None,
-        typer.Option(help="Steps of DDP, whose loss then is what Power-SGD trains to: 25, or 15 with --quick."),
+        typer.Option(help="Steps of DDP, whose final loss is then the target of Power-SGD: 25, or 15 with --quick."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where demo.png and demo.json go.")] = Path("thinwire-out"),
-    json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for demo.png and demo.json.")] = Path("thinwire-out"),
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
-    """Train a character GPT over an emulated slow link: DDP, then thinwire with Power-SGD until DDP's loss."""
+    """Train a character GPT over an emulated slow link: DDP, then thinwire's Power-SGD until it reaches DDP's loss."""
     from rich.console import Console
 
     from thinwire import lab
@@ -47,7 +47,7 @@ def demo(
     cluster = lab.Cluster.parse(spec.workers, 1, link, None)
     console.print(
         f"character GPT, {spec.workers} workers on this machine, link {link}; {steps} steps of DDP, then Power-SGD "
-        "until its loss is the same",
+        "until it reaches the same loss",
         soft_wrap=True,
     )
     with watched_load(spec.workers) as load:
@@ -67,7 +67,7 @@ def demo(
         typer.echo(json_module.dumps(load.with_load(asdict(result)), indent=2))
     console.print(demo_table(result))
     console.print(
-        f"compute alone {seconds(result.bench.compute_seconds)} a step; floor of an exact method at {link}: "
+        f"compute alone {seconds(result.bench.compute_seconds)} per step; floor of an exact method at {link}: "
         f"{seconds(result.bench.floor_seconds)}"
     )
     if not launched.emulated:

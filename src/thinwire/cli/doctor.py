@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LAB = {
     "root": "emulated links as root",
     "user": "emulated links in a user namespace",
-    "loopback": "no rights for network namespaces: ranks run on plain loopback, links are not emulated",
+    "loopback": "no permission for network namespaces: ranks run on plain loopback, links are not emulated",
 }
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 _COMPILE = "coupled methods give equal results; overlap only across graph breaks"
@@ -26,12 +26,12 @@ _COMPILE = "coupled methods give equal results; overlap only across graph breaks
 
 def doctor(
     nodes: Annotated[
-        int | None, typer.Option(help="Machines that the job shall run on; by default what torchrun's variables say.")
+        int | None, typer.Option(help="Number of machines in the job; by default taken from torchrun's variables.")
     ] = None,
     read: Annotated[
-        Path | None, typer.Option("--read", help="Judge what doctor --json printed on another machine.")
+        Path | None, typer.Option("--read", help="Diagnose another machine from what doctor --json printed there.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
 ) -> None:
     """Print what a bug report needs and what is wrong with this machine's network set-up.
 
@@ -41,7 +41,7 @@ def doctor(
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise RunFailed(f"torch cannot be imported ({reason}): install it again, see pytorch.org") from error
+        raise RunFailed(f"torch cannot be imported ({reason}): reinstall it, see pytorch.org") from error
     from thinwire.measure.doctor import judge
 
     facts = _here() if read is None else _read(read)
@@ -79,7 +79,7 @@ def _read(path: Path) -> Facts:
     except OSError as error:
         raise ValueError(f"--read {path}: {error.strerror}") from error
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"--read {path} holds no facts: give what `thinwire doctor --json` printed") from error
+        raise ValueError(f"--read {path} contains no facts: give the output of `thinwire doctor --json`") from error
 
 
 def report(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
@@ -113,9 +113,9 @@ def _show(facts: Facts, diagnosis: Diagnosis) -> None:
         line = Text(f"{finding.level}: ", style=_COLOURS[finding.level]).append(finding.what, style="default")
         console.print(line.append(f"\n    {finding.remedy} [{finding.code}]", style="default"))
     if not diagnosis.findings:
-        console.print("nothing wrong was found")
+        console.print("no problems were found")
     elif diagnosis.prevents_training:
-        console.print("training cannot work until what is marked as error is mended")
+        console.print("training cannot work until what is marked as an error is fixed")
 
 
 def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
@@ -138,7 +138,7 @@ def _machine(facts: Facts, diagnosis: Diagnosis) -> Table:
         **({"nccl": _choice(diagnosis.nccl)} if diagnosis.nccl else {}),
         **_interfaces(facts, diagnosis),
         "tcp": ", ".join(f"{name} {value}" for name, value in facts.tcp.items()) or "unknown",
-        "tcp segments": f"{facts.segments} sent, {facts.retransmitted} of them again",
+        "tcp segments": f"{facts.segments} sent, {facts.retransmitted} of them retransmitted",
         "variables": ", ".join(f"{name}={value}" for name, value in facts.environment.items()) or "none",
         "lab": _LAB.get(facts.lab, facts.lab)
         + (f", TCP with {facts.lab_congestion_control}" if facts.lab_congestion_control else ""),
@@ -157,7 +157,7 @@ def _listeners() -> Table:
     from thinwire.measure.doctor.listeners import LISTENERS
 
     table = Table()
-    for name in ("what listens, while it runs", "at", "who may come in", "encrypted"):
+    for name in ("what listens while it runs", "at", "who may connect", "encrypted"):
         table.add_column(name, overflow="fold")  # variable names are long, and users copy them
     for one in LISTENERS:
         table.add_row(one.what, one.address, one.admits, one.encrypted)

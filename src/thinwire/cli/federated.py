@@ -16,7 +16,7 @@ from thinwire.cli.ranks import torchrun_group
 app = typer.Typer(help="Federated learning: many clients, few devices.", no_args_is_help=True)
 
 _FEDERATION = Annotated[
-    str, typer.Argument(help="digits, text, million, or module:function of your own; options as digits:clients=50.")
+    str, typer.Argument(help="digits, text, million, or module:function of your own; options as in digits:clients=50.")
 ]
 
 
@@ -26,29 +26,43 @@ def run(
     algorithm: Annotated[
         str | None,
         typer.Option(
-            help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, fedrobust, as scaffold:lr=0.1; several, "
-            "with commas between, side by side. What is not named stays as the federation has it."
+            help="fedavg, fedprox, fedopt, fednova, mime, scaffold, feddyn, fedrobust; options as in scaffold:lr=0.1; "
+            "several, separated by commas, run side by side. Options not named stay as the federation has them."
         ),
     ] = None,
-    compress: Annotated[str | None, typer.Option(help="Method for the clients' changes, as topk:density=0.01.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="In all; a resumed run goes on to this number.")] = None,
-    clients_per_round: Annotated[int | None, typer.Option(help="How many train in a round.")] = None,
-    devices: Annotated[int | None, typer.Option(help="Emulated devices. Not under torchrun: a rank is one.")] = None,
+    compress: Annotated[
+        str | None, typer.Option(help="Method for the clients' changes, such as topk:density=0.01.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Total number of rounds; a resumed run continues up to it.")
+    ] = None,
+    clients_per_round: Annotated[int | None, typer.Option(help="How many clients train in each round.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Number of emulated devices. Not under torchrun, where each rank is one.")
+    ] = None,
     schedule: Annotated[str, typer.Option(help="auto, equal, lpt or pull.")] = "auto",
     reduction: Annotated[str | None, typer.Option(help="fp32, fp64 or exact.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of cohorts and clients.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="In rounds; else at most 20 times.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of cohorts and clients.")] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="Rounds between evaluations; by default at most 20 evaluations.")
+    ] = None,
     per_client: Annotated[
-        bool, typer.Option("--per-client", help="Also the accuracy of the median client and of the worst tenth.")
+        bool, typer.Option("--per-client", help="Also show the accuracy of the median client and of the worst tenth.")
     ] = False,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="A folder; a run that is there goes on.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="In rounds.")] = 1,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints; a run found there is continued.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Rounds between checkpoints.")] = 1,
     state_memory: Annotated[int, typer.Option(help="Bytes of client states in memory; the rest is on disk.")] = 1 << 30,
-    threads: Annotated[int, typer.Option(help="torch's, in each process; more than 1 pays for large models.")] = 1,
-    trace: Annotated[Path | None, typer.Option(help="Speeds of the clients' own devices, for their clock.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Weights, by name, as safetensors.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw: a .png or .html file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="The history as JSON on stdout.")] = False,
+    threads: Annotated[
+        int, typer.Option(help="torch's threads in each process; more than 1 pays off for large models.")
+    ] = 1,
+    trace: Annotated[
+        Path | None, typer.Option(help="File with the speeds of the clients' own devices, for their clock.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the weights, by name, as safetensors.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the history as JSON on stdout.")] = False,
 ) -> None:
     """Train a federation here: in this process, or on the ranks that torchrun has started."""
     import torch
@@ -77,7 +91,7 @@ def run(
     }  # fmt: skip
     asked = federations(federation, algorithm, compress, given, per_client=per_client)
     if out is not None and len(asked) > 1:
-        raise ValueError("--out takes the weights of one algorithm: name one")
+        raise ValueError("--out takes the weights of one algorithm: name only one")
     torch.set_num_threads(threads)
     options: dict[str, Any] = {"checkpoint_every": checkpoint_every, "schedule": schedule, "devices": devices}
     options["trace"] = None if trace is None else ClientTrace.read(trace)
@@ -130,19 +144,21 @@ def run(
 @app.command()
 def predict(
     devices: Annotated[
-        Path | None, typer.Option(help='Speeds, a JSON list as [{"seconds_per_sample": 0.01}, ...].')
+        Path | None, typer.Option(help='File with speeds, a JSON list such as [{"seconds_per_sample": 0.01}, ...].')
     ] = None,
-    fast: Annotated[int, typer.Option(help="Without --devices: devices of 10 ms a sample.")] = 4,
-    slow: Annotated[int, typer.Option(help="Without --devices: devices four times slower.")] = 4,
-    clients: Annotated[int, typer.Option(help="In all.")] = 1000,
-    clients_per_round: Annotated[int, typer.Option(help="How many train in a round.")] = 100,
-    mean: Annotated[float, typer.Option(help="Samples of a client, mean of a log-normal distribution.")] = 50.0,
-    spread: Annotated[float, typer.Option(help="Standard deviation of its logarithm; 0: all alike.")] = 1.0,
-    rounds: Annotated[int, typer.Option(help="That the means are over.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of sizes and cohorts.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="All rounds as JSON on stdout.")] = False,
+    fast: Annotated[int, typer.Option(help="Without --devices: number of devices that take 10 ms per sample.")] = 4,
+    slow: Annotated[int, typer.Option(help="Without --devices: number of devices that are four times slower.")] = 4,
+    clients: Annotated[int, typer.Option(help="Total number of clients.")] = 1000,
+    clients_per_round: Annotated[int, typer.Option(help="How many clients train in each round.")] = 100,
+    mean: Annotated[float, typer.Option(help="Mean number of samples per client, log-normally distributed.")] = 50.0,
+    spread: Annotated[
+        float, typer.Option(help="Standard deviation of that number's logarithm; 0: all the same.")
+    ] = 1.0,
+    rounds: Annotated[int, typer.Option(help="Number of rounds to average over.")] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of sizes and cohorts.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print all rounds as JSON on stdout.")] = False,
 ) -> None:
-    """Seconds a round under each schedule, by the clock alone: nothing is trained."""
+    """Predict the seconds per round under each schedule, by the clock alone: nothing is trained."""
     import math
 
     import numpy as np
@@ -172,14 +188,14 @@ def predict(
 
 @app.command()
 def new(
-    folder: Annotated[Path, typer.Argument(help="Where it goes; made if it is not there.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write to; created if it does not exist.")],
 ) -> None:
-    """Begin a federation of your own: a folder with one that runs, to put your data, model and algorithm into."""
+    """Start a federation of your own: a folder with one that runs, for your data, model and algorithm."""
     from importlib import resources
 
     template = resources.files("thinwire.federated") / "template"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already and not empty: give another folder")
+        raise ValueError(f"{folder} already exists and is not empty: give another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("README.md", "federation.py", "speeds.json"):
@@ -192,17 +208,17 @@ def new(
 
 @app.command()
 def serve(
-    federation: Annotated[str, typer.Argument(help="module:function of your own, a file in this folder.")],
+    federation: Annotated[str, typer.Argument(help="module:function of your own, from a file in this folder.")],
     nodes: Annotated[int, typer.Option(help="SuperNodes to wait for.")] = 2,
     local: Annotated[bool, typer.Option("--local", help="Also start these SuperNodes here.")] = False,
     host: Annotated[str, typer.Option(help="Address of the SuperLink.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Its port; 0: a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port of the SuperLink; 0: a free one.")] = 0,
     certificates: Annotated[
-        Path | None, typer.Option(help="Folder of ca.crt, server.pem, server.key; made if it is not there.")
+        Path | None, typer.Option(help="Folder of ca.crt, server.pem, server.key; created if it does not exist.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for weights and history.")] = Path("federated-result"),
     timeout: Annotated[float, typer.Option(help="Seconds for nodes to connect and to answer.")] = 600.0,
-    json: Annotated[bool, typer.Option("--json", help="The history as JSON on stdout.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the history as JSON on stdout.")] = False,
 ) -> None:
     """Deploy a federation on Flower: a SuperLink with TLS here, SuperNodes here or elsewhere."""
     from rich.console import Console

@@ -27,7 +27,7 @@ def federations(
 
     texts = [None] if algorithms is None else [text.strip() for text in algorithms.split(",") if text.strip()]
     if not texts:
-        raise ValueError("--algorithm: name one, or several with commas between, as scaffold,fedavg")
+        raise ValueError("--algorithm: name one, or several separated by commas, such as scaffold,fedavg")
     found: dict[str, Federation] = {}
     for text in texts:
         made = build_federation(federation)
@@ -40,7 +40,9 @@ def federations(
                 setattr(made, option, value)
         if per_client:
             if made.per_client is None:
-                raise ValueError(f"--per-client: give {federation} a per_client=, as fl.over_clients(right, clients)")
+                raise ValueError(
+                    f"--per-client: give {federation} a per_client=, such as fl.over_clients(right, clients)"
+                )
             made.evaluate = _both(made.evaluate, made.per_client)
         name = " ".join([type(getattr(made.algorithm, "inner", made.algorithm)).__name__, *(text or "").split(":")[1:]])
         if name in found:
@@ -91,7 +93,7 @@ def train(name: str, made: Federation, rank: int, **options: Any) -> History:
             if first is None:
                 first = row.round
                 if first:
-                    bar.log(f"{name}: going on from round {first}")
+                    bar.log(f"{name}: continuing from round {first}")
             words = f"{name}  " + ", ".join(f"{key} {value:.3g}" for key, value in list(row.numbers.items())[:3])
             bar(completed=row.round + 1, description=words)
             if row.evaluation and bar.hidden:
@@ -107,5 +109,5 @@ def train(name: str, made: Federation, rank: int, **options: Any) -> History:
             raise
         if first is None:
             done, folder = len(history.rounds), options["checkpoint_dir"]
-            bar.log(f"{name}: {done} rounds are in {folder} already, none was trained")
+            bar.log(f"{name}: {folder} already contains {done} rounds, none was trained")
     return history

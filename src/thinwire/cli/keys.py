@@ -14,36 +14,42 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Certificates for the machines of a training.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
 @app.command()
 def new(
-    directory: Annotated[Path, typer.Argument(help="Where the authority is, or will be.")],
-    names: Annotated[str, typer.Option(help="Of the machines, with commas; the one that others call comes first.")],
+    directory: Annotated[
+        Path, typer.Argument(help="Directory of the certificate authority; created if it does not exist.")
+    ],
+    names: Annotated[
+        str, typer.Option(help="Machine names, separated by commas; the one that the others connect to comes first.")
+    ],
     host: Annotated[
-        list[str] | None, typer.Option(help="Name or address at which others call the first; may be repeated.")
+        list[str] | None, typer.Option(help="Name or address at which the others reach the first one; may be repeated.")
     ] = None,
-    days: Annotated[int, typer.Option(help="How long the certificates hold.")] = 90,
+    days: Annotated[int, typer.Option(help="Days for which the certificates are valid.")] = 90,
     json: Json = False,
 ) -> None:
-    """Make an identity for each machine, in a directory of its own, and a development CA if there is none."""
+    """Make an identity for each machine, each in its own directory, and a development CA if there is none."""
     from thinwire.link.keys import new_keys
 
     made = new_keys(directory, [name.strip() for name in names.split(",")], host or (), days)
     _tell(made, json)
     if not json:
         typer.echo(
-            f"take each directory to its machine, for --keys there; {directory / 'ca.key'} signs more and stays here"
+            f"copy each directory to its machine, for --keys there; {directory / 'ca.key'} signs more and stays here"
         )
 
 
 @app.command()
 def show(
-    directory: Annotated[Path, typer.Argument(help="What thinwire keys new wrote, or one machine's part of it.")],
+    directory: Annotated[
+        Path, typer.Argument(help="Directory that thinwire keys new wrote, or one machine's part of it.")
+    ],
     json: Json = False,
 ) -> None:
-    """Who is named in the certificates of a directory, until when they hold, and their fingerprints."""
+    """Show the certificates of a directory: who they name, until when they are valid, and their fingerprints."""
     from thinwire.link.keys import show_keys
 
     _tell(show_keys(directory), json)
@@ -54,5 +60,5 @@ def _tell(identities: list[Issued], json: bool) -> None:
         typer.echo(json_module.dumps([asdict(identity) for identity in identities], default=str))
         return
     for one in identities:
-        called = f", called at {', '.join(one.hosts)}" if one.hosts else ""
+        called = f", reached at {', '.join(one.hosts)}" if one.hosts else ""
         typer.echo(f"{one.directory}: {one.name}{called}; until {one.expires}; {one.fingerprint}")

@@ -29,20 +29,27 @@ def plan(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="resnet50, resnet152, densenet201, vgg16, bert-base, bert-large; a file of thinwire profile; or a "
+            help="resnet50, resnet152, densenet201, vgg16, bert-base, bert-large; a file from thinwire profile; or a "
             "model of the bench or module:function, which is measured here."
         ),
     ] = None,
-    link: Annotated[str | None, typer.Option(help="Rate of each machine's link, such as 1gbit; else 10gbit.")] = None,
-    latency: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; else 50us.")] = None,
-    costs: Annotated[
-        Path | None, typer.Option(help="Measured costs: a file of thinwire probe, or of thinwire kfac calibrate.")
+    link: Annotated[
+        str | None, typer.Option(help="Rate of each machine's link, such as 1gbit; by default 10gbit.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Ranks in all; else those of --costs, or 16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, t4, v100, a100, h100: assumed rates.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples per rank, for the built-in names.")] = None,
+    latency: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; by default 50us.")] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="Measured costs: a file from thinwire probe or thinwire kfac calibrate.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Total number of ranks; by default that of --costs, or 16.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, t4, v100, a100 or h100, whose rates are then assumed.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per rank, for the built-in models.")] = None,
     schedules: Annotated[
-        str | None, typer.Option(help="After commas: dkfac, mpd, spd, kaisa:<fraction>, dp; else all that fit.")
+        str | None,
+        typer.Option(help="Separated by commas: dkfac, mpd, spd, kaisa:<fraction>, dp; by default all that fit."),
     ] = None,
     planner: Annotated[
         str, typer.Option(help="Fusion under spd: optimal, spd, fixed:<MiB>MB, layer, one.")
@@ -53,11 +60,13 @@ def plan(
     method: Annotated[str, typer.Option(help="inverse, inverse_pi or eigen.")] = "inverse",
     factor_update_steps: Annotated[int, typer.Option(help="Steps between new statistics.")] = 10,
     inv_update_steps: Annotated[int, typer.Option(help="Steps between inversions.")] = 100,
-    explain: Annotated[bool, typer.Option("--explain", help="Also the messages and owners of the fastest.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the fastest plan, for KFAC(plan=...).")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also show the messages and owners of the fastest plan.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the fastest plan to this file, for KFAC(plan=...).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
 ) -> None:
-    """Predict a step of each schedule: messages, who inverts what, seconds. No GPU and no cluster is needed."""
+    """Predict a step of each schedule: messages, who inverts what, seconds. No GPU or cluster is needed."""
     from rich.console import Console
 
     from thinwire.cli.plan_inputs import read_question
@@ -66,7 +75,7 @@ def plan(
     from thinwire.kfac.times import LayerTimes, layers_of
 
     if model is None:
-        raise ValueError("give a model: a built-in name such as resnet50, or a file of thinwire profile")
+        raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
     answer: dict[str, Any] = {}
     console = Console(quiet=json)
     for name, value in (("--factor-update-steps", factor_update_steps), ("--inv-update-steps", inv_update_steps)):
@@ -79,7 +88,7 @@ def plan(
     )  # fmt: skip
     world, prices, profile = question.topology.world_size, question.costs(), question.profile
     if not (layers := layers_of(profile)):
-        raise ValueError(f"{profile.name} has no Linear or Conv2d layer that K-FAC can take")
+        raise ValueError(f"{profile.name} has no Linear or Conv2d layer that K-FAC can use")
     times = LayerTimes.of_profile(profile, layers)
     found: list[tuple[KFACPlan, KFACPrediction]] = []
     for name in _schedules(schedules, world):
@@ -113,14 +122,16 @@ def plan(
 
 @app.command("calibrate")
 def calibrate(
-    costs: Annotated[Path | None, typer.Option(help="A file of thinwire probe, to add to.")] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="A file from thinwire probe, to which the costs are added.")
+    ] = None,
     largest: Annotated[int, typer.Option(help="Side of the largest matrix.")] = 4096,
     seconds: Annotated[
-        float, typer.Option(help="For each of the two curves; what does not fit is extrapolated.")
+        float, typer.Option(help="Time for each of the two curves; what does not fit into it is extrapolated.")
     ] = 20.0,
-    gpu: Annotated[bool, typer.Option("--gpu", help="On the current GPU; else on the CPU.")] = False,
-    out: Annotated[Path, typer.Option(help="Where the costs go.")] = Path("costs.json"),
-    json: Annotated[bool, typer.Option("--json", help="The table as JSON on stdout.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Measure the current GPU instead of the CPU.")] = False,
+    out: Annotated[Path, typer.Option(help="File for the costs.")] = Path("costs.json"),
+    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON on stdout.")] = False,
 ) -> None:
     """Measure how long this device takes to invert and to decompose factors, by their side."""
     import torch

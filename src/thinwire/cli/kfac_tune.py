@@ -22,19 +22,21 @@ def tune(
     model: Annotated[
         str, typer.Argument(help="teacher, digits, mlp, resnet18, or module:function of your own, as for the bench.")
     ] = "teacher",
-    dampings: Annotated[str, typer.Option(help="With commas between.")] = "0.001,0.003,0.01,0.03,0.1",
-    rates: Annotated[str, typer.Option(help="Of SGD with momentum 0.9, which takes the step.")] = "0.03,0.3",
-    steps: Annotated[int, typer.Option(help="Of each run.")] = 200,
-    target: Annotated[float | None, typer.Option(help="Loss to time to; else the lowest that SGD comes to.")] = None,
+    dampings: Annotated[str, typer.Option(help="Dampings to try, separated by commas.")] = "0.001,0.003,0.01,0.03,0.1",
+    rates: Annotated[
+        str, typer.Option(help="Learning rates of SGD with momentum 0.9, which takes the step.")
+    ] = "0.03,0.3",
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 200,
+    target: Annotated[float | None, typer.Option(help="Loss to reach; by default the lowest that SGD reaches.")] = None,
     method: Annotated[str, typer.Option(help="inverse, inverse_pi or eigen.")] = "inverse",
     kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: none.")] = 1e-3,
     factor_update_steps: Annotated[int, typer.Option(help="Steps between new statistics.")] = 5,
     inv_update_steps: Annotated[int, typer.Option(help="Steps between inversions.")] = 25,
-    threads: Annotated[int, typer.Option(help="torch's.")] = 1,
-    plot: Annotated[Path | None, typer.Option(help="Also draw: a .png or .html file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="All runs as JSON on stdout.")] = False,
+    threads: Annotated[int, typer.Option(help="Number of torch's threads.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print all runs as JSON on stdout.")] = False,
 ) -> None:
-    """Try dampings and rates in short runs on one process, beside SGD; what is fastest to a loss comes first."""
+    """Try dampings and rates in short runs on one process, next to SGD; the fastest to a loss comes first."""
     import torch
     from rich.console import Console
 
@@ -80,7 +82,7 @@ def _numbers(option: str, text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(0 < number < float("inf") for number in found):
-        raise ValueError(f"{option} {text!r}: give numbers above 0 with commas between, as 0.01,0.03")
+        raise ValueError(f"{option} {text!r}: give numbers above 0 separated by commas, such as 0.01,0.03")
     return found
 
 
@@ -117,17 +119,17 @@ def _verdict(ranked: Sequence[Trial], goal: float | None, options: dict[str, Any
     """Return what to write into a script, or that K-FAC does not pay off here."""
     first = next((one for one in ranked if one.damping is not None and not one.diverged), None)
     if first is None:
-        return ["K-FAC diverged with all of these: try a larger damping"]
+        return ["K-FAC diverged with all of these dampings: try a larger one"]
     if goal is None:
         return [f"lowest loss: {first.losses[-1]:.4g}, with damping {first.damping:g}", _line(first, options)]
     met = first.reached(goal)
     if met is None:
-        return [f"K-FAC does not come to {goal:.3g} in this many steps: try other dampings, or stay with SGD"]
-    said = f"to {goal:.3g}: K-FAC {met[0]} steps and {met[1]:.2f} s"
+        return [f"K-FAC does not reach {goal:.3g} in this many steps: try other dampings, or stay with SGD"]
+    said = f"to {goal:.3g}: K-FAC takes {met[0]} steps and {met[1]:.2f} s"
     plain = next((found for one in ranked if one.damping is None and (found := one.reached(goal)) is not None), None)
-    said += ", SGD does not come to it" if plain is None else f", SGD {plain[0]} steps and {plain[1]:.2f} s"
+    said += ", SGD does not reach it" if plain is None else f", SGD {plain[0]} steps and {plain[1]:.2f} s"
     if plain is not None and plain[1] <= met[1]:
-        return [f"{said}: here SGD is sooner, unless a step's exchange costs much more than its arithmetic"]
+        return [f"{said}: SGD is faster here, unless a step's exchange costs much more than its arithmetic"]
     return [said, _line(first, options)]
 
 

@@ -19,32 +19,36 @@ def run(
     command: Annotated[
         list[str] | None, typer.Argument(help="After --: what every rank runs, such as python train.py.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Ranks in all.")] = 4,
+    workers: Annotated[int, typer.Option(help="Total number of ranks.")] = 4,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node and its link.")] = 1,
     link: Annotated[
         str, typer.Option(help="Rate of each node's link, or one per node: 1gbit,1gbit,100mbit,1gbit.")
     ] = "unlimited",
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
-    grace: Annotated[float, typer.Option(help="Seconds that the others may go on after a rank failed.")] = 30.0,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which the run is ended (exit code 124).")] = None,
-    master_port: Annotated[int | None, typer.Option(help="Port of rank 0; a free one by default.")] = None,
+    grace: Annotated[
+        float, typer.Option(help="Seconds that the other ranks may continue after one has failed.")
+    ] = 30.0,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds after which the run is stopped (exit code 124).")
+    ] = None,
+    master_port: Annotated[int | None, typer.Option(help="Port of rank 0; by default a free one.")] = None,
     share_cores: Annotated[
         bool, typer.Option("--share-cores", help="Let every node use all cores; by default each has its own.")
     ] = False,
     kill: Annotated[
-        list[str] | None, typer.Option(help="Kill a rank: 2:30s is rank 2 after 30 s. May be given again.")
+        list[str] | None, typer.Option(help="Kill a rank: 2:30s is rank 2 after 30 s. May be repeated.")
     ] = None,
     restart: Annotated[
-        str | None, typer.Option(help="Start killed ranks again after so long, such as 5s; without it they stay dead.")
+        str | None, typer.Option(help="Restart killed ranks after this time, such as 5s; without it they stay dead.")
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Stop a rank: 1:10s:3s is rank 1 after 10 s, for 3 s. May be given again.")
+        list[str] | None, typer.Option(help="Stop a rank: 1:10s:3s is rank 1 after 10 s, for 3 s. May be repeated.")
     ] = None,
     cut: Annotated[
-        list[str] | None, typer.Option(help="Cut the link of a rank's node: 1:10s:3s. May be given again.")
+        list[str] | None, typer.Option(help="Cut the link of a rank's node: 1:10s:3s. May be repeated.")
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Result as JSON on stdout; the ranks' lines go to stderr.")
+        bool, typer.Option("--json", help="Print the result as JSON on stdout; the ranks' output goes to stderr.")
     ] = False,
 ) -> None:
     """Run a command as the ranks of an emulated cluster; the exit code is the worst of the ranks'."""
@@ -71,8 +75,8 @@ def run(
 
 @app.command()
 def clean(
-    all: Annotated[bool, typer.Option("--all", help="Also what belongs to runs that are still alive.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="The removed names as JSON on stdout.")] = False,
+    all: Annotated[bool, typer.Option("--all", help="Also remove what belongs to runs that are still alive.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the removed names as JSON on stdout.")] = False,
 ) -> None:
     """Remove what killed runs left behind."""
     from json import dumps

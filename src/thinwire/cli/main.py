@@ -55,7 +55,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-_CHOOSE, _LOOK, _SYSTEMS = "Choose a method", "Look at a machine, a model, a run", "Systems, each with verbs of its own"
+_CHOOSE, _LOOK, _SYSTEMS = "Choose a method", "Look at a machine, a model, a run", "Systems, each with its own verbs"
 app.command("demo", rich_help_panel=_CHOOSE)(demo.demo)
 app.command("plan", rich_help_panel=_CHOOSE)(plan.plan)
 app.command("race", rich_help_panel=_CHOOSE)(race.race)
@@ -82,7 +82,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Train in parallel where the network is slow: choose a method by numbers, see it work, measure it."""
 

@@ -21,37 +21,47 @@ def plan(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="resnet50, resnet152, densenet201, vgg16, bert-base, bert-large, gpt2; a file of thinwire profile; or "
-            "a model of the bench or module:function, which is measured here."
+            help="resnet50, resnet152, densenet201, vgg16, bert-base, bert-large, gpt2; a file from thinwire profile; "
+            "or a model of the bench or module:function, which is measured here."
         ),
     ] = None,
-    link: Annotated[str | None, typer.Option(help="Rate of each machine's link, such as 1gbit; else 10gbit.")] = None,
-    latency: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; else 50us.")] = None,
-    costs: Annotated[Path | None, typer.Option(help="Measured costs: a file of thinwire probe.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Ranks in all; else those of --costs, or 16.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Rate of each machine's link, such as 1gbit; by default 10gbit.")
+    ] = None,
+    latency: Annotated[str | None, typer.Option(help="Start-up of a message, such as 20us; by default 50us.")] = None,
+    costs: Annotated[Path | None, typer.Option(help="Measured costs: a file from thinwire probe.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Total number of ranks; by default that of --costs, or 16.")
+    ] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(help="Ranks of each machine; else those of --costs, or 1.")
+        int | None, typer.Option(help="Ranks per machine; by default that of --costs, or 1.")
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="After commas, as acp:rank=4,topk:density=0.01; else all that are known.")
+        str | None,
+        typer.Option(help="Separated by commas, such as acp:rank=4,topk:density=0.01; by default all that are known."),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples per rank, for the built-in names.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per rank, for the built-in models.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, t4, v100, a100, h100: assumed rates; else a100 for built-in names, or cpu.")
+        str | None,
+        typer.Option(help="Assumed rates: cpu, t4, v100, a100 or h100; by default a100 for built-in models, else cpu."),
     ] = None,
     device_flops: Annotated[
-        float | None, typer.Option(help="FLOP/s that training sustains, for the built-in names.")
+        float | None, typer.Option(help="FLOP/s that training sustains, for the built-in models.")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="The model as a file of thinwire profile.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="The model, as a file from thinwire profile.")] = None,
     worth: Annotated[
-        Path | None, typer.Option(help="What a step of each method is worth on your model: a file of thinwire race.")
+        Path | None, typer.Option(help="What a step of each method is worth on your model: a file from thinwire race.")
     ] = None,
-    lossy: Annotated[bool, typer.Option("--lossy/--no-lossy", help="Whether lossy methods may be answers.")] = True,
-    explain: Annotated[bool, typer.Option("--explain", help="Also the buckets, and densities of sparse ones.")] = False,
-    map: Annotated[bool, typer.Option("--map", help="Also the winners over link rates and workers.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Write the best method's timeline, for Perfetto.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan: method, buckets, ranking.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
+    lossy: Annotated[bool, typer.Option("--lossy/--no-lossy", help="Whether lossy methods may be recommended.")] = True,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also show the buckets, and the densities of sparse ones.")
+    ] = False,
+    map: Annotated[bool, typer.Option("--map", help="Also show the winners over link rates and workers.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the best method's timeline to this file, for Perfetto.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file: method, buckets, ranking.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")] = False,
 ) -> None:
     """Predict every method's step on a network and say which one to use, if any."""
     from rich.console import Console
@@ -59,7 +69,7 @@ def plan(
     from thinwire.cli.plan_inputs import read_question
 
     if model is None and profile is None:
-        raise ValueError("give a model: a built-in name such as resnet50, or a file of thinwire profile")
+        raise ValueError("give a model: a built-in name such as resnet50, or a file from thinwire profile")
     answer: dict[str, Any] = {}
     console = Console(quiet=json)
     for option, path in (("--trace", trace), ("--out", out)):

@@ -24,10 +24,10 @@ def ddp_answer(question: Question, ranking: Ranking) -> dict[str, Any] | None:
     if isinstance(method, Periodic):
         return {
             "label": label,
-            "why_not": "it exchanges weights, where DDP averages gradients: attach to the bare model",
+            "why_not": "it exchanges weights, whereas DDP averages gradients: attach to the bare model",
         }
     if method.decoupled:
-        return {"label": label, "why_not": "it leaves a part of the exchange to the next forward"}
+        return {"label": label, "why_not": "it leaves part of the exchange for the next forward pass"}
     plan = plan_of(method, profile, question.device.backend, question.topology, question.costs())
     size = {tensor.name: math.prod(tensor.shape) * profile.dtype_bytes for tensor in profile.tensors}
     try:

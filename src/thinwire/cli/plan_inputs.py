@@ -136,24 +136,24 @@ def read_question(
     worth_of = None if worth is None else read_worth(worth)
     network = measured is not None and link is None
     if network and latency is not None:
-        raise ValueError("--latency belongs to an assumed network: give --link too, or leave it to --costs")
+        raise ValueError("--latency belongs to an assumed network: give --link too, or leave it out to use --costs")
     known = [key for key in measured.exchanges if key[2] > 1] if measured is not None and network else []
     if network and not known:
-        raise ValueError(f"{costs} holds no exchange between ranks: probe at least two, or give --link")
+        raise ValueError(f"{costs} contains no exchange between ranks: probe at least two, or give --link")
     if workers is None:
         workers = max((members for _, scope, members in known if scope == "world"), default=16)
     if ranks_per_node is None:
         ranks_per_node = max((members for _, scope, members in known if scope == "node"), default=1)
         ranks_per_node = ranks_per_node if workers % ranks_per_node == 0 else 1
     if not 1 <= workers <= _MOST_WORKERS:
-        raise ValueError(f"--workers {workers} must lie in 1 to {_MOST_WORKERS}")
+        raise ValueError(f"--workers {workers} must be between 1 and {_MOST_WORKERS}")
     if ranks_per_node < 1 or workers % ranks_per_node:
-        raise ValueError(f"--workers {workers} is no multiple of --ranks-per-node {ranks_per_node}")
+        raise ValueError(f"--workers {workers} is not a multiple of --ranks-per-node {ranks_per_node}")
     candidates, named = read_methods(methods)
     assumed = read_device(device, built_in=profile is None and model in BUILTIN)
     known_model, load = read_model(model, profile, batch_size, flops, assumed)
     if not known_model.elements:
-        raise ValueError(f"{profile or model}: the profile holds no gradients: there is nothing to send")
+        raise ValueError(f"{profile or model}: the profile contains no gradients: there is nothing to send")
     return Question(
         known_model,
         candidates,
@@ -200,7 +200,7 @@ def read_device(name: str | None, *, built_in: bool) -> DeviceSpec:
     """Return the named device, else an A100 for built-in models and this machine's CPU for measured ones."""
     name = ("a100" if built_in else "cpu") if name is None else name.lower()
     if name not in DEVICES:
-        raise ValueError(f"unknown device {name!r}; {nearest(name, DEVICES)}; of another give --device-flops")
+        raise ValueError(f"unknown device {name!r}; {nearest(name, DEVICES)}; for another one give --device-flops")
     return DEVICES[name]
 
 
@@ -213,7 +213,7 @@ def read_model(
         return builtin(model, batch_size=batch_size, device_flops=flops), None
     for option, value in (("--batch-size", batch_size), ("--device-flops", flops)):
         if value is not None:
-            raise ValueError(f"{option} is for the built-in names; a measured model has its own seconds")
+            raise ValueError(f"{option} is for the built-in models; a measured model has its own times")
     if profile is not None:
         found = _read(profile, ModelProfile)
         if model is not None and found.name not in (model, model.partition(":")[0]):

@@ -20,7 +20,7 @@ def ranking_table(question: Question, ranking: Ranking) -> Table:
     if question.ranks_per_node > 1:
         title += f", {question.ranks_per_node} per machine"
     columns = ("method", "step\nms", "band\nms", "exposed\nms", "MB\n/step", "bound by", "steps", "x")
-    title = f"{title}, {question.describe_network()}\nx: times sooner at a loss than exact averaging"
+    title = f"{title}, {question.describe_network()}\nx: times faster to a loss than exact averaging"
     table = plain_table(title, columns, ("bound by",), close=True)
     for name, entries in (("exact", ranking.exact), ("lossy", ranking.lossy)):
         if entries:
@@ -53,7 +53,7 @@ def sentences(question: Question, ranking: Ranking, knees: Mapping[str, int | No
         exact = ranking.best_exact
         said.append(f"exact: {exact.label}, {_ms(exact.step_seconds)} ms")
         race = "; on your model: thinwire race" if question.worth is None else ""
-        said.append(f"steps to a loss, over exact averaging's: {best.steps_source}{race}")
+        said.append(f"steps to a loss, relative to exact averaging: {best.steps_source}{race}")
     said += [
         f"{label} scales: at least 80 % efficient up to 4096 workers"
         if bend is None

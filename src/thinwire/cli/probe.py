@@ -24,7 +24,9 @@ _SHOWN = (64 << 10, 1 << 20, 16 << 20)
 
 
 def probe(
-    workers: Annotated[int | None, typer.Option(help="Ranks in all; 2 by default. Not under torchrun.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Total number of ranks; by default 2. Not under torchrun.")
+    ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks that share a node. Not under torchrun.")] = None,
     link: Annotated[
         str | None, typer.Option(help="Rate of each node's emulated link, such as 1gbit. Not under torchrun.")
@@ -32,11 +34,11 @@ def probe(
     delay: Annotated[str | None, typer.Option(help="One-way delay between nodes. Not under torchrun.")] = None,
     backend: Annotated[str, typer.Option(help="auto, gloo or nccl; in the lab always gloo.")] = "auto",
     max_bytes: Annotated[int, typer.Option(help="Largest message of a rank, in bytes.")] = 16 << 20,
-    seconds: Annotated[float, typer.Option(help="For the exchanges; what does not fit is left out.")] = 40.0,
-    out: Annotated[Path, typer.Option(help="Where the costs go.")] = Path("costs.json"),
-    json: Annotated[bool, typer.Option("--json", help="All measurements as JSON on stdout.")] = False,
+    seconds: Annotated[float, typer.Option(help="Seconds for the exchanges; what does not fit is skipped.")] = 40.0,
+    out: Annotated[Path, typer.Option(help="File for the costs.")] = Path("costs.json"),
+    json: Annotated[bool, typer.Option("--json", help="Print all measurements as JSON on stdout.")] = False,
 ) -> None:
-    """Measure every collective over message sizes: under torchrun on its network, else in the lab."""
+    """Measure every collective over message sizes: under torchrun on its network, otherwise in the lab."""
     from rich.console import Console
 
     from thinwire.measure import verdict
@@ -53,7 +55,7 @@ def probe(
     if under_torchrun():
         if any(option is not None for option in (workers, ranks_per_node, link, delay)):
             raise ValueError(
-                "under torchrun the ranks and the network are given: leave out --workers, --link and so on"
+                "under torchrun the ranks and the network are fixed: leave out --workers, --link and so on"
             )
         with watched_load(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), quiet=os.environ["RANK"] != "0") as load:
             rank, result = _join(backend, max_bytes, seconds)

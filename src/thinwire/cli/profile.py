@@ -28,13 +28,15 @@ _SECONDS = 40.0
 
 def profile(
     model: Annotated[
-        str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as mlp:width=512.")
+        str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
     ],
-    steps: Annotated[int, typer.Option(help="Timed steps; fewer are taken if they last more than 40 s.")] = 20,
-    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 5,
-    ranks: Annotated[int, typer.Option(help="Processes that compute at once, as on a machine with that many.")] = 1,
-    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
-    json: Annotated[bool, typer.Option("--json", help="The profile as JSON on stdout.")] = False,
+    steps: Annotated[int, typer.Option(help="Timed steps; fewer if they take more than 40 s.")] = 20,
+    warmup: Annotated[int, typer.Option(help="Untimed steps before the timed ones.")] = 5,
+    ranks: Annotated[
+        int, typer.Option(help="Processes that compute at the same time, as on a machine with that many ranks.")
+    ] = 1,
+    out: Annotated[Path, typer.Option(help="File for the profile.")] = Path("profile.json"),
+    json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON on stdout.")] = False,
 ) -> None:
     """Time a model's forward pass by module and its backward pass by gradient."""
     from rich.console import Console
@@ -42,7 +44,7 @@ def profile(
     from thinwire.bench.models.registry import check_model
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("thinwire profile starts its own processes: use --ranks, without torchrun")
+        raise ValueError("thinwire profile starts its own processes: use --ranks instead of torchrun")
     if steps < 1 or warmup < 0 or ranks < 1:
         raise ValueError(f"--steps {steps} and --ranks {ranks} must be at least 1, --warmup {warmup} not negative")
     check_output("--out", out)

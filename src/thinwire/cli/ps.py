@@ -12,30 +12,35 @@ from thinwire.cli.console import watched_load
 from thinwire.cli.errors import RunFailed
 
 app = typer.Typer(
-    help="Asynchronous training: a server, nodes that come and go, the same in virtual time.", no_args_is_help=True
+    help="Asynchronous training: a server, nodes that come and go, and a simulation in virtual time.",
+    no_args_is_help=True,
 )
 
-Model = Annotated[str, typer.Option(help="chargpt, mlp, digits, ... or module:function; options as mlp:width=512.")]
+Model = Annotated[str, typer.Option(help="chargpt, mlp, digits, ... or module:function; options as in mlp:width=512.")]
 SettingsText = Annotated[
     str,
     typer.Option(
         "--settings",
-        help="inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco; options as "
+        help="inhad, bsp, asp, ssp, n_softsync, fedbuff, async_local_sgd, delayed_nesterov, diloco; options as in "
         "inhad:max_staleness=2:update_every=nodes.",
     ),
 ]
-OuterText = Annotated[str, typer.Option("--outer", help="The server's optimizer, as sgd:lr=0.1:momentum=0.9.")]
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
-Host = Annotated[str, typer.Option(help="The address to listen at; one that others reach needs keys or a secret.")]
+OuterText = Annotated[str, typer.Option("--outer", help="The server's optimizer, such as sgd:lr=0.1:momentum=0.9.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; one that other machines can reach needs keys or a secret.")
+]
 Keys = Annotated[
     Path | None,
-    typer.Option(help="This machine's directory that `thinwire keys new` wrote: TLS with certificates on both sides."),
+    typer.Option(help="This machine's directory from `thinwire keys new`: TLS with certificates on both sides."),
 ]
 SecretFile = Annotated[
     Path | None,
-    typer.Option(help="A file with the secret of this training, equal on all machines; else THINWIRE_SECRET_FILE."),
+    typer.Option(help="File with this training's secret, the same on all machines; by default THINWIRE_SECRET_FILE."),
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Without keys and secret: let in whoever reaches the port.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Without keys or a secret: admit anyone who reaches the port.")
+]
 
 
 @app.command()
@@ -43,21 +48,21 @@ def server(
     model: Model = "chargpt",
     settings: SettingsText = "inhad",
     outer: OuterText = "auto",
-    port: Annotated[int, typer.Option(help="Where nodes and shards come.")] = 29400,
+    port: Annotated[int, typer.Option(help="Port to which nodes and shards connect.")] = 29400,
     host: Host = "127.0.0.1",
     keys: Keys = None,
     secret_file: SecretFile = None,
     insecure: Insecure = False,
-    nodes: Annotated[int, typer.Option(help="The first weights wait for this many nodes.")] = 1,
-    shards: Annotated[int, typer.Option(help="Processes (`ps shard`) that hold a slice of the weights each.")] = 0,
-    updates: Annotated[int | None, typer.Option(help="End after this many updates.")] = None,
-    gradients: Annotated[int | None, typer.Option(help="End after this many applied gradients.")] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes to wait for before sending the first weights.")] = 1,
+    shards: Annotated[int, typer.Option(help="Processes (`ps shard`) that each hold a slice of the weights.")] = 0,
+    updates: Annotated[int | None, typer.Option(help="Stop after this many updates.")] = None,
+    gradients: Annotated[int | None, typer.Option(help="Stop after this many applied gradients.")] = None,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Directory; the server goes on from what is there.")
+        Path | None, typer.Option(help="Directory for checkpoints; the server continues from what it finds there.")
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
     journal: Annotated[Path | None, typer.Option(help="File for the log of updates, for `ps replay`.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
     json: Json = False,
 ) -> None:
     """Serve a model until it has seen a number of updates or gradients, with a live table of its nodes."""
@@ -75,7 +80,7 @@ def server(
             checkpoint_dir=checkpoint_dir, checkpoint_every=checkpoint_every, journal=journal, seed=seed,
             on_status=lambda status: screen.status(status.to_dict()),
         )  # fmt: skip
-        screen.say(f"serving {model} at {host}:{service.port}; nodes that it waits for: {nodes}, shards: {shards}")
+        screen.say(f"serving {model} at {host}:{service.port}; nodes to wait for: {nodes}, shards: {shards}")
         status = service.run()
     typer.echo(json_module.dumps(status.to_dict()) if json else _last_words(status.to_dict()))
     if service.unsaved:
@@ -85,17 +90,18 @@ def server(
 @app.command()
 def shard(
     server: Annotated[str, typer.Argument(help="host:port of the server, started with --shards.")],
-    index: Annotated[int, typer.Option(help="Which slice of the weights, from 0.")],
+    index: Annotated[int, typer.Option(help="Number of the slice of the weights, from 0.")],
     outer: Annotated[
-        str | None, typer.Option(help="The optimizer; by default as the server's --outer, which it publishes.")
+        str | None, typer.Option(help="The optimizer; by default the server's --outer, which it publishes.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Where nodes find this shard; 0: a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port at which nodes reach this shard; 0: a free one.")] = 0,
     host: Host = "127.0.0.1",
     keys: Keys = None,
     secret_file: SecretFile = None,
     insecure: Insecure = False,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Directory, needed where the server has one; the shard goes on from it.")
+        Path | None,
+        typer.Option(help="Directory for checkpoints, needed if the server has one; the shard continues from it."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -106,9 +112,7 @@ def shard(
         server, index, outer, port, checkpoint_dir, host=host, keys=keys, secret=read_secret_file(secret_file),
         insecure=insecure,
     )  # fmt: skip
-    typer.echo(
-        json_module.dumps(result) if json else f"shard {index}: training has ended at version {result['version']}"
-    )
+    typer.echo(json_module.dumps(result) if json else f"shard {index}: training ended at version {result['version']}")
 
 
 @app.command()
@@ -117,16 +121,18 @@ def node(
     keys: Keys = None,
     secret_file: SecretFile = None,
     model: Model = "chargpt",
-    node: Annotated[int | None, typer.Option(help="Number of this node; by default made of the host's name.")] = None,
+    node: Annotated[
+        int | None, typer.Option(help="Number of this node; by default derived from the host's name.")
+    ] = None,
     workers: Annotated[int, typer.Option(help="Workers on this node, one process each.")] = 1,
     slowdown: Annotated[
         float, typer.Option(help="Emulate a slower machine: each step takes this many times longer.")
     ] = 1.0,
-    pace: Annotated[float, typer.Option(help="Emulate: least seconds of a step, times slowdown.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the initial weights; the server's count.")] = 0,
+    pace: Annotated[float, typer.Option(help="Emulate: minimum seconds per step, times slowdown.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights; the server's are used.")] = 0,
     json: Json = False,
 ) -> None:
-    """Work for a server: this node's leader and its workers; workers that die are started again."""
+    """Work for a server: run this node's leader and its workers; workers that die are restarted."""
     from thinwire.cli.ps_work import run_node
 
     result = run_node(
@@ -140,7 +146,7 @@ def worker(
     leader: str, number: int, model: str, node: int, slowdown: float = 1.0, pace: float = 0.0, seed: int = 0,
     keys: Path | None = None,
 ) -> None:  # fmt: skip
-    """One worker of `ps node`, a process of its own."""
+    """One worker of `ps node`, in its own process."""
     from thinwire.cli.ps_work import make_worker
 
     make_worker(leader, number, model, node, slowdown=slowdown, pace=pace, seed=seed, keys=keys).run()
@@ -153,37 +159,39 @@ def run(
     outer: OuterText = "auto",
     nodes: Annotated[int, typer.Option(help="Nodes besides the server's.")] = 4,
     workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
-    shards: Annotated[int, typer.Option(help="Of the model, on a machine each; 0: the server holds it.")] = 0,
+    shards: Annotated[
+        int, typer.Option(help="Shards of the model, each on its own machine; 0: the server holds the model.")
+    ] = 0,
     link: Annotated[
         str, typer.Option(help="Rate of each link: the server's, the shards', the nodes', or one for all.")
     ] = "unlimited",
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
-    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is this many times slower.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, makes that node this many times slower.")] = None,
     pace: Annotated[
-        float, typer.Option(help="A step takes at least this many seconds: shared cores as own machines.")
+        float, typer.Option(help="Minimum seconds per step, so that shared cores act like separate machines.")
     ] = 0.0,
     kill: Annotated[
-        list[str] | None, typer.Option(help="NODE:SECONDS, kill -9 of a node, which then comes back.")
+        list[str] | None, typer.Option(help="NODE:SECONDS, kills that node with kill -9; it then comes back.")
     ] = None,
-    updates: Annotated[int | None, typer.Option(help="End after this many updates.")] = None,
-    gradients: Annotated[int | None, typer.Option(help="End after this many applied gradients.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="End after this many seconds of training.")] = None,
-    evaluate_every: Annotated[int, typer.Option(help="Updates between held-out losses.")] = 10,
+    updates: Annotated[int | None, typer.Option(help="Stop after this many updates.")] = None,
+    gradients: Annotated[int | None, typer.Option(help="Stop after this many applied gradients.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Stop after this many seconds of training.")] = None,
+    evaluate_every: Annotated[int, typer.Option(help="Updates between evaluations of the held-out loss.")] = 10,
     journal: Annotated[Path | None, typer.Option(help="File for the log of updates.")] = None,
     keys: Annotated[
         Path | None,
         typer.Option(
-            help="TLS: where `thinwire keys new` made server, shard0, node0, ...; without: a secret of the run."
+            help="TLS: where `thinwire keys new` made server, shard0, node0, ...; by default the run's own secret."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the initial weights.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is ended.")] = 3600.0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which the whole run is stopped.")] = 3600.0,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw loss against seconds, kills marked: .png or .html.")
+        Path | None, typer.Option(help="Also plot loss against seconds, with kills marked: .png or .html.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """A server and its nodes in the lab, over emulated links, with slow nodes and kills."""
+    """Run a server and its nodes in the lab, over emulated links, with slow nodes and kills."""
     from dataclasses import asdict
 
     from thinwire.cli.ps_lab import LabSpec, lab_picture, run_lab
@@ -225,20 +233,22 @@ def run(
 @app.command()
 def simulate(
     settings: SettingsText = "inhad",
-    nodes: Annotated[int, typer.Option(help="Nodes, a leader each.")] = 4,
+    nodes: Annotated[int, typer.Option(help="Nodes, each with a leader.")] = 4,
     workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
-    step: Annotated[float, typer.Option(help="Seconds of a worker's step, in the median.")] = 1.0,
+    step: Annotated[float, typer.Option(help="Median seconds of a worker's step.")] = 1.0,
     spread: Annotated[float, typer.Option(help="Log-normal spread of a step; 0: none.")] = 0.1,
-    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, a node that is this many times slower.")] = None,
-    parameters: Annotated[float, typer.Option(help="Of the model, in millions.")] = 10.0,
-    shards: Annotated[int, typer.Option(help="Of the model, a link each; 0: the server holds it.")] = 0,
+    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, makes that node this many times slower.")] = None,
+    parameters: Annotated[float, typer.Option(help="Parameters of the model, in millions.")] = 10.0,
+    shards: Annotated[
+        int, typer.Option(help="Shards of the model, each with its own link; 0: the server holds the model.")
+    ] = 0,
     link: Annotated[str, typer.Option(help="Rate of every link, such as 1gbit.")] = "1gbit",
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0.5ms",
-    seconds: Annotated[float, typer.Option(help="Virtual seconds.")] = 300.0,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Virtual seconds to simulate.")] = 300.0,
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
     json: Json = False,
 ) -> None:
-    """What a setting would do, in virtual time, next to synchronous all-reduces on the same nodes and links."""
+    """Predict what a setting would do, in virtual time, next to synchronous all-reduces on the same nodes and links."""
     from rich.console import Console
 
     from thinwire.cli.ps_predict import predict
@@ -258,11 +268,11 @@ def simulate(
 
 @app.command()
 def replay(
-    journal: Annotated[Path, typer.Argument(help="What --journal wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Where the weights go, as a torch file.")] = None,
+    journal: Annotated[Path, typer.Argument(help="File that --journal wrote.")],
+    out: Annotated[Path | None, typer.Option(help="File for the weights, in torch's format.")] = None,
     json: Json = False,
 ) -> None:
-    """Make a recorded run again, update by update, and print the hash of its last weights."""
+    """Repeat a recorded run, update by update, and print the hash of its final weights."""
     from thinwire.cli.ps_work import replay_file
 
     result = replay_file(journal, out)
@@ -283,7 +293,7 @@ def _pairs(words: list[str] | None, example: str, nodes: int) -> list[tuple[int,
         try:
             pair = int(left), float(right)
         except ValueError:
-            raise ValueError(f"{word!r} is no NODE:NUMBER; write for example {example}") from None
+            raise ValueError(f"{word!r} is not NODE:NUMBER; use for example {example}") from None
         if not 0 <= pair[0] < nodes or pair[1] < 0:
             raise ValueError(f"{word!r}: there are nodes 0 to {nodes - 1}, and the number must not be negative")
         found.append(pair)
@@ -293,8 +303,8 @@ def _pairs(words: list[str] | None, example: str, nodes: int) -> list[tuple[int,
 def _last_words(status: dict[str, object]) -> str:
     loss = status.get("loss")
     text = (
-        f"version {status['version']}, {status['gradients']} gradients in {status['seconds']:.1f} s, staleness mean "
-        f"{status['mean_staleness']:.2f}, most {status['max_staleness']}, "
+        f"version {status['version']}, {status['gradients']} gradients in {status['seconds']:.1f} s, mean staleness "
+        f"{status['mean_staleness']:.2f}, max {status['max_staleness']}, "
         f"{(status['up_bytes'] + status['down_bytes']) / 1e6:.1f} MB"  # type: ignore[operator]
     )
     return text + (f", training loss {loss:.3f}" if loss is not None else "")

@@ -62,7 +62,7 @@ def check_keys(spec: LabSpec) -> None:
     if missing:
         command = f"thinwire keys new {spec.keys} --names {','.join(missing)}"
         host = f" --host {Network.address(0)}" if "server" in missing else ""
-        raise ValueError(f"{spec.keys} has no identity of {', '.join(missing)}: {command}{host}")
+        raise ValueError(f"{spec.keys} has no identity for {', '.join(missing)}: run {command}{host}")
 
 
 def run_lab(spec: LabSpec, quiet: bool) -> dict[str, Any]:

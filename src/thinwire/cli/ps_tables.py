@@ -28,7 +28,7 @@ def status_table(status: dict[str, Any]) -> Table:
     words = [f"{name} {counters[name]}" for name in ("joined", "left", "late", "lost") if name in counters]
     for shard in status["shards"]:
         bytes_ = f"{shard['up_bytes'] / 1e6:.1f} MB up, {shard['down_bytes'] / 1e6:.1f} down"
-        words.append(f"shard {shard['index']} " + (bytes_ if shard["there"] else "is still to come"))
+        words.append(f"shard {shard['index']} " + (bytes_ if shard["there"] else "has not connected yet"))
     table.caption = "; ".join(words)
     return table
 
@@ -88,7 +88,7 @@ def live(quiet: bool = False) -> Iterator[Screen]:
 
 def prediction_table(rows: list[dict[str, Any]]) -> Table:
     """Return a table of what each scheme does per second."""
-    columns = ("scheme", "gradients/s", "updates/s", "staleness, most", "MB a gradient")
+    columns = ("scheme", "gradients/s", "updates/s", "staleness, max", "MB a gradient")
     table = plain_table("predicted in virtual time, not measured", columns, close=True)
     for row in rows:
         table.add_row(

@@ -210,7 +210,7 @@ def run_node(
                 if k not in children or children[k].poll() is not None:
                     restarts += 1
                     if restarts > _RESTARTS:
-                        raise RunFailed(f"workers of node {number} died {restarts} times; see their words above")
+                        raise RunFailed(f"workers of node {number} died {restarts} times; see their output above")
                     command = [sys.executable, "-c", "from thinwire.cli.main import run; run()", "ps", "worker"]
                     command += [node.address, str(k), model, str(number)]
                     command += ["--slowdown", str(slowdown), "--seed", str(seed), "--pace", str(pace)]
@@ -246,11 +246,13 @@ def replay_file(path: Path, out: Path | None) -> dict[str, Any]:
     from thinwire.parameter_server.outer import default_outer
 
     if not path.is_file():
-        raise ValueError(f"{path} is not there: give the file that --journal wrote")
+        raise ValueError(f"{path} does not exist: give the file that --journal wrote")
     journal = Journal.read(path)
     facts = journal.facts
     if "model" not in facts:
-        raise ValueError(f"{path} does not say which model it is of: replay it in Python, see parameter_server.replay")
+        raise ValueError(
+            f"{path} does not say which model it belongs to: replay it in Python, see parameter_server.replay"
+        )
     workload = build(facts["model"], facts["seed"])
     network, layout = workload.model, Layout.of(workload.model)
     start = layout.flat(network)

@@ -22,23 +22,26 @@ if TYPE_CHECKING:
 
 def race(
     model: Annotated[
-        str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as mlp:width=512.")
+        str, typer.Argument(help="chargpt, mlp, resnet18, bert-small or module:function; options as in mlp:width=512.")
     ],
     link: Annotated[str, typer.Option(help="Rate of each node's link, such as 100mbit.")] = "unlimited",
-    workers: Annotated[int, typer.Option(help="Ranks in all.")] = 2,
+    workers: Annotated[int, typer.Option(help="Total number of ranks.")] = 2,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node and its link.")] = 1,
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
     methods: Annotated[
         str | None,
-        typer.Option(help="What races against ddp: powersgd:rank=4,local:sync_every=8 ... Else six methods."),
+        typer.Option(
+            help="Methods that race against ddp: powersgd:rank=4,local:sync_every=8 ... By default six methods."
+        ),
     ] = None,
-    minutes: Annotated[float, typer.Option(help="That the race may take.")] = 10.0,
+    minutes: Annotated[float, typer.Option(help="Minutes that the race may take.")] = 10.0,
     seeds: Annotated[
-        int | None, typer.Option(help="On which methods are compared; else up to 3, as many as fit.")
+        int | None,
+        typer.Option(help="Number of seeds on which methods are compared; by default up to 3, as many as fit."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where race.json and race.png go.")] = Path("thinwire-out"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is known: measure and train anew.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for race.json and race.png.")] = Path("thinwire-out"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier results: measure and train again.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Race methods to DDP's loss on your model and link: who is first, what it costs in steps, how sure that is."""
     import tempfile
@@ -62,7 +65,7 @@ def race(
     rows = parse_rows(DEFAULT_METHODS if methods is None else methods)
     asked = RaceSpec(model, rows, workers, ranks_per_node, link if bits else None, bits, delay, minutes, seeds)
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: name a folder")
+        raise ValueError(f"--out {out} is a file: give a folder")
     if bits and lab.available() == "loopback":
         raise RunFailed(
             "links cannot be emulated here, so nothing can race on one; see thinwire doctor, or thinwire plan"
@@ -116,15 +119,17 @@ def _told(found: RaceResult) -> list[str]:
     """Return what the figures are based on."""
     said = [f"{row.label}: {row.note}" for row in found.rows if row.note]
     said.append("step: on the link, the mean of whole periods; x compute: over a step without any exchange")
-    said.append("steps: to the loss, over DDP's, and from least to most over seeds; x DDP: times sooner at it than DDP")
+    said.append(
+        "steps: to the loss, relative to DDP, and from least to most over seeds; x DDP: times faster to it than DDP"
+    )
     if found.known and not found.trained:
         said.append(f"all {found.known} runs were known from an earlier race, and none was trained again")
     elif found.known:
         said.append(f"{found.known} of {found.known + found.trained} runs were known from an earlier race")
     if since := found.measured.known_since:
-        said.append(f"seconds per step: as measured here on {since}; --fresh measures and trains anew")
+        said.append(f"seconds per step: as measured here on {since}; --fresh measures and trains again")
     if found.left_out:
-        said.append(f"{found.left_out} more seeds did not fit into the minutes: the same command goes on from here")
+        said.append(f"{found.left_out} more seeds did not fit into the minutes: the same command continues from here")
     return said
 
 

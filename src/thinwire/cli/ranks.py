@@ -77,7 +77,7 @@ def follow(cluster: Cluster, command: list[str], *, timeout_seconds: float) -> L
         words = LastWords(lambda rank, event: bar(completed=round(100 * event["done"]), description=event["text"]))
         launched = lab.run(cluster, command, on_line=words, timeout_seconds=timeout_seconds)
     if launched.exit_code == 124:
-        raise RunFailed(f"the ranks took longer than {timeout_seconds:g} s and were ended")
+        raise RunFailed(f"the ranks took longer than {timeout_seconds:g} s and were stopped")
     if launched.exit_code:
         raise RunFailed(words.after(f"the ranks ended with exit code {launched.exit_code}"))
     return launched

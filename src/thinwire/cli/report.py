@@ -13,10 +13,10 @@ def report(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="What bench --json, race, demo, plan --json, plan --map --json wrote, and Chrome traces.",
+            help="Output of bench --json, race, demo, plan --json, plan --map --json, and Chrome traces.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="File for the page.")] = Path("report.html"),
 ) -> None:
     """Make one self-contained HTML page from results, predicted and measured."""
     from rich.console import Console
@@ -27,7 +27,7 @@ def report(
 
     for path in files:
         if not path.is_file():
-            raise ValueError(f"{path} is no file")
+            raise ValueError(f"{path} is not a file")
     check_output("--out", out)
     if out.resolve() in {path.resolve() for path in files}:
         raise ValueError(f"--out {out} is one of the files to read")

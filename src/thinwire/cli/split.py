@@ -20,33 +20,43 @@ app = typer.Typer(help="Fine-tune a model across a cut between an edge and a clo
 
 Model = Annotated[
     str,
-    typer.Option(help="bert-small, distilbert-base, bert:layers=2:hidden=128:heads=4 ..., or a pre-trained directory."),
+    typer.Option(
+        help="bert-small, distilbert-base, bert:layers=2:hidden=128:heads=4 ..., or a pre-trained model's directory."
+    ),
 ]
 TaskName = Annotated[str, typer.Option("--task", help="stdlib, or a GLUE task with --data: cola, sst2, mrpc, ...")]
 Data = Annotated[Path | None, typer.Option(help="Directory with the task's train.tsv and dev.tsv.")]
-Length = Annotated[int, typer.Option(help="Tokens per sample; longer ones are cut.")]
-Most = Annotated[int, typer.Option("--lines", help="Of stdlib: lines per package.")]
-Cut = Annotated[int, typer.Option(help="The layer that is cut, from 1.")]
+Length = Annotated[int, typer.Option(help="Tokens per sample; longer samples are truncated.")]
+Most = Annotated[int, typer.Option("--lines", help="With stdlib: lines per package.")]
+Cut = Annotated[int, typer.Option(help="The layer to cut, counted from 1.")]
 Kind = Annotated[str, typer.Option(help="lowrank, ffn or boundary.")]
-Rank = Annotated[int, typer.Option(help="Numbers per token that cross, with lowrank.")]
+Rank = Annotated[int, typer.Option(help="With lowrank: numbers per token that cross the cut.")]
 Residual = Annotated[str, typer.Option(help="drop, keep or lowrank:q.")]
-Labels = Annotated[str, typer.Option(help="edge, or cloud: then labels leave the edge.")]
+Labels = Annotated[str, typer.Option(help="edge, or cloud, where labels leave the edge.")]
 Init = Annotated[str, typer.Option(help="svd or activation.")]
-Up = Annotated[str, typer.Option(help="Codecs of what goes up: none, fp16, bf16, int8, int4, delta:4; then pack.")]
-Down = Annotated[str, typer.Option(help="Codecs of what comes down; delta only where that is the activation.")]
-FrontOn = Annotated[str, typer.Option(help="edge, or cloud as in the published code: then token ids leave the edge.")]
+Up = Annotated[
+    str, typer.Option(help="Codecs for what goes up: none, fp16, bf16, int8, int4, delta:4; then optionally pack.")
+]
+Down = Annotated[str, typer.Option(help="Codecs for what comes down; delta only if that is the activation.")]
+FrontOn = Annotated[str, typer.Option(help="edge, or cloud as in the published code, where token ids leave the edge.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the data.")]
 Batch = Annotated[int, typer.Option(help="Samples per step.")]
 Rate = Annotated[float, typer.Option("--lr", help="Peak learning rate; from random weights lowrank needs a low one.")]
-Seed = Annotated[int, typer.Option(help="Of weights, order and dropout.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, order and dropout.")]
 LinkUp = Annotated[str, typer.Option("--link", help="Rate from the edge to the cloud, such as 10mbit.")]
-LinkDown = Annotated[str | None, typer.Option("--link-down", help="Rate to the edge; else the same.")]
+LinkDown = Annotated[
+    str | None, typer.Option("--link-down", help="Rate from the cloud to the edge; by default the same.")
+]
 Latency = Annotated[str, typer.Option(help="One-way delay, such as 10ms.")]
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
-Keys = Annotated[Path | None, typer.Option(help="This machine's directory that thinwire keys new wrote; none: no TLS.")]
-Fingerprint = Annotated[str | None, typer.Option(help="SHA-256 of the other end's certificate: that one only.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Without keys, also to other machines: all in the clear.")]
-Checkpoints = Annotated[Path | None, typer.Option(help="Directory of this end's checkpoints; to go on after a stop.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Keys = Annotated[Path | None, typer.Option(help="This machine's directory from thinwire keys new; without it, no TLS.")]
+Fingerprint = Annotated[str | None, typer.Option(help="SHA-256 of the other side's certificate; no other is accepted.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Allow other machines without keys: everything goes unencrypted.")
+]
+Checkpoints = Annotated[
+    Path | None, typer.Option(help="Directory for this side's checkpoints, to continue after a stop.")
+]
 Out = Annotated[Path | None, typer.Option(help="Write the trained half to this .safetensors file.")]
 
 
@@ -77,7 +87,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Cut the model and write both halves to this directory.")] = None,
     json: Json = False,
 ) -> None:
-    """Bytes and seconds of a step on a link before anything is sent; --out cuts the model for the two machines."""
+    """Predict the bytes and seconds of a step on a link; --out cuts the model for the two machines."""
     from dataclasses import asdict
 
     import torch
@@ -114,15 +124,15 @@ def plan(
     console.print(plan_table(rows, found, link, link_down))
     steps, step = recipe.steps(len(found.train)), rows[name_of(chosen)].step_seconds
     if step is not None:
-        console.print(f"{steps} steps of {epochs} epochs: about {_long(steps * step)} on this link", highlight=False)
+        console.print(f"{steps} steps in {epochs} epochs: about {_long(steps * step)} on this link", highlight=False)
     if out is not None:
         console.print(f"written: {out / 'edge.safetensors'} and {out / 'cloud.safetensors'}", markup=False)
 
 
 @app.command()
 def cloud(
-    half: Annotated[Path, typer.Argument(help="cloud.safetensors of thinwire split plan --out, or its directory.")],
-    listen: Annotated[str, typer.Option(help="host:port to listen at.")] = "127.0.0.1:7443",
+    half: Annotated[Path, typer.Argument(help="cloud.safetensors from thinwire split plan --out, or its directory.")],
+    listen: Annotated[str, typer.Option(help="host:port to listen on.")] = "127.0.0.1:7443",
     keys: Keys = None,
     fingerprint: Fingerprint = None,
     insecure: Insecure = False,
@@ -131,7 +141,7 @@ def cloud(
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Be the cloud: wait for an edge, train this half with it, end after its bye."""
+    """Be the cloud: wait for an edge, train this half with it, and end when it says goodbye."""
     from thinwire.cli.split_inputs import read_address, read_keys, recipe_of
     from thinwire.split import split_finetune
     from thinwire.split.files import half_file, read_facts
@@ -149,23 +159,23 @@ def cloud(
 
 @app.command()
 def edge(
-    half: Annotated[Path, typer.Argument(help="edge.safetensors of thinwire split plan --out, or its directory.")],
+    half: Annotated[Path, typer.Argument(help="edge.safetensors from thinwire split plan --out, or its directory.")],
     cloud: Annotated[str, typer.Option(help="host:port of the cloud.")] = "127.0.0.1:7443",
     keys: Keys = None,
-    name: Annotated[str, typer.Option(help="This edge's name, where no certificate says it.")] = "edge",
+    name: Annotated[str, typer.Option(help="This edge's name, if no certificate gives it.")] = "edge",
     fingerprint: Fingerprint = None,
     insecure: Insecure = False,
     data: Data = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Directory of a pre-trained model's tokeniser.")] = None,
-    share: Annotated[str, typer.Option(help="Of several edges, this one's part of the data: 1/4.")] = "1/1",
+    share: Annotated[str, typer.Option(help="With several edges, this one's part of the data, such as 1/4.")] = "1/1",
     checkpoint_dir: Checkpoints = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
-    reconnect: Annotated[float, typer.Option(help="Seconds to try to reach a lost cloud again.")] = 30.0,
-    patience: Annotated[float, typer.Option(help="Seconds that a reply of the cloud may take.")] = 60.0,
+    reconnect: Annotated[float, typer.Option(help="Seconds to keep trying to reach a lost cloud.")] = 30.0,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a reply from the cloud.")] = 60.0,
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Be the edge: read the data, lead the training, judge the result."""
+    """Be the edge: read the data, lead the training, evaluate the result."""
     from thinwire.cli.split_inputs import part_of, read_address, read_keys, read_share, recipe_of, task_of
     from thinwire.split import SplitPlan, split_finetune
     from thinwire.split.files import half_file, read_facts
@@ -200,22 +210,24 @@ def compare(
     rank: Rank = 8,
     plans: Annotated[
         str,
-        typer.Option(help="Rows: boundary, lowrank, and codecs after a colon, as lowrank:int8,pack; blanks between."),
+        typer.Option(
+            help="Rows, separated by blanks: boundary, lowrank; codecs after a colon, as in lowrank:int8,pack."
+        ),
     ] = "boundary lowrank lowrank:int8,pack lowrank:int4,pack",
     front_on: FrontOn = "edge",
     epochs: Epochs = 3,
     batch: Batch = 32,
     lr: Rate = 1e-3,
-    seeds: Annotated[int, typer.Option(help="How many; the table shows mean and spread.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Number of seeds; the table shows mean and spread.")] = 1,
     link: LinkUp = "10mbit",
     link_down: LinkDown = None,
     latency: Latency = "0",
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw score against bytes, loss against seconds: .png or .html.")
+        Path | None, typer.Option(help="Also plot score against bytes and loss against seconds: .png or .html.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train split and unsplit on the same data, seeds and first weights: accuracy, bytes, seconds."""
+    """Train split and unsplit on the same data, seeds and initial weights: accuracy, bytes, seconds."""
     from dataclasses import asdict
     from functools import partial
 
@@ -239,7 +251,7 @@ def compare(
     found = read_task(task, data, model, length, lines, 0)
     losses: dict[str, list[float]] = {}
     now = {"row": "", "seed": 0}
-    about = f"training of {model}, without and with cuts"
+    about = f"training {model} with and without cuts"
     with watched_load(torch.get_num_threads()) as load, _steps(about) as show:
 
         def on_row(name: str, seed: int) -> None:

@@ -33,9 +33,9 @@ def task_of(notes: dict[str, Any], data: Path | None, tokenizer: Path | None) ->
         name, length, lines, seed = words["name"], words["length"], words["lines"], words["seed"]
         model = str(tokenizer or words["model"])
         if words["pretrained"] and not Path(model).is_dir():
-            raise ValueError(f"the tokeniser of {words['model']} is not here: --tokenizer with its directory")
+            raise ValueError(f"the tokeniser of {words['model']} is not here: give its directory as --tokenizer")
     except KeyError as error:
-        raise ValueError("this file names no task: thinwire split plan --out writes it") from error
+        raise ValueError("this file names no task: give one that thinwire split plan --out wrote") from error
     return read_task(name, data, model, length, lines, seed)
 
 
@@ -45,11 +45,11 @@ def read_task(name: str, data: Path | None, model: str, length: int, most: int, 
     from thinwire.split.tasks.glue import read_tsv
 
     if name != "stdlib" and name not in COLUMNS:
-        raise ValueError(f"task {name!r} is unknown: write stdlib, or one of GLUE's {', '.join(COLUMNS)} with --data")
+        raise ValueError(f"task {name!r} is unknown: use stdlib, or one of GLUE's {', '.join(COLUMNS)} with --data")
     if name != "stdlib" and data is None:
         raise ValueError(f"task {name!r} needs --data, the directory with its train.tsv")
     if length < 3:
-        raise ValueError(f"--length {length} must be at least 3: two tokens of a sample are its ends")
+        raise ValueError(f"--length {length} must be at least 3: two tokens of each sample mark its ends")
     with progress(f"reading task {name}"):
         tokenizer = local_tokenizer(Path(model)) if Path(model).is_dir() else None
         if data is None or name == "stdlib":
@@ -75,9 +75,9 @@ def model_builder(text: str, length: int, plans: Iterable[SplitPlan] = ()) -> Ca
     known = {"layers": int, "hidden": int, "heads": int, "intermediate": int, "dropout": (int, float)}
     for key, value in options.items():
         if key not in known or isinstance(value, bool) or not isinstance(value, known[key]):  # type: ignore[arg-type]
-            raise ValueError(f"model option {key}={value!r} is unknown: write {', '.join(known)} with numbers")
+            raise ValueError(f"model option {key}={value!r} is unknown: use {', '.join(known)} with numbers")
     if name.startswith("vit"):
-        raise ValueError("the tasks of the command line are text: split a ViT from Python, with thinwire.split")
+        raise ValueError("the command line has only text tasks: split a ViT from Python, with thinwire.split")
     numbers: dict[str, Any] = options
     _, (layers, hidden, *_) = sizes_of(name, **{key: size for key, size in numbers.items() if key != "dropout"})
     for plan in plans:
@@ -111,7 +111,7 @@ def read_rows(text: str, cut: int, rank: int, front_on: str = "edge") -> dict[st
         up, down = (activation, gradient) if front_on == "edge" else (gradient, activation)
         rows[word] = SplitPlan(cut, kind, rank, up=up, down=down, front_on=front_on)
     if not rows:
-        raise ValueError("--plans is empty: write for example --plans 'boundary lowrank'")
+        raise ValueError("--plans is empty: use for example --plans 'boundary lowrank'")
     return rows
 
 
@@ -119,7 +119,7 @@ def read_share(text: str) -> tuple[int, int]:
     """Parse ``"2/4"``: the second of four edges."""
     place, slash, count = text.partition("/")
     if not slash or not place.isdecimal() or not count.isdecimal() or not 1 <= int(place) <= int(count):
-        raise ValueError(f"share {text!r} is no part of a whole: write for example 1/4")
+        raise ValueError(f"share {text!r} is not a part of a whole: use for example 1/4")
     return int(place), int(count)
 
 
@@ -144,7 +144,7 @@ def read_address(text: str) -> tuple[str, int]:
     """Parse ``host:port``."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"address {text!r} is no host:port: write for example cloud.example.org:7443")
+        raise ValueError(f"address {text!r} is not host:port: use for example cloud.example.org:7443")
     return host.strip("[]"), int(port)
 
 
@@ -156,7 +156,7 @@ def read_keys(directory: Path | None, fingerprint: str | None, host: str, insecu
     if directory is None:
         check_plain(host, insecure)
         if fingerprint is not None:
-            raise ValueError("--fingerprint is of a TLS certificate: give --keys too")
+            raise ValueError("--fingerprint belongs to a TLS certificate: give --keys too")
         return None
     found = Credentials.of(directory)
     return found if fingerprint is None else found.pinned(fingerprint)
@@ -170,5 +170,5 @@ def recipe_of(notes: dict[str, Any]) -> Any:
         return Recipe(**notes["recipe"])
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"this file holds no training options: thinwire split plan --out writes them ({error})"
+            f"this file contains no training options: give one that thinwire split plan --out wrote ({error})"
         ) from error

@@ -35,44 +35,48 @@ app = typer.Typer(
     help="EASNet: one stereo network whose kernels, depth, width and scales can be cut.", no_args_is_help=True
 )
 
-Data = Annotated[str, typer.Option(help="dots, planes, scenes (made up), or a file of lines: left right disparity.")]
-Size = Annotated[str, typer.Option(help="Height x width of the images; of crops, where pairs are files.")]
-MaxDisparity = Annotated[float, typer.Option(help="Largest disparity of made-up pairs, in pixels.")]
-Threads = Annotated[int, typer.Option(help="Threads of torch; part of what a latency means.")]
-Json = Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")]
+Data = Annotated[
+    str, typer.Option(help="dots, planes, scenes (synthetic), or a file with lines: left right disparity.")
+]
+Size = Annotated[str, typer.Option(help="Height x width of the images, or of the crops if pairs are files.")]
+MaxDisparity = Annotated[float, typer.Option(help="Largest disparity of synthetic pairs, in pixels.")]
+Threads = Annotated[int, typer.Option(help="Number of torch's threads, on which latencies depend.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 _CALIBRATION, _BATCH = 80, 20
 
 
 @app.command()
 def train(
-    out: Annotated[Path, typer.Option(help="Folder of the network and its checkpoints; run again to go on.")],
+    out: Annotated[Path, typer.Option(help="Folder for the network and its checkpoints; run again to continue.")],
     config: Annotated[str, typer.Option(help="tiny or published.")] = "tiny",
     deformable: Annotated[int | None, typer.Option(help="Modules with deformable convolutions.")] = None,
     elastic_refinement: Annotated[
         bool, typer.Option("--elastic-refinement", help="Extension: the refinement can be cut too.")
     ] = False,
     data: Data = "dots",
-    held_out: Annotated[str, typer.Option(help="What the error is of; else more of the made-up pairs.")] = "",
+    held_out: Annotated[str, typer.Option(help="Pairs to measure the error on; by default more synthetic pairs.")] = "",
     size: Size = "48x96",
     max_disparity: MaxDisparity = 15.0,
-    steps: Annotated[str, typer.Option(help="Of the large and of the shrinking phase.")] = "300,300",
-    epoch: Annotated[int | None, typer.Option(help="Instead: the published phases, epochs of this many steps.")] = None,
+    steps: Annotated[str, typer.Option(help="Steps of the large and of the shrinking phase.")] = "300,300",
+    epoch: Annotated[
+        int | None, typer.Option(help="Run the published phases instead, with epochs of this many steps.")
+    ] = None,
     sub_nets: Annotated[int, typer.Option(help="Sub-networks per step of the shrinking phase.")] = 2,
     batch: Annotated[int, typer.Option(help="Pairs per rank and step.")] = 4,
     method: Annotated[
-        str, typer.Option(help="active, dense, or what runs on the active part: cast, topk:density=0.01.")
+        str, typer.Option(help="active, dense, or a method for the active part: cast, topk:density=0.01.")
     ] = "active",
-    sampling: Annotated[str, typer.Option(help="shared: all ranks run the same sub-networks; per-rank.")] = "shared",
+    sampling: Annotated[str, typer.Option(help="shared (all ranks run the same sub-networks) or per-rank.")] = "shared",
     divisor: Annotated[str, typer.Option(help="world, or participants with per-rank sampling.")] = "world",
     semantics: Annotated[
         str, typer.Option(help="Unused weights: skip leaves them, zero lets Adam move them.")
     ] = "skip",
-    seed: Annotated[int, typer.Option(help="Of weights, pairs and draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, pairs and draws.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
     threads: Threads = 1,
     json: Json = False,
 ) -> None:
-    """Train all sub-networks, over the ranks of torchrun or of ``thinwire lab run``, or on one."""
+    """Train all sub-networks, on the ranks of torchrun or of ``thinwire lab run``, or in one process."""
     import torch
     from rich.console import Console
 
@@ -86,7 +90,7 @@ def train(
     net = make_net(config, deformable, elastic_refinement)
     if max_disparity >= net.max_disparity and data in ("dots", "planes", "scenes"):
         raise ValueError(
-            f"--max-disparity {max_disparity:g} must be below {net.max_disparity}, the most that {config} sees"
+            f"--max-disparity {max_disparity:g} must be below {net.max_disparity}, the most that {config} can see"
         )
     phases = make_phases(net, config, steps, epoch, sub_nets)
     chosen = parse_method(method)
@@ -98,7 +102,7 @@ def train(
 
         def on_step(phase: Any, step: int, report: Any) -> None:
             if not bar.completed and before[phase.name] + step:
-                bar.say(f"going on from step {before[phase.name] + step}", "")
+                bar.say(f"continuing from step {before[phase.name] + step}", "")
             words = f"{phase.name}, loss {report.loss:.3f}, {report.share:.0%} active"
             bar(completed=before[phase.name] + step + 1, description=words)
 
@@ -130,12 +134,12 @@ def train(
         return
     console = Console()
     if not any(phase.done for phase in report.phases):
-        console.print(f"all {total(phases)} steps were done before; their network is evaluated again")
+        console.print(f"all {total(phases)} steps had been done before; the network is evaluated again")
     _corner_table(console, net, found, guess)
     for phase in report.phases:
         if phase.bytes_sent:
             console.print(
-                f"{phase.name}: {phase.bytes_sent / 1e6:.2f} MB sent per rank, everything would be "
+                f"{phase.name}: {phase.bytes_sent / 1e6:.2f} MB sent per rank, the whole gradient would be "
                 f"{phase.dense_bytes / 1e6:.2f} MB; {phase.mean_share:.0%} of the gradient active"
             )
     console.print(f"written: {out / 'net.pt'}; next: thinwire supernet search {out / 'net.pt'}", markup=False)
@@ -152,7 +156,9 @@ def _corner_table(console: Any, net: ElasticStereo, found: dict[str, Any], guess
 
 @app.command()
 def table(
-    net: Annotated[Path | None, typer.Argument(help="A network that train wrote; else --config.")] = None,
+    net: Annotated[
+        Path | None, typer.Argument(help="A network that train wrote; by default an untrained one of --config.")
+    ] = None,
     config: Annotated[str, typer.Option(help="tiny or published; weights do not matter here.")] = "published",
     elastic_refinement: Annotated[
         bool, typer.Option("--elastic-refinement", help="Extension: the refinement can be cut too.")
@@ -160,7 +166,7 @@ def table(
     size: Size = "96x192",
     repeats: Annotated[int, typer.Option(help="Timed calls of each part.")] = 10,
     threads: Threads = 1,
-    out: Annotated[Path | None, typer.Option(help="Where the table goes, for search.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the table, for search.")] = None,
     json: Json = False,
 ) -> None:
     """Measure the latency of every part on this device; the smallest and the largest network first."""
@@ -214,22 +220,24 @@ def search(
     net: Annotated[Path, typer.Argument(help="A network that train wrote.")],
     limit_ms: Annotated[
         float | None,
-        typer.Option(help="Of one pair on this device; else half-way from the smallest to the largest."),
+        typer.Option(
+            help="Latency of one pair on this device; by default half-way between smallest and largest network."
+        ),
     ] = None,
     size: Size = "48x96",
     data: Data = "dots",
-    held_out: Annotated[str, typer.Option(help="What the error is of; else more of the made-up pairs.")] = "",
+    held_out: Annotated[str, typer.Option(help="Pairs to measure the error on; by default more synthetic pairs.")] = "",
     max_disparity: MaxDisparity = 15.0,
-    population: Annotated[int, typer.Option(help="Sub-networks of a generation.")] = 32,
-    generations: Annotated[int, typer.Option(help="After the first.")] = 8,
+    population: Annotated[int, typer.Option(help="Sub-networks per generation.")] = 32,
+    generations: Annotated[int, typer.Option(help="Generations after the first.")] = 8,
     repeats: Annotated[int, typer.Option(help="Timed calls of each part and each finalist.")] = 10,
-    latency: Annotated[Path | None, typer.Option("--table", help="A file of thinwire supernet table.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the evolution.")] = 0,
+    latency: Annotated[Path | None, typer.Option("--table", help="A file from thinwire supernet table.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the evolution.")] = 0,
     threads: Threads = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder; else next to the network.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; by default next to the network.")] = None,
     json: Json = False,
 ) -> None:
-    """Find the best sub-network whose measured latency keeps a limit; the ranks of torchrun share the evaluations."""
+    """Find the best sub-network within a limit of measured latency; the ranks of torchrun share the evaluations."""
     import torch
     from rich.console import Console
 
@@ -322,7 +330,7 @@ def _cost(
     score(net.space.largest)
     seconds, most = time.perf_counter() - began, evolution.population * (evolution.generations + 1)
     console.print(
-        f"limit {limit_ms:g} ms; at most {most} sub-networks to look at, {seconds:.2g} s each on {world} rank(s): "
+        f"limit {limit_ms:g} ms; at most {most} sub-networks to evaluate, {seconds:.2g} s each on {world} rank(s): "
         f"at most {most * seconds / world:.0f} s",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
@@ -330,13 +338,13 @@ def _cost(
 
 @app.command()
 def export(
-    net: Annotated[Path, typer.Argument(help="A network that train or search wrote: calibrated.pt of search.")],
-    out: Annotated[Path, typer.Option(help="A .pt2 file (torch.export), or .onnx where ONNX is installed.")],
-    sub_net: Annotated[str, typer.Option(help="best.json of search; largest, smallest; or k,d,e,S.")] = "largest",
+    net: Annotated[Path, typer.Argument(help="A network that train or search wrote (search writes calibrated.pt).")],
+    out: Annotated[Path, typer.Option(help="A .pt2 file (torch.export), or .onnx if ONNX is installed.")],
+    sub_net: Annotated[str, typer.Option(help="best.json from search, or largest, smallest or k,d,e,S.")] = "largest",
     size: Size = "48x96",
     json: Json = False,
 ) -> None:
-    """Write one sub-network as a file that runs without thinwire, and compare the two."""
+    """Write one sub-network to a file that runs without thinwire, and compare the two."""
     from thinwire.supernet.stereo import export as export_net
     from thinwire.supernet.stereo import load_net
 

@@ -23,7 +23,7 @@ def parse_size(text: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"(\d+)x(\d+)", text.strip())
     if found is None or "0" in found.groups():
-        raise ValueError(f"--size {text}: write height x width, such as 48x96")
+        raise ValueError(f"--size {text}: give height x width, such as 48x96")
     return int(found[1]), int(found[2])
 
 
@@ -88,7 +88,7 @@ def make_phases(net: ElasticStereo, config: str, steps: str, epoch: int | None, 
         return published(epoch)
     found = re.fullmatch(r"(\d+),(\d+)", steps.strip())
     if found is None:
-        raise ValueError(f"--steps {steps}: write the steps of the large and of the shrinking phase, such as 300,300")
+        raise ValueError(f"--steps {steps}: give the steps of the large and of the shrinking phase, such as 300,300")
     return short(net.space, int(found[1]), int(found[2]), sub_nets)
 
 
@@ -109,7 +109,7 @@ def parse_sub_net(text: str, net: ElasticStereo) -> SubNet:
         return net.space.uniform(kernel, depth, expand, scales)
     if not Path(text).is_file():
         raise ValueError(
-            f"--sub-net {text} is neither largest, smallest, k,d,e,S nor a file of thinwire supernet search"
+            f"--sub-net {text} is neither largest, smallest, k,d,e,S nor a file from thinwire supernet search"
         )
     content = Path(text).read_text()
     try:
@@ -127,7 +127,7 @@ def check_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be made: {error.strerror}") from error
+        raise ValueError(f"--out {out} cannot be created: {error.strerror}") from error
 
 
 def corners(net: ElasticStereo) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import typer
 def watch(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="Of tw.StepLog, of ps server --journal; files that come later too."),
+        typer.Argument(metavar="FILE...", help="Files of tw.StepLog or ps server --journal; they may appear later."),
     ],
-    port: Annotated[int, typer.Option(help="On this machine's loopback; 0: a free one.")] = 0,
-    open: Annotated[bool, typer.Option(help="Open the browser.")] = False,
+    port: Annotated[int, typer.Option(help="Port on this machine's loopback; 0: a free one.")] = 0,
+    open: Annotated[bool, typer.Option(help="Open the page in the browser.")] = False,
 ) -> None:
     """Follow a run in the browser: loss, seconds and bytes of its steps, from the file that it writes."""
     import webbrowser
@@ -23,9 +23,9 @@ def watch(
 
     for path in files:
         if path.is_dir() or not path.absolute().parent.is_dir():
-            raise ValueError(f"{path} is no file, and none can come there")
+            raise ValueError(f"{path} is not a file, and none can be created there")
     with WatchPage(files, port) as page:
-        typer.echo(f"watching {', '.join(map(str, files))} at {page.address} ; ctrl-C ends it")
+        typer.echo(f"watching {', '.join(map(str, files))} at {page.address} ; ctrl-C stops it")
         if open:
             webbrowser.open(page.address)
         page.serve_forever()

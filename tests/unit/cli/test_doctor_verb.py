@@ -58,7 +58,7 @@ def test_only_what_prevents_training_changes_the_exit_code(debian):
     [
         (["--nodes", "0"], "at least 1"),
         (["--read", "nowhere.json"], "No such file"),
-        (["--read", __file__], "what `thinwire doctor --json` printed"),
+        (["--read", __file__], "the output of `thinwire doctor --json`"),
     ],
 )
 def test_wrong_words_are_one_sentence(words, says):

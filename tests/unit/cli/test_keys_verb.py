@@ -35,7 +35,7 @@ def refused(says, *words):
 
 def test_a_directory_for_each_machine_and_the_authority_apart(tmp_path):
     said = call("new", "keys", "--names", "server, a", "--host", "10.0.0.1", "--host", "*.example.org").stdout
-    assert "keys/server: server, called at 10.0.0.1, *.example.org, localhost, 127.0.0.1; until" in said
+    assert "keys/server: server, reached at 10.0.0.1, *.example.org, localhost, 127.0.0.1; until" in said
     assert "keys/ca.key signs more and stays here" in said
     assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["a", "ca.crt", "ca.key", "server"]
     for name in ("server", "a"):

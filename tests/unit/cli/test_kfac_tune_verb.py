@@ -66,7 +66,7 @@ def test_the_pages_tuning():
         assert float(found[key][0]) == pytest.approx(float(loss), rel=0.02)
         assert found[key][1] == steps
     assert re.match(r"12 runs of 200 steps: at most about \d+", text)
-    assert "to 2.39: K-FAC 40 steps and" in text  # whether SGD is sooner is the machine's affair
+    assert "to 2.39: K-FAC takes 40 steps and" in text  # whether SGD is sooner is the machine's affair
     assert Path("tune.png").stat().st_size > 1000
     assert max(map(len, text.splitlines())) <= 80
 
@@ -101,7 +101,7 @@ def test_what_diverges_is_said_and_not_drawn():
 def test_the_line_for_a_script():
     """SGD is given too few steps to come to the target, so K-FAC is first however slow the machine is."""
     text = run("thinwire kfac tune --dampings 0.003 --rates 0.1 --steps 60 --target 2 --inv-update-steps 10")
-    assert "SGD does not come to it" in text
+    assert "SGD does not reach it" in text
     assert "next: KFAC(model, sync, damping=0.003, method='inverse', kl_clip=0.001," in text
 
 

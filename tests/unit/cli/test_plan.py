@@ -129,7 +129,7 @@ def test_a_race_says_what_steps_are_worth(tmp_path):
     assert steps["powersgd:rank=4"] == (None, None)
     assert answer["ranking"]["best"] == "acp:rank=4"
     said = " ".join(run("resnet50", "--link", "100mbit", "--worth", "race.json", "--methods", "acp:rank=4").split())
-    assert "over exact averaging's: your race with 1e-06 M parameters, 4 workers ssgd falls" in said
+    assert "relative to exact averaging: your race with 1e-06 M parameters, 4 workers ssgd falls" in said
     assert "thinwire race" not in said
 
 
@@ -240,12 +240,12 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         (["nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["bad.json"], "not a thinwire profile"),
         (["binary.json"], "not a text file"),
-        (["saved.json", "--batch-size", "8"], "--batch-size is for the built-in names"),
-        (["saved.json", "--device-flops", "1e12"], "--device-flops is for the built-in names"),
+        (["saved.json", "--batch-size", "8"], "--batch-size is for the built-in models"),
+        (["saved.json", "--device-flops", "1e12"], "--device-flops is for the built-in models"),
         (["vgg16", "--profile", "saved.json"], "not of 'vgg16'"),
         (["resnet50", "--workers", "0"], "--workers 0"),
         (["resnet50", "--workers", "1000000000"], "--workers 1000000000"),
-        (["resnet50", "--workers", "5", "--ranks-per-node", "2"], "no multiple"),
+        (["resnet50", "--workers", "5", "--ranks-per-node", "2"], "not a multiple"),
         (["resnet50", "--ranks-per-node", "0"], "--ranks-per-node 0"),
         (["resnet50", "--device", "a10"], "did you mean 'a100'"),
         (["resnet50", "--device-flops", "0"], "device_flops"),
@@ -262,7 +262,7 @@ def test_ones_own_model_is_measured(tmp_path, monkeypatch):
         (["deep.json"], "deep.json: this is not a thinwire profile: maximum recursion"),
         (["resnet50", "--costs", "deep.json"], "deep.json: these are not thinwire costs: maximum recursion"),
         (["huge.json"], "huge.json: this is not a thinwire profile"),
-        (["no_tensors.json"], "no_tensors.json: the profile holds no gradients"),
+        (["no_tensors.json"], "no_tensors.json: the profile contains no gradients"),
         (["resnet50", "--link", "\u0661gbit"], "is not a number"),
     ],
 )

@@ -49,11 +49,11 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
     ("words", "sentence"),
     [
         (["simulate", "--settings", "inhat"], "unknown preset 'inhat'"),
-        (["simulate", "--settings", "inhad:limit"], "is no option"),
+        (["simulate", "--settings", "inhad:limit"], "'limit' is no"),
         (["simulate", "--settings", "inhad:max_staleness=-1"], "max_staleness=-1 must be a whole number of at least 0"),
         (["simulate", "--settings", "inhad:depth=3"], "did you mean"),
         (["simulate", "--slow", "9:4"], "there are nodes 0 to 3"),
-        (["simulate", "--slow", "much"], "write for example --slow 1:4"),
+        (["simulate", "--slow", "much"], "use for example --slow 1:4"),
         (["simulate", "--step", "0"], "--step must be above 0"),
         (["simulate", "--link", "fast"], "link rate"),
         (["simulate", "--settings", "inhad:max_staleness=four"], "max_staleness='four' must be a whole number"),
@@ -62,8 +62,8 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
         (["run", "--updates", "0"], "must be above 0"),
         (
             ["run", "--updates", "3", "--nodes", "2", "--shards", "1", "--keys", "none"],
-            "none has no identity of server, shard0, node0, node1: "
-            "thinwire keys new none --names server,shard0,node0,node1 --host 10.77.0.1",
+            "none has no identity for server, shard0, node0, node1: "
+            "run thinwire keys new none --names server,shard0,node0,node1 --host 10.77.0.1",
         ),
         (["server", "--updates", "3", "--outer", "sgdd"], "unknown optimizer"),
         (["server", "--updates", "3", "--outer", "sgd:rate=3"], "--outer"),
@@ -75,7 +75,7 @@ def test_shards_carry_more_where_the_servers_link_is_the_bound():
         (["shard", "somewhere", "--index", "0"], "host:port"),
         (["shard", "127.0.0.1:1", "--index", "-1"], "--index -1 must be at least 0"),
         (["shard", "127.0.0.1:1", "--index", "0", "--outer", "sgdd"], "unknown optimizer"),
-        (["replay", "nothing.jsonl"], "is not there"),
+        (["replay", "nothing.jsonl"], "does not exist"),
     ],
 )
 def test_refusals_are_one_sentence(words, sentence):

@@ -32,10 +32,10 @@ def test_a_page(words, name, tmp_path):
 @pytest.mark.parametrize(
     "words,code,says",
     [
-        (["nowhere.json"], 2, "is no file"),
+        (["nowhere.json"], 2, "is not a file"),
         (["ranking.json", "--out", "nowhere/report.html"], 2, "folder that exists"),
         (["ranking.json", "--out", "ranking.json"], 2, "one of the files"),
-        (["ranking.json", "other.json"], 1, "other.json holds nothing that a report is made of"),
+        (["ranking.json", "other.json"], 1, "other.json contains nothing that a report can show"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence(words, code, says, tmp_path):

@@ -49,7 +49,7 @@ def test_train_table_search_export_one_after_the_other(tmp_path):
     assert found["measured_ms"] <= 10000
     assert [series["name"] for series in found["picture"]["panels"][0]["lines"]][1] == "best at this latency"
     half = said(*search, "--repeats", "1")  # a limit of its own
-    assert "sub-networks to look at" in half.stderr
+    assert "sub-networks to evaluate" in half.stderr
     measured = json.loads((tmp_path / "run" / "best.json").read_text())
     assert 0 < measured["measured_ms"] <= measured["limit_ms"]
     assert measured["load"]["cores"] >= 1

@@ -46,7 +46,7 @@ def test_it_is_not_written_over_what_is_there(alone):
     for folder in ("full", "full/notes"):
         done = call("federated", "new", folder)
         assert done.exit_code == 2
-        assert f"{folder} is there already and not empty" in done.output
+        assert f"{folder} already exists and is not empty" in done.output
     assert [path.name for path in (alone / "full").iterdir()] == ["notes"]
     done = call("federated", "new", "full/notes/below")
     assert done.exit_code == 2

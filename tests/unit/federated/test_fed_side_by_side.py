@@ -62,9 +62,9 @@ def test_a_run_that_goes_on_says_so(alone):
     assert "going on" not in first.output
     assert "written: w.safetensors" in first.stdout
     assert "round 2 of 2  FedAvg  training loss" in first.stderr
-    assert "2 rounds are in run already" in call(*begin).stderr
+    assert "run already contains 2 rounds" in call(*begin).stderr
     again = call(*more, "--checkpoint-dir", "run", "--json")
-    assert "FedAvg: going on from round 2" in again.stderr
+    assert "FedAvg: continuing from round 2" in again.stderr
     assert History.from_json(again.stdout).start == History.from_json(call(*begin, "--json").stdout).start
 
 
@@ -82,7 +82,11 @@ def test_what_does_not_fit_into_80_columns_is_named(alone):
     "name, evaluate, words",
     [
         ("mine_that_raises", "lambda model, round: {}['x']", "mine_that_raises.py, line 12: KeyError: 'x'"),
-        ("mine_of_nothing", "lambda model, round: None", 'must return numbers by name, as {"accuracy": 0.9}, not None'),
+        (
+            "mine_of_nothing",
+            "lambda model, round: None",
+            'must return numbers by name, such as {"accuracy": 0.9}, not None',
+        ),
     ],
 )
 def test_an_evaluation_that_fails_is_a_sentence(alone, name, evaluate, words):
@@ -99,8 +103,8 @@ def test_an_evaluation_that_fails_is_a_sentence(alone, name, evaluate, words):
         (["--algorithm", "fedavg,fedavg"], "names FedAvg twice"),
         (["--algorithm", ","], "name one, or several"),
         (["--algorithm", "fedavg,mime", "--out", "x"], "--out takes the weights of one algorithm"),
-        (["--out", "/nowhere/x"], "is no file that can be written"),
-        (["--plot", "/nowhere/x.png"], "is no file that can be written"),
+        (["--out", "/nowhere/x"], "is not a file that can be written"),
+        (["--plot", "/nowhere/x.png"], "is not a file that can be written"),
     ],
 )
 def test_what_does_not_go_together_is_a_sentence(alone, arguments, words):

@@ -89,7 +89,7 @@ def test_what_takes_long_says_first_what_it_begins(tmp_path):
     plan = run("plan", *SMALL, *words, "--measure", "0", "--out", "halves").stderr.splitlines()
     assert plan == ["... reading task stdlib", f"... cutting {SMALL[1]}"]
     first, second = run("compare", *SMALL, *words, "--plans", "boundary").stderr.splitlines()[:2]
-    assert (first, second) == (plan[0], f"... training of {SMALL[1]}, without and with cuts")
+    assert (first, second) == (plan[0], f"... training {SMALL[1]} with and without cuts")
     edge = run("edge", "halves", "--cloud", "127.0.0.1:9", "--reconnect", "0", code=1).stderr.splitlines()
     assert [edge[0], edge[-2]] == [plan[0], "... the edge's half of BertForSequenceClassification"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -126,7 +126,7 @@ def test_the_table_of_a_comparison():
         ("--length 2 must be at least 3", ["plan", "--length", "2"]),
         ("codec 'int7' is unknown", ["plan", "--up", "int7"]),
         ("link rate 'fast'", ["plan", "--link", "fast"]),
-        ("text: split a ViT from Python", ["plan", "--model", "vit-small"]),
+        ("text tasks: split a ViT from Python", ["plan", "--model", "vit-small"]),
         ("--plans is empty", ["compare", "--plans", ""]),
         ("kind='thin' is unknown", ["compare", "--plans", "thin"]),
         ("--seeds must be at least 1", ["compare", "--seeds", "0"]),
@@ -142,13 +142,13 @@ def test_wrong_words_are_one_sentence(says, words):
 
 def test_wrong_addresses_keys_and_shares(tmp_path):
     run("plan", *SMALL, "--measure", "0", "--out", "halves")
-    refused("is no host:port", "edge", "halves", "--cloud", "somewhere")
+    refused("is not host:port", "edge", "halves", "--cloud", "somewhere")
     refused("no keys for a connection with 10.0.0.1", "edge", "halves", "--cloud", "10.0.0.1:7443")
     refused("no keys for a connection with 0.0.0.0", "cloud", "halves", "--listen", "0.0.0.0:7443")
     refused("certificate: keys/identity.crt is no file", "edge", "halves", "--keys", "keys")
     refused("give --keys too", "edge", "halves", "--fingerprint", "00")
-    refused("share '5/4' is no part", "edge", "halves", "--share", "5/4")
-    refused("share '¹/4' is no part", "edge", "halves", "--share", "¹/4")
+    refused("share '5/4' is not a part", "edge", "halves", "--share", "5/4")
+    refused("share '¹/4' is not a part", "edge", "halves", "--share", "¹/4")
     refused("is the half of the edge", "cloud", "halves/edge.safetensors")
     refused("no connection with 127.0.0.1", "edge", "halves", "--cloud", "127.0.0.1:9", "--reconnect", "0", code=1)
     new_keys("keys", ["cloud"])
