@@ -58,7 +58,7 @@ def run(
         int, typer.Option(help="torch's threads in each process; more than 1 pays off for large models.")
     ] = 1,
     trace: Annotated[
-        Path | None, typer.Option(help="File with the speeds of the clients' own devices, for their clock.")
+        Path | None, typer.Option(help="File with the speeds of the clients' own devices, to compute their seconds.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the weights, by name, as safetensors.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also plot the result to this .png or .html file.")] = None,
@@ -190,7 +190,7 @@ def predict(
 def new(
     folder: Annotated[Path, typer.Argument(help="Folder to write to; created if it does not exist.")],
 ) -> None:
-    """Start a federation of your own: a folder with one that runs, for your data, model and algorithm."""
+    """Start a federation of your own: a folder with a working one, whose data, model and algorithm you replace."""
     from importlib import resources
 
     template = resources.files("thinwire.federated") / "template"

@@ -43,9 +43,7 @@ def plan(
     workers: Annotated[
         int | None, typer.Option(help="Total number of ranks; by default that of --costs, or 16.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, t4, v100, a100 or h100, whose rates are then assumed.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="Assumed rates: cpu, t4, v100, a100 or h100.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per rank, for the built-in models.")] = None,
     schedules: Annotated[
         str | None,
@@ -122,9 +120,7 @@ def plan(
 
 @app.command("calibrate")
 def calibrate(
-    costs: Annotated[
-        Path | None, typer.Option(help="A file from thinwire probe, to which the costs are added.")
-    ] = None,
+    costs: Annotated[Path | None, typer.Option(help="A file from thinwire probe, whose costs are written too.")] = None,
     largest: Annotated[int, typer.Option(help="Side of the largest matrix.")] = 4096,
     seconds: Annotated[
         float, typer.Option(help="Time for each of the two curves; what does not fit into it is extrapolated.")

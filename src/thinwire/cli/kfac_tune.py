@@ -29,7 +29,7 @@ def tune(
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = 200,
     target: Annotated[float | None, typer.Option(help="Loss to reach; by default the lowest that SGD reaches.")] = None,
     method: Annotated[str, typer.Option(help="inverse, inverse_pi or eigen.")] = "inverse",
-    kl_clip: Annotated[float, typer.Option(help="Bound of a step; 0: none.")] = 1e-3,
+    kl_clip: Annotated[float, typer.Option(help="Bound on a step; 0: none.")] = 1e-3,
     factor_update_steps: Annotated[int, typer.Option(help="Steps between new statistics.")] = 5,
     inv_update_steps: Annotated[int, typer.Option(help="Steps between inversions.")] = 25,
     threads: Annotated[int, typer.Option(help="Number of torch's threads.")] = 1,

@@ -105,7 +105,7 @@ def shard(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Keep a slice of the weights for a server; it waits for the server, and for one that comes after it."""
+    """Hold a slice of the weights for a server; it waits until the server starts, or starts again."""
     from thinwire.cli.ps_work import read_secret_file, run_shard
 
     result = run_shard(
@@ -129,7 +129,7 @@ def node(
         float, typer.Option(help="Emulate a slower machine: each step takes this many times longer.")
     ] = 1.0,
     pace: Annotated[float, typer.Option(help="Emulate: minimum seconds per step, times slowdown.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights; the server's are used.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights, which the server's replace.")] = 0,
     json: Json = False,
 ) -> None:
     """Work for a server: run this node's leader and its workers; workers that die are restarted."""
@@ -166,12 +166,15 @@ def run(
         str, typer.Option(help="Rate of each link: the server's, the shards', the nodes', or one for all.")
     ] = "unlimited",
     delay: Annotated[str, typer.Option(help="One-way delay between nodes, such as 1ms.")] = "0",
-    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, makes that node this many times slower.")] = None,
+    slow: Annotated[
+        list[str] | None, typer.Option(help="NODE:FACTOR, to make that node this many times slower.")
+    ] = None,
     pace: Annotated[
         float, typer.Option(help="Minimum seconds per step, so that shared cores act like separate machines.")
     ] = 0.0,
     kill: Annotated[
-        list[str] | None, typer.Option(help="NODE:SECONDS, kills that node with kill -9; it then comes back.")
+        list[str] | None,
+        typer.Option(help="NODE:SECONDS, to kill that node (kill -9) at that time; it then comes back."),
     ] = None,
     updates: Annotated[int | None, typer.Option(help="Stop after this many updates.")] = None,
     gradients: Annotated[int | None, typer.Option(help="Stop after this many applied gradients.")] = None,
@@ -237,7 +240,9 @@ def simulate(
     workers: Annotated[int, typer.Option(help="Workers per node.")] = 1,
     step: Annotated[float, typer.Option(help="Median seconds of a worker's step.")] = 1.0,
     spread: Annotated[float, typer.Option(help="Log-normal spread of a step; 0: none.")] = 0.1,
-    slow: Annotated[list[str] | None, typer.Option(help="NODE:FACTOR, makes that node this many times slower.")] = None,
+    slow: Annotated[
+        list[str] | None, typer.Option(help="NODE:FACTOR, to make that node this many times slower.")
+    ] = None,
     parameters: Annotated[float, typer.Option(help="Parameters of the model, in millions.")] = 10.0,
     shards: Annotated[
         int, typer.Option(help="Shards of the model, each with its own link; 0: the server holds the model.")

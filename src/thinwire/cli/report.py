@@ -13,7 +13,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="Output of bench --json, race, demo, plan --json, plan --map --json, and Chrome traces.",
+            help="Files of race and demo, --json output of bench, plan and others, step logs, journals, Chrome traces.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="File for the page.")] = Path("report.html"),

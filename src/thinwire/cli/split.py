@@ -87,7 +87,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Cut the model and write both halves to this directory.")] = None,
     json: Json = False,
 ) -> None:
-    """Predict the bytes and seconds of a step on a link; --out cuts the model for the two machines."""
+    """Predict a step's bytes and seconds on a link before anything is sent; --out cuts the model for both machines."""
     from dataclasses import asdict
 
     import torch
@@ -227,7 +227,7 @@ def compare(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train split and unsplit on the same data, seeds and initial weights: accuracy, bytes, seconds."""
+    """Train with and without cuts on the same data, seeds and initial weights: accuracy, bytes, seconds."""
     from dataclasses import asdict
     from functools import partial
 
